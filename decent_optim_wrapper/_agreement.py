@@ -1,0 +1,115 @@
+"""The start: prove that all ranks train the same thing in the same way, and from the same values.
+
+Nothing that arrives is unpickled: descriptions travel as UTF-8 bytes in tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decent_optim_wrapper._bucket import plan_buckets
+from decent_optim_wrapper._transport import Transport
+from decent_optim_wrapper._version import __version__
+from decent_optim_wrapper.topo import Topology
+
+
+class Named(NamedTuple):
+    """A tensor and what to call it in an error."""
+
+    kind: str
+    name: str
+    tensor: Tensor
+
+    def describe(self) -> str:
+        """One line with everything in which ranks must agree on the tensor."""
+        frozen = ", frozen" if self.kind == "parameter" and not self.tensor.requires_grad else ""
+        return f"{self.kind} {self.name}: {self.tensor.dtype} {tuple(self.tensor.shape)}{frozen}"
+
+
+def named_parameters(param_groups: Sequence[dict[str, Any]]) -> list[Named]:
+    """The parameters in their groups' order, by name where the optimizer was given names."""
+    named = []
+    for number, group in enumerate(param_groups):
+        names = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
+        named += [Named("parameter", *pair) for pair in zip(names, group["params"], strict=True)]
+    return named
+
+
+class Agreement:
+    """What the ranks must have in common.
+
+    Args:
+        transport: the ranks and how to reach them.
+        topology: the same on every rank.
+        overlap: likewise.
+        bucket_cap_mb: likewise.
+    """
+
+    def __init__(
+        self, transport: Transport, topology: Topology, overlap: bool, bucket_cap_mb: float
+    ) -> None:
+        self._transport = transport
+        self._cap_mb = bucket_cap_mb
+        self._settings = [
+            f"decent_optim_wrapper {__version__}",
+            f"topology {topology!r} with schedule {_schedule_digest(topology)}",
+            f"overlap={overlap}",
+            f"bucket_cap_mb={float(bucket_cap_mb)}",
+        ]
+
+    def check(self, tensors: Iterable[Named]) -> None:
+        """Compare settings and tensors with those of the other ranks; collective.
+
+        Raises:
+            ValueError: on every rank; names a rank that differs from rank 0 and the first thing in
+                which it does.
+        """
+        lines = [*self._settings, *(named.describe() for named in tensors)]
+        text = "\n".join(lines).encode()
+        digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
+        digests = self._transport.all_gather(digest)
+        differing = (digests != digests[0]).any(dim=1).nonzero().flatten().tolist()
+        if not differing:
+            return
+        there, here = (self._broadcast_text(text, source) for source in (differing[0], 0))
+        pairs = zip_longest(there, here, fillvalue="nothing more")
+        theirs, ours = next(pair for pair in pairs if pair[0] != pair[1])
+        raise ValueError(
+            f"the ranks disagree: rank {differing[0]} has <{theirs}> where rank 0 has <{ours}>; "
+            f"build the same model, optimizer and wrapper in the same order on every rank "
+            f"(seen on rank {self._transport.rank}; ranks unlike rank 0: {differing})"
+        )
+
+    def broadcast(self, tensors: Iterable[Named]) -> None:
+        """Overwrite the tensors with those of rank 0, bucket by bucket; collective."""
+        plan = plan_buckets(
+            (named.tensor for named in tensors), self._cap_mb, self._transport.wire_device
+        )
+        for bucket in plan:
+            flat = bucket.pack(bucket.new_flat(bucket.wire_device))
+            self._transport.broadcast(flat.data, source=0)
+            bucket.unpack_(flat)
+
+    def _broadcast_text(self, text: bytes, source: int) -> list[str]:
+        device = self._transport.control_device
+        size = torch.tensor([len(text)], device=device)
+        self._transport.broadcast(size, source)
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if self._transport.rank != source:
+            data = torch.empty(int(size.item()), dtype=torch.uint8)
+        data = data.to(device)
+        self._transport.broadcast(data, source)
+        return bytes(data.tolist()).decode(errors="replace").split("\n")
+
+
+def _schedule_digest(topology: Topology) -> str:
+    digest = hashlib.sha256()
+    for phase in range(topology.period):
+        digest.update(repr(topology.groups(phase)).encode())
+    return digest.hexdigest()[:16]

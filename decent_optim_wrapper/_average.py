@@ -1,0 +1,72 @@
+"""The world average, in place and back: average, snapshot, restore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from decent_optim_wrapper._bucket import Bucket, Flat, summable
+from decent_optim_wrapper._transport import Transport
+
+
+class WorldAverage:
+    """Replaces tensors by their average over all ranks, and restores them.
+
+    Args:
+        transport: the ranks and how to reach them.
+        buckets: gives the tensors to average; asked again for every average, since buckets grow.
+    """
+
+    def __init__(self, transport: Transport, buckets: Callable[[], Sequence[Bucket]]) -> None:
+        self._transport = transport
+        self._buckets = buckets
+        self._snapshot: list[tuple[Bucket, Flat]] | None = None
+
+    @property
+    def revertible(self) -> bool:
+        """Whether an average is in place that can still be reverted."""
+        return self._snapshot is not None
+
+    def apply(self, may_revert: bool) -> None:
+        """Put the average in place; collective.
+
+        Args:
+            may_revert: keep a snapshot of the own values. A snapshot that is there already stays:
+                it holds the values from before the first average.
+        """
+        if not may_revert:
+            self.keep()
+        elif self._snapshot is None:
+            self._snapshot = [
+                (bucket, bucket.pack(bucket.new_flat())) for bucket in self._buckets()
+            ]
+        for bucket in self._buckets():
+            bucket.unpack_(average(bucket, self._transport))
+
+    def revert(self) -> None:
+        """Restore the own values and free the snapshot."""
+        if self._snapshot is None:
+            raise RuntimeError(
+                f"rank {self._transport.rank}: revert_global_avg() expects an average in place "
+                f"that may be reverted; call global_avg(may_revert=True) first, and revert it "
+                f"before the next step()"
+            )
+        for bucket, flat in self._snapshot:
+            bucket.unpack_(flat)
+        self._snapshot = None
+
+    def keep(self) -> None:
+        """Accept the average as the own values and free the snapshot."""
+        self._snapshot = None
+
+
+def average(bucket: Bucket, transport: Transport) -> Flat:
+    """The bucket's average over all ranks, in a new flat vector; collective.
+
+    Half precision is summed in float32.
+    """
+    packed = bucket.pack(bucket.new_flat(bucket.wire_device))
+    total = bucket.view(summable(packed.data))
+    for work in transport.all_reduce(total.data):
+        work.wait()
+    total.data.div_(transport.world_size)
+    return total

@@ -1,0 +1,149 @@
+"""Exchange between ranks: the one place that calls torch.distributed to move bytes.
+
+Pairs talk point to point on the process group that the user gave and need no communicator of
+their own; larger groups get one each, created by their members alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from decent_optim_wrapper.topo import Group
+
+# Tags below are left to the user's own point-to-point traffic on the same process group.
+_FIRST_TAG = 1 << 20
+
+
+class Transport:
+    """The ranks of one process group, and the communicators of the groups that mix in it.
+
+    Args:
+        process_group: registered or raw; None is a world of one rank that exchanges nothing.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self._process_group = process_group
+        self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.rank = 0 if process_group is None else process_group.rank()
+        self.world_size = 1 if process_group is None else process_group.size()
+
+    def connect(self, schedule: Sequence[Group]) -> None:
+        """Create the communicators that `schedule` (this rank's groups, phase by phase) needs.
+
+        Every rank walks the phases in the same order and the groups of a phase are disjoint, so
+        creation, which waits for all members, cannot deadlock.
+        """
+        for group in schedule:
+            if group.size > 2 and group.ranks not in self._subgroups:
+                self._subgroups[group.ranks] = self._new_subgroup(group.ranks)
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        """The device that tensors of `device` are exchanged on: gloo's exchange is on the CPU."""
+        if self._process_group is None or _backend(self._process_group, device).name() != "gloo":
+            return device
+        return torch.device("cpu")
+
+    def exchange(self, outgoing: Tensor, incoming: Tensor, peer: int, tag: int) -> list[dist.Work]:
+        """Start sending `outgoing` to `peer` and receiving `incoming` from it.
+
+        Args:
+            outgoing: must not change until the returned work is done.
+            incoming: same size and dtype as the peer's `outgoing`.
+            peer: rank in the process group.
+            tag: tells concurrent exchanges between two ranks apart; from 0.
+
+        Returns:
+            The work to wait for.
+        """
+        group = self._group()
+        if _backend(group, outgoing.device).supports_coalescing:
+            # On such a backend (NCCL) a send alone would wait for a receive that comes behind it.
+            pair = [
+                dist.P2POp(op, tensor, group=group, group_peer=peer)
+                for op, tensor in ((dist.isend, outgoing), (dist.irecv, incoming))
+            ]
+            return dist.batch_isend_irecv(pair)
+        tag += _FIRST_TAG
+        return [group.send([outgoing], peer, tag), group.recv([incoming], peer, tag)]
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> list[dist.Work]:
+        """Start summing `tensor` in place over `ranks`, all ranks by default."""
+        if self._process_group is None:
+            return []
+        group = self._process_group if ranks is None else self._subgroups[ranks]
+        return [group.allreduce([tensor])]
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite `tensor` with the one of rank `source`, bytes of any dtype."""
+        if self._process_group is None or tensor.numel() == 0:
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self._process_group.broadcast([tensor.view(torch.uint8)], options).wait()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Stack the `tensor` of every rank, of the same shape and dtype on all.
+
+        Returns:
+            shape (world_size, *tensor.shape), on the CPU.
+        """
+        if self._process_group is None:
+            return tensor.unsqueeze(0)
+        tensor = tensor.to(self.control_device)
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        self._process_group.allgather([gathered], [tensor]).wait()
+        return torch.stack(gathered).cpu()
+
+    @property
+    def control_device(self) -> torch.device:
+        """The device on which small control messages travel."""
+        cpu = torch.device("cpu")
+        try:
+            if self._process_group is not None:
+                _backend(self._process_group, cpu)
+        except RuntimeError:
+            return torch.device("cuda", torch.cuda.current_device())
+        return cpu
+
+    def _group(self) -> dist.ProcessGroup:
+        if self._process_group is None:
+            raise RuntimeError("a world of one rank has no peer to exchange with")
+        return self._process_group
+
+    def _new_subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        parent = self._group()
+        if len(ranks) == self.world_size:
+            return parent
+        global_ranks = _registered_ranks(parent)
+        if global_ranks is not None:
+            return dist.new_group(
+                [global_ranks[rank] for rank in ranks],
+                backend=dist.distributed_c10d.get_backend_config(parent),
+                use_local_synchronization=True,
+            )
+        if not isinstance(parent, dist.ProcessGroup):
+            raise ValueError(
+                f"rank {self.rank}: ranks {ranks} need a communicator of their own, and "
+                f"{type(parent).__name__} has no store to build it on; wrap it in a "
+                f"torch.distributed.ProcessGroup or use a topology of pairs"
+            )
+        name = "decent_optim_wrapper/" + "-".join(map(str, ranks))
+        store = dist.PrefixStore(name, parent.get_group_store())
+        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks))
+
+
+def _registered_ranks(group: dist.ProcessGroup) -> list[int] | None:
+    """The global ranks of a group that torch.distributed knows, None of one that it does not."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError:
+        return None
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> dist.distributed_c10d.Backend:
+    """The backend that serves `device`; a raw backend serves whatever it serves."""
+    return group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group

@@ -1,0 +1,86 @@
+"""From the constructor's arguments to the world they mean: process group, sizes, topology."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from decent_optim_wrapper.topo import Topology, TopologyFactory
+
+
+def resolve_process_group(
+    group: dist.ProcessGroup | None, rank: int | None, world_size: int | None
+) -> dist.ProcessGroup | None:
+    """Find the process group and check what the user says of it.
+
+    Returns:
+        The group given, else the default group, else None: a world of one rank.
+
+    Raises:
+        ValueError: `rank` or `world_size` contradicts the group, or this rank is not in it.
+        RuntimeError: more than one rank and no process group.
+    """
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None:
+        _check_alone(rank, world_size)
+        return None
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not a member of the process group given; "
+            f"build the wrapper on its members only"
+        )
+    for name, given, actual in (
+        ("rank", rank, group.rank()),
+        ("world_size", world_size, group.size()),
+    ):
+        if given is not None and given != actual:
+            raise ValueError(
+                f"{name}={given} contradicts the process group, whose {name} is {actual} here; "
+                f"leave {name} out or pass the process group's"
+            )
+    return group
+
+
+def resolve_topology(
+    topology: str | Topology, world_size: int, local_world_size: int | None
+) -> Topology:
+    """Build the topology of that name, or check that the instance fits the process group.
+
+    Raises:
+        TypeError: neither a name nor a `Topology`.
+        ValueError: an unknown name, or sizes that do not fit.
+    """
+    if isinstance(topology, str):
+        if local_world_size is None:
+            local_world_size = _local_world_size(world_size)
+        return TopologyFactory.create(topology, world_size, local_world_size)
+    if not isinstance(topology, Topology):
+        raise TypeError(f"topology expects a name or a Topology, got {topology!r}")
+    for name, given, actual in (
+        ("world_size", topology.world_size, world_size),
+        ("local_world_size", topology.local_world_size, local_world_size),
+    ):
+        if actual is not None and given != actual:
+            raise ValueError(f"{topology!r} was built for {name}={given}, but here it is {actual}")
+    return topology
+
+
+def _check_alone(rank: int | None, world_size: int | None) -> None:
+    if world_size not in (None, 1):
+        raise RuntimeError(
+            f"world_size={world_size} needs a process group: call "
+            f"torch.distributed.init_process_group() before building the wrapper and start the "
+            f"script with `torchrun --nproc-per-node {world_size} script.py`"
+        )
+    if rank not in (None, 0):
+        raise ValueError(f"rank={rank} contradicts a world of one rank without a process group")
+
+
+def _local_world_size(world_size: int) -> int:
+    """LOCAL_WORLD_SIZE, or 1 where it says nothing of this world (unset, or of a larger one)."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"the variable LOCAL_WORLD_SIZE must be a number above 0, got {text!r}")
+    return int(text) if world_size % int(text) == 0 else 1

@@ -1,0 +1,330 @@
+"""The facade: a torch optimizer that gossips its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from decent_optim_wrapper import metrics
+from decent_optim_wrapper._agreement import Agreement, Named, named_parameters
+from decent_optim_wrapper._amp import local_update
+from decent_optim_wrapper._average import WorldAverage
+from decent_optim_wrapper._bucket import MIB, Bucket, plan_buckets
+from decent_optim_wrapper._gossip import Gossip, GossipState
+from decent_optim_wrapper._transport import Transport
+from decent_optim_wrapper._world import resolve_process_group, resolve_topology
+from decent_optim_wrapper.topo import Topology
+
+_STATE_KEY = "gossip"
+
+
+class DecentOptimWrapper(Optimizer):
+    """Wraps an optimizer so that every `step()` also averages parameters with a few neighbours.
+
+    With n ranks, x_i the parameters of rank i, W_t the mixing matrix of round t and u_i the base
+    optimizer's local update from the gradient at x_i, one `step()` does
+
+    - ``overlap=True``: ``x <- W_t x - u(x)`` (D-PSGD, Lian et al. 2017, with one step of delay).
+      Round t is launched at the end of one `step()` and finished at the start of the next: its
+      bytes travel under the whole forward and backward pass.
+    - ``overlap=False``: ``x <- W_t (x - u(x))`` (adapt then combine). The bytes travel inside
+      `step()`.
+
+    It is a `torch.optim.Optimizer` whose `param_groups`, `state` and `defaults` are the base's, so
+    schedulers, GradScaler, clipping and checkpoints take it as one. All ranks call the
+    constructor, `step` and every method whose text says *collective* alike and in the same order.
+
+    Args:
+        optimizer: the base optimizer.
+        rank: this rank in the process group; None asks the process group.
+        world_size: its number of ranks; None asks the process group.
+        local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE.
+        topology: a name known to `TopologyFactory`, or an instance.
+        bucket_cap_mb: upper bound of a bucket in MiB.
+        overlap: exchange under the next forward and backward pass, see above.
+        process_group: gossip among its ranks only; None means the default group.
+        buffers: tensors of which `global_avg` averages the floating-point ones, too
+            (``model.buffers()``).
+        sync_at_start: broadcast parameters and buffers from rank 0.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: an argument contradicts the process group, does not fit the topology or the
+            base optimizer, or the ranks' parameters differ.
+        RuntimeError: a world of more than one rank and no process group.
+    """
+
+    # GradScaler then always calls step() and hands over `grad_scale` and `found_inf`. Otherwise it
+    # would skip step(), round included, on just the rank whose gradients overflowed.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        rank: int | None = None,
+        world_size: int | None = None,
+        local_world_size: int | None = None,
+        topology: str | Topology = "complete",
+        bucket_cap_mb: float = 25,
+        *,
+        overlap: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        buffers: Iterable[Tensor] = (),
+        sync_at_start: bool = True,
+    ) -> None:
+        _check_base(optimizer, overlap)
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be above 0 MiB, got {bucket_cap_mb}")
+        self._optimizer = optimizer
+        self._overlap = overlap
+        self._bucket_cap_mb = bucket_cap_mb
+        self._sync_at_start = sync_at_start
+        self._set_up_hooks()
+
+        self._transport = Transport(resolve_process_group(process_group, rank, world_size))
+        self._topology = resolve_topology(topology, self.world_size, local_world_size)
+        self._agreement = Agreement(self._transport, self._topology, overlap, bucket_cap_mb)
+        named_buffers = [Named("buffer", str(i), tensor) for i, tensor in enumerate(buffers)]
+        parameters = named_parameters(optimizer.param_groups)
+        self._agreement.check([*parameters, *named_buffers])
+        self._gossip = Gossip(self._transport, self._topology.schedule(self.rank))
+        if sync_at_start:
+            self._agreement.broadcast([*parameters, *named_buffers])
+        self._take_in(parameters)
+        floating = [b.tensor for b in named_buffers if b.tensor.is_floating_point()]
+        buffer_buckets = self._plan(floating)
+        self._average = WorldAverage(
+            self._transport, lambda: (*self._gossip.buckets, *buffer_buckets)
+        )
+        logger.info("{!r}", self)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The base optimizer."""
+        return self._optimizer
+
+    @property
+    def topology(self) -> Topology:
+        """The topology of the gossip."""
+        return self._topology
+
+    @property
+    def round(self) -> int:
+        """Number of rounds launched so far; the same on every rank."""
+        return self._gossip.state.round
+
+    @property
+    def rank(self) -> int:
+        """This rank in the process group."""
+        return self._transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the process group."""
+        return self._transport.world_size
+
+    # Forwarded at every access: the base's load_state_dict replaces both objects, and an alias
+    # would let a scheduler drive groups that nobody steps any more.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The base's parameter groups."""
+        return self._optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The base's state."""
+        return self._optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The base's defaults."""
+        return self._optimizer.defaults
+
+    @torch.compiler.disable
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One local update and one round of gossip; collective.
+
+        Args:
+            closure: re-evaluates the model and returns the loss; always evaluated at the
+                parameters as they were before the mixing.
+
+        Returns:
+            What the closure returned.
+        """
+        if not self._overlap:
+            self._settle()
+            loss = self._update(closure)
+            self._gossip.launch()
+            self._gossip.finish()
+            return loss
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._settle()
+        self._update()
+        self._gossip.launch()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as the base does."""
+        self._optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the base and gossip its parameters from the next round on; collective."""
+        self._optimizer.add_param_group(param_group)
+        added = named_parameters(self.param_groups)[-len(self.param_groups[-1]["params"]) :]
+        self._agreement.check(added)
+        if self._sync_at_start:
+            self._agreement.broadcast(added)
+        self._take_in(added)
+
+    def rebuild_buckets(self) -> None:
+        """Gossip what was unfrozen since, too, from the next round on; collective."""
+        parameters = named_parameters(self.param_groups)
+        self._agreement.check(parameters)
+        self._take_in(parameters)
+
+    def global_avg(self, may_revert: bool = True) -> None:
+        """Put the world average of parameters (and floating-point buffers) in place; collective.
+
+        A `step()` that follows without `revert_global_avg()` keeps the average and drops the
+        snapshot and the round in flight.
+
+        Args:
+            may_revert: keep a snapshot for `revert_global_avg()`, one copy of the parameters.
+        """
+        self._average.apply(may_revert)
+        if not may_revert:
+            self._gossip.discard()
+
+    def revert_global_avg(self) -> None:
+        """Restore what was before `global_avg()`, bit for bit, and free the snapshot.
+
+        Raises:
+            RuntimeError: there is no snapshot.
+        """
+        self._average.revert()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Run the body on the average, ``with optimizer.averaged(): validate()``; collective."""
+        self.global_avg()
+        try:
+            yield
+        finally:
+            self.revert_global_avg()
+
+    def synchronize(self) -> None:
+        """Finish and mix the round in flight now, at the end or before changing parameters by hand.
+
+        Raises:
+            RuntimeError: a revertible average is in place, which the mixing would pull apart.
+        """
+        if self._average.revertible:
+            raise RuntimeError(
+                f"rank {self.rank}: synchronize() expects the rank's own parameters, but an "
+                f"average is in place; call revert_global_avg() first, or keep the average with "
+                f"global_avg(may_revert=False)"
+            )
+        self._gossip.finish()
+
+    def consensus_distance(self) -> float:
+        """Root mean square over the ranks of ||x_i - mean(x)||_2; collective."""
+        return metrics.consensus_distance(self._gossip.buckets, self._transport)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's state dict and one key for the round; communicates nothing.
+
+        Each rank saves its own, with its own parameters.
+        """
+        state = self._gossip.state
+        if self._average.revertible:
+            # What a step() would do with the parameters that are saved now.
+            state = state._replace(in_flight=False)
+        return {**self._optimizer.state_dict(), _STATE_KEY: state._asdict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict()` was taken, or at round 0 with the bare base's state dict.
+
+        A round that was in flight then is launched again by the next `step()`: the order in which
+        model and optimizer are loaded does not matter, and nothing is communicated here.
+        """
+        base = {key: value for key, value in state_dict.items() if key != _STATE_KEY}
+        self._optimizer.load_state_dict(base)
+        saved = state_dict.get(_STATE_KEY, GossipState(0, False)._asdict())
+        self._gossip.restore(GossipState(int(saved["round"]), bool(saved["in_flight"])))
+        self._average.keep()
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a DecentOptimWrapper holds connections to other ranks and cannot be pickled or "
+            "copied; save its state_dict() and load it into a new wrapper"
+        )
+
+    def __repr__(self) -> str:
+        buckets = self._gossip.buckets
+        size = sum(bucket.nbytes for bucket in buckets) / MIB
+        return (
+            f"DecentOptimWrapper(\n"
+            f"  base: {type(self._optimizer).__name__}\n"
+            f"  topology: {self._topology!r}, period {self._topology.period}\n"
+            f"  rank: {self.rank} of {self.world_size}\n"
+            f"  buckets: {len(buckets)}, {size:.2f} MiB, cap {self._bucket_cap_mb} MiB\n"
+            f"  overlap: {self._overlap}\n"
+            f")"
+        )
+
+    def _set_up_hooks(self) -> None:
+        # The tables only: Optimizer.__init__ would make parameter groups of its own.
+        super().__setstate__({})
+        # Hooks on state dicts belong to the base, whose state dict it is.
+        for table in (
+            "_optimizer_state_dict_pre_hooks",
+            "_optimizer_state_dict_post_hooks",
+            "_optimizer_load_state_dict_pre_hooks",
+            "_optimizer_load_state_dict_post_hooks",
+        ):
+            setattr(self, table, getattr(self._optimizer, table))
+
+    def _take_in(self, parameters: Iterable[Named]) -> None:
+        """Gossip those parameters that want a gradient and are in no bucket yet."""
+        bucketed = {id(tensor) for bucket in self._gossip.buckets for tensor in bucket.members}
+        fresh = [p.tensor for p in parameters if p.tensor.requires_grad]
+        self._gossip.extend(self._plan(p for p in fresh if id(p) not in bucketed))
+
+    def _plan(self, tensors: Iterable[Tensor]) -> tuple[Bucket, ...]:
+        return plan_buckets(tensors, self._bucket_cap_mb, self._transport.wire_device)
+
+    def _settle(self) -> None:
+        """Finish the round in flight, or drop it where an average has replaced what it mixes."""
+        if self._average.revertible:
+            self._average.keep()
+            self._gossip.discard()
+        else:
+            self._gossip.finish()
+
+    def _update(self, closure: Callable[[], float] | None = None) -> float | None:
+        # GradScaler sets the two attributes around its call of step().
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        return local_update(self._optimizer, closure, found_inf, grad_scale)
+
+
+def _check_base(optimizer: Optimizer, overlap: bool) -> None:
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DecentOptimWrapper):
+        raise TypeError(
+            f"optimizer expects a torch.optim.Optimizer that is not wrapped yet, "
+            f"got {type(optimizer).__name__}"
+        )
+    if overlap and isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "LBFGS evaluates its closure several times per step, which overlap=True cannot do: the "
+            "gradient belongs to the parameters before the mixing; pass overlap=False"
+        )

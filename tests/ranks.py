@@ -1,0 +1,104 @@
+"""Worlds of ranks for tests: threads where torch's global state is not needed, else processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+TIMEOUT = timedelta(seconds=40)
+
+# One import of torch for all ranks that are forked from this server.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])
+
+
+def process_group(store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+    """A gloo group that torch.distributed does not register, so that threads can be ranks."""
+    group = dist.ProcessGroup(store, rank, world_size)
+    backend = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def run_threads(world_size: int, main: Callable[[int, dist.ProcessGroup], Result]) -> list[Result]:
+    """Run `main(rank, process_group)` on threads and return the results by rank."""
+    store = dist.HashStore()
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = main(rank, process_group(store, rank, world_size))
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT.total_seconds() * 2)
+    if errors:
+        first = min(errors)
+        raise RuntimeError(f"rank {first} of {sorted(errors)} raised") from errors[first]
+    assert len(results) == world_size, f"only ranks {sorted(results)} finished"
+    return [results[rank] for rank in range(world_size)]
+
+
+def run_processes(
+    world_size: int, main: Callable[..., Result], *args: Any, local_world_size: int | None = None
+) -> list[Result]:
+    """Run `main(rank, *args)` on processes with torchrun's environment; results by rank.
+
+    `main` initialises the process group itself, as a user's script does.
+    """
+    port = free_port()
+    results: Any = _processes.Queue()
+    env = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(local_world_size or world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    workers = [
+        _processes.Process(target=_worker, args=(rank, env, results, main, args), daemon=True)
+        for rank in range(world_size)
+    ]
+    for worker in workers:
+        worker.start()
+    collected: dict[int, Any] = {}
+    for _ in workers:
+        rank, value, error = results.get(timeout=90)
+        assert error is None, f"rank {rank} raised:\n{error}"
+        collected[rank] = value
+    for worker in workers:
+        worker.join(30)
+    assert [worker.exitcode for worker in workers] == [0] * world_size
+    return [collected[rank] for rank in range(world_size)]
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _worker(rank: int, env: dict[str, str], results: Any, main: Any, args: Any) -> None:
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    try:
+        results.put((rank, main(rank, *args), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
