@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 
 from decent_optim_wrapper._bucket import Bucket, Flat, summable
+from decent_optim_wrapper._gossip import Gossip
 from decent_optim_wrapper._transport import Transport
 
 
@@ -13,12 +14,14 @@ class WorldAverage:
 
     Args:
         transport: the ranks and how to reach them.
-        buckets: gives the tensors to average; asked again for every average, since buckets grow.
+        gossip: owner of the parameters' buckets, which may grow.
+        extra: buckets of further tensors to average.
     """
 
-    def __init__(self, transport: Transport, buckets: Callable[[], Sequence[Bucket]]) -> None:
+    def __init__(self, transport: Transport, gossip: Gossip, extra: Iterable[Bucket]) -> None:
         self._transport = transport
-        self._buckets = buckets
+        self._gossip = gossip
+        self._extra = tuple(extra)
         self._snapshot: list[tuple[Bucket, Flat]] | None = None
 
     @property
@@ -36,11 +39,13 @@ class WorldAverage:
         if not may_revert:
             self.keep()
         elif self._snapshot is None:
-            self._snapshot = [
-                (bucket, bucket.pack(bucket.new_flat())) for bucket in self._buckets()
-            ]
-        for bucket in self._buckets():
+            self._snapshot = [(bucket, bucket.pack(bucket.new_flat())) for bucket in self._buckets]
+        for bucket in self._buckets:
             bucket.unpack_(average(bucket, self._transport))
+
+    @property
+    def _buckets(self) -> tuple[Bucket, ...]:
+        return (*self._gossip.buckets, *self._extra)
 
     def revert(self) -> None:
         """Restore the own values and free the snapshot."""

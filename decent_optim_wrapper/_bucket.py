@@ -69,7 +69,7 @@ class Bucket:
 
     def view(self, data: Tensor) -> Flat:
         """Look at a flat vector of `numel` elements as the bucket's tensors."""
-        parts = zip(data.split(self._sizes), self._shapes, strict=True)
+        parts = zip(torch.split(data, self._sizes), self._shapes, strict=True)
         return Flat(data, tuple(part.view(shape) for part, shape in parts))
 
     @torch.no_grad()

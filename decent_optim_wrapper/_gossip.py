@@ -5,7 +5,9 @@ This module owns the mutable state of the round in flight.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from loguru import logger
 from decent_optim_wrapper._bucket import Bucket, Flat, summable
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper.topo import Group
+
+_CLOSE_TIMEOUT = timedelta(seconds=5)
 
 
 class _Exchange(NamedTuple):
@@ -62,10 +66,13 @@ class Gossip:
         self._schedule = tuple(schedule)
         self._buckets: list[Bucket] = []
         self._round = 0
-        self._in_flight: list[_Exchange] | None = None
+        self._in_flight: list[_Exchange] = []
         # A resumed run has a round in flight that this process has yet to launch: not at loading,
         # which must not communicate and may come before the parameters are loaded.
         self._owed = False
+        # Runs when the wrapper is dropped or the interpreter exits, whichever comes first. A gloo
+        # thread that still works for a round when Python is finalised aborts the process.
+        weakref.finalize(self, _close, self._in_flight, transport)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -75,7 +82,7 @@ class Gossip:
     @property
     def state(self) -> GossipState:
         """Rounds launched so far, and whether the last of them is still to be mixed."""
-        return GossipState(self._round, self._owed or self._in_flight is not None)
+        return GossipState(self._round, self._owed or bool(self._in_flight))
 
     def restore(self, state: GossipState) -> None:
         """Continue from `state`; a round in flight is dropped."""
@@ -88,41 +95,39 @@ class Gossip:
 
     def launch(self) -> None:
         """Start the next round with the parameters as they are now."""
-        if self._in_flight is not None or self._owed:
+        if self._in_flight or self._owed:
             raise RuntimeError(
                 f"rank {self._transport.rank}: round {self._round - 1} is still in flight; "
                 f"finish or discard it before launching round {self._round}"
             )
-        self._in_flight = self._exchange_all(self._round)
+        self._exchange_all(self._round)
         self._round += 1
 
     def finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
         if self._owed:
-            self._in_flight = self._exchange_all(self._round - 1)
+            self._exchange_all(self._round - 1)
             self._owed = False
-        for exchange in self._in_flight or ():
+        for exchange in self._in_flight:
             exchange.finish()
-        self._in_flight = None
+        self._in_flight.clear()
 
     def discard(self) -> None:
         """Drop the round in flight, if there is one: its bytes arrive and are not mixed."""
-        for exchange in self._in_flight or ():
+        for exchange in self._in_flight:
             exchange.wait()
-        self._in_flight = None
+        self._in_flight.clear()
         self._owed = False
 
-    def _exchange_all(self, round: int) -> list[_Exchange]:
+    def _exchange_all(self, round: int) -> None:
         group = self._schedule[round % len(self._schedule)]
         logger.trace("rank {} round {}: mixing with {}", self._transport.rank, round, group.ranks)
         if group.size == 1:
-            return []
+            return
         exchange = self._exchange_pair if group.size == 2 else self._exchange_group
-        return [
-            exchange(bucket, group, index)
-            for index, bucket in enumerate(self._buckets)
-            if bucket.numel
-        ]
+        for index, bucket in enumerate(self._buckets):
+            if bucket.numel:
+                self._in_flight.append(exchange(bucket, group, index))
 
     def _exchange_pair(self, bucket: Bucket, group: Group, index: int) -> _Exchange:
         peer = group.ranks[group.ranks[0] == self._transport.rank]
@@ -139,3 +144,17 @@ class Gossip:
         works = self._transport.all_reduce(total.data, group.ranks)
         weight = group.size * (1 - group.self_weight) / (group.size - 1)
         return _Exchange(bucket, works, total, group.size, weight)
+
+
+def _close(in_flight: list[_Exchange], transport: Transport) -> None:
+    """Let go of a round that nobody will finish, and of the process group.
+
+    The peers launched the same round, so its bytes arrive unless a peer is gone already.
+    """
+    try:
+        for work in (work for exchange in in_flight for work in exchange.works):
+            work.wait(_CLOSE_TIMEOUT)
+    except RuntimeError as error:
+        logger.debug("rank {}: the last round was dropped: {}", transport.rank, error)
+    in_flight.clear()
+    transport.close()

@@ -7,6 +7,7 @@ their own; larger groups get one each, created by their members alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ class Transport:
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self._process_group = process_group
-        self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._subgroups: dict[tuple[int, ...], Any] = {}
         self.rank = 0 if process_group is None else process_group.rank()
         self.world_size = 1 if process_group is None else process_group.size()
 
@@ -40,6 +41,11 @@ class Transport:
         for group in schedule:
             if group.size > 2 and group.ranks not in self._subgroups:
                 self._subgroups[group.ranks] = self._new_subgroup(group.ranks)
+
+    def close(self) -> None:
+        """Let go of all process groups, so that their threads end when the user destroys them."""
+        self._process_group = None
+        self._subgroups.clear()
 
     def wire_device(self, device: torch.device) -> torch.device:
         """The device that tensors of `device` are exchanged on: gloo's exchange is on the CPU."""
@@ -114,7 +120,7 @@ class Transport:
             raise RuntimeError("a world of one rank has no peer to exchange with")
         return self._process_group
 
-    def _new_subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def _new_subgroup(self, ranks: tuple[int, ...]) -> Any:
         parent = self._group()
         if len(ranks) == self.world_size:
             return parent
@@ -132,7 +138,7 @@ class Transport:
                 f"torch.distributed.ProcessGroup or use a topology of pairs"
             )
         name = "decent_optim_wrapper/" + "-".join(map(str, ranks))
-        store = dist.PrefixStore(name, parent.get_group_store())
+        store = dist.distributed_c10d.PrefixStore(name, parent.get_group_store())
         return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks))
 
 
@@ -144,6 +150,6 @@ def _registered_ranks(group: dist.ProcessGroup) -> list[int] | None:
         return None
 
 
-def _backend(group: dist.ProcessGroup, device: torch.device) -> dist.distributed_c10d.Backend:
+def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The backend that serves `device`; a raw backend serves whatever it serves."""
     return group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch.distributed as dist
 
@@ -10,7 +11,7 @@ from decent_optim_wrapper.topo import Topology, TopologyFactory
 
 
 def resolve_process_group(
-    group: dist.ProcessGroup | None, rank: int | None, world_size: int | None
+    group: Any, rank: int | None, world_size: int | None
 ) -> dist.ProcessGroup | None:
     """Find the process group and check what the user says of it.
 
@@ -26,7 +27,7 @@ def resolve_process_group(
     if group is None:
         _check_alone(rank, world_size)
         return None
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             f"rank {dist.get_rank()} is not a member of the process group given; "
             f"build the wrapper on its members only"

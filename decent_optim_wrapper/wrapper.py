@@ -99,10 +99,7 @@ class DecentOptimWrapper(Optimizer):
             self._agreement.broadcast([*parameters, *named_buffers])
         self._take_in(parameters)
         floating = [b.tensor for b in named_buffers if b.tensor.is_floating_point()]
-        buffer_buckets = self._plan(floating)
-        self._average = WorldAverage(
-            self._transport, lambda: (*self._gossip.buckets, *buffer_buckets)
-        )
+        self._average = WorldAverage(self._transport, self._gossip, self._plan(floating))
         logger.info("{!r}", self)
 
     @property
@@ -147,8 +144,8 @@ class DecentOptimWrapper(Optimizer):
         """The base's defaults."""
         return self._optimizer.defaults
 
-    @torch.compiler.disable
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One local update and one round of gossip; collective.
 
         Args:

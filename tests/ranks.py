@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
 
 Result = TypeVar("Result")
 TIMEOUT = timedelta(seconds=40)
@@ -22,7 +23,7 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])
 
 
-def process_group(store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+def process_group(store: Store, rank: int, world_size: int) -> dist.ProcessGroup:
     """A gloo group that torch.distributed does not register, so that threads can be ranks."""
     group = dist.ProcessGroup(store, rank, world_size)
     backend = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
@@ -33,7 +34,7 @@ def process_group(store: dist.Store, rank: int, world_size: int) -> dist.Process
 
 def run_threads(world_size: int, main: Callable[[int, dist.ProcessGroup], Result]) -> list[Result]:
     """Run `main(rank, process_group)` on threads and return the results by rank."""
-    store = dist.HashStore()
+    store = HashStore()
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
 
