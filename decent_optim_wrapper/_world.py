@@ -41,7 +41,7 @@ def resolve_process_group(
                 f"{name}={given} contradicts the process group, whose {name} is {actual} here; "
                 f"leave {name} out or pass the process group's"
             )
-    return group
+    return group  # type: ignore[no-any-return]
 
 
 def resolve_topology(

@@ -1,0 +1,81 @@
+"""A small regression that differs on every rank, and the dense-matrix oracle of its training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from decent_optim_wrapper import Topology
+
+# Shapes that fill several buckets of TINY_CAP_MB, one of them by a parameter beyond the cap.
+SHAPES = [(3, 4), (4,), (5, 6), (), (2, 3, 2)]
+TINY_CAP_MB = 100 / 2**20
+
+MakeOptimizer = Callable[[Sequence[Tensor]], Optimizer]
+
+
+def sgd(params: Sequence[Tensor]) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(params: Sequence[Tensor]) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
+
+
+def make_params(seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    draws = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in SHAPES)
+    return [draw.requires_grad_() for draw in draws]
+
+
+def backward(params: Sequence[Tensor], rank: int, step: int) -> Tensor:
+    """Set the gradients of a loss that depends on rank and step, nonlinear in the parameters."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    loss = torch.zeros((), dtype=torch.float64)
+    for param in params:
+        target = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+        loss = loss + ((param.to(torch.float64) - target) ** 2).sum() + param.double().sin().sum()
+    for param in params:
+        param.grad = None
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def flatten(params: Sequence[Tensor]) -> Tensor:
+    return torch.cat([param.detach().reshape(-1).double() for param in params])
+
+
+def oracle(
+    topology: Topology, steps: int, overlap: bool, make_optimizer: MakeOptimizer, seed: int = 0
+) -> Tensor:
+    """Train all ranks in one place, mixing by dense matrices.
+
+    Returns:
+        float64 of shape (world_size, number of parameters), nothing left in flight.
+    """
+    worlds = [make_params(seed) for _ in range(topology.world_size)]
+    optimizers = [make_optimizer(params) for params in worlds]
+    for step in range(steps):
+        for rank, params in enumerate(worlds):
+            backward(params, rank, step)
+        if overlap and step:
+            mix(worlds, topology.mixing_matrix(step - 1))
+        for optimizer in optimizers:
+            optimizer.step()
+        if not overlap:
+            mix(worlds, topology.mixing_matrix(step))
+    if overlap:
+        mix(worlds, topology.mixing_matrix(steps - 1))
+    return torch.stack([flatten(params) for params in worlds])
+
+
+@torch.no_grad()
+def mix(worlds: Sequence[Sequence[Tensor]], matrix: Tensor) -> None:
+    mixed = matrix @ torch.stack([flatten(params) for params in worlds])
+    for row, params in zip(mixed, worlds, strict=True):
+        parts = row.split([param.numel() for param in params])
+        for param, part in zip(params, parts, strict=True):
+            param.copy_(part.view(param.shape))

@@ -1,0 +1,223 @@
+"""Topologies: definitions, validation, and the factory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import reduce
+
+import pytest
+import torch
+
+from decent_optim_wrapper import Group, Topology, TopologyFactory
+
+BUILT_IN = ("complete", "ring", "one-peer-exp", "alternating-exp-ring")
+
+
+def product_over(topology: Topology, start: int, rounds: int) -> torch.Tensor:
+    matrices = [topology.mixing_matrix(t) for t in range(start, start + rounds)]
+    return reduce(lambda done, matrix: matrix @ done, matrices)
+
+
+def mean_matrix(n: int) -> torch.Tensor:
+    return torch.full((n, n), 1 / n, dtype=torch.float64)
+
+
+def fitting(sizes: Iterator[tuple[int, int]]) -> list[Topology]:
+    kinds = dict(TopologyFactory.registered())
+    return [
+        TopologyFactory.create(name, *size)
+        for size in sizes
+        for name in BUILT_IN
+        if kinds[name].fits(*size)
+    ]
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    before = dict(TopologyFactory._registry)
+    yield
+    TopologyFactory._registry.clear()
+    TopologyFactory._registry.update(before)
+
+
+def table_topology(table: list[list[object]]) -> Topology:
+    class FromTable(Topology):
+        def assign_groups(self) -> list[list[object]]:  # type: ignore[override]
+            return table
+
+    return FromTable(len(table))
+
+
+def test_every_phase_is_symmetric_and_doubly_stochastic() -> None:
+    sizes = ((n, local) for n in range(1, 17) for local in range(1, n + 1) if n % local == 0)
+    topologies = fitting(sizes)
+    assert len(topologies) > 50
+    for topology in topologies:
+        for phase in range(topology.period):
+            matrix = topology.mixing_matrix(phase)
+            assert torch.equal(matrix, matrix.T)
+            torch.testing.assert_close(matrix.sum(0), torch.ones_like(matrix[0]))
+            assert (matrix >= 0).all()
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_world_of_one_rank_is_idle_on_every_topology(name: str) -> None:
+    topology = TopologyFactory.create(name, 1)
+    assert topology.period == 1
+    assert topology.group_of(0, 7) == Group([0])
+    assert torch.equal(topology.mixing_matrix(0), torch.ones(1, 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "rounds"),
+    [
+        ("complete", (5, 1), 1),
+        ("ring", (2, 1), 1),
+        ("ring", (4, 1), 2),
+        ("one-peer-exp", (8, 1), 3),
+        ("one-peer-exp", (16, 1), 4),
+        ("alternating-exp-ring", (2, 1), 2),
+        ("alternating-exp-ring", (8, 2), 4),
+        ("alternating-exp-ring", (16, 2), 6),
+        ("alternating-exp-ring", (12, 3), 4),
+    ],
+)
+def test_averages_exactly_after_the_known_number_of_rounds(
+    name: str, size: tuple[int, int], rounds: int
+) -> None:
+    topology = TopologyFactory.create(name, *size)
+    every = 2 if name == "alternating-exp-ring" else 1
+    for start in range(0, topology.period, every):
+        torch.testing.assert_close(product_over(topology, start, rounds), mean_matrix(size[0]))
+    if rounds > 1:
+        away = product_over(topology, 0, rounds - 1) - mean_matrix(size[0])
+        assert away.abs().max() > 0.01
+
+
+@pytest.mark.parametrize(("n", "radius"), [(6, 0.25), (8, 0.5), (16, 0.853553)])
+def test_the_ring_contracts_by_the_known_factor_in_two_rounds(n: int, radius: float) -> None:
+    away = product_over(TopologyFactory.create("ring", n), 0, 2) - mean_matrix(n)
+    assert torch.linalg.eigvals(away).abs().max().item() == pytest.approx(radius, abs=1e-6)
+
+
+def test_alternating_exp_ring_alternates_nodes_and_pairs_of_nodes() -> None:
+    topology = TopologyFactory.create("alternating-exp-ring", 8, 2)
+    ranks = [[group.ranks for group in topology.groups(t)] for t in range(topology.period)]
+    assert ranks == [
+        [(0, 1), (2, 3), (4, 5, 6, 7)],
+        [(0, 1, 2, 3), (4, 5), (6, 7)],
+        [(0, 1), (2, 3, 6, 7), (4, 5)],
+        [(0, 1, 4, 5), (2, 3), (6, 7)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "words"),
+    [
+        ("ring", (5, 1), "even world size, got world_size=5"),
+        ("one-peer-exp", (6, 1), "power of two, got world_size=6"),
+        ("alternating-exp-ring", (6, 2), "number of nodes"),
+        ("alternating-exp-ring", (4, 4), "number of nodes"),
+    ],
+)
+def test_a_misfit_names_condition_value_and_topologies_that_fit(
+    name: str, size: tuple[int, int], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        TopologyFactory.create(name, *size)
+    assert "that fit: complete" in str(caught.value)
+    assert name not in str(caught.value).split("that fit:")[1]
+
+
+def test_local_world_size_must_divide_world_size() -> None:
+    with pytest.raises(ValueError, match="3 and 8"):
+        TopologyFactory.create("complete", 8, 3)
+
+
+def test_a_custom_topology_mixes_with_its_own_weights(registry: None) -> None:
+    class Star(Topology):
+        def assign_groups(self) -> list[list[Group | list[int]]]:
+            groups: list[list[Group | list[int]]] = [[] for _ in range(self._world_size)]
+            for leaf in range(1, self._world_size):
+                for rank in range(self._world_size):
+                    pair = rank in (0, leaf)
+                    groups[rank].append(Group([0, leaf], 0.7) if pair else [rank])
+            return groups
+
+    TopologyFactory.add_topology("star", Star)
+    star = TopologyFactory.create("star", 4)
+    assert "star" in TopologyFactory.names()
+    assert star.period == 3
+    assert star.group_of(0, 4) == Group([0, 2], 0.7)
+    assert star.group_of(1, 4) == Group([1])
+    expected = torch.tensor([0.7, 0, 0.3, 0], dtype=torch.float64)
+    torch.testing.assert_close(star.mixing_matrix(4)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ([[[0, 1]], [[1, 0], [1]]], "same number of phases"),
+        ([[[0, 2]], [[0, 1]]], "phase 0, rank 0: ranks .0, 2. reach beyond"),
+        ([[[1]], [[1]]], "phase 0, rank 0: not a member"),
+        ([[[0, 1]], [[1]]], "phase 0: rank 0 lists .* member 1 lists"),
+        ([[[0]], [[0, 1]]], "phase 0: rank 1 lists .* member 0 lists"),
+        ([[[0], [0, 1]], [[1], Group([0, 1], 0.3)]], "phase 1"),
+        ([[[0, 0]], [[1]]], "phase 0, rank 0: a group needs distinct ranks"),
+        ([[[0, 1], []], [[0, 1], [1]]], "phase 1, rank 0"),
+        ([[], []], "1 or more"),
+    ],
+)
+def test_an_invalid_table_is_refused_with_phase_and_ranks(
+    table: list[list[object]], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        table_topology(table)
+
+
+def test_overlapping_groups_with_a_common_leader_are_refused() -> None:
+    table: list[list[object]] = [[[0, 1]], [[0, 1]], [[0, 2]]]
+    with pytest.raises(ValueError, match="rank 2 lists"):
+        table_topology(table)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0, -0.1, float("nan")])
+def test_a_weight_outside_the_open_unit_interval_is_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match="self_weight"):
+        Group([0, 1], weight)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown topology 'rings'.*complete, ring"):
+        TopologyFactory.create("rings", 4)
+
+
+def test_a_taken_name_is_refused_unless_overwritten(registry: None) -> None:
+    ring = dict(TopologyFactory.registered())["ring"]
+    with pytest.raises(ValueError, match="'complete' exists"):
+        TopologyFactory.add_topology("complete", ring)
+    TopologyFactory.add_topology("complete", ring, overwrite=True)
+    assert isinstance(TopologyFactory.create("complete", 4), ring)
+    with pytest.raises(TypeError, match="subclass of Topology"):
+        TopologyFactory.add_topology("mine", int)  # type: ignore[arg-type]
+
+
+def test_the_module_needs_no_distributed_package() -> None:
+    code = (
+        "import sys, types, ast, pathlib, decent_optim_wrapper.topo as topo;"
+        "tree = ast.parse(pathlib.Path(topo.__file__).read_text());"
+        "names = [n.module if isinstance(n, ast.ImportFrom) else n.names[0].name"
+        " for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)];"
+        "assert 'torch' in names and not [n for n in names if 'distributed' in n], names;"
+        "print(topo.TopologyFactory.create('ring', 4).mixing_matrix(0)[0].tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "[0.5, 0.5, 0.0, 0.0]\n", done.stderr
+
+
+def test_large_topologies_are_built_quickly() -> None:
+    for name in BUILT_IN:
+        topology = TopologyFactory.create(name, 1024, 8)
+        assert topology.group_of(1023, 3).ranks
