@@ -43,6 +43,13 @@ class Bucket:
         self.numel = sum(self._sizes)
         self.nbytes = self.numel * self.dtype.itemsize
 
+    def __repr__(self) -> str:
+        count = len(self._members)
+        return (
+            f"{count} parameter{'s' * (count > 1)}, {self._members[0].dtype} on {self.device}, "
+            f"{self.nbytes / MIB:.3f} MiB"
+        )
+
     @property
     def members(self) -> tuple[Tensor, ...]:
         """The tensors themselves."""

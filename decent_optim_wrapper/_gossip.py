@@ -91,7 +91,9 @@ class Gossip:
 
     def extend(self, buckets: Iterable[Bucket]) -> None:
         """Gossip these buckets, too, from the next launch on."""
-        self._buckets.extend(buckets)
+        for bucket in buckets:
+            logger.info("rank {} bucket {}: {!r}", self._transport.rank, len(self._buckets), bucket)
+            self._buckets.append(bucket)
 
     def launch(self) -> None:
         """Start the next round with the parameters as they are now."""
@@ -121,7 +123,7 @@ class Gossip:
 
     def _exchange_all(self, round: int) -> None:
         group = self._schedule[round % len(self._schedule)]
-        logger.trace("rank {} round {}: mixing with {}", self._transport.rank, round, group.ranks)
+        logger.debug("rank {} round {}: mixing with {}", self._transport.rank, round, group.ranks)
         if group.size == 1:
             return
         exchange = self._exchange_pair if group.size == 2 else self._exchange_group

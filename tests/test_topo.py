@@ -190,7 +190,7 @@ def test_a_weight_outside_the_open_unit_interval_is_refused(weight: float) -> No
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown topology 'rings'.*complete, ring"):
+    with pytest.raises(ValueError, match=r"unknown topology 'rings'.*complete, ring"):
         TopologyFactory.create("rings", 4)
 
 

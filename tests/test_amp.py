@@ -1,0 +1,155 @@
+"""GradScaler drives the wrapper as it drives the base, and an overflow keeps no rank waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_threads
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from decent_optim_wrapper import DecentOptimWrapper
+
+STEPS = 5
+BAD_STEP = 2
+
+
+def make_model() -> nn.Sequential:
+    # Ranks are threads here and share torch's global generator.
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    for param in model.parameters():
+        nn.init.normal_(param, generator=generator)
+    return model
+
+
+def make_base(model: nn.Module, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([param.detach().reshape(-1) for param in model.parameters()]).clone()
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    batch = torch.randn(8, 4, generator=generator)
+    return (model(batch) - batch[:, :2]).square().mean()  # type: ignore[no-any-return]
+
+
+def train(
+    rank: int,
+    group: dist.ProcessGroup | None,
+    fused: bool,
+    clip: float | None = None,
+    scale: float | None = 1024.0,
+    overflowing: int | None = None,
+    **kw: Any,
+) -> tuple[Tensor, int, float]:
+    model = make_model()
+    optimizer = DecentOptimWrapper(
+        make_base(model, fused), process_group=group, bucket_cap_mb=1e-4, **kw
+    )
+    scaler = GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    assert len(optimizer._gossip.buckets) >= 2
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, rank, step)).backward()  # type: ignore[no-untyped-call]
+        if rank == overflowing and step == BAD_STEP:
+            weight = next(model.parameters())
+            assert weight.grad is not None
+            weight.grad[0, 0] = float("inf")
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.synchronize()
+    assert not hasattr(optimizer.optimizer, "found_inf")
+    return flat(model), optimizer.round, scaler.get_scale()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
+def test_gradients_are_unscaled_exactly_once(
+    fused: bool, clip: float | None, overlap: bool
+) -> None:
+    def run(scale: float | None) -> list[tuple[Tensor, int, float]]:
+        return run_threads(
+            2,
+            lambda rank, group: train(
+                rank, group, fused, clip, scale, overlap=overlap, topology="ring"
+            ),
+        )
+
+    for (scaled, *_), (plain, *_) in zip(run(1024.0), run(None), strict=True):
+        torch.testing.assert_close(scaled, plain, rtol=1e-6, atol=1e-7)
+        assert (scaled - flat(make_model())).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_overflow_skips_one_ranks_local_update_only(fused: bool, clip: float | None) -> None:
+    results = run_threads(
+        4,
+        lambda rank, group: train(rank, group, fused, clip, overflowing=1, topology="ring"),
+    )
+    assert [rounds for _, rounds, _ in results] == [STEPS] * 4
+    assert [scale for *_, scale in results] == [1024.0, 512.0, 1024.0, 1024.0]
+    expected = oracle(fused, clip)
+    for rank, (params, *_) in enumerate(results):
+        torch.testing.assert_close(params, expected[rank], rtol=1e-5, atol=1e-6)
+
+
+def oracle(fused: bool, clip: float | None) -> list[Tensor]:
+    """The ring of four by hand, without scaler; rank 1 makes no update at BAD_STEP."""
+    models = [make_model() for _ in range(4)]
+    bases = [make_base(model, fused) for model in models]
+    pairs = [[(0, 1), (2, 3)], [(1, 2), (3, 0)]]
+
+    def mix(step: int) -> None:
+        for one, other in pairs[step % 2]:
+            for mine, theirs in zip(
+                models[one].parameters(), models[other].parameters(), strict=True
+            ):
+                mean = (mine.data + theirs.data) / 2
+                mine.data.copy_(mean)
+                theirs.data.copy_(mean)
+
+    for step in range(STEPS):
+        for rank, (model, base) in enumerate(zip(models, bases, strict=True)):
+            base.zero_grad()
+            loss_of(model, rank, step).backward()  # type: ignore[no-untyped-call]
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if step:
+            mix(step - 1)
+        for rank, base in enumerate(bases):
+            if (rank, step) != (1, BAD_STEP):
+                base.step()
+    mix(STEPS - 1)
+    return [flat(model) for model in models]
+
+
+def test_clipping_is_by_the_norm_of_the_whole_model() -> None:
+    model = make_model()
+    before = flat(model)
+    optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=1.0), bucket_cap_mb=1e-4)
+    assert len(optimizer._gossip.buckets) >= 2
+    (1000 * loss_of(model, 0, 0)).backward()  # type: ignore[no-untyped-call]
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert (flat(model) - before).norm().item() == pytest.approx(1.0, rel=1e-4)
+
+
+def test_float16_gradients_are_refused_as_torch_refuses_them() -> None:
+    param = torch.ones(3, dtype=torch.float16, requires_grad=True)
+    optimizer = DecentOptimWrapper(torch.optim.SGD([param], lr=0.1))
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(param.sum()).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="float16"):
+        scaler.step(optimizer)

@@ -1,0 +1,228 @@
+"""Averaging over the world, reverting it, and the distance to it."""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
+from ranks import run_threads
+from torch import Tensor, nn
+
+from decent_optim_wrapper import DecentOptimWrapper
+
+TOPOLOGIES = ["ring", "complete"]
+
+
+def wrap(params: list[Tensor], group: dist.ProcessGroup | None, **kw: Any) -> DecentOptimWrapper:
+    kw.setdefault("bucket_cap_mb", TINY_CAP_MB)
+    return DecentOptimWrapper(sgd(params), process_group=group, **kw)
+
+
+def trained(
+    rank: int, group: dist.ProcessGroup | None, steps: int, **kw: Any
+) -> tuple[list[Tensor], DecentOptimWrapper]:
+    params = make_params()
+    optimizer = wrap(params, group, **kw)
+    for step in range(steps):
+        backward(params, rank, step)
+        optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_every_rank_holds_the_exact_average(topology: str, steps: int) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params, optimizer = trained(rank, group, steps, topology=topology)
+        if steps == 0:
+            for param in params:
+                param.data.add_(rank)
+        own = flatten(params)
+        optimizer.global_avg()
+        return own, flatten(params)
+
+    rows = run_threads(4, main)
+    mean = torch.stack([own for own, _ in rows]).mean(dim=0)
+    for own, averaged in rows:
+        assert torch.equal(averaged, rows[0][1])
+        torch.testing.assert_close(averaged, mean, rtol=1e-14, atol=1e-14)
+        assert not torch.allclose(own, averaged)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_evaluating_changes_nothing_in_the_training(topology: str, overlap: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup, evaluating: bool) -> Tensor:
+        params = make_params()
+        statistics = [torch.full((3,), float(rank)), torch.tensor(rank)]
+        optimizer = wrap(
+            params,
+            group,
+            topology=topology,
+            overlap=overlap,
+            buffers=statistics,
+            sync_at_start=False,
+        )
+        for step in range(6):
+            if evaluating:
+                own = flatten(params)
+                with optimizer.averaged():
+                    agreed = step == 0 or (topology == "complete" and not overlap)
+                    assert agreed or not torch.equal(flatten(params), own)
+                    assert statistics[0].tolist() == [1.5] * 3
+                    assert statistics[1].item() == rank, "integers are not averaged"
+                assert torch.equal(flatten(params), own)
+                assert statistics[0].tolist() == [rank] * 3
+                optimizer.consensus_distance()
+                optimizer.state_dict()
+            backward(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(params)
+
+    evaluated = run_threads(4, lambda rank, group: main(rank, group, True))
+    plain = run_threads(4, lambda rank, group: main(rank, group, False))
+    assert all(map(torch.equal, evaluated, plain))
+    assert not torch.equal(plain[0], flatten(make_params()))
+
+
+def test_batch_norm_statistics_are_averaged_and_restored() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).bfloat16()
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DecentOptimWrapper(
+            base, process_group=group, buffers=model.buffers(), bucket_cap_mb=TINY_CAP_MB
+        )
+        torch.manual_seed(rank)
+        model(torch.randn(16, 3).bfloat16() + rank).sum().backward()
+        optimizer.step()
+        mean = model[1].running_mean
+        assert isinstance(mean, Tensor)
+        own = mean.clone()
+        with optimizer.averaged():
+            averaged = mean.clone()
+        assert torch.equal(mean, own)
+        return own, averaged
+
+    rows = run_threads(4, main)
+    mean = torch.stack([own.double() for own, _ in rows]).mean(dim=0).bfloat16()
+    for own, averaged in rows:
+        assert torch.equal(averaged, mean)
+        assert not torch.equal(own, averaged)
+
+
+def test_averaged_reverts_when_the_body_raises() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params, optimizer = trained(rank, group, 2, topology="ring")
+        own = flatten(params)
+
+        def fail_inside() -> None:
+            with optimizer.averaged():
+                assert not torch.equal(flatten(params), own)
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail_inside()
+        assert torch.equal(flatten(params), own)
+
+    run_threads(4, main)
+
+
+def test_reverting_without_a_snapshot_is_an_error() -> None:
+    params, optimizer = trained(0, None, 1)
+    before = flatten(params)
+    with pytest.raises(RuntimeError, match=r"rank 0: revert_global_avg.*call global_avg"):
+        optimizer.revert_global_avg()
+    optimizer.global_avg(may_revert=False)
+    with pytest.raises(RuntimeError, match="call global_avg"):
+        optimizer.revert_global_avg()
+    assert torch.equal(flatten(params), before)
+
+
+@pytest.mark.parametrize("may_revert", [True, False])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_step_on_an_unreverted_average_keeps_it(topology: str, may_revert: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params, optimizer = trained(rank, group, 3, topology=topology)
+        optimizer.global_avg(may_revert)
+        average = flatten(params)
+        optimizer.zero_grad()
+        for group_ in optimizer.param_groups:
+            group_.update(lr=0.0)
+        for _ in range(2):
+            optimizer.step()
+            torch.testing.assert_close(flatten(params), average, rtol=1e-15, atol=1e-15)
+        assert optimizer.round == 5
+        assert optimizer.consensus_distance() < 1e-12
+        with pytest.raises(RuntimeError, match="call global_avg"):
+            optimizer.revert_global_avg()
+
+    run_threads(4, main)
+
+
+def test_a_second_average_keeps_the_first_snapshot() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params, optimizer = trained(rank, group, 2, topology="ring")
+        own = flatten(params)
+        optimizer.global_avg()
+        optimizer.global_avg()
+        optimizer.revert_global_avg()
+        assert torch.equal(flatten(params), own)
+
+    run_threads(2, main)
+
+
+def test_synchronize_refuses_to_pull_an_average_apart() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        _, optimizer = trained(rank, group, 2, topology="ring")
+        optimizer.global_avg()
+        with pytest.raises(RuntimeError, match=f"rank {rank}: synchronize"):
+            optimizer.synchronize()
+        optimizer.revert_global_avg()
+        optimizer.synchronize()
+        optimizer.synchronize()
+
+    run_threads(2, main)
+
+
+def test_the_snapshot_is_freed_by_revert_and_by_step() -> None:
+    def tensor_bytes() -> int:
+        gc.collect()
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in gc.get_objects()
+            if type(t) is Tensor
+        }
+        return sum(storages.values())
+
+    params = [torch.randn(300_000, requires_grad=True) for _ in range(2)]
+    optimizer = DecentOptimWrapper(torch.optim.SGD(params, lr=0.1), bucket_cap_mb=1)
+    size = sum(param.nbytes for param in params)
+    before = tensor_bytes()
+    for end in (optimizer.revert_global_avg, optimizer.step):
+        optimizer.global_avg()
+        assert 1.0 <= (tensor_bytes() - before) / size < 1.01
+        end()
+        assert (tensor_bytes() - before) / size < 0.01
+
+
+def test_consensus_distance_is_the_root_mean_square_over_ranks() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, float]:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, sync_at_start=False)
+        own = flatten(params)
+        distance = optimizer.consensus_distance()
+        assert torch.equal(flatten(params), own)
+        return own, distance
+
+    rows = run_threads(4, main)
+    stacked = torch.stack([own for own, _ in rows])
+    expected = math.sqrt((stacked - stacked.mean(dim=0)).square().sum().item() / 4)
+    assert expected > 1
+    assert [distance for _, distance in rows] == pytest.approx([expected] * 4, rel=1e-12)

@@ -1,0 +1,50 @@
+"""The examples, launched as a user launches them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+pytest.importorskip("sklearn")
+pytest.importorskip("torchvision")
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def torchrun(ranks: int, *command: str | Path, cwd: Path) -> str:
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return run(*launcher, *command, cwd=cwd)
+
+
+def test_four_ranks_learn_the_digits_with_the_defaults(tmp_path: Path) -> None:
+    result = tmp_path / "figures.json"
+    torchrun(4, EXAMPLES / "train_digits.py", "--json", result, cwd=tmp_path)
+    history = json.loads(result.read_text())
+    assert history[-1]["averaged_accuracy"] >= 0.97
+    assert history[-1]["consensus_distance"] > 0
+    assert history[0]["averaged_accuracy"] < history[-1]["averaged_accuracy"]
+    assert (tmp_path / "runs" / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("method", ["ddp", "local"])
+def test_the_methods_to_compare_with_run(method: str, tmp_path: Path) -> None:
+    script = EXAMPLES / "train_digits.py"
+    out = torchrun(2, script, "--method", method, "--non-iid", "--epochs", "2", cwd=tmp_path)
+    assert f"{method}, 2 ranks: averaged model" in out
+
+
+def test_digits_also_run_as_a_plain_process(tmp_path: Path) -> None:
+    options = ("--topology", "ring", "--optimizer", "adamw", "--epochs", "3")
+    out = run(EXAMPLES / "train_digits.py", *options, cwd=tmp_path)
+    assert "gossip on ring, 1 ranks: averaged model" in out

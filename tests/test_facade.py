@@ -1,0 +1,467 @@
+"""The wrapper as a torch.optim.Optimizer: groups, schedulers, hooks, closures, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import io
+import pickle
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from loguru import logger
+from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
+from ranks import run_threads
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
+
+import decent_optim_wrapper
+from decent_optim_wrapper import DecentOptimWrapper
+
+
+def wrap(params: list[Tensor], group: dist.ProcessGroup | None = None, **kw: Any) -> Any:
+    kw.setdefault("bucket_cap_mb", TINY_CAP_MB)
+    return DecentOptimWrapper(sgd(params), process_group=group, **kw)
+
+
+def test_every_overridden_method_has_torchs_signature() -> None:
+    def is_method(name: str) -> bool:
+        return inspect.isfunction(getattr(Optimizer, name, None)) and name != "__init__"
+
+    overridden = {name for name in vars(DecentOptimWrapper) if is_method(name)}
+    assert {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"} <= overridden
+    for name in overridden:
+        own = inspect.signature(inspect.unwrap(getattr(DecentOptimWrapper, name)))
+        torchs = inspect.signature(inspect.unwrap(getattr(Optimizer, name)))
+        assert [(p.name, p.kind, p.default) for p in own.parameters.values()] == [
+            (p.name, p.kind, p.default) for p in torchs.parameters.values()
+        ], name
+
+
+def test_the_published_arguments_keep_names_and_order() -> None:
+    names = list(inspect.signature(DecentOptimWrapper.__init__).parameters)[1:]
+    assert names == [
+        *("optimizer", "rank", "world_size", "local_world_size", "topology", "bucket_cap_mb"),
+        *("overlap", "process_group", "buffers", "sync_at_start"),
+    ]
+    wrapper = DecentOptimWrapper(
+        optimizer=sgd(make_params()),
+        rank=0,
+        world_size=1,
+        local_world_size=1,
+        topology="ring",
+        bucket_cap_mb=0.5,
+    )
+    assert wrapper.world_size == 1
+
+
+def test_both_spellings_of_the_imports_are_the_same_objects() -> None:
+    from decent_optim_wrapper import topo, wrapper
+
+    assert wrapper.DecentOptimWrapper is decent_optim_wrapper.DecentOptimWrapper
+    assert topo.Topology is decent_optim_wrapper.Topology
+    assert topo.TopologyFactory is decent_optim_wrapper.TopologyFactory
+
+
+def test_groups_state_and_defaults_are_the_bases_also_after_loading() -> None:
+    params = make_params()
+    wrapper = wrap(params)
+    base = wrapper.optimizer
+    assert isinstance(wrapper, Optimizer)
+    for _ in range(2):
+        backward(params, 0, 0)
+        wrapper.step()
+        assert wrapper.param_groups is base.param_groups
+        assert wrapper.state is base.state
+        assert wrapper.defaults is base.defaults
+        assert wrapper.state[params[0]]["momentum_buffer"].abs().sum() > 0
+        stale = base.param_groups
+        wrapper.load_state_dict(wrapper.state_dict())
+        assert base.param_groups is not stale
+
+
+@pytest.mark.parametrize("on", ["base", "wrapper"])
+@pytest.mark.parametrize("make", [StepLR, CosineAnnealingLR, OneCycleLR])
+def test_schedulers_drive_the_base_also_after_loading(on: str, make: type[LRScheduler]) -> None:
+    arguments: dict[type[LRScheduler], dict[str, Any]] = {
+        StepLR: {"step_size": 1, "gamma": 0.5},
+        CosineAnnealingLR: {"T_max": 9},
+        OneCycleLR: {"max_lr": 0.1, "total_steps": 9},
+    }
+    params, reference = make_params(), make_params()
+    wrapper, plain = wrap(params), sgd(reference)
+    scheduler = make(wrapper if on == "wrapper" else wrapper.optimizer, **arguments[make])
+    expected = make(plain, **arguments[make])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(6):
+            backward(params, 0, step)
+            backward(reference, 0, step)
+            wrapper.step()
+            plain.step()
+            scheduler.step()
+            expected.step()
+            if step == 2:
+                wrapper.load_state_dict(copy.deepcopy(wrapper.state_dict()))
+            assert wrapper.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+    assert torch.equal(flatten(params), flatten(reference))
+    assert plain.param_groups[0]["lr"] != 0.05
+
+
+def test_step_hooks_fire_once_on_wrapper_and_base() -> None:
+    params = make_params()
+    wrapper = wrap(params)
+    calls: list[str] = []
+    wrapper.register_step_pre_hook(lambda *_: calls.append("wrapper pre"))
+    wrapper.register_step_post_hook(lambda *_: calls.append("wrapper post"))
+    wrapper.optimizer.register_step_pre_hook(lambda *_: calls.append("base pre"))
+    wrapper.optimizer.register_step_post_hook(lambda *_: calls.append("base post"))
+    backward(params, 0, 0)
+    wrapper.step()
+    assert calls == ["wrapper pre", "base pre", "base post", "wrapper post"]
+
+
+def test_state_dict_hooks_of_the_wrapper_are_the_bases() -> None:
+    wrapper = wrap(make_params())
+    seen: list[Optimizer] = []
+    wrapper.register_state_dict_pre_hook(seen.append)
+    wrapper.register_load_state_dict_post_hook(seen.append)
+    wrapper.load_state_dict(wrapper.state_dict())
+    assert seen == [wrapper.optimizer] * 2
+
+
+def test_repr_shows_base_topology_rank_and_buckets() -> None:
+    text = repr(wrap(make_params(), topology="ring"))
+    for word in ("SGD", "Ring(world_size=1", "rank: 0 of 1", "buckets: 5"):
+        assert word in text
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_is_the_bases(set_to_none: bool) -> None:
+    params = make_params()
+    wrapper = wrap(params)
+    backward(params, 0, 0)
+    assert all(param.grad is not None for param in params)
+    wrapper.zero_grad(set_to_none)
+    for param in params:
+        assert (param.grad is None) == set_to_none
+        assert param.grad is None or not param.grad.any()
+
+
+def test_a_closure_sees_the_parameters_before_the_mixing() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params()
+        wrapper = wrap(params, group, topology="ring")
+        for step in range(3):
+            before = flatten(params)
+            seen: list[Tensor] = []
+
+            def closure(step: int = step, seen: list[Tensor] = seen) -> float:
+                assert torch.is_grad_enabled()
+                seen.append(flatten(params))
+                return backward(params, rank, step).item()
+
+            with torch.no_grad():
+                loss = wrapper.step(closure)
+            assert isinstance(loss, float)
+            assert len(seen) == 1
+            assert torch.equal(seen[0], before)
+            assert not torch.equal(flatten(params), before)
+
+    run_threads(2, main)
+
+
+def test_a_closure_gives_the_same_training_as_backward_before_step() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        results = []
+        for with_closure in (True, False):
+            params = make_params()
+            wrapper = wrap(params, group, topology="complete")
+            for step in range(4):
+                if with_closure:
+                    wrapper.step(lambda s=step, p=params: backward(p, rank, s).item())
+                else:
+                    backward(params, rank, step)
+                    wrapper.step()
+            results.append(flatten(params))
+        return results[0], results[1]
+
+    for with_closure, without in run_threads(2, main):
+        assert torch.equal(with_closure, without)
+
+
+def test_lbfgs_works_without_overlap_and_is_refused_with_it() -> None:
+    with pytest.raises(ValueError, match="overlap=False"):
+        DecentOptimWrapper(torch.optim.LBFGS(make_params()))
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[float, float, Tensor]:
+        params = make_params()
+        base = torch.optim.LBFGS(params, lr=0.1, max_iter=5)
+        wrapper = DecentOptimWrapper(
+            base, process_group=group, overlap=False, bucket_cap_mb=TINY_CAP_MB
+        )
+        losses = [float(wrapper.step(lambda: backward(params, rank, 0)) or 0.0) for _ in range(4)]
+        return losses[0], losses[-1], flatten(params)
+
+    results = run_threads(2, main)
+    assert sum(last for _, last, _ in results) < 0.8 * sum(first for first, _, _ in results)
+    torch.testing.assert_close(results[0][2], results[1][2], rtol=1e-14, atol=1e-14)
+
+
+def test_a_group_added_later_is_synchronised_and_gossiped() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+        params, late = make_params(), make_params(seed=10 + rank)
+        wrapper = wrap(params, group, topology="complete")
+        backward(params, rank, 0)
+        wrapper.step()
+        wrapper.add_param_group({"params": late, "lr": 0.01})
+        assert torch.equal(flatten(late), flatten(make_params(seed=10)))
+        for step in range(3):
+            backward(params + late, rank, step)
+            wrapper.step()
+        assert wrapper.consensus_distance() > 0
+        wrapper.synchronize()
+        return late
+
+    worlds = run_threads(2, main)
+    assert not torch.equal(flatten(worlds[0]), flatten(make_params(seed=10)))
+    assert torch.equal(flatten(worlds[0])[:3], flatten(worlds[0])[:3])
+
+
+def test_frozen_parameters_are_broadcast_and_gossiped_once_rebuilt() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params(seed=rank)
+        params[1].requires_grad_(False)
+        wrapper = wrap(params, group, topology="complete", overlap=False)
+        assert torch.equal(flatten(params), flatten(make_params(seed=0)))
+
+        def step_from(values: float) -> None:
+            for param in params:
+                param.grad = None
+                param.data.fill_(values)
+            wrapper.step()
+
+        step_from(rank)
+        assert params[0].mean().item() == 0.5
+        assert params[1].mean().item() == rank, "frozen, so not gossiped"
+        params[1].requires_grad_(True)
+        step_from(rank)
+        assert params[1].mean().item() == rank, "not before rebuild_buckets()"
+        wrapper.rebuild_buckets()
+        wrapper.rebuild_buckets()
+        members = [m for bucket in wrapper._gossip.buckets for m in bucket.members]
+        assert len(members) == len({id(member) for member in members}) == len(params)
+        step_from(rank)
+        assert params[1].mean().item() == 0.5
+        params[0].requires_grad_(False)
+        step_from(rank)
+        assert params[0].mean().item() == 0.5, "freezing later changes nothing"
+
+    run_threads(2, main)
+
+
+def test_pickling_and_copying_say_what_to_save() -> None:
+    wrapper = wrap(make_params())
+    for attempt in (pickle.dumps, copy.deepcopy, lambda w: torch.save(w, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"state_dict\(\)"):
+            attempt(wrapper)
+
+
+def test_a_state_dict_survives_a_weights_only_file_and_loads_into_a_bare_base(
+    tmp_path: Path,
+) -> None:
+    params = make_params()
+    wrapper = wrap(params)
+    for step in range(3):
+        backward(params, 0, step)
+        wrapper.step()
+    torch.save(wrapper.state_dict(), tmp_path / "optimizer.pt")
+    loaded = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    twin = wrap(make_params())
+    twin.load_state_dict(loaded)
+    assert twin.round == 3
+    bare = sgd(make_params())
+    bare.load_state_dict(loaded)
+    twin.load_state_dict(bare.state_dict())
+    assert twin.round == 0
+    buffers = [s["momentum_buffer"] for s in twin.state.values()]
+    expected = [s["momentum_buffer"] for s in wrapper.state.values()]
+    assert all(map(torch.equal, buffers, expected))
+    assert flatten(buffers).abs().sum() > 0
+
+
+def test_distributed_checkpoint_takes_the_wrapper_as_stateful(tmp_path: Path) -> None:
+    params = make_params()
+    wrapper = wrap(params)
+    for step in range(3):
+        backward(params, 0, step)
+        wrapper.step()
+    dcp.state_dict_saver.save({"optim_rank0": wrapper}, checkpoint_id=tmp_path, no_dist=True)
+    other = make_params(seed=1)
+    twin = wrap(other)
+    backward(other, 0, 9)
+    twin.step()  # torch loads into the state that is there
+    dcp.state_dict_loader.load({"optim_rank0": twin}, checkpoint_id=tmp_path, no_dist=True)
+    assert twin.round == 3
+    for ours, theirs in zip(other, params, strict=True):
+        mine = twin.state[ours]["momentum_buffer"]
+        assert torch.equal(mine, wrapper.state[theirs]["momentum_buffer"])
+
+
+def test_torchs_state_dict_helper_takes_the_base_and_does_not_gossip() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    base = torch.optim.AdamW(model.parameters())
+    wrapper = DecentOptimWrapper(base, bucket_cap_mb=TINY_CAP_MB)
+    before = flatten(list(model.parameters()))
+    state = get_optimizer_state_dict(model, base)
+    assert "0.weight" in state["state"]
+    assert wrapper.round == 0
+    assert torch.equal(flatten(list(model.parameters())), before)
+
+
+def test_accumulation_is_stepping_less_often() -> None:
+    params, reference = make_params(), make_params()
+    wrapper, plain = wrap(params), sgd(reference)
+    for start in (0, 2):
+        totals = []
+        for step in (start, start + 1):
+            backward(reference, 0, step)
+            totals.append([p.grad.clone() for p in reference if p.grad is not None])
+        for param, twin, one, two in zip(params, reference, *totals, strict=True):
+            param.grad = one + two
+            twin.grad = one + two
+        wrapper.step()
+        plain.step()
+    assert wrapper.round == 2
+    assert torch.equal(flatten(params), flatten(reference))
+
+
+def test_two_wrappers_in_one_process_do_not_mix_with_each_other() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+        nets = [make_params(seed=0), make_params(seed=1)]
+        wrappers = [
+            wrap(nets[0], group, topology="ring"),
+            wrap(nets[1], group, topology="complete"),
+        ]
+        for step in range(5):
+            for net, wrapper in zip(nets, wrappers, strict=True):
+                backward(net, rank, step)
+                wrapper.step()
+        alone = []
+        for seed, topology in ((0, "ring"), (1, "complete")):
+            net = make_params(seed=seed)
+            wrapper = wrap(net, group, topology=topology)
+            for step in range(5):
+                backward(net, rank, step)
+                wrapper.step()
+            alone.append(flatten(net))
+        return flatten(nets[0]), flatten(nets[1]), *alone
+
+    for first, second, alone_first, alone_second in run_threads(4, main):
+        assert torch.equal(first, alone_first)
+        assert torch.equal(second, alone_second)
+        assert not torch.equal(first, second)
+
+
+def test_compiling_model_and_base_step_works() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    twin = copy.deepcopy(model)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    base.step = torch.compile(base.step, backend="eager")  # type: ignore[method-assign]
+    wrapper = DecentOptimWrapper(base, bucket_cap_mb=TINY_CAP_MB)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend="eager")
+    before = flatten(list(model.parameters()))
+    for _ in range(3):
+        batch = torch.randn(8, 4)
+        for net, optimizer in ((compiled, wrapper), (twin, plain)):
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(flatten(list(model.parameters())), flatten(list(twin.parameters())))
+    assert not torch.equal(before, flatten(list(model.parameters())))
+
+
+def test_a_dropped_wrapper_is_freed_at_once() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params()
+        wrapper = wrap(params, group, topology="ring")
+        CosineAnnealingLR(wrapper, T_max=3)
+        backward(params, rank, 0)
+        wrapper.step()
+        reference = weakref.ref(wrapper)
+        gc.collect()
+        gc.disable()
+        try:
+            del wrapper
+            assert reference() is None, "a cycle would keep buffers and connections alive"
+        finally:
+            gc.enable()
+
+    run_threads(2, main)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"world_size": 4}, RuntimeError, "torchrun --nproc-per-node 4"),
+        ({"rank": 1}, ValueError, "rank=1"),
+        ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb"),
+        ({"topology": "rign"}, ValueError, "unknown topology 'rign'"),
+        ({"topology": 3}, TypeError, "a name or a Topology"),
+    ],
+)
+def test_bad_arguments_say_what_to_do(
+    arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        DecentOptimWrapper(sgd(make_params()), **arguments)
+
+
+def test_only_an_unwrapped_optimizer_is_wrapped() -> None:
+    with pytest.raises(TypeError, match="not wrapped yet"):
+        DecentOptimWrapper(wrap(make_params()))
+    with pytest.raises(TypeError, match="got list"):
+        DecentOptimWrapper([])  # type: ignore[arg-type]
+
+
+def test_sizes_that_contradict_the_process_group_are_named() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        for arguments, words in (
+            ({"rank": 1 - rank}, f"rank={1 - rank} .* whose rank is {rank}"),
+            ({"world_size": 3}, "world_size=3 .* whose world_size is 2"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                wrap(make_params(), group, **arguments)
+        other = decent_optim_wrapper.TopologyFactory.create("ring", 4)
+        with pytest.raises(ValueError, match="world_size=4, but here it is 2"):
+            wrap(make_params(), group, topology=other)
+
+    run_threads(2, main)
+
+
+def test_the_log_is_silent_until_enabled_and_then_reads_well() -> None:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(str(message)), level="TRACE", format="{message}")
+    try:
+        wrap(make_params())
+        assert lines == []
+        logger.enable("decent_optim_wrapper")
+        wrap(make_params(), topology="ring").step()
+    finally:
+        logger.disable("decent_optim_wrapper")
+        logger.remove(sink)
+    text = "".join(lines)
+    assert "topology: Ring(world_size=1" in text
+    assert "bucket 1: 1 parameter, torch.float64" in text
+    assert "round 0" in text

@@ -1,0 +1,146 @@
+"""Stopping at any step and resuming on every rank from its own file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from problem import TINY_CAP_MB, adamw, backward, flatten, make_params
+from ranks import run_threads
+from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from decent_optim_wrapper import DecentOptimWrapper
+
+STEPS = 6
+
+
+class Run(NamedTuple):
+    params: list[Tensor]
+    optimizer: DecentOptimWrapper
+    scheduler: CosineAnnealingLR
+
+
+def start(group: dist.ProcessGroup, seed: int, **kw: Any) -> Run:
+    params = make_params(seed=seed)
+    optimizer = DecentOptimWrapper(
+        adamw(params), process_group=group, bucket_cap_mb=TINY_CAP_MB, **kw
+    )
+    return Run(params, optimizer, CosineAnnealingLR(optimizer, T_max=STEPS))
+
+
+def advance(run: Run, rank: int, steps: range) -> None:
+    for step in steps:
+        backward(run.params, rank, step)
+        run.optimizer.step()
+        run.scheduler.step()
+
+
+def save(run: Run, path: Path) -> None:
+    torch.save(
+        {
+            "model": [param.detach() for param in run.params],
+            "optimizer": run.optimizer.state_dict(),
+            "scheduler": run.scheduler.state_dict(),
+        },
+        path,
+    )
+
+
+def load(run: Run, path: Path, optimizer_first: bool) -> None:
+    saved = torch.load(path, weights_only=True)
+    if optimizer_first:
+        run.optimizer.load_state_dict(saved["optimizer"])
+    with torch.no_grad():
+        for param, value in zip(run.params, saved["model"], strict=True):
+            param.copy_(value)
+    if not optimizer_first:
+        run.optimizer.load_state_dict(saved["optimizer"])
+    run.scheduler.load_state_dict(saved["scheduler"])
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
+@pytest.mark.parametrize("topology", ["ring", "alternating-exp-ring"])
+@pytest.mark.parametrize("stop", [0, 1, 2, 5])
+def test_a_resumed_run_continues_bit_for_bit(
+    topology: str, stop: int, overlap: bool, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "topology": topology,
+        "overlap": overlap,
+        "local_world_size": 2 if topology == "alternating-exp-ring" else 1,
+    }
+
+    def uninterrupted(rank: int, group: dist.ProcessGroup) -> Tensor:
+        run = start(group, seed=0, **options)
+        advance(run, rank, range(stop))
+        save(run, tmp_path / f"{rank}.pt")
+        advance(run, rank, range(stop, STEPS))
+        run.optimizer.synchronize()
+        return flatten(run.params)
+
+    def resumed(rank: int, group: dist.ProcessGroup) -> Tensor:
+        run = start(group, seed=7, **options)
+        load(run, tmp_path / f"{rank}.pt", optimizer_first=stop % 2 == 0)
+        assert run.optimizer.round == stop
+        advance(run, rank, range(stop, STEPS))
+        run.optimizer.synchronize()
+        return flatten(run.params)
+
+    expected = run_threads(4, uninterrupted)
+    assert all(map(torch.equal, run_threads(4, resumed), expected))
+    assert not torch.equal(expected[0], flatten(make_params()))
+
+
+def test_loading_and_saving_communicate_nothing(tmp_path: Path) -> None:
+    """Only rank 0 saves and loads, and nobody waits for it."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        run = start(group, seed=0, topology="ring")
+        advance(run, rank, range(3))
+        if rank == 0:
+            saved = run.optimizer.state_dict()
+            assert saved["gossip"] == {"round": 3, "in_flight": True}
+        advance(run, rank, range(3, STEPS))
+        run.optimizer.synchronize()
+        if rank == 0:
+            run.optimizer.load_state_dict(saved)
+            assert run.optimizer.round == 3
+        return flatten(run.params)
+
+    assert len(run_threads(2, main)) == 2
+
+
+def test_a_file_saved_on_an_average_resumes_from_the_average(tmp_path: Path) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        run = start(group, seed=0, topology="ring")
+        advance(run, rank, range(3))
+        with run.optimizer.averaged():
+            save(run, tmp_path / f"{rank}.pt")
+            average = flatten(run.params)
+        load(run, tmp_path / f"{rank}.pt", optimizer_first=True)
+        assert run.optimizer.state_dict()["gossip"] == {"round": 3, "in_flight": False}
+        run.optimizer.synchronize()
+        assert torch.equal(flatten(run.params), average)
+
+    run_threads(4, main)
+
+
+def test_loading_drops_the_round_in_flight_and_the_snapshot() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        run = start(group, seed=0, topology="ring")
+        fresh = run.optimizer.state_dict()
+        advance(run, rank, range(2))
+        run.optimizer.global_avg()
+        run.optimizer.load_state_dict(fresh)
+        assert run.optimizer.round == 0
+        own = flatten(run.params)
+        run.optimizer.synchronize()
+        assert torch.equal(flatten(run.params), own)
+        with pytest.raises(RuntimeError, match="call global_avg"):
+            run.optimizer.revert_global_avg()
+
+    run_threads(2, main)
