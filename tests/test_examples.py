@@ -48,3 +48,17 @@ def test_digits_also_run_as_a_plain_process(tmp_path: Path) -> None:
     options = ("--topology", "ring", "--optimizer", "adamw", "--epochs", "3")
     out = run(EXAMPLES / "train_digits.py", *options, cwd=tmp_path)
     assert "gossip on ring, 1 ranks: averaged model" in out
+
+
+def test_cifar_resumes_from_the_newest_complete_set(tmp_path: Path) -> None:
+    options = ("--fake-data", "--fake-samples", "32", "--batch-size", "8", "--topology", "ring")
+    script = EXAMPLES / "train_cifar10.py"
+    out = torchrun(2, script, *options, "--epochs", "2", "--warmup-epochs", "1", cwd=tmp_path)
+    assert "epoch 2: loss" in out
+    torn = tmp_path / "runs" / "cifar10" / "epoch_0003"
+    torn.mkdir()
+    (torn / "rank_0.pt").write_bytes(b"")
+    out = torchrun(2, script, *options, "--epochs", "3", "--resume", cwd=tmp_path)
+    assert "resumed after epoch 2, round 4" in out
+    assert "epoch 3: loss" in out
+    assert "epoch 2: loss" not in out
