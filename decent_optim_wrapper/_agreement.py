@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper._bucket import plan_buckets
+from decent_optim_wrapper._bucket import Layout, plan_buckets
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper._version import __version__
 from decent_optim_wrapper.topo import Topology
@@ -48,19 +48,21 @@ class Agreement:
         transport: the ranks and how to reach them.
         topology: the same on every rank.
         overlap: likewise.
-        bucket_cap_mb: likewise.
+        layout: likewise.
     """
 
     def __init__(
-        self, transport: Transport, topology: Topology, overlap: bool, bucket_cap_mb: float
+        self, transport: Transport, topology: Topology, overlap: bool, layout: Layout
     ) -> None:
         self._transport = transport
-        self._cap_mb = bucket_cap_mb
+        self._layout = layout
         self._settings = [
             f"decent_optim_wrapper {__version__}",
             f"topology {topology!r} with schedule {_schedule_digest(topology)}",
             f"overlap={overlap}",
-            f"bucket_cap_mb={float(bucket_cap_mb)}",
+            f"bucket_cap_mb={float(layout.cap_mb)}",
+            f"comm_dtype={layout.comm_dtype}",
+            f"param_as_bucket_view={layout.as_view}",
         ]
 
     def check(self, tensors: Iterable[Named]) -> None:
@@ -70,7 +72,11 @@ class Agreement:
             ValueError: on every rank; names a rank that differs from rank 0 and the first thing in
                 which it does.
         """
-        lines = [*self._settings, *(named.describe() for named in tensors)]
+        lines = [*self._settings]
+        for named in tensors:
+            # Views exchange their storage as it lies in memory.
+            strides = f", strides {named.tensor.stride()}" if self._layout.as_view else ""
+            lines.append(named.describe() + strides)
         text = "\n".join(lines).encode()
         digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
         digests = self._transport.all_gather(digest)
@@ -88,10 +94,8 @@ class Agreement:
 
     def broadcast(self, tensors: Iterable[Named]) -> None:
         """Overwrite the tensors with those of rank 0, bucket by bucket; collective."""
-        plan = plan_buckets(
-            (named.tensor for named in tensors), self._cap_mb, self._transport.wire_device
-        )
-        for bucket in plan:
+        layout = Layout(self._layout.cap_mb, self._layout.wire_device)
+        for bucket in plan_buckets((named.tensor for named in tensors), layout):
             flat = bucket.pack(bucket.new_flat(bucket.wire_device))
             self._transport.broadcast(flat.data, source=0)
             bucket.unpack_(flat)

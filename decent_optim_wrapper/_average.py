@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from decent_optim_wrapper._bucket import Bucket, Flat, summable
+import torch
+
+from decent_optim_wrapper._bucket import Bucket, Flat
 from decent_optim_wrapper._gossip import Gossip
 from decent_optim_wrapper._transport import Transport
 
@@ -30,12 +32,13 @@ class WorldAverage:
         return self._snapshot is not None
 
     def apply(self, may_revert: bool) -> None:
-        """Put the average in place; collective.
+        """Put the average in place of the own values; collective.
 
         Args:
             may_revert: keep a snapshot of the own values. A snapshot that is there already stays:
                 it holds the values from before the first average.
         """
+        self._gossip.arrive()
         if not may_revert:
             self.keep()
         elif self._snapshot is None:
@@ -69,8 +72,8 @@ def average(bucket: Bucket, transport: Transport) -> Flat:
 
     Half precision is summed in float32.
     """
-    packed = bucket.pack(bucket.new_flat(bucket.wire_device))
-    total = bucket.view(summable(packed.data))
+    dtype = torch.promote_types(bucket.dtype, torch.float32)
+    total = bucket.pack(bucket.new_flat(bucket.wire_device, dtype))
     for work in transport.all_reduce(total.data):
         work.wait()
     total.data.div_(transport.world_size)

@@ -5,7 +5,7 @@ Layout, packing and mixing; no communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -13,35 +13,57 @@ import torch
 from torch import Tensor
 
 MIB = 1024 * 1024
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Flat(NamedTuple):
-    """A flat vector with its own storage, and the views of it that a bucket's tensors map to."""
+    """A flat vector, and the views of it that a bucket's tensors map to."""
 
     data: Tensor
     views: tuple[Tensor, ...]
+
+
+class Layout(NamedTuple):
+    """How tensors become buckets.
+
+    Args:
+        cap_mb: upper bound of a bucket in MiB; a larger tensor is a bucket of its own.
+        wire_device: maps a tensor's device to the device that the transport exchanges on.
+        comm_dtype: what wider floating-point values are rounded to on the wire; None keeps them.
+        as_view: make the tensors views of the bucket's own storage.
+    """
+
+    cap_mb: float
+    wire_device: Callable[[torch.device], torch.device] = lambda device: device
+    comm_dtype: torch.dtype | None = None
+    as_view: bool = False
 
 
 class Bucket:
     """Tensors of one device and dtype, and the wire buffers through which they are exchanged.
 
     Complex tensors travel as pairs of reals. The order on the wire is the logical order of the
-    elements, so ranks need not agree on memory layouts.
+    elements, so ranks need not agree on memory layouts; with `as_view` it is the memory order.
 
     Args:
         tensors: the members, of one device and dtype.
-        wire_device: where the transport wants the bytes (a CPU-only transport of GPU tensors).
+        layout: where and as what they travel.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], wire_device: torch.device) -> None:
+    def __init__(self, tensors: Sequence[Tensor], layout: Layout) -> None:
         self._members = tuple(tensors)
-        first = self._real(self._members[0])
+        first = _real(self._members[0])
         self.device, self.dtype = first.device, first.dtype
-        self.wire_device = wire_device
-        self._shapes = [self._real(member).shape for member in self._members]
+        self.wire_device = layout.wire_device(self.device)
+        self.wire_dtype = self.dtype
+        if layout.comm_dtype is not None and self.dtype not in _HALF_DTYPES:
+            self.wire_dtype = layout.comm_dtype
+        self._shapes = [_real(member).shape for member in self._members]
         self._sizes = [shape.numel() for shape in self._shapes]
         self.numel = sum(self._sizes)
         self.nbytes = self.numel * self.dtype.itemsize
+        self._storage = self._take_storage() if layout.as_view else None
+        self._addresses = [member.data_ptr() for member in self._members]
 
     def __repr__(self) -> str:
         count = len(self._members)
@@ -55,34 +77,60 @@ class Bucket:
         """The tensors themselves."""
         return self._members
 
+    @property
+    def quantised(self) -> bool:
+        """Whether the wire rounds."""
+        return self.wire_dtype != self.dtype
+
+    @property
+    def sends_itself(self) -> bool:
+        """Whether `outgoing` is the tensors' own storage, which must not change in flight."""
+        return self._storage is not None and self.outgoing is self._storage
+
     @cached_property
     def outgoing(self) -> Flat:
-        """The wire buffer that is sent or reduced; allocated at first use."""
-        return self.new_flat(self.wire_device)
+        """What is sent: the tensors' storage where it can be, else a buffer made at first use."""
+        if self._storage and not self.quantised and self.wire_device == self.device:
+            return self._storage
+        return self.new_flat(self.wire_device, self.wire_dtype)
 
     @cached_property
     def incoming(self) -> Flat:
-        """The wire buffer that a peer's parameters arrive in; allocated at first use."""
-        return self.new_flat(self.wire_device)
+        """The wire buffer that a peer's parameters arrive in; made at first use."""
+        return self.new_flat(self.wire_device, self.wire_dtype)
 
-    def new_flat(self, device: torch.device | None = None) -> Flat:
-        """Allocate a flat vector of the bucket's layout, uninitialised."""
+    @cached_property
+    def summing(self) -> Flat:
+        """The wire buffer that is summed over a group; made at first use.
+
+        Half-precision sums would round away what agreeing ranks agree on: they are in float32.
+        """
+        if self.dtype in _HALF_DTYPES:
+            return self.new_flat(self.wire_device, torch.float32)
+        return self.new_flat(self.wire_device) if self.quantised else self.incoming
+
+    def new_flat(
+        self, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> Flat:
+        """Make a flat vector of the bucket's layout, uninitialised."""
         device = device or self.device
         # Pinned memory, or the copies between GPU and wire go through one more buffer.
         pinned = device.type == "cpu" and self.device.type == "cuda"
-        return self.view(
-            torch.empty(self.numel, dtype=self.dtype, device=device, pin_memory=pinned)
-        )
+        dtype = dtype or self.dtype
+        return self.view(torch.empty(self.numel, dtype=dtype, device=device, pin_memory=pinned))
 
     def view(self, data: Tensor) -> Flat:
         """Look at a flat vector of `numel` elements as the bucket's tensors."""
+        if self._storage is not None:
+            return Flat(data, (data,))
         parts = zip(torch.split(data, self._sizes), self._shapes, strict=True)
         return Flat(data, tuple(part.view(shape) for part, shape in parts))
 
     @torch.no_grad()
     def pack(self, flat: Flat) -> Flat:
         """Copy the tensors into `flat`."""
-        torch._foreach_copy_(flat.views, self._tensors())
+        if flat is not self._storage:
+            torch._foreach_copy_(flat.views, self._tensors())
         return flat
 
     @torch.no_grad()
@@ -93,39 +141,64 @@ class Bucket:
     @torch.no_grad()
     def mix_(self, flat: Flat, weight: float) -> None:
         """In place, x <- x + weight * (flat - x); what already agrees stays bit for bit."""
-        near = flat
-        if flat.data.device != self.device or flat.data.dtype != self.dtype:
-            near = self.view(flat.data.to(self.device, self.dtype))
-        torch._foreach_lerp_(self._tensors(), near.views, weight)
+        torch._foreach_lerp_(self._tensors(), self._near(flat).views, weight)
+
+    @torch.no_grad()
+    def shift_(self, theirs: Flat, ours: Flat, weight: float) -> None:
+        """In place, x <- x + weight * (theirs - ours), where both are rounded; `theirs` is used up.
+
+        The peer adds the exact opposite, so the mean of the two does not move.
+        """
+        theirs.data.sub_(ours.data)
+        torch._foreach_add_(self._tensors(), self._near(theirs).views, alpha=weight)
+
+    def strays(self) -> list[Tensor]:
+        """The members whose storage is no longer the bucket's."""
+        if self._storage is None:
+            return []
+        pairs = zip(self._members, self._addresses, strict=True)
+        return [member for member, address in pairs if member.data_ptr() != address]
+
+    def _near(self, flat: Flat) -> Flat:
+        """The flat vector on the tensors' device, in their dtype."""
+        if flat.data.device == self.device and flat.data.dtype == self.dtype:
+            return flat
+        return self.view(flat.data.to(self.device, self.dtype))
 
     def _tensors(self) -> tuple[Tensor, ...]:
         """The members as real tensors, looked at afresh: a member's storage may be replaced."""
+        if self._storage is not None:
+            return self._storage.views
         if self._members[0].is_complex():
-            return tuple(map(self._real, self._members))
+            return tuple(map(_real, self._members))
         return self._members
 
-    @staticmethod
-    def _real(tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
-        return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    @torch.no_grad()
+    def _take_storage(self) -> Flat:
+        """Move the members into one flat storage, with their strides where they are dense."""
+        data = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        elements = data
+        if self._members[0].is_complex():
+            elements = torch.view_as_complex(data.view(-1, 2))
+        parts = torch.split(elements, [member.numel() for member in self._members])
+        for member, part in zip(self._members, parts, strict=True):
+            home = part.as_strided(member.shape, torch.empty_like(member).stride())
+            home.copy_(member)
+            member.data = home
+        return Flat(data, (data,))
 
 
-def plan_buckets(
-    tensors: Iterable[Tensor],
-    cap_mb: float,
-    wire_device: Callable[[torch.device], torch.device] = lambda device: device,
-) -> tuple[Bucket, ...]:
+def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...]:
     """Fill buckets in the order given, one open bucket for each device and dtype.
 
     Args:
         tensors: any tensors, in an order that is the same on every rank.
-        cap_mb: upper bound of a bucket in MiB; a larger tensor is a bucket of its own.
-        wire_device: maps a tensor's device to the device that the transport exchanges on.
+        layout: cap and form of the buckets.
 
     Returns:
         The buckets, ordered by their first tensor.
     """
-    cap_bytes = cap_mb * MIB
+    cap_bytes = layout.cap_mb * MIB
     filled: list[list[Tensor]] = []
     open_buckets: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
@@ -136,9 +209,9 @@ def plan_buckets(
             filled.append(members)
         members.append(tensor)
         open_buckets[kind] = (members, used_bytes + tensor.nbytes)
-    return tuple(Bucket(members, wire_device(members[0].device)) for members in filled)
+    return tuple(Bucket(members, layout) for members in filled)
 
 
-def summable(data: Tensor) -> Tensor:
-    """The data in a dtype whose sums do not round away what agreeing ranks agree on."""
-    return data.float() if data.dtype in (torch.float16, torch.bfloat16) else data
+def _real(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

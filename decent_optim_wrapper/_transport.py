@@ -74,7 +74,9 @@ class Transport:
             ]
             return dist.batch_isend_irecv(pair)
         tag += _FIRST_TAG
-        return [group.send([outgoing], peer, tag), group.recv([incoming], peer, tag)]
+        # The receive first: its notice lets the peer's data start.
+        receive = group.recv([incoming], peer, tag)
+        return [group.send([outgoing], peer, tag), receive]
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> list[dist.Work]:
         """Start summing `tensor` in place over `ranks`, all ranks by default."""

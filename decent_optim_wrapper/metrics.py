@@ -9,7 +9,10 @@ import torch
 
 from decent_optim_wrapper._average import average
 from decent_optim_wrapper._bucket import Bucket
+from decent_optim_wrapper._meter import StepStats
 from decent_optim_wrapper._transport import Transport
+
+__all__ = ["StepStats", "consensus_distance"]
 
 
 def consensus_distance(buckets: Iterable[Bucket], transport: Transport) -> float:

@@ -14,11 +14,12 @@ from torch.optim import LBFGS, Optimizer
 
 from decent_optim_wrapper import metrics
 from decent_optim_wrapper._agreement import Agreement, Named, named_parameters
-from decent_optim_wrapper._amp import local_update
 from decent_optim_wrapper._average import WorldAverage
-from decent_optim_wrapper._bucket import MIB, Bucket, plan_buckets
+from decent_optim_wrapper._bucket import MIB, Bucket, Layout, plan_buckets
 from decent_optim_wrapper._gossip import Gossip, GossipState
+from decent_optim_wrapper._meter import Meter, StepStats
 from decent_optim_wrapper._transport import Transport
+from decent_optim_wrapper._update import LocalUpdate, Scaling
 from decent_optim_wrapper._world import resolve_process_group, resolve_topology
 from decent_optim_wrapper.topo import Topology
 
@@ -53,6 +54,14 @@ class DecentOptimWrapper(Optimizer):
         buffers: tensors of which `global_avg` averages the floating-point ones, too
             (``model.buffers()``).
         sync_at_start: broadcast parameters and buffers from rank 0.
+        comm_dtype: torch.bfloat16 or torch.float16 halves the bytes between pairs; own parameters
+            stay as they are: x_i + (1 - w) (q(x_j) - q(x_i)), q the rounding. Groups of more than
+            two sum in the parameters' own dtype.
+        param_as_bucket_view: make the parameters views of the buckets: a copy less in time and
+            memory. Their storage must not be replaced afterwards, nor their values changed by
+            hand without `synchronize()` before.
+        split_update: update bucket by bucket, each launched as soon as it is updated; None does so
+            for those optimizers of torch for which it is the same computation.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -78,28 +87,36 @@ class DecentOptimWrapper(Optimizer):
         process_group: dist.ProcessGroup | None = None,
         buffers: Iterable[Tensor] = (),
         sync_at_start: bool = True,
+        comm_dtype: torch.dtype | None = None,
+        param_as_bucket_view: bool = False,
+        split_update: bool | None = None,
     ) -> None:
         _check_base(optimizer, overlap)
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb must be above 0 MiB, got {bucket_cap_mb}")
+        _check_layout(bucket_cap_mb, comm_dtype)
         self._optimizer = optimizer
         self._overlap = overlap
-        self._bucket_cap_mb = bucket_cap_mb
         self._sync_at_start = sync_at_start
+        self._local_update = LocalUpdate(optimizer, split_update)
+        self._meter = Meter()
         self._set_up_hooks()
 
         self._transport = Transport(resolve_process_group(process_group, rank, world_size))
         self._topology = resolve_topology(topology, self.world_size, local_world_size)
-        self._agreement = Agreement(self._transport, self._topology, overlap, bucket_cap_mb)
+        self._layout = Layout(
+            bucket_cap_mb, self._transport.wire_device, comm_dtype, param_as_bucket_view
+        )
+        self._agreement = Agreement(self._transport, self._topology, overlap, self._layout)
         named_buffers = [Named("buffer", str(i), tensor) for i, tensor in enumerate(buffers)]
         parameters = named_parameters(optimizer.param_groups)
         self._agreement.check([*parameters, *named_buffers])
-        self._gossip = Gossip(self._transport, self._topology.schedule(self.rank))
+        schedule = self._topology.schedule(self.rank)
+        self._gossip = Gossip(self._transport, schedule, self._meter)
         if sync_at_start:
             self._agreement.broadcast([*parameters, *named_buffers])
         self._take_in(parameters)
         floating = [b.tensor for b in named_buffers if b.tensor.is_floating_point()]
-        self._average = WorldAverage(self._transport, self._gossip, self._plan(floating))
+        buffer_buckets = plan_buckets(floating, self._layout._replace(as_view=False))
+        self._average = WorldAverage(self._transport, self._gossip, buffer_buckets)
         logger.info("{!r}", self)
 
     @property
@@ -155,19 +172,24 @@ class DecentOptimWrapper(Optimizer):
         Returns:
             What the closure returned.
         """
-        if not self._overlap:
-            self._settle()
-            loss = self._update(closure)
-            self._gossip.launch()
-            self._gossip.finish()
-            return loss
+        self._meter.reset()
+        splits = self._local_update.splits
         loss = None
-        if closure is not None:
+        if closure is not None and (self._overlap or splits):
             with torch.enable_grad():
-                loss = closure()
-        self._settle()
-        self._update()
-        self._gossip.launch()
+                loss, closure = closure(), None
+        self._check_storage()
+        self._drop_what_an_average_replaced()
+        if splits:
+            self._step_by_bucket()
+        else:
+            self._gossip.finish()
+            with self._meter.update:
+                result = self._local_update.whole(closure, self._scaling())
+            loss = result if loss is None else loss
+            self._gossip.launch()
+        if not self._overlap:
+            self._gossip.finish()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -237,6 +259,10 @@ class DecentOptimWrapper(Optimizer):
         """Root mean square over the ranks of ||x_i - mean(x)||_2; collective."""
         return metrics.consensus_distance(self._gossip.buckets, self._transport)
 
+    def stats(self) -> StepStats:
+        """Bytes, seconds and counts of the last `step()` on this rank; communicates nothing."""
+        return self._meter.read(len(self._gossip.buckets), self.round)
+
     def state_dict(self) -> dict[str, Any]:
         """The base's state dict and one key for the round; communicates nothing.
 
@@ -274,7 +300,7 @@ class DecentOptimWrapper(Optimizer):
             f"  base: {type(self._optimizer).__name__}\n"
             f"  topology: {self._topology!r}, period {self._topology.period}\n"
             f"  rank: {self.rank} of {self.world_size}\n"
-            f"  buckets: {len(buckets)}, {size:.2f} MiB, cap {self._bucket_cap_mb} MiB\n"
+            f"  buckets: {len(buckets)}, {size:.2f} MiB, cap {self._layout.cap_mb} MiB\n"
             f"  overlap: {self._overlap}\n"
             f")"
         )
@@ -295,23 +321,45 @@ class DecentOptimWrapper(Optimizer):
         """Gossip those parameters that want a gradient and are in no bucket yet."""
         bucketed = {id(tensor) for bucket in self._gossip.buckets for tensor in bucket.members}
         fresh = [p.tensor for p in parameters if p.tensor.requires_grad]
-        self._gossip.extend(self._plan(p for p in fresh if id(p) not in bucketed))
+        self._gossip.extend(plan_buckets((p for p in fresh if id(p) not in bucketed), self._layout))
 
-    def _plan(self, tensors: Iterable[Tensor]) -> tuple[Bucket, ...]:
-        return plan_buckets(tensors, self._bucket_cap_mb, self._transport.wire_device)
+    def _check_storage(self) -> None:
+        strays = {id(tensor) for bucket in self._gossip.buckets for tensor in bucket.strays()}
+        if not strays:
+            return
+        names = [p.name for p in named_parameters(self.param_groups) if id(p.tensor) in strays]
+        raise RuntimeError(
+            f"rank {self.rank}: expected parameters in the buckets' storage "
+            f"(param_as_bucket_view=True), but the storage of {', '.join(names)} was replaced; "
+            f"move and convert the model before building the wrapper, or change values in place"
+        )
 
-    def _settle(self) -> None:
-        """Finish the round in flight, or drop it where an average has replaced what it mixes."""
+    def _drop_what_an_average_replaced(self) -> None:
         if self._average.revertible:
             self._average.keep()
             self._gossip.discard()
-        else:
-            self._gossip.finish()
 
-    def _update(self, closure: Callable[[], float] | None = None) -> float | None:
+    def _step_by_bucket(self) -> None:
+        with self._local_update.by_bucket(self._scaling(), self._gossip.buckets) as update:
+
+            def timed_update(bucket: Bucket) -> None:
+                with self._meter.update:
+                    update(bucket)
+
+            self._gossip.relay(timed_update)
+
+    def _scaling(self) -> Scaling:
         # GradScaler sets the two attributes around its call of step().
-        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        return local_update(self._optimizer, closure, found_inf, grad_scale)
+        return Scaling(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
+
+
+def _check_layout(bucket_cap_mb: float, comm_dtype: torch.dtype | None) -> None:
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb must be above 0 MiB, got {bucket_cap_mb}")
+    if comm_dtype not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"comm_dtype expects torch.bfloat16, torch.float16 or None, got {comm_dtype}"
+        )
 
 
 def _check_base(optimizer: Optimizer, overlap: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,6 +47,7 @@ def train(
     steps: int,
     overlap: bool,
     make_optimizer: MakeOptimizer,
+    **options: Any,
 ) -> Tensor:
     params = make_params()
     optimizer = DecentOptimWrapper(
@@ -53,6 +56,7 @@ def train(
         bucket_cap_mb=TINY_CAP_MB,
         overlap=overlap,
         process_group=group,
+        **options,
     )
     assert len(optimizer._gossip.buckets) >= 2
     for step in range(steps):
@@ -63,11 +67,13 @@ def train(
     return flatten(params)
 
 
-def check_against_oracle(topology: Topology, overlap: bool, make_optimizer: MakeOptimizer) -> None:
+def check_against_oracle(
+    topology: Topology, overlap: bool, make_optimizer: MakeOptimizer, **options: Any
+) -> None:
     steps = 2 * topology.period + 3
     rows = run_threads(
         topology.world_size,
-        lambda rank, group: train(rank, group, topology, steps, overlap, make_optimizer),
+        lambda rank, group: train(rank, group, topology, steps, overlap, make_optimizer, **options),
     )
     expected = oracle(topology, steps, overlap, make_optimizer)
     torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-11, atol=1e-12)
@@ -84,6 +90,15 @@ class Alone(Topology):
 @pytest.mark.parametrize(("name", "world_size", "local"), CASES)
 def test_follows_the_oracle(name: str, world_size: int, local: int, overlap: bool) -> None:
     check_against_oracle(TopologyFactory.create(name, world_size, local), overlap, sgd)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
+@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+def test_follows_the_oracle_whatever_the_engine(overlap: bool, split: bool, views: bool) -> None:
+    check_against_oracle(
+        Lopsided(4), overlap, adamw, split_update=split, param_as_bucket_view=views
+    )
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])

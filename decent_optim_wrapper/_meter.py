@@ -1,0 +1,79 @@
+"""Where the time of a step goes: clocks that also show up as ranges in a profile."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from torch.profiler import record_function
+
+
+class StepStats(NamedTuple):
+    """Where the last `step()` spent its time, on this rank.
+
+    Args:
+        bytes_sent: payload handed to the wire, by an all-reduce as by a ring.
+        wait_seconds: waiting for the wire: communication that was not hidden.
+        mix_seconds: mixing what arrived, copying and handing over what leaves.
+        update_seconds: the base optimizer's local update.
+        buckets: number of buckets.
+        rounds: number of rounds launched so far.
+    """
+
+    bytes_sent: int
+    wait_seconds: float
+    mix_seconds: float
+    update_seconds: float
+    buckets: int
+    rounds: int
+
+
+class Clock:
+    """Adds up the seconds spent inside its `with` blocks, each a range of that name.
+
+    Args:
+        name: the range's name in a profile.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.seconds = 0.0
+        self._start = 0.0
+        self._range = record_function(name)
+
+    def __enter__(self) -> None:
+        self._range = record_function(self._name)
+        self._range.__enter__()  # type: ignore[no-untyped-call]
+        self._start = perf_counter()
+
+    def __exit__(self, *error: Any) -> None:
+        self.seconds += perf_counter() - self._start
+        self._range.__exit__(*error)
+
+
+class Meter:
+    """The clocks and the byte count of one step."""
+
+    def __init__(self) -> None:
+        self.wait = Clock("decent::wait")
+        self.mix = Clock("decent::mix")
+        self.update = Clock("decent::update")
+        self.launch = Clock("decent::launch")
+        self.bytes_sent = 0
+
+    def reset(self) -> None:
+        """Start a new step."""
+        for clock in (self.wait, self.mix, self.update, self.launch):
+            clock.seconds = 0.0
+        self.bytes_sent = 0
+
+    def read(self, buckets: int, rounds: int) -> StepStats:
+        """The figures of the step so far."""
+        return StepStats(
+            bytes_sent=self.bytes_sent,
+            wait_seconds=self.wait.seconds,
+            mix_seconds=self.mix.seconds + self.launch.seconds,
+            update_seconds=self.update.seconds,
+            buckets=buckets,
+            rounds=rounds,
+        )

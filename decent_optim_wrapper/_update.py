@@ -1,0 +1,168 @@
+"""The base optimizer's local update, whole or bucket by bucket, also of scaled gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from loguru import logger
+from torch import Tensor, optim
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from decent_optim_wrapper._bucket import Bucket
+
+# State per parameter and nothing that couples parameters: updating them in several calls is the
+# same computation. Exact types only, since a subclass may couple what its parent does not.
+SPLITTABLE: tuple[type[Optimizer], ...] = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.ASGD,
+    optim.Adafactor,
+)
+
+
+class Scaling(NamedTuple):
+    """What GradScaler hands over around its call of `step()`.
+
+    Args:
+        found_inf: not zero where a gradient overflowed; None without a GradScaler.
+        grad_scale: the factor still in the gradients; None when they are unscaled already.
+    """
+
+    found_inf: Tensor | None
+    grad_scale: Tensor | None
+
+
+class LocalUpdate:
+    """Steps the base optimizer.
+
+    Args:
+        optimizer: the base.
+        split: whether to update bucket by bucket; None does where it is the same computation.
+    """
+
+    def __init__(self, optimizer: Optimizer, split: bool | None) -> None:
+        self._optimizer: Any = optimizer
+        self._split = type(optimizer) in SPLITTABLE if split is None else split
+
+    @property
+    def splits(self) -> bool:
+        """Whether the next update goes bucket by bucket.
+
+        Hooks of the base may change parameters after the update, and a replaced `step` may do
+        anything: both want one update of everything before the launch.
+        """
+        return self._split and not _step_hooks(self._optimizer) and not self._step_is_replaced()
+
+    def whole(self, closure: Callable[[], float] | None, scaling: Scaling) -> float | None:
+        """Step once.
+
+        Args:
+            closure: handed to the base, which evaluates it as often as it needs.
+            scaling: of the gradients.
+
+        Returns:
+            What the base's step returns; None where an overflow skips it.
+        """
+        with self._scaled(scaling) as applies:
+            if not applies:
+                return None
+            step = self._optimizer.step
+            return step() if closure is None else step(closure)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def by_bucket(
+        self, scaling: Scaling, buckets: Sequence[Bucket]
+    ) -> Iterator[Callable[[Bucket], None]]:
+        """Step once, in parts: yields the update of one bucket.
+
+        What is in no bucket is updated at the end.
+        """
+        home = {id(member): bucket for bucket in buckets for member in bucket.members}
+        groups = self._optimizer.param_groups
+        members = [group["params"] for group in groups]
+        parts: dict[int, list[list[Tensor]]] = {}
+        for index, params in enumerate(members):
+            for param in params:
+                key = id(home.get(id(param)))
+                parts.setdefault(key, [[] for _ in groups])[index].append(param)
+
+        def update(bucket: Bucket | None) -> None:
+            if applies and (part := parts.get(id(bucket))):
+                self._step_part(groups, part)
+
+        with self._scaled(scaling) as applies:
+            # A scheduler on the base looks for a step by this mark.
+            self._optimizer._opt_called = True
+            try:
+                yield update
+                update(None)
+            finally:
+                self._optimizer.param_groups = groups
+                for group, params in zip(groups, members, strict=True):
+                    group["params"] = params
+
+    def _step_part(self, groups: list[dict[str, Any]], part: list[list[Tensor]]) -> None:
+        self._optimizer.param_groups = [g for g, params in zip(groups, part, strict=True) if params]
+        for group, params in zip(groups, part, strict=True):
+            group["params"] = params
+        # The class's step without torch's wrapper around it, which runs the hooks.
+        type(self._optimizer).step.__wrapped__(self._optimizer)
+
+    def _step_is_replaced(self) -> bool:
+        own = vars(self._optimizer).get("step")
+        if own is None:
+            return False
+        by_scheduler = getattr(own, "_wrapped_by_lr_sched", False)
+        return not by_scheduler or own.__wrapped__ is not type(self._optimizer).step
+
+    @contextmanager
+    def _scaled(self, scaling: Scaling) -> Iterator[bool]:
+        """Hand the scaling on, or undo it; yields whether the update applies."""
+        if scaling.found_inf is None:
+            yield True
+        elif getattr(self._optimizer, "_step_supports_amp_scaling", False):
+            # A fused kernel unscales and skips by itself, from these two attributes.
+            self._optimizer.found_inf, self._optimizer.grad_scale = scaling
+            try:
+                yield True
+            finally:
+                del self._optimizer.found_inf, self._optimizer.grad_scale
+        elif scaling.found_inf.item():
+            logger.debug("gradients overflowed: this rank's local update is skipped")
+            yield False
+        else:
+            if scaling.grad_scale is not None:
+                _unscale_(self._optimizer, scaling.grad_scale)
+            yield True
+
+
+def _step_hooks(optimizer: Optimizer) -> bool:
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )
+
+
+def _unscale_(optimizer: Optimizer, grad_scale: Tensor) -> None:
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    grads = [p.grad for p in params if p.grad is not None]
+    if any(grad.dtype == torch.float16 for grad in grads):
+        raise ValueError(
+            "expected gradients of float32 or wider under GradScaler, got float16, which would "
+            "underflow when unscaled; keep the parameters in float32 and use autocast"
+        )
+    torch._foreach_mul_(grads, 1.0 / grad_scale.double().item())

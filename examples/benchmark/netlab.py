@@ -1,0 +1,174 @@
+"""A network lab on one machine: ranks in network namespaces behind rate-limited links.
+
+Needs root and iproute2 (`ip`, `tc`). Without them, ranks run over the plain loopback device.
+Torch is imported once, by the parent; ranks are forked from it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+_CLONE_NEWNET = 0x40000000
+_SUBNET = "10.77.0"
+
+
+class Lab(NamedTuple):
+    """Where ranks run.
+
+    Args:
+        hosts: the namespaces, one for each host; empty means the loopback device.
+        master: the address of rank 0.
+        interface: the device that gloo binds to.
+    """
+
+    hosts: tuple[str, ...]
+    master: str
+    interface: str
+
+
+def available() -> bool:
+    """Whether this process can make network namespaces."""
+    return os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "tc"))
+
+
+@contextmanager
+def lab(hosts: int, rate: str) -> Iterator[Lab]:
+    """Set up `hosts` namespaces on one bridge, each behind a link of `rate` in both directions.
+
+    Args:
+        hosts: number of namespaces.
+        rate: as `tc` takes it, such as 400mbit; empty means the loopback device and no limit.
+    """
+    if not rate:
+        yield Lab((), "127.0.0.1", "lo")
+        return
+    tag = f"lab{os.getpid() % 10000}"
+    try:
+        _up(tag, hosts, rate)
+        yield Lab(tuple(f"{tag}n{i}" for i in range(hosts)), f"{_SUBNET}.1", "eth0")
+    finally:
+        _down(tag, hosts)
+
+
+def run(where: Lab, world_size: int, main: Callable[..., Any], *args: Any, timeout: float) -> list:
+    """Fork the ranks, run `main` in each and return the results by rank.
+
+    Args:
+        where: the lab; rank r runs on host r.
+        world_size: number of ranks.
+        main: finds RANK, WORLD_SIZE, MASTER_ADDR and so on in its environment.
+        *args: given to `main`.
+        timeout: seconds after which all ranks are killed.
+
+    Raises:
+        RuntimeError: a rank failed or did not finish in time.
+    """
+    fork = get_context("fork")
+    port = _free_port()
+    pipes, workers = [], []
+    for rank in range(world_size):
+        receiver, sender = fork.Pipe(duplex=False)
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": where.master,
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": where.interface,
+            "OMP_NUM_THREADS": "1",
+        }
+        host = where.hosts[rank] if where.hosts else None
+        worker = fork.Process(target=_rank, args=(host, environment, sender, main, args))
+        worker.start()
+        pipes.append(receiver)
+        workers.append(worker)
+    try:
+        deadline = time.monotonic() + timeout
+        results = []
+        for rank, pipe in enumerate(pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise RuntimeError(f"rank {rank} did not finish within {timeout} s")
+            value, error = pipe.recv()
+            if error:
+                raise RuntimeError(f"rank {rank} failed:\n{error}")
+            results.append(value)
+        return results
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+
+def _rank(
+    host: str | None, environment: dict[str, str], out: Connection, main: Any, args: Any
+) -> None:
+    import torch
+
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        if host is not None:
+            _enter(host)
+        out.send((main(*args), None))
+    except BaseException:
+        out.send((None, traceback.format_exc()))
+    # No interpreter shutdown: the measurement is over and other ranks may still run.
+    sys.stdout.flush()
+    time.sleep(0.5)
+    os._exit(0)
+
+
+def _enter(host: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(f"/run/netns/{host}", os.O_RDONLY)
+    if libc.setns(descriptor, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {host}")
+    os.close(descriptor)
+
+
+def _up(tag: str, hosts: int, rate: str) -> None:
+    bucket = f"root tbf rate {rate} burst 256kb latency 200ms"
+    _sh(f"ip link add {tag}br type bridge")
+    _sh(f"ip link set {tag}br up")
+    for i in range(hosts):
+        space, port = f"{tag}n{i}", f"{tag}h{i}"
+        _sh(f"ip netns add {space}")
+        _sh(f"ip link add {port} type veth peer name eth0 netns {space}")
+        _sh(f"ip link set {port} master {tag}br up")
+        _sh(f"ip -n {space} addr add {_SUBNET}.{i + 1}/24 dev eth0")
+        _sh(f"ip -n {space} link set eth0 up")
+        _sh(f"ip -n {space} link set lo up")
+        _sh(f"tc qdisc add dev {port} {bucket}")
+        _sh(f"tc -n {space} qdisc add dev eth0 {bucket}")
+
+
+def _down(tag: str, hosts: int) -> None:
+    for i in range(hosts):
+        _sh(f"ip netns del {tag}n{i}", check=False)
+        _sh(f"ip link del {tag}h{i}", check=False)
+    _sh(f"ip link del {tag}br", check=False)
+
+
+def _sh(command: str, check: bool = True) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True)
+    if check and done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr.strip()}")
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

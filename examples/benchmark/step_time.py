@@ -1,0 +1,270 @@
+"""Step times of this library and its peers, side by side on the same rate-limited network.
+
+    sudo python examples/benchmark/step_time.py
+
+Four ranks, each in its own network namespace behind a 400 Mbit/s link (root and iproute2 needed;
+without them, plain loopback). The model has 10 layers whose forward and backward take 0.1 s and
+0.2 s of wall time without using the CPU, as on an accelerator; its parameters total M MiB. SGD
+with momentum, buckets of 4 MiB, gloo, topology ring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import netlab
+import torch
+import torch._dynamo  # the first optimizer step would import it, in every rank
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from decent_optim_wrapper import DecentOptimWrapper
+
+LAYERS = 10
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.1, 0.2
+BUCKET_CAP_MB = 4
+HEADERS = 1.04
+MIB = 1024 * 1024
+
+
+class Timing(NamedTuple):
+    """Seconds per step, and what `stats()` says of a step where there is one."""
+
+    step: float
+    wait: float | None = None
+    mix: float | None = None
+
+
+Step = Callable[[], None]
+
+
+class _Busy(torch.autograd.Function):
+    """Takes wall time in both directions and gives its weight a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        time.sleep(FORWARD_SECONDS / LAYERS)
+        return x + 0.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (weight,) = ctx.saved_tensors
+        time.sleep(BACKWARD_SECONDS / LAYERS)
+        return grad, torch.full_like(weight, 1e-3)
+
+
+class Layer(nn.Module):
+    """A layer of the given size."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Busy.apply(x, self.weight)
+
+
+def build_model(size_mib: float) -> nn.Module:
+    numel = int(size_mib * MIB / 4 / LAYERS)
+    return nn.Sequential(*(Layer(numel) for _ in range(LAYERS)))
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+def loop(network: nn.Module, optimizer: Any | None) -> Step:
+    batch = torch.ones(1, requires_grad=True)
+
+    def step() -> None:
+        if optimizer is not None:
+            optimizer.zero_grad()
+        network(batch).sum().backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    return step
+
+
+def no_communication(model: nn.Module) -> Step:
+    return loop(model, sgd(model.parameters()))
+
+
+def ddp(model: nn.Module, compress: bool = False) -> Step:
+    network = DistributedDataParallel(model, bucket_cap_mb=BUCKET_CAP_MB)
+    if compress:
+        network.register_comm_hook(None, bf16_compress_hook)
+    return loop(network, sgd(network.parameters()))
+
+
+def post_local_sgd(model: nn.Module) -> Step:
+    averager = PeriodicModelAverager(period=1)
+    return loop(model, PostLocalSGDOptimizer(sgd(model.parameters()), averager))
+
+
+def decent_dp(model: nn.Module) -> Step:
+    from decent_dp.ddp import DecentralizedDataParallel
+
+    network = DecentralizedDataParallel(
+        model,
+        lambda named: sgd([tensor for _, tensor in named]),
+        topology="ring",
+        bucket_size_in_mb=BUCKET_CAP_MB,
+    )
+    return loop(network, None)
+
+
+def gossip(model: nn.Module, **options: Any) -> Step:
+    optimizer = DecentOptimWrapper(
+        sgd(model.parameters()), topology="ring", bucket_cap_mb=BUCKET_CAP_MB, **options
+    )
+    step = loop(model, optimizer)
+    step.stats = optimizer.stats  # type: ignore[attr-defined]
+    return step
+
+
+METHODS: dict[str, Callable[[nn.Module], Step]] = {
+    "no communication": no_communication,
+    "DDP": ddp,
+    "DDP, bf16 hook": partial(ddp, compress=True),
+    "PostLocalSGD, period 1": post_local_sgd,
+    "decent-dp": decent_dp,
+    "ours": gossip,
+    "ours, views": partial(gossip, param_as_bucket_view=True),
+    "ours, bf16": partial(gossip, comm_dtype=torch.bfloat16),
+    "ours, bf16, views": partial(gossip, comm_dtype=torch.bfloat16, param_as_bucket_view=True),
+    "ours, whole update": partial(gossip, split_update=False),
+    "ours, overlap=False": partial(gossip, overlap=False),
+}
+
+
+def measure(method: str, size_mib: float, steps: int, warmup: int) -> Timing:
+    """Run in every rank: mean seconds per step."""
+    dist.init_process_group("gloo")
+    step = METHODS[method](build_model(size_mib))
+    for _ in range(warmup):
+        step()
+    dist.barrier()
+    waits, mixes = [], []
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+        if hasattr(step, "stats"):
+            waits.append(step.stats().wait_seconds)
+            mixes.append(step.stats().mix_seconds)
+    seconds = (time.perf_counter() - start) / steps
+    if not waits:
+        return Timing(seconds)
+    return Timing(seconds, sum(waits) / steps, sum(mixes) / steps)
+
+
+def floor_seconds(size_mib: float, rate: str) -> float:
+    """The larger of computing and sending one copy of the parameters over the link."""
+    compute = FORWARD_SECONDS + BACKWARD_SECONDS
+    if not rate:
+        return compute
+    bits_per_second = float(rate.removesuffix("mbit")) * 1e6
+    return max(compute, size_mib * MIB * 8 * HEADERS / bits_per_second)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sizes", type=float, nargs="+", default=[10, 20, 40], metavar="MIB")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rate", default="400mbit", help="of each link, such as 400mbit")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=1, help="runs of a cell; the median counts")
+    parser.add_argument("--output", type=Path, default=Path("runs/step_time"))
+    return parser.parse_args()
+
+
+def run_cell(args: argparse.Namespace, where: netlab.Lab, method: str, size: float) -> Timing:
+    """Median over the repeats of the mean over the ranks."""
+    timings = []
+    for _ in range(args.repeats):
+        ranks = netlab.run(
+            where, args.ranks, measure, method, size, args.steps, args.warmup, timeout=240
+        )
+        means = [sum(v) / len(v) if None not in v else None for v in zip(*ranks, strict=True)]
+        timings.append(Timing(*means))
+    return sorted(timings)[len(timings) // 2]
+
+
+def table(rows: dict[str, list[Timing]], sizes: list[float], floors: list[float]) -> str:
+    lines = ["| ms per step | " + " | ".join(f"M = {size:g} MiB" for size in sizes) + " |"]
+    lines.append("|---" * (len(sizes) + 1) + "|")
+    lines.append(
+        "| floor: max(compute, wire) | " + " | ".join(f"{1000 * f:.0f}" for f in floors) + " |"
+    )
+    for method, timings in rows.items():
+        cells = [f"{1000 * timing.step:.0f}" for timing in timings]
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(
+    rows: dict[str, list[Timing]], sizes: list[float], floors: list[float], path: Path
+) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, len(sizes), figsize=(5 * len(sizes), 4.5), layout="constrained"
+    )
+    for index, (size, floor) in enumerate(zip(sizes, floors, strict=True)):
+        axis = axes[index] if len(sizes) > 1 else axes
+        names = list(rows)[::-1]
+        colours = ["tab:blue" if name.startswith("ours") else "tab:grey" for name in names]
+        bars = axis.barh(names, [1000 * rows[name][index].step for name in names], color=colours)
+        axis.bar_label(bars, fmt="%.0f", padding=2)
+        axis.axvline(1000 * floor, color="tab:red", label="floor")
+        axis.set(title=f"M = {size:g} MiB", xlabel="ms per step")
+        axis.tick_params(labelleft=index == 0)
+        axis.legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.rate and not netlab.available():
+        print("no root or no iproute2: running over plain loopback, without a rate limit")
+        args.rate = ""
+    if importlib.util.find_spec("decent_dp") is None and "decent-dp" in args.methods:
+        print("decent-dp is not installed (pip install decent-dp): left out")
+        args.methods.remove("decent-dp")
+    os.environ.setdefault("LOGURU_LEVEL", "ERROR")
+    rows: dict[str, list[Timing]] = {}
+    with netlab.lab(args.ranks, args.rate) as where:
+        for method in args.methods:
+            rows[method] = [run_cell(args, where, method, size) for size in args.sizes]
+            for size, timing in zip(args.sizes, rows[method], strict=True):
+                extra = ""
+                if timing.wait is not None and timing.mix is not None:
+                    extra = f", waited {1000 * timing.wait:.0f}, mixed {1000 * timing.mix:.0f}"
+                print(f"{method}, M = {size:g}: {1000 * timing.step:.0f} ms{extra}", flush=True)
+    floors = [floor_seconds(size, args.rate) for size in args.sizes]
+    print("\n" + table(rows, args.sizes, floors))
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.with_suffix(".json").write_text(json.dumps(rows, indent=1))
+    draw(rows, args.sizes, floors, args.output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

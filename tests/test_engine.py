@@ -1,0 +1,363 @@
+"""How the bytes travel: split updates, parameters as bucket views, half the bytes, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
+from ranks import run_processes, run_threads
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import StepLR
+from torch.profiler import ProfilerActivity, profile
+
+from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
+from decent_optim_wrapper._bucket import Flat
+from decent_optim_wrapper._update import SPLITTABLE
+
+STEPS = 5
+BYTES = sum(param.nbytes for param in make_params())
+
+
+def wrap(params: list[Tensor], group: dist.ProcessGroup | None = None, **kw: Any) -> Any:
+    kw.setdefault("bucket_cap_mb", TINY_CAP_MB)
+    kw.setdefault("topology", "ring")
+    return DecentOptimWrapper(kw.pop("base", None) or sgd(params), process_group=group, **kw)
+
+
+def train(
+    rank: int,
+    group: dist.ProcessGroup | None,
+    make_base: Callable[[Sequence[Tensor]], Optimizer],
+    **options: Any,
+) -> Tensor:
+    params = make_params(dtype=torch.float32)
+    optimizer = wrap(params, group, base=make_base(params), **options)
+    for step in range(STEPS):
+        backward(params, rank, step)
+        optimizer.step()
+    optimizer.synchronize()
+    return flatten(params)
+
+
+VARIANTS: list[dict[str, Any]] = [{}, {"foreach": True}]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=["default", "foreach"])
+@pytest.mark.parametrize("kind", SPLITTABLE)
+def test_a_split_update_is_the_whole_one_bit_for_bit(
+    kind: type[Optimizer], variant: dict[str, Any]
+) -> None:
+    def make_base(params: Sequence[Tensor]) -> Optimizer:
+        arguments: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.01, **variant}
+        if kind is optim.Rprop:
+            del arguments["weight_decay"]
+        groups: list[Any] = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02}]
+        return kind(groups, **arguments)
+
+    split = train(0, None, make_base, split_update=None)
+    whole = train(0, None, make_base, split_update=False)
+    assert torch.equal(split, whole)
+    assert not torch.equal(split, flatten(make_params(dtype=torch.float32)))
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad])
+def test_a_split_fused_update_is_the_whole_one_bit_for_bit(kind: Any) -> None:
+    def make_base(params: Sequence[Tensor]) -> Optimizer:
+        return kind(params, lr=0.05, fused=True)  # type: ignore[no-any-return]
+
+    split = train(0, None, make_base)
+    assert torch.equal(split, train(0, None, make_base, split_update=False))
+    assert not torch.equal(split, flatten(make_params(dtype=torch.float32)))
+
+
+def test_only_listed_types_without_hooks_are_split_unless_forced() -> None:
+    class Coupled(optim.SGD):
+        pass
+
+    params = make_params()
+    base = sgd(params)
+    assert wrap(params, base=base)._local_update.splits
+    handle = base.register_step_post_hook(lambda *_: None)
+    assert not wrap(params, base=base)._local_update.splits
+    handle.remove()
+    coupled = Coupled(params, lr=0.1)
+    assert not wrap(params, base=coupled)._local_update.splits
+    assert wrap(params, base=coupled, split_update=True)._local_update.splits
+    assert not wrap(params, base=base, split_update=False)._local_update.splits
+    StepLR(base, 1)
+    assert wrap(params, base=base)._local_update.splits
+    base.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
+    assert not wrap(params, base=base)._local_update.splits
+
+
+def test_a_parameter_in_no_bucket_is_still_updated() -> None:
+    params, reference = make_params(), make_params()
+    params[1].requires_grad_(False)
+    optimizer, plain = wrap(params), sgd(reference)
+    params[1].requires_grad_(True)
+    for step in range(3):
+        backward(params, 0, step)
+        backward(reference, 0, step)
+        optimizer.step()
+        plain.step()
+    assert torch.equal(flatten(params), flatten(reference))
+    assert not torch.equal(params[1], make_params()[1])
+
+
+def test_the_groups_survive_an_update_that_raises() -> None:
+    params = make_params()
+    optimizer = wrap(params)
+    groups = optimizer.param_groups
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.param_groups[0]["lr"] = "high"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert optimizer.param_groups is groups
+    assert len(groups[0]["params"]) == len(params)
+
+
+def test_views_keep_values_shapes_and_layouts_and_share_storage() -> None:
+    torch.manual_seed(0)
+    params = [
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(6, 4).T,
+        torch.randn(()),
+        torch.empty(0, 3),
+        torch.randn(3, dtype=torch.complex64),
+        torch.randn(2, 2, dtype=torch.complex64),
+    ]
+    before = [param.clone() for param in params]
+    strides = [param.stride() for param in params]
+    for param in params:
+        param.requires_grad_()
+    optimizer = DecentOptimWrapper(sgd(params), param_as_bucket_view=True)
+    assert all(map(torch.equal, params, before))
+    assert [param.stride() for param in params] == strides
+    assert len({param.untyped_storage().data_ptr() for param in params if param.numel()}) == 2
+    sum(param.abs().sum() for param in params).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    assert not torch.equal(params[0], before[0])
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete", "alternating-exp-ring"])
+def test_views_train_as_copies_do(topology: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup, views: bool) -> Tensor:
+        options = {"local_world_size": 2} if "alternating" in topology else {}
+        params = make_params()
+        optimizer = wrap(params, group, topology=topology, param_as_bucket_view=views, **options)
+        for step in range(STEPS):
+            if step == 3:
+                with optimizer.averaged():
+                    assert step
+                optimizer.consensus_distance()
+            backward(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(params)
+
+    views = run_threads(4, lambda rank, group: main(rank, group, True))
+    copies = run_threads(4, lambda rank, group: main(rank, group, False))
+    for one, other in zip(views, copies, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+    assert not torch.equal(views[0], flatten(make_params()))
+
+
+def test_a_replaced_storage_is_named_at_the_next_step() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    base = optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = DecentOptimWrapper(base, param_as_bucket_view=True, bucket_cap_mb=TINY_CAP_MB)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    last = cast(nn.Linear, model[1])
+    last.weight.data = last.weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"rank 0: .* storage of 1\.weight was replaced; move"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize("name", ["ring", "one-peer-exp"])
+def test_rounding_on_the_wire_moves_no_mean_and_still_reaches_consensus(
+    dtype: torch.dtype, views: bool, name: str
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params(seed=rank)
+        optimizer = wrap(
+            params,
+            group,
+            topology=name,
+            comm_dtype=dtype,
+            base=optim.SGD(params, lr=0.0),
+            sync_at_start=False,
+            param_as_bucket_view=views,
+        )
+        history = [flatten(params)]
+        for _ in range(40):
+            optimizer.step()
+            history.append(flatten(params))
+        return torch.stack(history)
+
+    history = torch.stack(run_threads(4, main), dim=1)
+    means = history.mean(dim=1)
+    torch.testing.assert_close(means, means[:1].expand_as(means), rtol=0, atol=1e-13)
+    spread = (history - means.unsqueeze(1)).abs().amax(dim=(1, 2))
+    rounding = torch.finfo(dtype).eps * history[0].abs().max()
+    assert spread[0] > 0.5
+    assert spread[-1] < 2 * rounding
+
+
+def test_ranks_in_agreement_stay_in_spite_of_rounding() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params()
+        base = optim.SGD(params, lr=0.0)
+        optimizer = wrap(params, group, comm_dtype=torch.bfloat16, base=base)
+        for _ in range(4):
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(params)
+
+    for row in run_threads(4, main):
+        assert torch.equal(row, flatten(make_params()))
+    assert not torch.equal(flatten(make_params()).bfloat16().double(), flatten(make_params()))
+
+
+def test_groups_beyond_pairs_sum_in_the_parameters_own_dtype() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+        params = make_params(seed=rank)
+        base = optim.SGD(params, lr=0.0)
+        optimizer = wrap(
+            params,
+            group,
+            topology="complete",
+            comm_dtype=torch.bfloat16,
+            base=base,
+            sync_at_start=False,
+            overlap=False,
+        )
+        optimizer.step()
+        return flatten(params), optimizer.stats().bytes_sent
+
+    rows = run_threads(3, main)
+    mean = torch.stack([flatten(make_params(seed=rank)) for rank in range(3)]).mean(dim=0)
+    for row, sent in rows:
+        torch.testing.assert_close(row, mean, rtol=1e-13, atol=1e-13)
+        assert abs(sent - BYTES * 4 / 3) < 10
+
+
+@pytest.mark.parametrize(("comm", "share"), [(None, 1.0), (torch.bfloat16, 0.25)])
+def test_stats_count_the_bytes_and_seconds_of_the_last_step(
+    comm: torch.dtype | None, share: float
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params()
+        optimizer = wrap(params, group, comm_dtype=comm)
+        for step in range(3):
+            backward(params, rank, step)
+            optimizer.step()
+            stats = optimizer.stats()
+            assert stats.bytes_sent == BYTES * share
+            assert stats.rounds == step + 1
+            assert stats.buckets == 5
+            assert stats.mix_seconds > 0
+            assert stats.update_seconds > 0
+            assert (stats.wait_seconds > 0) == (step > 0)
+
+    run_threads(2, main)
+
+
+def profiled_ranges(rank: int) -> list[str]:
+    dist.init_process_group("gloo")
+    params = make_params()
+    optimizer = wrap(params)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        for step in range(2):
+            backward(params, rank, step)
+            optimizer.step()
+    dist.destroy_process_group()
+    return [event.key for event in recorded.key_averages()]
+
+
+def test_a_profile_shows_the_ranges() -> None:
+    for names in run_processes(2, profiled_ranges):
+        assert {f"decent::{what}" for what in ("wait", "mix", "update", "launch")} <= set(names)
+
+
+@pytest.mark.parametrize(("views", "limit"), [(True, 1.0), (False, 2.0)])
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_wire_buffers_stay_within_their_limit(views: bool, limit: float, topology: str) -> None:
+    """Counts the bytes of every tensor that the wrapper's objects hold, beyond the parameters."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> float:
+        params = [torch.zeros(50_000, requires_grad=True) for _ in range(4)]
+        size = sum(param.nbytes for param in params)
+        optimizer = DecentOptimWrapper(
+            optim.SGD(params, lr=0.1),
+            topology=topology,
+            process_group=group,
+            bucket_cap_mb=0.4,
+            param_as_bucket_view=views,
+        )
+        for _ in range(3):
+            optimizer.step()
+        own = {param.untyped_storage().data_ptr() for param in params}
+        held = {
+            flat.data.untyped_storage().data_ptr(): flat.data.untyped_storage().nbytes()
+            for bucket in optimizer._gossip.buckets
+            for flat in vars(bucket).values()
+            if isinstance(flat, Flat)
+        }
+        return float(sum(n for address, n in held.items() if address not in own) / size)
+
+    for share in run_threads(4, main):
+        assert 0 < share <= limit
+
+
+def test_pairs_need_no_process_group_of_their_own() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> int:
+        topology = TopologyFactory.create("one-peer-exp", 8)
+        optimizer = wrap(make_params(), group, topology=topology)
+        optimizer.step()
+        optimizer.synchronize()
+        return len(optimizer._transport._subgroups)
+
+    assert run_threads(8, main) == [0] * 8
+
+
+def test_a_round_costs_calls_per_bucket_and_not_per_parameter() -> None:
+    class Counting(torch.overrides.TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            Counting.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    def main(rank: int, group: dist.ProcessGroup, count: int) -> int:
+        params = [torch.zeros(10, requires_grad=True) for _ in range(count)]
+        optimizer = wrap(params, group, bucket_cap_mb=25, base=optim.SGD(params, lr=0.1))
+        optimizer.step()
+        if rank == 0:
+            Counting.calls = 0
+            with Counting():
+                optimizer._gossip.relay(lambda bucket: None)
+        else:
+            optimizer._gossip.relay(lambda bucket: None)
+        optimizer.synchronize()
+        return Counting.calls
+
+    few = run_threads(2, lambda rank, group: main(rank, group, 4))[0]
+    many = run_threads(2, lambda rank, group: main(rank, group, 400))[0]
+    assert few > 0
+    assert many == few
+
+
+def test_a_comm_dtype_that_is_not_half_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"torch\.bfloat16, torch\.float16 or None"):
+        wrap(make_params(), comm_dtype=torch.float32)
