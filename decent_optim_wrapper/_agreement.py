@@ -47,19 +47,19 @@ class Agreement:
     Args:
         transport: the ranks and how to reach them.
         topology: the same on every rank.
-        overlap: likewise.
         layout: likewise.
+        settings: further ones, a line each.
     """
 
     def __init__(
-        self, transport: Transport, topology: Topology, overlap: bool, layout: Layout
+        self, transport: Transport, topology: Topology, layout: Layout, settings: Sequence[str]
     ) -> None:
         self._transport = transport
         self._layout = layout
         self._settings = [
             f"decent_optim_wrapper {__version__}",
             f"topology {topology!r} with schedule {_schedule_digest(topology)}",
-            f"overlap={overlap}",
+            *settings,
             f"bucket_cap_mb={float(layout.cap_mb)}",
             f"comm_dtype={layout.comm_dtype}",
             f"param_as_bucket_view={layout.as_view}",

@@ -43,8 +43,14 @@ class WorldAverage:
             self.keep()
         elif self._snapshot is None:
             self._snapshot = [(bucket, bucket.pack(bucket.new_flat())) for bucket in self._buckets]
-        for bucket in self._buckets:
-            bucket.unpack_(average(bucket, self._transport))
+        try:
+            for bucket in self._buckets:
+                bucket.unpack_(average(bucket, self._transport))
+        except BaseException:
+            # Half an average is neither the one thing nor the other.
+            if self._snapshot is not None:
+                self.revert()
+            raise
 
     @property
     def _buckets(self) -> tuple[Bucket, ...]:

@@ -39,6 +39,13 @@ class Layout(NamedTuple):
     as_view: bool = False
 
 
+class _Kind(NamedTuple):
+    """What the members of a bucket have in common."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
 class Bucket:
     """Tensors of one device and dtype, and the wire buffers through which they are exchanged.
 
@@ -52,6 +59,7 @@ class Bucket:
 
     def __init__(self, tensors: Sequence[Tensor], layout: Layout) -> None:
         self._members = tuple(tensors)
+        self._kind = _Kind(self._members[0].device, self._members[0].dtype)
         first = _real(self._members[0])
         self.device, self.dtype = first.device, first.dtype
         self.wire_device = layout.wire_device(self.device)
@@ -117,7 +125,10 @@ class Bucket:
         # Pinned memory, or the copies between GPU and wire go through one more buffer.
         pinned = device.type == "cpu" and self.device.type == "cuda"
         dtype = dtype or self.dtype
-        return self.view(torch.empty(self.numel, dtype=dtype, device=device, pin_memory=pinned))
+        # A buffer made under inference_mode could not be written outside of it.
+        with torch.inference_mode(False):
+            data = torch.empty(self.numel, dtype=dtype, device=device, pin_memory=pinned)
+        return self.view(data)
 
     def view(self, data: Tensor) -> Flat:
         """Look at a flat vector of `numel` elements as the bucket's tensors."""
@@ -153,11 +164,12 @@ class Bucket:
         torch._foreach_add_(self._tensors(), self._near(theirs).views, alpha=weight)
 
     def strays(self) -> list[Tensor]:
-        """The members whose storage is no longer the bucket's."""
-        if self._storage is None:
-            return []
-        pairs = zip(self._members, self._addresses, strict=True)
-        return [member for member, address in pairs if member.data_ptr() != address]
+        """The members that were converted or moved since, and views whose storage was replaced."""
+        moved = [m for m in self._members if _Kind(m.device, m.dtype) != self._kind]
+        if self._storage is not None and not moved:
+            pairs = zip(self._members, self._addresses, strict=True)
+            moved = [member for member, address in pairs if member.data_ptr() != address]
+        return moved
 
     def _near(self, flat: Flat) -> Flat:
         """The flat vector on the tensors' device, in their dtype."""
@@ -200,9 +212,9 @@ def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...
     """
     cap_bytes = layout.cap_mb * MIB
     filled: list[list[Tensor]] = []
-    open_buckets: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
+    open_buckets: dict[_Kind, tuple[list[Tensor], int]] = {}
     for tensor in tensors:
-        kind = (tensor.device, tensor.dtype)
+        kind = _Kind(tensor.device, tensor.dtype)
         members, used_bytes = open_buckets.get(kind, ([], 0))
         if not members or used_bytes + tensor.nbytes > cap_bytes:
             members, used_bytes = [], 0

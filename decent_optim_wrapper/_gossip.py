@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -17,8 +16,6 @@ from decent_optim_wrapper._bucket import Bucket, Flat
 from decent_optim_wrapper._meter import Meter
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper.topo import Group
-
-_CLOSE_TIMEOUT = timedelta(seconds=5)
 
 
 class _Exchange(NamedTuple):
@@ -72,12 +69,13 @@ class Gossip:
         self._meter = meter
         self._buckets: list[Bucket] = []
         self._round = 0
-        self._in_flight: dict[int, _Exchange] = {}
+        self._in_flight: dict[Bucket, _Exchange] = {}
         # A resumed run has a round in flight that this process has yet to launch: not at loading,
         # which must not communicate and may come before the parameters are loaded.
         self._owed = False
-        # Runs when the wrapper is dropped or the interpreter exits, whichever comes first. A gloo
-        # thread that still works for a round when Python is finalised aborts the process.
+        # Runs when the wrapper is dropped or the interpreter exits, whichever comes first. A rank
+        # that left with a round in flight would break it for a slower peer, and a gloo thread that
+        # works on while Python is finalised can abort the process.
         weakref.finalize(self, _close, self._in_flight, transport)
 
     @property
@@ -95,38 +93,45 @@ class Gossip:
         self.discard()
         self._round, self._owed = state
 
-    def extend(self, buckets: Iterable[Bucket]) -> None:
-        """Gossip these buckets, too, from the next launch on."""
-        for bucket in buckets:
-            logger.info("rank {} bucket {}: {!r}", self._transport.rank, len(self._buckets), bucket)
-            self._buckets.append(bucket)
+    def replan(self, buckets: Iterable[Bucket]) -> None:
+        """Gossip these buckets from the next launch on; the round in flight keeps its own."""
+        self._buckets = list(buckets)
+        for index, bucket in enumerate(self._buckets):
+            logger.info("rank {} bucket {}: {!r}", self._transport.rank, index, bucket)
 
     def launch(self) -> None:
         """Start the next round with the parameters as they are now."""
         self.relay(lambda bucket: None)
 
     def relay(self, update: Callable[[Bucket], None]) -> None:
-        """Finish, update and launch again, one bucket after the other.
+        """Finish, update and pack bucket after bucket, then start the next round.
 
-        The wire is busy with the first buckets of the next round while the last ones of this round
-        arrive, so it never idles during mixing and update.
+        A bucket is mixed, updated and packed while the ones behind it still arrive. None leaves
+        before all have arrived: two rounds on the wire slow down the older one, for which all
+        ranks are waiting.
 
         Args:
             update: the local update of one bucket.
         """
         self._pay()
+        if not self._in_flight.keys() <= set(self._buckets):
+            self.finish()
         group = self._next_group()
+        packed = []
         for index, bucket in enumerate(self._buckets):
-            self._finish(index)
+            self._finish(bucket)
             update(bucket)
-            self._launch(index, bucket, group)
+            if group.size > 1 and bucket.numel:
+                packed.append((index, bucket, self._pack(bucket, group)))
+        for index, bucket, flat in packed:
+            self._post(index, bucket, flat, group)
         self._round += 1
 
     def finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
         self._pay()
-        for index in list(self._in_flight):
-            self._finish(index)
+        for bucket in list(self._in_flight):
+            self._finish(bucket)
 
     def arrive(self) -> None:
         """Wait until the wire no longer needs the parameters themselves; nothing is mixed."""
@@ -136,10 +141,9 @@ class Gossip:
 
     def discard(self) -> None:
         """Drop the round in flight, if there is one: its bytes arrive and are not mixed."""
-        for exchange in self._in_flight.values():
-            exchange.wait()
-        self._in_flight.clear()
         self._owed = False
+        while self._in_flight:
+            self._in_flight.popitem()[1].wait()
 
     def _pay(self) -> None:
         """Launch the round that was in flight when the state was saved."""
@@ -150,57 +154,56 @@ class Gossip:
 
     def _next_group(self) -> Group:
         group = self._schedule[self._round % len(self._schedule)]
-        logger.debug(
-            "rank {} round {}: mixing with {}", self._transport.rank, self._round, group.ranks
-        )
+        logger.debug("rank {} round {}: group {}", self._transport.rank, self._round, group.ranks)
         return group
 
-    def _finish(self, index: int) -> None:
-        exchange = self._in_flight.get(index)
+    def _finish(self, bucket: Bucket) -> None:
+        # Out of the table first: what fails on the wire is not waited for a second time.
+        exchange = self._in_flight.pop(bucket, None)
         if exchange is None:
             return
         with self._meter.wait:
             exchange.wait()
         with self._meter.mix:
             exchange.mix()
-        del self._in_flight[index]
 
-    def _launch(self, index: int, bucket: Bucket, group: Group) -> None:
-        if group.size == 1 or bucket.numel == 0:
-            return
+    def _pack(self, bucket: Bucket, group: Group) -> Flat:
         with self._meter.launch:
-            launch = self._launch_pair if group.size == 2 else self._launch_group
-            self._in_flight[index] = launch(bucket, group, index)
+            return bucket.pack(bucket.outgoing if group.size == 2 else bucket.summing)
 
-    def _launch_pair(self, bucket: Bucket, group: Group, index: int) -> _Exchange:
-        peer = group.ranks[group.ranks[0] == self._transport.rank]
-        outgoing, incoming = bucket.pack(bucket.outgoing), bucket.incoming
-        works = self._transport.exchange(outgoing.data, incoming.data, peer, tag=index)
-        self._meter.bytes_sent += outgoing.data.nbytes
-        rounded = outgoing if bucket.quantised else None
+    def _post(self, index: int, bucket: Bucket, flat: Flat, group: Group) -> None:
+        with self._meter.launch:
+            post = self._post_pair if group.size == 2 else self._post_group
+            self._in_flight[bucket] = post(bucket, flat, group, index)
+
+    def _post_pair(self, bucket: Bucket, flat: Flat, group: Group, index: int) -> _Exchange:
+        peer = next(rank for rank in group.ranks if rank != self._transport.rank)
+        incoming = bucket.incoming
+        works = self._transport.exchange(flat.data, incoming.data, peer, tag=index)
+        self._meter.bytes_sent += flat.data.nbytes
+        rounded = flat if bucket.quantised else None
         return _Exchange(bucket, works, incoming, 1 - group.self_weight, rounded=rounded)
 
-    def _launch_group(self, bucket: Bucket, group: Group, index: int) -> _Exchange:
+    def _post_group(self, bucket: Bucket, flat: Flat, group: Group, index: int) -> _Exchange:
         """Sum over the group, to mix with its mean.
 
         w x_i + (1-w)/(m-1) * sum of the others  =  x_i + m(1-w)/(m-1) * (mean - x_i)
         """
         size = group.size
-        total = bucket.pack(bucket.summing)
-        works = self._transport.all_reduce(total.data, group.ranks)
-        self._meter.bytes_sent += 2 * (size - 1) * total.data.nbytes // size
+        works = self._transport.all_reduce(flat.data, group.ranks)
+        self._meter.bytes_sent += 2 * (size - 1) * flat.data.nbytes // size
         weight = size * (1 - group.self_weight) / (size - 1)
-        return _Exchange(bucket, works, total, weight, divisor=size)
+        return _Exchange(bucket, works, flat, weight, divisor=size)
 
 
-def _close(in_flight: dict[int, _Exchange], transport: Transport) -> None:
-    """Let go of a round that nobody will finish, and of the process group.
+def _close(in_flight: dict[Bucket, _Exchange], transport: Transport) -> None:
+    """See a round that nobody will mix off the wire, and let go of the process group.
 
-    The peers launched the same round, so its bytes arrive unless a peer is gone already.
+    The peers launch the same round sooner or later, unless they are gone, which raises.
     """
     try:
-        for work in (work for exchange in in_flight.values() for work in exchange.works):
-            work.wait(_CLOSE_TIMEOUT)
+        for exchange in in_flight.values():
+            exchange.wait()
     except RuntimeError as error:
         logger.debug("rank {}: the last round was dropped: {}", transport.rank, error)
     in_flight.clear()

@@ -7,6 +7,7 @@ their own; larger groups get one each, created by their members alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -43,9 +44,12 @@ class Transport:
                 self._subgroups[group.ranks] = self._new_subgroup(group.ranks)
 
     def close(self) -> None:
-        """Let go of all process groups, so that their threads end when the user destroys them."""
+        """Destroy the communicators made here and let go of the user's process group."""
+        while self._subgroups:
+            _, group = self._subgroups.popitem()
+            if group is not self._process_group and _registered_ranks(group) is not None:
+                dist.destroy_process_group(group)
         self._process_group = None
-        self._subgroups.clear()
 
     def wire_device(self, device: torch.device) -> torch.device:
         """The device that tensors of `device` are exchanged on: gloo's exchange is on the CPU."""
@@ -130,6 +134,7 @@ class Transport:
         if global_ranks is not None:
             return dist.new_group(
                 [global_ranks[rank] for rank in ranks],
+                timeout=self._timeout(parent),
                 backend=dist.distributed_c10d.get_backend_config(parent),
                 use_local_synchronization=True,
             )
@@ -139,9 +144,17 @@ class Transport:
                 f"{type(parent).__name__} has no store to build it on; wrap it in a "
                 f"torch.distributed.ProcessGroup or use a topology of pairs"
             )
+        store = parent.get_group_store()
         name = "decent_optim_wrapper/" + "-".join(map(str, ranks))
-        store = dist.distributed_c10d.PrefixStore(name, parent.get_group_store())
-        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks))
+        # The members make their communicators in the same order, so they count alike.
+        count = store.add(f"{name}/made by {self.rank}", 1)
+        store = dist.distributed_c10d.PrefixStore(f"{name}/{count}", store)
+        timeout = self._timeout(parent)
+        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout)
+
+    def _timeout(self, parent: Any) -> timedelta:
+        timeout: timedelta = _backend(parent, self.control_device).options._timeout
+        return timeout
 
 
 def _registered_ranks(group: dist.ProcessGroup) -> list[int] | None:

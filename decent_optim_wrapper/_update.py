@@ -36,11 +36,12 @@ class Scaling(NamedTuple):
     """What GradScaler hands over around its call of `step()`.
 
     Args:
-        found_inf: not zero where a gradient overflowed; None without a GradScaler.
+        found_inf: not zero where a gradient overflowed; None without a GradScaler, and the plain
+            number 0 where there was no gradient at all.
         grad_scale: the factor still in the gradients; None when they are unscaled already.
     """
 
-    found_inf: Tensor | None
+    found_inf: Tensor | int | None
     grad_scale: Tensor | None
 
 
@@ -139,7 +140,7 @@ class LocalUpdate:
                 yield True
             finally:
                 del self._optimizer.found_inf, self._optimizer.grad_scale
-        elif scaling.found_inf.item():
+        elif float(scaling.found_inf):
             logger.debug("gradients overflowed: this rank's local update is skipped")
             yield False
         else:
@@ -165,4 +166,5 @@ def _unscale_(optimizer: Optimizer, grad_scale: Tensor) -> None:
             "expected gradients of float32 or wider under GradScaler, got float16, which would "
             "underflow when unscaled; keep the parameters in float32 and use autocast"
         )
-    torch._foreach_mul_(grads, 1.0 / grad_scale.double().item())
+    if grads:
+        torch._foreach_mul_(grads, 1.0 / grad_scale.double().item())

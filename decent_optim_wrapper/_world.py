@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch.distributed as dist
@@ -69,6 +70,8 @@ def resolve_topology(
 
 
 def _check_alone(rank: int | None, world_size: int | None) -> None:
+    if world_size is not None and world_size < 1:
+        raise ValueError(f"world_size must be 1 or more, got {world_size}")
     if world_size not in (None, 1):
         raise RuntimeError(
             f"world_size={world_size} needs a process group: call "
@@ -77,6 +80,14 @@ def _check_alone(rank: int | None, world_size: int | None) -> None:
         )
     if rank not in (None, 0):
         raise ValueError(f"rank={rank} contradicts a world of one rank without a process group")
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if world_size is None and launched not in ("", "1"):
+        warnings.warn(
+            f"WORLD_SIZE={launched}, but there is no process group: this rank trains alone; call "
+            f"torch.distributed.init_process_group() before building the wrapper, or pass "
+            f"world_size=1",
+            stacklevel=4,
+        )
 
 
 def _local_world_size(world_size: int) -> int:

@@ -343,6 +343,7 @@ def _validated_phase(phase: int, entries: Sequence[Group | Sequence[int]]) -> li
                     f"phase {phase}: rank {rank} lists {group}, but its member {member} lists "
                     f"{column[member]}; all members of a group must list the same one"
                 )
+            # One object per group: thousands of ranks may have listed it each on their own.
             column[member] = column[leader]
     return column
 
@@ -356,6 +357,7 @@ def _validated_entry(phase: int, rank: int, entry: Group | Sequence[int], world_
         raise ValueError(
             f"phase {phase}, rank {rank}: ranks {group.ranks} reach beyond world size {world_size}"
         )
+    # By bisection: a scan of every rank's group would be quadratic for large groups.
     if group.ranks[bisect_left(group.ranks, rank, hi=group.size - 1)] != rank:
         raise ValueError(f"phase {phase}, rank {rank}: not a member of its group {group.ranks}")
     return group

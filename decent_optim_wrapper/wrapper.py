@@ -105,7 +105,8 @@ class DecentOptimWrapper(Optimizer):
         self._layout = Layout(
             bucket_cap_mb, self._transport.wire_device, comm_dtype, param_as_bucket_view
         )
-        self._agreement = Agreement(self._transport, self._topology, overlap, self._layout)
+        settings = [f"{overlap=}", f"{sync_at_start=}", f"optimizer {type(optimizer).__name__}"]
+        self._agreement = Agreement(self._transport, self._topology, self._layout, settings)
         named_buffers = [Named("buffer", str(i), tensor) for i, tensor in enumerate(buffers)]
         parameters = named_parameters(optimizer.param_groups)
         self._agreement.check([*parameters, *named_buffers])
@@ -114,9 +115,12 @@ class DecentOptimWrapper(Optimizer):
         if sync_at_start:
             self._agreement.broadcast([*parameters, *named_buffers])
         self._take_in(parameters)
-        floating = [b.tensor for b in named_buffers if b.tensor.is_floating_point()]
-        buffer_buckets = plan_buckets(floating, self._layout._replace(as_view=False))
-        self._average = WorldAverage(self._transport, self._gossip, buffer_buckets)
+        extra = [b.tensor for b in named_buffers if b.tensor.is_floating_point()]
+        if not sync_at_start:
+            # Frozen parameters are then not the same everywhere.
+            extra += [p.tensor for p in parameters if not p.tensor.requires_grad]
+        extra_buckets = plan_buckets(extra, self._layout._replace(as_view=False))
+        self._average = WorldAverage(self._transport, self._gossip, extra_buckets)
         logger.info("{!r}", self)
 
     @property
@@ -147,19 +151,31 @@ class DecentOptimWrapper(Optimizer):
     # Forwarded at every access: the base's load_state_dict replaces both objects, and an alias
     # would let a scheduler drive groups that nobody steps any more.
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The base's parameter groups."""
         return self._optimizer.param_groups
 
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._optimizer.param_groups = value
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The base's state."""
         return self._optimizer.state
 
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._optimizer.state = value
+
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The base's defaults."""
         return self._optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self._optimizer.defaults = value
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -198,12 +214,17 @@ class DecentOptimWrapper(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base and gossip its parameters from the next round on; collective."""
+        before = len(named_parameters(self.param_groups))
         self._optimizer.add_param_group(param_group)
-        added = named_parameters(self.param_groups)[-len(self.param_groups[-1]["params"]) :]
-        self._agreement.check(added)
+        parameters = named_parameters(self.param_groups)
+        try:
+            self._agreement.check(parameters)
+        except ValueError:
+            self.param_groups.pop()
+            raise
         if self._sync_at_start:
-            self._agreement.broadcast(added)
-        self._take_in(added)
+            self._agreement.broadcast(parameters[before:])
+        self._take_in(parameters)
 
     def rebuild_buckets(self) -> None:
         """Gossip what was unfrozen since, too, from the next round on; collective."""
@@ -234,12 +255,19 @@ class DecentOptimWrapper(Optimizer):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Run the body on the average, ``with optimizer.averaged(): validate()``; collective."""
+        """Run the body on the average, ``with optimizer.averaged(): validate()``; collective.
+
+        Inside another average it changes nothing; a `step()` in the body keeps the average.
+        """
+        if self._average.revertible:
+            yield
+            return
         self.global_avg()
         try:
             yield
         finally:
-            self.revert_global_avg()
+            if self._average.revertible:
+                self.revert_global_avg()
 
     def synchronize(self) -> None:
         """Finish and mix the round in flight now, at the end or before changing parameters by hand.
@@ -281,9 +309,10 @@ class DecentOptimWrapper(Optimizer):
         model and optimizer are loaded does not matter, and nothing is communicated here.
         """
         base = {key: value for key, value in state_dict.items() if key != _STATE_KEY}
-        self._optimizer.load_state_dict(base)
         saved = state_dict.get(_STATE_KEY, GossipState(0, False)._asdict())
-        self._gossip.restore(GossipState(int(saved["round"]), bool(saved["in_flight"])))
+        state = GossipState(int(saved["round"]), bool(saved["in_flight"]))
+        self._optimizer.load_state_dict(base)
+        self._gossip.restore(state)
         self._average.keep()
 
     def __getstate__(self) -> NoReturn:
@@ -318,10 +347,17 @@ class DecentOptimWrapper(Optimizer):
             setattr(self, table, getattr(self._optimizer, table))
 
     def _take_in(self, parameters: Iterable[Named]) -> None:
-        """Gossip those parameters that want a gradient and are in no bucket yet."""
-        bucketed = {id(tensor) for bucket in self._gossip.buckets for tensor in bucket.members}
-        fresh = [p.tensor for p in parameters if p.tensor.requires_grad]
-        self._gossip.extend(plan_buckets((p for p in fresh if id(p) not in bucketed), self._layout))
+        """Gossip those parameters that want a gradient, beside those that are gossiped already."""
+        known = {id(tensor) for bucket in self._gossip.buckets for tensor in bucket.members}
+        tensors = {id(p.tensor): p.tensor for p in parameters}
+        wanted = {key: t for key, t in tensors.items() if t.requires_grad or key in known}
+        if self._layout.as_view:
+            # Members stay in the storage that they have.
+            fresh = plan_buckets((t for k, t in wanted.items() if k not in known), self._layout)
+            self._gossip.replan([*self._gossip.buckets, *fresh])
+        else:
+            # The plan of a new wrapper on the same groups: a resumed run sums in the same order.
+            self._gossip.replan(plan_buckets(wanted.values(), self._layout))
 
     def _check_storage(self) -> None:
         strays = {id(tensor) for bucket in self._gossip.buckets for tensor in bucket.strays()}
@@ -329,9 +365,9 @@ class DecentOptimWrapper(Optimizer):
             return
         names = [p.name for p in named_parameters(self.param_groups) if id(p.tensor) in strays]
         raise RuntimeError(
-            f"rank {self.rank}: expected parameters in the buckets' storage "
-            f"(param_as_bucket_view=True), but the storage of {', '.join(names)} was replaced; "
-            f"move and convert the model before building the wrapper, or change values in place"
+            f"rank {self.rank}: expected the parameters as they were when the wrapper was built, "
+            f"but the storage of {', '.join(names)} was replaced or converted; move and convert "
+            f"the model before building the wrapper, and change values in place"
         )
 
     def _drop_what_an_average_replaced(self) -> None:

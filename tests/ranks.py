@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import threading
 import traceback
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 Result = TypeVar("Result")
 TIMEOUT = timedelta(seconds=40)
@@ -63,13 +62,15 @@ def run_processes(
 
     `main` initialises the process group itself, as a user's script does.
     """
-    port = free_port()
+    # The launcher holds the store, as torchrun's agent does: no port to guess, none to lose.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results: Any = _processes.Queue()
     env = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(local_world_size or world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
     }
     workers = [
@@ -87,13 +88,6 @@ def run_processes(
         worker.join(30)
     assert [worker.exitcode for worker in workers] == [0] * world_size
     return [collected[rank] for rank in range(world_size)]
-
-
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _worker(rank: int, env: dict[str, str], results: Any, main: Any, args: Any) -> None:

@@ -12,7 +12,16 @@ from problem import TINY_CAP_MB, flatten, make_params, sgd
 from ranks import run_threads
 from torch import Tensor, nn
 
-from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, Group, Topology, TopologyFactory
+
+
+class Tilted(Topology):
+    """Looks the same on every rank and is not."""
+
+    weight = 0.5
+
+    def assign_groups(self) -> list[list[Group]]:
+        return [[Group([0, 1], self.weight)]] * 2
 
 
 def messages(build: Callable[[int, dist.ProcessGroup], Any], world_size: int = 3) -> list[str]:
@@ -84,6 +93,8 @@ def test_names_given_to_the_optimizer_are_used() -> None:
         ({"bucket_cap_mb": 2}, "bucket_cap_mb=2.0"),
         ({"overlap": False}, "overlap=False"),
         ({"topology": "ring"}, "topology Ring"),
+        ({"topology": Tilted(2)}, "topology Tilted"),
+        ({"sync_at_start": False}, "sync_at_start=False"),
         ({"buffers": [torch.zeros(2)]}, "buffer 0: torch.float32"),
     ],
 )
@@ -94,6 +105,25 @@ def test_settings_that_differ_are_named(odd: dict[str, Any], words: str) -> None
     for text in messages(build, world_size=2):
         assert words in text
         assert "rank 1 has <" in text
+
+
+def test_schedules_and_optimizers_that_differ_are_found() -> None:
+    class Steeper(Tilted):
+        weight = 0.7
+
+    Steeper.__name__ = "Tilted"
+
+    def build(rank: int, group: dist.ProcessGroup) -> None:
+        wrap(make_params(), group, topology=(Steeper if rank else Tilted)(2))
+
+    assert all("with schedule" in text for text in messages(build, world_size=2))
+
+    def build_bases(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params()
+        base = torch.optim.Adam(params) if rank else sgd(params)
+        DecentOptimWrapper(base, process_group=group)
+
+    assert all("rank 1 has <optimizer Adam>" in text for text in messages(build_bases, 2))
 
 
 def test_a_mismatch_is_found_without_synchronising_and_when_a_group_is_added() -> None:

@@ -135,6 +135,30 @@ def oracle(fused: bool, clip: float | None) -> list[Tensor]:
     return [flat(model) for model in models]
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+def test_a_rank_without_any_gradient_takes_part(fused: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        model, unwrapped = make_model(), nn.Linear(1, 1)
+        optimizer = DecentOptimWrapper(
+            make_base(model, fused), process_group=group, bucket_cap_mb=1e-4, topology="ring"
+        )
+        other = torch.optim.SGD(unwrapped.parameters(), lr=0.1)
+        scaler = GradScaler("cpu", init_scale=8.0)
+        for step in range(3):
+            if rank == 0:
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, rank, step)).backward()  # type: ignore[no-untyped-call]
+            scaler.scale(unwrapped(torch.ones(1)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.step(other)
+            scaler.update()
+        optimizer.synchronize()
+        return flat(model)
+
+    rows = run_threads(2, main)
+    assert (rows[1] - flat(make_model())).abs().max() > 1e-2
+
+
 def test_clipping_is_by_the_norm_of_the_whole_model() -> None:
     model = make_model()
     before = flat(model)

@@ -146,11 +146,20 @@ def test_reverting_without_a_snapshot_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("may_revert", [True, False])
+@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_a_step_on_an_unreverted_average_keeps_it(topology: str, may_revert: bool) -> None:
+def test_a_step_on_an_unreverted_average_keeps_it(
+    topology: str, overlap: bool, split: bool, may_revert: bool
+) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        params, optimizer = trained(rank, group, 3, topology=topology)
+        params, optimizer = trained(
+            rank, group, 3, topology=topology, overlap=overlap, split_update=split
+        )
+        if not may_revert:
+            optimizer.global_avg(may_revert=True)
         optimizer.global_avg(may_revert)
+        assert may_revert or not optimizer.state_dict()["gossip"]["in_flight"]
         average = flatten(params)
         optimizer.zero_grad()
         for group_ in optimizer.param_groups:
@@ -164,6 +173,39 @@ def test_a_step_on_an_unreverted_average_keeps_it(topology: str, may_revert: boo
             optimizer.revert_global_avg()
 
     run_threads(4, main)
+
+
+def test_an_average_inside_an_average_and_a_step_inside_are_no_errors() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params, optimizer = trained(rank, group, 2, topology="ring")
+        own = flatten(params)
+        with optimizer.averaged():
+            average = flatten(params)
+            with optimizer.averaged():
+                assert torch.equal(flatten(params), average)
+            assert torch.equal(flatten(params), average)
+        assert torch.equal(flatten(params), own)
+        with optimizer.averaged():
+            optimizer.zero_grad()
+            optimizer.step()
+        optimizer.synchronize()
+        assert not torch.equal(flatten(params), own)
+
+    run_threads(2, main)
+
+
+def test_frozen_parameters_that_differ_are_averaged_too() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> float:
+        params = make_params()
+        params[1].requires_grad_(False).fill_(rank)
+        optimizer = wrap(params, group, sync_at_start=False)
+        optimizer.global_avg()
+        averaged = params[1].mean().item()
+        optimizer.revert_global_avg()
+        assert params[1].mean().item() == rank
+        return averaged
+
+    assert run_threads(2, main) == [0.5, 0.5]
 
 
 def test_a_second_average_keeps_the_first_snapshot() -> None:

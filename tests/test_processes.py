@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from problem import TINY_CAP_MB, backward, flatten, make_params, oracle, sgd
 from ranks import run_processes
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
 
@@ -65,23 +72,119 @@ def test_a_process_group_restricts_the_gossip_to_its_ranks() -> None:
     assert (values[:3] - values[3:]).abs().max() > 1e-3
 
 
-def end_mid_round(rank: int, topology: str, destroy: bool) -> bool:
+def two_wrappers_with_communicators(rank: int) -> tuple[bool, float]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=77))
+    known = len(dist.distributed_c10d._world.pg_map)
+    distances = []
+    wrappers = []
+    for seed in (0, 1):
+        params = make_params(seed=seed)
+        topology = TopologyFactory.create("alternating-exp-ring", 6, 3)
+        wrapper = DecentOptimWrapper(sgd(params), topology=topology, bucket_cap_mb=TINY_CAP_MB)
+        for step in range(3):
+            backward(params, rank, step)
+            wrapper.step()
+        wrapper.global_avg(may_revert=False)
+        distances.append(wrapper.consensus_distance())
+        wrappers.append(wrapper)
+    (sub, *_) = wrappers[0]._transport._subgroups.values()
+    assert sub._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+    del wrapper, sub
+    wrappers.clear()
+    freed = len(dist.distributed_c10d._world.pg_map) == known
+    dist.destroy_process_group()
+    return freed, max(distances)
+
+
+def test_communicators_keep_the_users_timeout_and_go_with_their_wrapper() -> None:
+    for freed, distance in run_processes(6, two_wrappers_with_communicators, local_world_size=3):
+        assert freed
+        assert distance < 1e-12
+
+
+class Trained(NamedTuple):
+    model: nn.Module
+    optimizer: DecentOptimWrapper
+
+    def advance(self, rank: int, steps: range) -> None:
+        for step in steps:
+            self.optimizer.zero_grad()
+            batch = torch.full((2, 3), float(rank + step))
+            self.model(batch).square().mean().backward()
+            self.optimizer.step()
+
+
+def fresh(seed: int) -> Trained:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    base = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return Trained(model, DecentOptimWrapper(base, topology="ring", bucket_cap_mb=TINY_CAP_MB))
+
+
+def resume_by_distributed_checkpoint(rank: int, folder: str) -> tuple[list[float], list[float]]:
+    """The README's recipe: a key per rank, and state to load into."""
     dist.init_process_group("gloo")
-    params = [torch.randn(200_000, requires_grad=True) for _ in range(3)]
-    optimizer = DecentOptimWrapper(
-        torch.optim.SGD(params, lr=0.1), topology=topology, bucket_cap_mb=1
-    )
-    # A module's global is dropped last, when the interpreter is half gone.
-    globals()["kept"] = optimizer
-    optimizer.step()
+    whole = fresh(seed=0)
+    whole.advance(rank, range(3))
+    state = {f"model_{rank}": whole.model.state_dict(), f"optim_{rank}": whole.optimizer}
+    dcp.state_dict_saver.save(state, checkpoint_id=folder)
+    whole.advance(rank, range(3, 6))
+
+    resumed = fresh(seed=1)
+    get_optimizer_state_dict(resumed.model, resumed.optimizer.optimizer)
+    state = {f"model_{rank}": resumed.model.state_dict(), f"optim_{rank}": resumed.optimizer}
+    dcp.state_dict_loader.load(state, checkpoint_id=folder)
+    resumed.model.load_state_dict(state[f"model_{rank}"])
+    assert resumed.optimizer.round == 3
+    resumed.advance(rank, range(3, 6))
+    rows = [list(flatten(list(run.model.parameters())).tolist()) for run in (whole, resumed)]
+    dist.destroy_process_group()
+    return rows[0], rows[1]
+
+
+def test_distributed_checkpoint_resumes_every_rank_bit_for_bit(tmp_path: Path) -> None:
+    rows = run_processes(2, resume_by_distributed_checkpoint, str(tmp_path))
+    for whole, resumed in rows:
+        assert whole == resumed
+    assert rows[0] != rows[1]
+
+
+SCRIPT = """
+import sys, time
+import torch, torch.distributed as dist
+from decent_optim_wrapper import DecentOptimWrapper
+
+def main(topology, lag, destroy):
+    dist.init_process_group("gloo")
+    params = [torch.zeros(100_000, requires_grad=True) for _ in range(3)]
+    base = torch.optim.SGD(params, lr=0.1)
+    optimizer = DecentOptimWrapper(base, topology=topology, local_world_size=2, bucket_cap_mb=0.5)
+    for step in range(2):
+        if step and dist.get_rank() == 1:
+            time.sleep(lag)
+        optimizer.step()
+    assert optimizer.state_dict()["gossip"]["in_flight"]
     if destroy:
         dist.destroy_process_group()
-    return optimizer.state_dict()["gossip"]["in_flight"] is True
+    return optimizer
+
+kept = main(sys.argv[1], float(sys.argv[2]), sys.argv[3] == "destroy")
+"""
 
 
-@pytest.mark.parametrize("destroy", [True, False], ids=["destroyed", "not_destroyed"])
-@pytest.mark.parametrize("topology", ["ring", "complete", "alternating-exp-ring"])
+@pytest.mark.parametrize("end", ["destroy", "leave"])
+@pytest.mark.parametrize("topology", ["ring", "complete"])
 def test_a_script_that_ends_with_a_round_in_flight_exits_cleanly(
-    topology: str, destroy: bool
+    topology: str, end: str, tmp_path: Path
 ) -> None:
-    assert run_processes(4, end_mid_round, topology, destroy, local_world_size=2) == [True] * 4
+    """Rank 1 takes its last step long after the others have ended."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), topology, "7", end],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr

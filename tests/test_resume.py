@@ -95,6 +95,64 @@ def test_a_resumed_run_continues_bit_for_bit(
     assert not torch.equal(expected[0], flatten(make_params()))
 
 
+def test_a_run_with_a_group_added_resumes_with_both_groups_from_the_start(tmp_path: Path) -> None:
+    def make(seed: int) -> tuple[list[Tensor], list[Tensor]]:
+        return (
+            make_params(seed=seed, dtype=torch.float32),
+            make_params(seed=seed + 1, dtype=torch.float32),
+        )
+
+    def wrap(params: Any, group: dist.ProcessGroup) -> DecentOptimWrapper:
+        return DecentOptimWrapper(torch.optim.AdamW(params, lr=0.02), process_group=group)
+
+    def steps(optimizer: DecentOptimWrapper, params: list[Tensor], rank: int, to: range) -> None:
+        for step in to:
+            backward(params, rank, step)
+            optimizer.step()
+
+    def uninterrupted(rank: int, group: dist.ProcessGroup) -> Tensor:
+        early, late = make(0)
+        optimizer = wrap(early, group)
+        steps(optimizer, early, rank, range(2))
+        optimizer.add_param_group({"params": late})
+        steps(optimizer, early + late, rank, range(2, 4))
+        saved = {"model": [p.detach() for p in early + late], "optimizer": optimizer.state_dict()}
+        torch.save(saved, tmp_path / f"{rank}.pt")
+        steps(optimizer, early + late, rank, range(4, 7))
+        optimizer.synchronize()
+        return flatten(early + late)
+
+    def resumed(rank: int, group: dist.ProcessGroup) -> Tensor:
+        early, late = make(5)
+        optimizer = wrap([{"params": early}, {"params": late}], group)
+        saved = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        optimizer.load_state_dict(saved["optimizer"])
+        with torch.no_grad():
+            for param, value in zip(early + late, saved["model"], strict=True):
+                param.copy_(value)
+        steps(optimizer, early + late, rank, range(4, 7))
+        optimizer.synchronize()
+        return flatten(early + late)
+
+    expected = run_threads(3, uninterrupted)
+    assert all(map(torch.equal, run_threads(3, resumed), expected))
+    assert not torch.equal(expected[0], torch.cat([flatten(part) for part in make(0)]))
+
+
+def test_what_is_loaded_in_flight_is_dropped_by_an_average_that_is_kept() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        run = start(group, seed=0, topology="ring")
+        advance(run, rank, range(3))
+        run.optimizer.load_state_dict(run.optimizer.state_dict())
+        run.optimizer.global_avg(may_revert=False)
+        average = flatten(run.params)
+        assert not run.optimizer.state_dict()["gossip"]["in_flight"]
+        run.optimizer.synchronize()
+        assert torch.equal(flatten(run.params), average)
+
+    run_threads(4, main)
+
+
 def test_loading_and_saving_communicate_nothing(tmp_path: Path) -> None:
     """Only rank 0 saves and loads, and nobody waits for it."""
 
