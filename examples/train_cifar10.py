@@ -51,13 +51,16 @@ class Training(NamedTuple):
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--topology", choices=TopologyFactory.names(), default="complete")
+    parser.add_argument("--local-world-size", type=int, help="ranks per node; default: torchrun's")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=128, help="samples per rank and step")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--warmup-epochs", type=int, default=3)
     parser.add_argument("--no-amp", action="store_true", help="train in float32")
     parser.add_argument("--data", type=Path, default=Path("data"))
-    parser.add_argument("--fake-data", action="store_true", help="random images, no download")
+    parser.add_argument(
+        "--fake-data", action="store_true", help="random images and labels: nothing to learn"
+    )
     parser.add_argument("--fake-samples", type=int, default=512)
     parser.add_argument("--checkpoints", type=Path, default=Path("runs/cifar10"))
     parser.add_argument("--resume", action="store_true", help="from the newest complete set")
@@ -68,11 +71,12 @@ def start_world() -> World:
     """Join the process group that torchrun describes; without one, a world of one rank."""
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     if "RANK" not in os.environ:
         return World(0, 1, device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    one_gpu_each = cuda and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    dist.init_process_group("nccl" if one_gpu_each else "gloo")
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
@@ -110,7 +114,12 @@ def build_training(args: argparse.Namespace, world: World, steps_per_epoch: int)
     base = torch.optim.SGD(
         model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True
     )
-    optimizer = DecentOptimWrapper(base, topology=args.topology, buffers=model.buffers())
+    optimizer = DecentOptimWrapper(
+        base,
+        local_world_size=args.local_world_size,
+        topology=args.topology,
+        buffers=model.buffers(),
+    )
     warmup, total = args.warmup_epochs * steps_per_epoch, args.epochs * steps_per_epoch
 
     def factor(step: int) -> float:
@@ -123,9 +132,13 @@ def build_training(args: argparse.Namespace, world: World, steps_per_epoch: int)
     return Training(model, optimizer, LambdaLR(optimizer, factor), scaler)
 
 
+def file_name(rank: int, world: World) -> str:
+    return f"rank_{rank}_of_{world.size}.pt"
+
+
 def save(training: Training, folder: Path, epoch: int, world: World) -> None:
     """Every rank writes its own file; a file has its name only once it is complete."""
-    target = folder / f"epoch_{epoch:04d}" / f"rank_{world.rank}.pt"
+    target = folder / f"epoch_{epoch:04d}" / file_name(world.rank, world)
     target.parent.mkdir(parents=True, exist_ok=True)
     torch.save(
         {name: part.state_dict() for name, part in training._asdict().items()},
@@ -135,17 +148,17 @@ def save(training: Training, folder: Path, epoch: int, world: World) -> None:
 
 
 def resume(training: Training, folder: Path, world: World) -> int:
-    """Load the newest set that has a file of every rank; returns the number of epochs done."""
-    ranks = range(world.size)
+    """Load the newest set of this world size that is complete; returns the epochs done."""
+    names = [file_name(rank, world) for rank in range(world.size)]
     complete = [
         int(path.name.removeprefix("epoch_"))
         for path in folder.glob("epoch_*")
-        if all((path / f"rank_{rank}.pt").exists() for rank in ranks)
+        if all((path / name).exists() for name in names)
     ]
     barrier(world)
     if not complete:
-        return 0
-    path = folder / f"epoch_{max(complete):04d}" / f"rank_{world.rank}.pt"
+        raise SystemExit(f"--resume: no complete set of {world.size} ranks in {folder}")
+    path = folder / f"epoch_{max(complete):04d}" / names[world.rank]
     saved = torch.load(path, map_location=world.device, weights_only=True)
     for name, part in training._asdict().items():
         part.load_state_dict(saved[name])
@@ -205,6 +218,8 @@ def main() -> None:
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
     test_sampler = DistributedSampler(test_set, world.size, world.rank, shuffle=False)
     test_loader = DataLoader(test_set, args.batch_size, sampler=test_sampler)
+    if not len(train_loader):
+        raise SystemExit("fewer samples than one batch per rank: take smaller batches or more data")
     training = build_training(args, world, len(train_loader))
     done = resume(training, args.checkpoints, world) if args.resume else 0
     if done and world.rank == 0:

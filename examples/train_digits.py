@@ -64,6 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--method", choices=["gossip", "ddp", "local"], default="gossip")
     parser.add_argument("--topology", choices=TopologyFactory.names(), default="complete")
+    parser.add_argument("--local-world-size", type=int, help="ranks per node; default: torchrun's")
     parser.add_argument("--optimizer", choices=["sgd", "adam", "adamw"], default="sgd")
     parser.add_argument("--lr", type=float, help="default: 0.02 for sgd, 0.002 otherwise")
     parser.add_argument("--epochs", type=int, default=20)
@@ -126,9 +127,10 @@ def build_model() -> nn.Module:
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     if args.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=args.lr or 0.02, momentum=0.9)
+        lr = 0.02 if args.lr is None else args.lr
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[args.optimizer]
-    return kind(model.parameters(), lr=args.lr or 0.002)
+    return kind(model.parameters(), lr=0.002 if args.lr is None else args.lr)
 
 
 def batches(data: Data, size: int, generator: torch.Generator) -> Iterator[Data]:
@@ -167,7 +169,12 @@ def train(args: argparse.Namespace, world: World) -> list[Epoch]:
     model = build_model().to(world.device)
     base = build_optimizer(args, model)
     topology = args.topology if args.method == "gossip" else Alone(world.size)
-    optimizer = DecentOptimWrapper(base, topology=topology, overlap=not args.no_overlap)
+    optimizer = DecentOptimWrapper(
+        base,
+        local_world_size=args.local_world_size if args.method == "gossip" else None,
+        topology=topology,
+        overlap=not args.no_overlap,
+    )
     synced = args.method == "ddp" and world.size > 1
     network = DistributedDataParallel(model) if synced else model
 

@@ -57,7 +57,7 @@ def test_cifar_resumes_from_the_newest_complete_set(tmp_path: Path) -> None:
     assert "epoch 2: loss" in out
     torn = tmp_path / "runs" / "cifar10" / "epoch_0003"
     torn.mkdir()
-    (torn / "rank_0.pt").write_bytes(b"")
+    (torn / "rank_0_of_2.pt").write_bytes(b"")
     out = torchrun(2, script, *options, "--epochs", "3", "--resume", cwd=tmp_path)
     assert "resumed after epoch 2, round 4" in out
     assert "epoch 3: loss" in out

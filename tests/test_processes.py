@@ -126,7 +126,10 @@ def resume_by_distributed_checkpoint(rank: int, folder: str) -> tuple[list[float
     dist.init_process_group("gloo")
     whole = fresh(seed=0)
     whole.advance(rank, range(3))
-    state = {f"model_{rank}": whole.model.state_dict(), f"optim_{rank}": whole.optimizer}
+    state: dict[str, Any] = {
+        f"model_{rank}": whole.model.state_dict(),
+        f"optim_{rank}": whole.optimizer,
+    }
     dcp.state_dict_saver.save(state, checkpoint_id=folder)
     whole.advance(rank, range(3, 6))
 
