@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from decent_optim_wrapper import Group, Topology, TopologyFactory
+from decent_optim_wrapper.topo._base import REGISTRY
 
 BUILT_IN = ("complete", "ring", "one-peer-exp", "alternating-exp-ring")
 
@@ -36,10 +37,10 @@ def fitting(sizes: Iterator[tuple[int, int]]) -> list[Topology]:
 
 @pytest.fixture
 def registry() -> Iterator[None]:
-    before = dict(TopologyFactory._registry)
+    before = dict(REGISTRY)
     yield
-    TopologyFactory._registry.clear()
-    TopologyFactory._registry.update(before)
+    REGISTRY.clear()
+    REGISTRY.update(before)
 
 
 def table_topology(table: list[list[object]]) -> Topology:
@@ -207,9 +208,10 @@ def test_a_taken_name_is_refused_unless_overwritten(registry: None) -> None:
 def test_the_module_needs_no_distributed_package() -> None:
     code = (
         "import sys, types, ast, pathlib, decent_optim_wrapper.topo as topo;"
-        "tree = ast.parse(pathlib.Path(topo.__file__).read_text());"
-        "names = [n.module if isinstance(n, ast.ImportFrom) else n.names[0].name"
-        " for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)];"
+        "files = pathlib.Path(topo.__file__).parent.glob('*.py');"
+        "names = [n.module if isinstance(n, ast.ImportFrom) else n.names[0].name for f in files"
+        " for n in ast.walk(ast.parse(f.read_text()))"
+        " if isinstance(n, ast.Import | ast.ImportFrom)];"
         "assert 'torch' in names and not [n for n in names if 'distributed' in n], names;"
         "print(topo.TopologyFactory.create('ring', 4).mixing_matrix(0)[0].tolist())"
     )

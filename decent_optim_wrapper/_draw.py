@@ -1,0 +1,86 @@
+"""Pictures of topologies and simulations; needs matplotlib, from the extra `plot`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from decent_optim_wrapper.topo import Topology
+
+_MOST_PHASES = 8
+_PER_ROW = 4
+
+
+def phases(topology: Topology, name: str, path: Path) -> None:
+    """Draw the phases side by side: ranks on a circle, a line between ranks that mix.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing.
+        ValueError: the file is neither .png nor .svg.
+    """
+    pyplot = _pyplot(path)
+    n = topology.world_size
+    angles = [math.pi / 2 - 2 * math.pi * rank / n for rank in range(n)]
+    places = [(math.cos(angle), math.sin(angle)) for angle in angles]
+    shown = min(topology.period, _MOST_PHASES)
+    wide, high = min(shown, _PER_ROW), math.ceil(shown / _PER_ROW)
+    figure, axes = pyplot.subplots(
+        high, wide, figsize=(3 * wide, 3.2 * high), layout="constrained", squeeze=False
+    )
+    for phase, axis in enumerate(axes.flat):
+        axis.set_aspect("equal")
+        axis.axis("off")
+        if phase >= shown:
+            continue
+        axis.set_title(f"phase {phase}")
+        for index, group in enumerate(topology.groups(phase)):
+            for a in group.ranks:
+                for b in group.ranks:
+                    if a < b:
+                        ends = zip(places[a], places[b], strict=True)
+                        axis.plot(*ends, color=f"C{index % 10}", zorder=1)
+        axis.scatter(*zip(*places, strict=True), s=240, color="white", edgecolor="black", zorder=2)
+        for rank, (x, y) in enumerate(places):
+            axis.text(x, y, str(rank), ha="center", va="center", fontsize=8, zorder=3)
+    more = f", the first {shown} of {topology.period} phases" if topology.period > shown else ""
+    figure.suptitle(f"{name}, {n} ranks{more}")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def speedups(data: Any, path: Path) -> None:
+    """Draw the speed-up over all-reduce against the number of ranks, a line for each topology.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing.
+        ValueError: the file is neither .png nor .svg.
+    """
+    pyplot = _pyplot(path)
+    figure, axis = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for name in dict.fromkeys(row["topology"] for row in data["rows"]):
+        rows = [row for row in data["rows"] if row["topology"] == name]
+        sizes, gains = [r["world_size"] for r in rows], [r["speedup"] for r in rows]
+        axis.plot(sizes, gains, marker="o", label=name)
+    axis.axhline(1, color="grey", linewidth=1)
+    axis.set_xscale("log", base=2)
+    axis.set(xlabel="ranks", ylabel="speed-up over all-reduce (DDP)", ylim=(0, None))
+    axis.legend()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _pyplot(path: Path) -> Any:
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"expected a .png or .svg file, got {path}")
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "pictures need matplotlib: pip install 'decent-optim-wrapper[plot]'"
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return pyplot

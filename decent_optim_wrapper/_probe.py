@@ -1,0 +1,126 @@
+"""Measures the links between the ranks, so that a simulation can be fed with real figures."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from decent_optim_wrapper._report import Report, columns
+from decent_optim_wrapper._transport import Transport
+
+_MIB = 1024 * 1024
+# A pair below this share of the median bandwidth is called slow.
+_SLOW = 0.7
+
+
+def run(mib: float, repeats: int) -> Report | None:
+    """Time messages between all pairs, one pair at a time, and an all-reduce; collective.
+
+    Args:
+        mib: size of the large message in MiB; latency is that of 8 bytes.
+        repeats: the median of so many counts.
+
+    Returns:
+        The report on rank 0, None on the others.
+
+    Raises:
+        ValueError: not started by torchrun, or a single rank.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise ValueError(
+            "comm measures between ranks: start it with "
+            "`torchrun --nproc-per-node 4 -m decent_optim_wrapper comm`"
+        )
+    if mib <= 0 or repeats < 1:
+        raise ValueError(f"expected a size above 0 and 1 repeat or more, got {mib=}, {repeats=}")
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(
+        os.environ.get("LOCAL_WORLD_SIZE", "1")
+    )
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        return _measure(mib, repeats, torch.device("cuda" if cuda else "cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(mib: float, repeats: int, device: torch.device) -> Report | None:
+    transport = Transport(dist.group.WORLD)
+    n = transport.world_size
+    large = torch.zeros(int(mib * _MIB / 4), device=device)
+    small = torch.zeros(2, device=device)
+    bandwidth = torch.zeros(n, n, dtype=torch.float64)
+    latency = torch.zeros(n, n, dtype=torch.float64)
+    for a in range(n):
+        for b in range(a + 1, n):
+            seconds = [_pair_seconds(transport, t, a, b, repeats) for t in (small, large)]
+            latency[a, b] = latency[b, a] = seconds[0]
+            if seconds[1]:
+                bandwidth[a, b] = bandwidth[b, a] = large.nbytes / seconds[1]
+    reduce_seconds = _median(lambda: _wait(transport.all_reduce(large)), repeats)
+    # Only the two ends of a pair have its figures, the others have zeros.
+    everything = transport.all_gather(torch.stack([bandwidth, latency]))
+    bandwidth, latency = (everything[:, k].amax(dim=0) for k in (0, 1))
+    if transport.rank:
+        return None
+    return _report(bandwidth, latency, large.nbytes / reduce_seconds)
+
+
+def _pair_seconds(transport: Transport, data: torch.Tensor, a: int, b: int, repeats: int) -> float:
+    """Seconds of a send and receive between a and b; 0 on the other ranks."""
+    seconds = 0.0
+    if transport.rank in (a, b):
+        incoming, peer = torch.empty_like(data), a + b - transport.rank
+        seconds = _median(lambda: _wait(transport.exchange(data, incoming, peer, 0)), repeats)
+    dist.barrier()
+    return seconds
+
+
+def _median(action: Callable[[], None], repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _report(bandwidth: torch.Tensor, latency: torch.Tensor, reduce_rate: float) -> Report:
+    n = len(bandwidth)
+    pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
+    typical = statistics.median(bandwidth[pair].item() for pair in pairs)
+    slow = [pair for pair in pairs if bandwidth[pair] < _SLOW * typical]
+    header = ("MB/s", *(f"rank {b}" for b in range(n)))
+    body = [
+        (f"rank {a}", *("-" if a == b else f"{bandwidth[a, b] / 1e6:.0f}" for b in range(n)))
+        for a in range(n)
+    ]
+    latencies = [latency[pair].item() for pair in pairs]
+    lines = [
+        columns([header, *body]),
+        f"median bandwidth of a pair, both ways at once: {typical / 1e6:.0f} MB/s",
+        f"median latency of a pair: {1e6 * statistics.median(latencies):.0f} us",
+        f"all-reduce of all ranks: {reduce_rate / 1e6:.0f} MB/s",
+        *(f"slow pair: ranks {a} and {b}, {bandwidth[a, b] / 1e6:.0f} MB/s" for a, b in slow),
+        f"simulate --bandwidth {typical:.3g} --latency {statistics.median(latencies):.3g}",
+    ]
+    data = {
+        "bandwidth": bandwidth.tolist(),
+        "latency": [[0.0 if a == b else latency[a, b].item() for b in range(n)] for a in range(n)],
+        "all_reduce_bytes_per_second": reduce_rate,
+        "slow_pairs": slow,
+    }
+    return Report("\n".join(lines), data)

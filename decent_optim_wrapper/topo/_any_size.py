@@ -1,0 +1,217 @@
+"""Topologies for world sizes that are not powers of two, and for nodes of several ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+
+from decent_optim_wrapper.topo._base import REGISTRY, Topology, groups_by_rank
+from decent_optim_wrapper.topo._group import Group
+
+
+class Hypercuboid(Topology):
+    """Ranks as points of a box whose sides are the prime factors of the world size.
+
+    Round i averages along side i: the ranks that are equal in all mixed-radix digits but digit i.
+    Exact after as many rounds as there are factors, from any phase. A prime size is complete.
+    """
+
+    def assign_groups(self) -> Sequence[Sequence[Group]]:
+        """One phase per prime factor."""
+        phases = []
+        stride = 1
+        for prime in _prime_factors(self._world_size):
+            starts = (r for r in range(self._world_size) if r // stride % prime == 0)
+            phases.append([range(s, s + prime * stride, stride) for s in starts])
+            stride *= prime
+        return groups_by_rank(phases, self._world_size)
+
+
+class BipartiteExponential(Topology):
+    """Even rank i with i + s mod n, for s = 1, -1, 3, -3, 5, -5, 9, -9, ... below n.
+
+    Beyond 1 these are +-(1 + 2^k); shifts that are the same modulo n count once.
+    """
+
+    condition = "an even world size"
+
+    @classmethod
+    def fits(cls, world_size: int, local_world_size: int = 1) -> bool:
+        """Even world sizes."""
+        return world_size % 2 == 0
+
+    def assign_groups(self) -> Sequence[Sequence[Group]]:
+        """Two phases per hop, there and back."""
+        n = self._world_size
+        hops = [1, *(1 + 2**k for k in range(1, n.bit_length()) if 1 + 2**k < n)]
+        shifts = dict.fromkeys(shift % n for hop in hops for shift in (hop, -hop))
+        return groups_by_rank([[(i, (i + s) % n) for i in range(0, n, 2)] for s in shifts], n)
+
+
+class Base2(Topology):
+    """Exact averaging of any number of ranks in pairs, from phase 0 on.
+
+    The ranks are split into blocks of descending powers of two; see `_binary_split`. Where the
+    world size is 2^a q, the schedule of q in every block of q and then XOR hops across the blocks
+    is taken if it is shorter. Takezawa et al., "Beyond Exponential Graph: Communication-Efficient
+    Topologies for Decentralized Learning via Finite-time Convergence" (2023).
+    """
+
+    def assign_groups(self) -> Sequence[Sequence[Group]]:
+        """The shorter of the two schedules."""
+        n = self._world_size
+        direct = _binary_split(n)
+        odd = n // (n & -n)
+        blocks = n // odd
+        inner = _binary_split(odd) if odd > 1 else []
+        product: list[list[Group]] = [
+            [Group((r + b * odd for r in g.ranks), g.self_weight) for b in range(blocks) for g in p]
+            for p in inner
+        ]
+        for hop in (odd << bit for bit in range(blocks.bit_length() - 1)):
+            lower = (r for r in range(n) if not r // odd & hop // odd)
+            product.append([Group((r, r + hop)) for r in lower])
+        shorter = product if len(product) < len(direct) else direct
+        return _weighted_by_rank(shorter, n)
+
+
+class RandomMatching(Topology):
+    """Uniform random disjoint pairs in every round; of an odd number of ranks, three mix together.
+
+    Args:
+        world_size: number of ranks.
+        local_world_size: ranks per node.
+        seed: the same on every rank.
+        period: number of rounds until the schedule repeats.
+    """
+
+    def __init__(
+        self, world_size: int, local_world_size: int = 1, *, seed: int = 0, period: int = 128
+    ) -> None:
+        self._seed = seed
+        self._rounds = period
+        super().__init__(world_size, local_world_size)
+
+    def assign_groups(self) -> Sequence[Sequence[Group]]:
+        """`period` random matchings."""
+        draw = random.Random(self._seed)
+        ranks = list(range(self._world_size))
+        phases = []
+        for _ in range(self._rounds):
+            draw.shuffle(ranks)
+            pairs = [ranks[i : i + 2] for i in range(0, len(ranks) - 1, 2)]
+            if len(ranks) % 2:
+                pairs[-1].append(ranks[-1])
+            phases.append(pairs)
+        return groups_by_rank(phases, self._world_size)
+
+
+class Hierarchical(Topology):
+    """Averages inside every node, then gossips between nodes on an inner topology, in turn.
+
+    Between nodes, the ranks of equal local rank mix, so that all links of a node are used.
+
+    Args:
+        world_size: number of ranks.
+        local_world_size: ranks per node.
+        inner: name of the topology over the nodes.
+    """
+
+    condition = "more than one node (world_size / local_world_size)"
+
+    def __init__(
+        self, world_size: int, local_world_size: int = 1, *, inner: str = "hypercuboid"
+    ) -> None:
+        self._inner = inner
+        super().__init__(world_size, local_world_size)
+
+    @classmethod
+    def fits(cls, world_size: int, local_world_size: int = 1) -> bool:
+        """Two nodes or more."""
+        return world_size % local_world_size == 0 and world_size > local_world_size
+
+    def assign_groups(self) -> Sequence[Sequence[Group]]:
+        """A phase inside the nodes before every phase of the inner topology."""
+        local = self._local_world_size
+        nodes = REGISTRY[self._inner](self._world_size // local)
+        inside = [
+            Group(range(node * local, (node + 1) * local)) for node in range(nodes.world_size)
+        ]
+        phases = []
+        for phase in range(nodes.period):
+            across = [
+                Group((node * local + rank for node in group.ranks), group.self_weight)
+                for group in nodes.groups(phase)
+                for rank in range(local)
+            ]
+            phases += [inside, across] if local > 1 else [across]
+        return _weighted_by_rank(phases, self._world_size)
+
+
+def _weighted_by_rank(phases: Iterable[Iterable[Group]], world_size: int) -> list[list[Group]]:
+    """Turn groups per phase into `groups[rank][phase]`; who is in none is idle."""
+    table: list[list[Group]] = [[] for _ in range(world_size)]
+    for phase in phases:
+        group_of = {rank: group for group in phase for rank in group.ranks}
+        for rank, row in enumerate(table):
+            row.append(group_of.get(rank) or Group([rank]))
+    return table
+
+
+def _binary_split(n: int) -> list[list[Group]]:
+    """The base-2 schedule of n ranks.
+
+    Blocks V_1, V_2, ... of descending powers of two. First every block averages itself on an XOR
+    hypercube. Then, for each block V_s but the last, every rank of the later blocks mixes with a
+    rank of V_s of its own, weighted so that the later blocks then hold the average of all that is
+    left; the rest of V_s pairs up. Blocks that have had their turn average themselves once more.
+    """
+    sizes = [1 << bit for bit in reversed(range(n.bit_length())) if n >> bit & 1]
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    blocks = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    bits = sizes[0].bit_length() - 1
+    rounds = [[g for block in blocks for g in _xor_round(block, t)] for t in range(bits)]
+    if len(blocks) == 1:
+        return rounds
+    for source, block in enumerate(blocks[:-1]):
+        later = range(block.stop, n)
+        weight = len(block) / (n - block.start)
+        groups = [Group((own, other), 1 - weight) for own, other in zip(block, later, strict=False)]
+        groups += map(Group, _pairs(block[len(later) :]))
+        rounds.append(groups + _second_pass(blocks[:source], len(rounds), bits))
+    while len(rounds) < 2 * bits + 1:
+        rounds.append(_second_pass(blocks, len(rounds), bits))
+    return rounds
+
+
+def _second_pass(blocks: Sequence[range], done: int, bits: int) -> list[Group]:
+    """One more hypercube round of the blocks that have had their turn, s in round bits + s."""
+    return [
+        group
+        for source, block in enumerate(blocks)
+        for group in _xor_round(block, done - bits - source - 1)
+    ]
+
+
+def _xor_round(block: range, t: int) -> list[Group]:
+    """Pairs of a block whose size is a power of two, along bit t of the place in it."""
+    size = len(block)
+    if size == 1:
+        return []
+    hop = 1 << t % (size.bit_length() - 1)
+    return [Group((block[i], block[i ^ hop])) for i in range(size) if not i & hop]
+
+
+def _pairs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return zip(ranks[::2], ranks[1::2], strict=False)
+
+
+def _prime_factors(n: int) -> list[int]:
+    factors = []
+    divisor = 2
+    while n > 1:
+        while n % divisor == 0:
+            factors.append(divisor)
+            n //= divisor
+        divisor += 1
+    return factors

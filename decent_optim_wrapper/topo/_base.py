@@ -1,0 +1,188 @@
+"""What a topology is: a periodic schedule of groups, proved to be a partition of the ranks."""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+import torch
+
+from decent_optim_wrapper.topo._group import Group
+
+
+class Topology(ABC):
+    """A periodic schedule of groups: a partition of the ranks for every phase.
+
+    Subclasses implement `assign_groups`; the constructor validates what it returns. The mixing
+    matrix of every phase is then symmetric and doubly stochastic by construction. A world of one
+    rank has nobody to mix with: every topology accepts it, as one idle phase.
+
+    Args:
+        world_size: number of ranks.
+        local_world_size: ranks per node; divides `world_size`.
+
+    Raises:
+        ValueError: the sizes do not fit the topology, or the groups are not a valid schedule.
+    """
+
+    condition: ClassVar[str] = "any world size"
+
+    def __init__(self, world_size: int, local_world_size: int = 1) -> None:
+        self._world_size = _size("world_size", world_size)
+        self._local_world_size = _size("local_world_size", local_world_size)
+        if self._world_size % self._local_world_size:
+            raise ValueError(
+                f"local_world_size must divide world_size, "
+                f"got {self._local_world_size} and {self._world_size}"
+            )
+        alone = self._world_size == 1
+        if not alone and not self.fits(self._world_size, self._local_world_size):
+            raise ValueError(self._misfit())
+        table = [[[0]]] if alone else self.assign_groups()
+        self._schedules = _validated(table, self._world_size)
+
+    @abstractmethod
+    def assign_groups(self) -> Sequence[Sequence[Group | Sequence[int]]]:
+        """The whole schedule.
+
+        Returns:
+            `groups[rank][phase]`: the ranks that mix with `rank` in that phase, itself included,
+            as a list of ranks or a `Group`.
+        """
+
+    @classmethod
+    def fits(cls, world_size: int, local_world_size: int = 1) -> bool:
+        """Whether the topology is defined for these sizes; `condition` says it in words."""
+        return True
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._world_size
+
+    @property
+    def local_world_size(self) -> int:
+        """Ranks per node."""
+        return self._local_world_size
+
+    @property
+    def period(self) -> int:
+        """Number of phases after which the schedule repeats."""
+        return len(self._schedules[0])
+
+    def group_of(self, rank: int, round: int) -> Group:
+        """The group that `rank` mixes with in `round`; the phase is ``round % period``."""
+        return self._schedules[rank][round % self.period]
+
+    def schedule(self, rank: int) -> tuple[Group, ...]:
+        """The groups of `rank`, phase by phase."""
+        return self._schedules[rank]
+
+    def groups(self, round: int) -> tuple[Group, ...]:
+        """All groups of `round`, ordered by their first rank."""
+        phase = round % self.period
+        column = [schedule[phase] for schedule in self._schedules]
+        return tuple(group for rank, group in enumerate(column) if group.ranks[0] == rank)
+
+    def mixing_matrix(self, round: int) -> torch.Tensor:
+        """The matrix W of `round` with x <- W x.
+
+        Returns:
+            float64 tensor of shape (world_size, world_size), symmetric and doubly stochastic.
+        """
+        matrix = torch.eye(self._world_size, dtype=torch.float64)
+        for group in self.groups(round):
+            if group.size == 1:
+                continue
+            index = torch.tensor(group.ranks)
+            matrix[index.unsqueeze(1), index] = (1 - group.self_weight) / (group.size - 1)
+            matrix[index, index] = group.self_weight
+        return matrix
+
+    def _misfit(self) -> str:
+        sizes = (self._world_size, self._local_world_size)
+        fitting = [name for name, kind in REGISTRY.items() if kind.fits(*sizes)]
+        return (
+            f"{type(self).__name__} needs {self.condition}, got world_size={sizes[0]} and "
+            f"local_world_size={sizes[1]}; topologies that fit: {', '.join(fitting)}"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(world_size={self._world_size}, "
+            f"local_world_size={self._local_world_size})"
+        )
+
+
+# The topologies that can be asked for by name; the factory's.
+REGISTRY: dict[str, type[Topology]] = {}
+
+
+def groups_by_rank(phases: Sequence[Iterable[Iterable[int]]], world_size: int) -> list[list[Group]]:
+    """Turn a partition per phase into the `groups[rank][phase]` of `assign_groups`."""
+    table: list[list[Group]] = [[] for _ in range(world_size)]
+    for phase in phases:
+        for group in map(Group, phase):
+            for rank in group.ranks:
+                table[rank].append(group)
+    return table
+
+
+def _size(name: str, value: int) -> int:
+    size = operator.index(value)
+    if size < 1:
+        raise ValueError(f"{name} must be 1 or more, got {size}")
+    return size
+
+
+def _validated(
+    table: Sequence[Sequence[Group | Sequence[int]]], world_size: int
+) -> tuple[tuple[Group, ...], ...]:
+    """Prove that the table is a partition of the ranks in every phase."""
+    if len(table) != world_size:
+        raise ValueError(f"expected groups for {world_size} ranks, got {len(table)}")
+    period = len(table[0])
+    lengths = {rank: len(row) for rank, row in enumerate(table) if len(row) != period}
+    if period == 0 or lengths:
+        raise ValueError(
+            f"every rank needs the same number of phases, 1 or more; rank 0 has {period}"
+            + "".join(f", rank {rank} has {length}" for rank, length in lengths.items())
+        )
+    columns = [_validated_phase(phase, [row[phase] for row in table]) for phase in range(period)]
+    return tuple(zip(*columns, strict=True))
+
+
+def _validated_phase(phase: int, entries: Sequence[Group | Sequence[int]]) -> list[Group]:
+    """Prove that the ranks' entries of one phase are the groups of a partition."""
+    column = [
+        _validated_entry(phase, rank, entry, len(entries)) for rank, entry in enumerate(entries)
+    ]
+    for rank, group in enumerate(list(column)):
+        leader = group.ranks[0]
+        for member in group.ranks if leader == rank else (leader,):
+            if column[member] != group:
+                raise ValueError(
+                    f"phase {phase}: rank {rank} lists {group}, but its member {member} lists "
+                    f"{column[member]}; all members of a group must list the same one"
+                )
+            # One object per group: thousands of ranks may have listed it each on their own.
+            column[member] = column[leader]
+    return column
+
+
+def _validated_entry(phase: int, rank: int, entry: Group | Sequence[int], world_size: int) -> Group:
+    try:
+        group = entry if isinstance(entry, Group) else Group(entry)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"phase {phase}, rank {rank}: {error}") from error
+    if group.ranks[-1] >= world_size:
+        raise ValueError(
+            f"phase {phase}, rank {rank}: ranks {group.ranks} reach beyond world size {world_size}"
+        )
+    # By bisection: a scan of every rank's group would be quadratic for large groups.
+    if group.ranks[bisect_left(group.ranks, rank, hi=group.size - 1)] != rank:
+        raise ValueError(f"phase {phase}, rank {rank}: not a member of its group {group.ranks}")
+    return group

@@ -1,0 +1,100 @@
+"""Topologies by name."""
+
+from __future__ import annotations
+
+from decent_optim_wrapper.topo._any_size import (
+    Base2,
+    BipartiteExponential,
+    Hierarchical,
+    Hypercuboid,
+    RandomMatching,
+)
+from decent_optim_wrapper.topo._base import REGISTRY, Topology
+from decent_optim_wrapper.topo._classic import (
+    AlternatingExponentialRing,
+    Complete,
+    OnePeerExponential,
+    Ring,
+)
+from decent_optim_wrapper.topo._greedy import Greedy
+
+REGISTRY.update(
+    {
+        "complete": Complete,
+        "ring": Ring,
+        "one-peer-exp": OnePeerExponential,
+        "alternating-exp-ring": AlternatingExponentialRing,
+        "hypercuboid": Hypercuboid,
+        "bipartite-exp": BipartiteExponential,
+        "base-2": Base2,
+        "random": RandomMatching,
+        "greedy": Greedy,
+        "hierarchical": Hierarchical,
+    }
+)
+
+
+class TopologyFactory:
+    """The topologies that can be asked for by name."""
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The known names."""
+        return tuple(REGISTRY)
+
+    @classmethod
+    def registered(cls) -> tuple[tuple[str, type[Topology]], ...]:
+        """The known names with their classes."""
+        return tuple(REGISTRY.items())
+
+    @classmethod
+    def create(cls, name: str, world_size: int, local_world_size: int = 1) -> Topology:
+        """Build the topology of that name.
+
+        Raises:
+            ValueError: the name is unknown, or the sizes do not fit the topology.
+        """
+        if name not in REGISTRY:
+            known = ", ".join(cls.names())
+            raise ValueError(f"unknown topology {name!r}; the known ones are {known}")
+        return REGISTRY[name](world_size, local_world_size)
+
+    @classmethod
+    def suggest(cls, world_size: int, local_world_size: int = 1) -> tuple[str, ...]:
+        """The names that fit, best first by mixing per byte.
+
+        The order is that of steady error times mean bytes per round (`analysis`): how far apart
+        noise keeps the ranks, and what holding them together costs.
+        """
+        from decent_optim_wrapper.analysis import bytes_per_round, steady_error
+
+        def cost(name: str) -> float:
+            topology = cls.create(name, world_size, local_world_size)
+            return steady_error(topology) * bytes_per_round(topology, 1).mean
+
+        fitting = [
+            name for name, kind in cls.registered() if kind.fits(world_size, local_world_size)
+        ]
+        return tuple(sorted(fitting, key=cost))
+
+    @classmethod
+    def add_topology(cls, name: str, kind: type[Topology], overwrite: bool = False) -> None:
+        """Make `kind` available as `name`.
+
+        Args:
+            name: what `topology=` takes.
+            kind: a subclass of `Topology` whose constructor takes the two sizes.
+            overwrite: replace a topology of that name.
+
+        Raises:
+            TypeError: `kind` is not a subclass of `Topology`.
+            ValueError: the name is taken and `overwrite` is False.
+        """
+        if not (isinstance(kind, type) and issubclass(kind, Topology)):
+            raise TypeError(f"add_topology expects a subclass of Topology, got {kind!r}")
+        if name in REGISTRY and not overwrite:
+            raise ValueError(
+                f"a topology named {name!r} exists ({REGISTRY[name].__name__}); "
+                f"choose another name or pass overwrite=True"
+            )
+        REGISTRY[name] = kind

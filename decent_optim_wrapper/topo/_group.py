@@ -1,0 +1,42 @@
+"""The ranks that mix together in one round."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, init=False, slots=True)
+class Group:
+    """The ranks that mix together in one round.
+
+    A member i of a group of m ranks becomes
+    ``self_weight * x_i + (1 - self_weight) / (m - 1) * sum of the other members``.
+
+    Args:
+        ranks: the members; kept sorted.
+        self_weight: weight of the own parameters, in (0, 1); None means 1/m, the plain mean.
+
+    Raises:
+        ValueError: no ranks, a rank twice, a negative rank, or a weight outside (0, 1).
+    """
+
+    ranks: tuple[int, ...]
+    self_weight: float
+
+    def __init__(self, ranks: Iterable[int], self_weight: float | None = None) -> None:
+        members = tuple(sorted(operator.index(rank) for rank in ranks))
+        if not members or len(set(members)) != len(members) or members[0] < 0:
+            raise ValueError(f"a group needs distinct ranks of 0 or more, got {members}")
+        weight = 1 / len(members) if self_weight is None else float(self_weight)
+        # A rank alone keeps its parameters, whatever weight was meant for it.
+        if len(members) > 1 and not 0 < weight < 1:
+            raise ValueError(f"self_weight must lie in (0, 1), got {weight} for ranks {members}")
+        object.__setattr__(self, "ranks", members)
+        object.__setattr__(self, "self_weight", weight if len(members) > 1 else 1.0)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.ranks)
