@@ -36,23 +36,30 @@ def consensus_rate(topology: Topology) -> float:
     The spectral radius of W_p ... W_2 W_1 - J over a period p, to the power 1/p; 0 where the
     average is reached exactly.
     """
-    if rounds_to_consensus(topology) is not None:
-        return 0.0
-    product = -_mean_matrix(topology.world_size)
-    for index, matrix in enumerate(mixing_matrices(topology)):
-        product = matrix @ product if index else matrix + product
-    radius = torch.linalg.eigvals(product).abs().max().item()
-    return float(radius ** (1 / topology.period))
+    left = _without_mean(torch.eye(topology.world_size, dtype=torch.float64))
+    scale = 0.0
+    for matrix in mixing_matrices(topology):
+        left = _without_mean(matrix @ left)
+        size = left.abs().max().item()
+        if size < _EXACT:
+            return 0.0
+        # Rescaled every round: over a long period the product would sink into its rounding.
+        left /= size
+        scale += math.log(size)
+    radius = torch.linalg.eigvals(left).abs().max().item()
+    return math.exp((scale + math.log(radius)) / topology.period)
 
 
 def rounds_to_consensus(topology: Topology) -> int | None:
     """Number of rounds from phase 0 on after which all ranks hold the average; None if never."""
-    product = torch.eye(topology.world_size, dtype=torch.float64)
-    mean = _mean_matrix(topology.world_size)
+    left = _without_mean(torch.eye(topology.world_size, dtype=torch.float64))
     for done, matrix in enumerate(mixing_matrices(topology), start=1):
-        product = matrix @ product
-        if (product - mean).abs().max() < _EXACT:
+        left = _without_mean(matrix @ left)
+        size = left.abs().max()
+        # A single round that takes all: a slow contraction never does.
+        if size < _EXACT:
             return done
+        left /= size
     return None
 
 
@@ -67,8 +74,7 @@ def steady_error(topology: Topology, overlap: bool = True) -> float:
         The error after a round in the steady state, averaged over the phases. Smaller is better.
     """
     matrices = mixing_matrices(topology)
-    noise = torch.eye(topology.world_size, dtype=torch.float64)
-    noise -= _mean_matrix(topology.world_size)
+    noise = _without_mean(torch.eye(topology.world_size, dtype=torch.float64))
     covariance = _steady_covariance(matrices, noise, overlap)
     errors = []
     for matrix in matrices:
@@ -102,8 +108,8 @@ def copies_sent(group_size: int) -> float:
     return 2 * (group_size - 1) / group_size
 
 
-def _mean_matrix(world_size: int) -> Tensor:
-    return torch.full((world_size, world_size), 1 / world_size, dtype=torch.float64)
+def _without_mean(rows: Tensor) -> Tensor:
+    return rows - rows.mean(dim=0, keepdim=True)
 
 
 def _one_round(covariance: Tensor, matrix: Tensor, noise: Tensor, overlap: bool) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -152,6 +153,9 @@ def test_rates_rounds_and_bytes_of_known_topologies() -> None:
     assert consensus_rate(ring) == pytest.approx(0.5**0.5, abs=1e-6)
     assert rounds_to_consensus(ring) is None
     assert consensus_rate(TopologyFactory.create("one-peer-exp", 8)) == 0
+    long = RandomMatching(12, period=400)
+    assert rounds_to_consensus(long) is None
+    assert consensus_rate(long) == pytest.approx(math.sqrt(5 / 11), abs=0.05)
     assert bytes_per_round(ring, 1000) == (1000, 1000)
     assert bytes_per_round(TopologyFactory.create("complete", 4), 1000) == (1500, 1500)
     alone = TopologyFactory.create("alternating-exp-ring", 4, 1)

@@ -62,3 +62,21 @@ def test_cifar_resumes_from_the_newest_complete_set(tmp_path: Path) -> None:
     assert "resumed after epoch 2, round 4" in out
     assert "epoch 3: loss" in out
     assert "epoch 2: loss" not in out
+
+
+def test_the_custom_topology_can_be_looked_at_and_trained_on(tmp_path: Path) -> None:
+    script = EXAMPLES / "custom_topology.py"
+    assert "star: consensus rate" in run(script, cwd=tmp_path)
+    assert "largest error of a weight 0.0" in torchrun(3, script, cwd=tmp_path)
+
+
+def test_the_benchmarks_run_without_a_network_lab(tmp_path: Path) -> None:
+    """Behaviour only: tests time nothing."""
+    benchmark = EXAMPLES / "benchmark"
+    small = ("--sizes", "1", "--steps", "2", "--warmup", "1", "--rate", "", "--ranks", "2")
+    out = run(benchmark / "step_time.py", *small, "--methods", "DDP", "ours", cwd=tmp_path)
+    assert "| ours |" in out
+    assert (tmp_path / "runs" / "step_time.png").exists()
+    out = run(benchmark / "overhead.py", "--parameters", "1e5", "--repeats", "1", cwd=tmp_path)
+    assert "one round, views:" in out
+    assert "| ring |" in run(benchmark / "startup.py", "--world-sizes", "16", cwd=tmp_path)

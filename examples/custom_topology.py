@@ -1,0 +1,57 @@
+"""A topology of one's own: look at it, and train on it.
+
+python examples/custom_topology.py
+torchrun --standalone --nproc-per-node 4 examples/custom_topology.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from decent_optim_wrapper import DecentOptimWrapper, Group, Topology, TopologyFactory
+from decent_optim_wrapper.analysis import consensus_rate, steady_error
+
+
+class Star(Topology):
+    """Rank 0 mixes with one other rank after the other; the rest stay idle meanwhile."""
+
+    def assign_groups(self) -> list[list[Group]]:
+        groups: list[list[Group]] = [[] for _ in range(self.world_size)]
+        for leaf in range(1, self.world_size):
+            for rank in range(self.world_size):
+                groups[rank].append(Group([0, leaf]) if rank in (0, leaf) else Group([rank]))
+        return groups
+
+
+def main() -> None:
+    TopologyFactory.add_topology("star", Star)
+    if "RANK" not in os.environ:
+        for name in ("star", "ring"):
+            topology = TopologyFactory.create(name, 4)
+            rate, error = consensus_rate(topology), steady_error(topology)
+            print(f"{name}: consensus rate {rate:.3f}, steady error {error:.3f}")
+        return
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DecentOptimWrapper(base, topology="star")
+    data = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(100):
+        batch = torch.randn(16, 8, generator=data)
+        optimizer.zero_grad()
+        (model(batch).squeeze() - batch.sum(dim=1)).square().mean().backward()
+        optimizer.step()
+    distance = optimizer.consensus_distance()
+    if optimizer.rank == 0:
+        error = (model.weight - 1).abs().max().item()
+        print(f"largest error of a weight {error:.4f}, consensus distance {distance:.4f}")
+    optimizer.synchronize()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
