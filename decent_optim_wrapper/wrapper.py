@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from decent_optim_wrapper import metrics
 from decent_optim_wrapper._agreement import Agreement, Named, named_parameters
 from decent_optim_wrapper._average import WorldAverage
 from decent_optim_wrapper._bucket import MIB, Bucket, Layout, plan_buckets
+from decent_optim_wrapper._facade import OptimizerFacade
 from decent_optim_wrapper._gossip import Gossip, GossipState
 from decent_optim_wrapper._meter import Meter, StepStats
 from decent_optim_wrapper._transport import Transport
@@ -26,7 +27,7 @@ from decent_optim_wrapper.topo import Topology
 _STATE_KEY = "gossip"
 
 
-class DecentOptimWrapper(Optimizer):
+class DecentOptimWrapper(OptimizerFacade):
     """Wraps an optimizer so that every `step()` also averages parameters with a few neighbours.
 
     With n ranks, x_i the parameters of rank i, W_t the mixing matrix of round t and u_i the base
@@ -93,12 +94,11 @@ class DecentOptimWrapper(Optimizer):
     ) -> None:
         _check_base(optimizer, overlap)
         _check_layout(bucket_cap_mb, comm_dtype)
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._overlap = overlap
         self._sync_at_start = sync_at_start
         self._local_update = LocalUpdate(optimizer, split_update)
         self._meter = Meter()
-        self._set_up_hooks()
 
         self._transport = Transport(resolve_process_group(process_group, rank, world_size))
         self._topology = resolve_topology(topology, self.world_size, local_world_size)
@@ -124,11 +124,6 @@ class DecentOptimWrapper(Optimizer):
         logger.info("{!r}", self)
 
     @property
-    def optimizer(self) -> Optimizer:
-        """The base optimizer."""
-        return self._optimizer
-
-    @property
     def topology(self) -> Topology:
         """The topology of the gossip."""
         return self._topology
@@ -147,35 +142,6 @@ class DecentOptimWrapper(Optimizer):
     def world_size(self) -> int:
         """Number of ranks in the process group."""
         return self._transport.world_size
-
-    # Forwarded at every access: the base's load_state_dict replaces both objects, and an alias
-    # would let a scheduler drive groups that nobody steps any more.
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The base's parameter groups."""
-        return self._optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self._optimizer.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The base's state."""
-        return self._optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self._optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The base's defaults."""
-        return self._optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self._optimizer.defaults = value
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -207,10 +173,6 @@ class DecentOptimWrapper(Optimizer):
         if not self._overlap:
             self._gossip.finish()
         return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, as the base does."""
-        self._optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base and gossip its parameters from the next round on; collective."""
@@ -315,12 +277,6 @@ class DecentOptimWrapper(Optimizer):
         self._gossip.restore(state)
         self._average.keep()
 
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            "a DecentOptimWrapper holds connections to other ranks and cannot be pickled or "
-            "copied; save its state_dict() and load it into a new wrapper"
-        )
-
     def __repr__(self) -> str:
         buckets = self._gossip.buckets
         size = sum(bucket.nbytes for bucket in buckets) / MIB
@@ -333,18 +289,6 @@ class DecentOptimWrapper(Optimizer):
             f"  overlap: {self._overlap}\n"
             f")"
         )
-
-    def _set_up_hooks(self) -> None:
-        # The tables only: Optimizer.__init__ would make parameter groups of its own.
-        super().__setstate__({})
-        # Hooks on state dicts belong to the base, whose state dict it is.
-        for table in (
-            "_optimizer_state_dict_pre_hooks",
-            "_optimizer_state_dict_post_hooks",
-            "_optimizer_load_state_dict_pre_hooks",
-            "_optimizer_load_state_dict_post_hooks",
-        ):
-            setattr(self, table, getattr(self._optimizer, table))
 
     def _take_in(self, parameters: Iterable[Named]) -> None:
         """Gossip those parameters that want a gradient, beside those that are gossiped already."""

@@ -36,7 +36,8 @@ def test_every_overridden_method_has_torchs_signature() -> None:
     def is_method(name: str) -> bool:
         return inspect.isfunction(getattr(Optimizer, name, None)) and name != "__init__"
 
-    overridden = {name for name in vars(DecentOptimWrapper) if is_method(name)}
+    classes = (DecentOptimWrapper, DecentOptimWrapper.__base__)
+    overridden = {name for kind in classes for name in vars(kind) if is_method(name)}
     assert {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"} <= overridden
     for name in overridden:
         own = inspect.signature(inspect.unwrap(getattr(DecentOptimWrapper, name)))

@@ -1,0 +1,72 @@
+"""A torch optimizer that stands in front of another one."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch.optim import Optimizer
+
+
+class OptimizerFacade(Optimizer):
+    """Shows groups, state, defaults and state-dict hooks of a base as its own, live.
+
+    Args:
+        optimizer: the base.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        # The tables only: Optimizer.__init__ would make parameter groups of its own.
+        super().__setstate__({})
+        # Hooks on state dicts belong to the base, whose state dict it is.
+        for table in (
+            "_optimizer_state_dict_pre_hooks",
+            "_optimizer_state_dict_post_hooks",
+            "_optimizer_load_state_dict_pre_hooks",
+            "_optimizer_load_state_dict_post_hooks",
+        ):
+            setattr(self, table, getattr(self._optimizer, table))
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The base optimizer."""
+        return self._optimizer
+
+    # Forwarded at every access: the base's load_state_dict replaces both objects, and an alias
+    # would let a scheduler drive groups that nobody steps any more.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The base's parameter groups."""
+        return self._optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The base's state."""
+        return self._optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The base's defaults."""
+        return self._optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self._optimizer.defaults = value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as the base does."""
+        self._optimizer.zero_grad(set_to_none)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a DecentOptimWrapper holds connections to other ranks and cannot be pickled or "
+            "copied; save its state_dict() and load it into a new wrapper"
+        )
