@@ -44,11 +44,8 @@ class Transport:
                 self._subgroups[group.ranks] = self._new_subgroup(group.ranks)
 
     def close(self) -> None:
-        """Destroy the communicators made here and let go of the user's process group."""
-        while self._subgroups:
-            _, group = self._subgroups.popitem()
-            if group is not self._process_group and _registered_ranks(group) is not None:
-                dist.destroy_process_group(group)
+        """Drop the communicators made here and let go of the user's process group."""
+        self._subgroups.clear()
         self._process_group = None
 
     def wire_device(self, device: torch.device) -> torch.device:
@@ -121,48 +118,69 @@ class Transport:
             return torch.device("cuda", torch.cuda.current_device())
         return cpu
 
+    @property
+    def exchange_device(self) -> torch.device:
+        """The kind of device whose tensors are exchanged: the GPU where the group serves it."""
+        cpu, cuda = torch.device("cpu"), torch.device("cuda")
+        if self._process_group is None or not torch.cuda.is_available():
+            return cpu
+        try:
+            _backend(self._process_group, cuda)
+        except RuntimeError:
+            return cpu
+        return cuda
+
     def _group(self) -> dist.ProcessGroup:
         if self._process_group is None:
             raise RuntimeError("a world of one rank has no peer to exchange with")
         return self._process_group
 
     def _new_subgroup(self, ranks: tuple[int, ...]) -> Any:
+        """A communicator of `ranks`, a backend of the parent's kind that torch does not register.
+
+        Not dist.new_group: it salts the name with the number of groups that this process has made,
+        and waits for ever where ranks have made different numbers.
+        """
         parent = self._group()
         if len(ranks) == self.world_size:
             return parent
-        global_ranks = _registered_ranks(parent)
-        if global_ranks is not None:
-            return dist.new_group(
-                [global_ranks[rank] for rank in ranks],
-                timeout=self._timeout(parent),
-                backend=dist.distributed_c10d.get_backend_config(parent),
-                use_local_synchronization=True,
-            )
-        if not isinstance(parent, dist.ProcessGroup):
-            raise ValueError(
-                f"rank {self.rank}: ranks {ranks} need a communicator of their own, and "
-                f"{type(parent).__name__} has no store to build it on; wrap it in a "
-                f"torch.distributed.ProcessGroup or use a topology of pairs"
-            )
-        store = parent.get_group_store()
+        store = self._store_of(parent)
         name = "decent_optim_wrapper/" + "-".join(map(str, ranks))
         # The members make their communicators in the same order, so they count alike.
         count = store.add(f"{name}/made by {self.rank}", 1)
         store = dist.distributed_c10d.PrefixStore(f"{name}/{count}", store)
-        timeout = self._timeout(parent)
-        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout)
+        like = _backend(parent, self.exchange_device)
+        timeout: timedelta = like.options._timeout
+        if like.name() == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return dist.ProcessGroupNCCL(store, ranks.index(self.rank), len(ranks), options)
+        if like.name() == "gloo":
+            return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout)
+        raise ValueError(
+            f"rank {self.rank}: ranks {ranks} need a communicator of their own, which works with "
+            f"gloo and nccl, not with {like.name()}; use a topology of pairs, or complete"
+        )
 
-    def _timeout(self, parent: Any) -> timedelta:
-        timeout: timedelta = _backend(parent, self.control_device).options._timeout
-        return timeout
+    def _store_of(self, parent: Any) -> Any:
+        if _is_registered(parent):
+            return dist.distributed_c10d._get_process_group_store(parent)
+        if not hasattr(parent, "get_group_store"):
+            raise ValueError(
+                f"rank {self.rank}: groups of more than two need a communicator of their own, and "
+                f"this {type(parent).__name__} has no store to build it on; wrap it in a "
+                f"torch.distributed.ProcessGroup or use a topology of pairs"
+            )
+        return parent.get_group_store()
 
 
-def _registered_ranks(group: dist.ProcessGroup) -> list[int] | None:
-    """The global ranks of a group that torch.distributed knows, None of one that it does not."""
+def _is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed knows the group."""
     try:
-        return dist.get_process_group_ranks(group)
+        dist.get_process_group_ranks(group)
     except KeyError:
-        return None
+        return False
+    return True
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:

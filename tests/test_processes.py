@@ -27,7 +27,7 @@ def train_on_default_group(rank: int, topology: str) -> list[float]:
     dist.init_process_group("gloo")
     params = make_params(seed=rank)
     optimizer = DecentOptimWrapper(sgd(params), topology=topology, bucket_cap_mb=TINY_CAP_MB)
-    assert (optimizer.rank, optimizer.world_size) == (rank, 4)
+    assert (optimizer.rank, optimizer.world_size) == (rank, int(os.environ["WORLD_SIZE"]))
     assert optimizer.topology.local_world_size == int(os.environ["LOCAL_WORLD_SIZE"])
     for step in range(STEPS):
         backward(params, rank, step)
@@ -37,12 +37,25 @@ def train_on_default_group(rank: int, topology: str) -> list[float]:
     return list(flatten(params).tolist())
 
 
-@pytest.mark.parametrize("name", ["complete", "ring", "alternating-exp-ring"])
-def test_the_default_group_and_torchruns_variables_are_found(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "world_size", "local"),
+    [
+        ("complete", 4, 2),
+        ("ring", 4, 2),
+        ("alternating-exp-ring", 8, 2),
+        # Ranks that make different numbers of communicators.
+        ("greedy", 7, 1),
+        ("hypercuboid", 6, 1),
+    ],
+)
+def test_the_default_group_and_torchruns_variables_are_found(
+    name: str, world_size: int, local: int
+) -> None:
     rows = torch.tensor(
-        run_processes(4, train_on_default_group, name, local_world_size=2), dtype=torch.float64
+        run_processes(world_size, train_on_default_group, name, local_world_size=local),
+        dtype=torch.float64,
     )
-    topology = TopologyFactory.create(name, 4, 2)
+    topology = TopologyFactory.create(name, world_size, local)
     torch.testing.assert_close(rows, oracle(topology, STEPS, True, sgd), rtol=1e-11, atol=1e-12)
 
 
@@ -88,7 +101,7 @@ def two_wrappers_with_communicators(rank: int) -> tuple[bool, float]:
         distances.append(wrapper.consensus_distance())
         wrappers.append(wrapper)
     (sub, *_) = wrappers[0]._transport._subgroups.values()
-    assert sub._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+    assert sub.options._timeout == timedelta(seconds=77)
     del wrapper, sub
     wrappers.clear()
     freed = len(dist.distributed_c10d._world.pg_map) == known
