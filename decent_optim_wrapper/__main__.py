@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         report: _report.Report = args.command(args)
-    except (ValueError, ModuleNotFoundError) as error:
+    except (ValueError, ModuleNotFoundError, OSError) as error:
         parser.error(str(error))
     if report is not None:
         sys.stdout.write((json.dumps(report.data, indent=1) if args.json else report.text) + "\n")

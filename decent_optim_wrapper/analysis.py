@@ -11,6 +11,8 @@ from torch import Tensor
 from decent_optim_wrapper.topo import Topology
 
 _EXACT = 1e-12
+# 2^50 periods: what has not died out by then does not contract.
+_MOST_DOUBLINGS = 50
 
 
 class Bytes(NamedTuple):
@@ -47,7 +49,7 @@ def consensus_rate(topology: Topology) -> float:
         left /= size
         scale += math.log(size)
     radius = torch.linalg.eigvals(left).abs().max().item()
-    return math.exp((scale + math.log(radius)) / topology.period)
+    return math.exp((scale + math.log(radius)) / topology.period) if radius else 0.0
 
 
 def rounds_to_consensus(topology: Topology) -> int | None:
@@ -71,11 +73,14 @@ def steady_error(topology: Topology, overlap: bool = True) -> float:
         overlap: the noise enters after the mixing, x <- W x + noise; else x <- W (x + noise).
 
     Returns:
-        The error after a round in the steady state, averaged over the phases. Smaller is better.
+        The error after a round in the steady state, averaged over the phases. Smaller is better;
+        infinite where some ranks never hear of others.
     """
     matrices = mixing_matrices(topology)
     noise = _without_mean(torch.eye(topology.world_size, dtype=torch.float64))
     covariance = _steady_covariance(matrices, noise, overlap)
+    if covariance is None:
+        return math.inf
     errors = []
     for matrix in matrices:
         covariance = _one_round(covariance, matrix, noise, overlap)
@@ -118,14 +123,16 @@ def _one_round(covariance: Tensor, matrix: Tensor, noise: Tensor, overlap: bool)
     return matrix @ (covariance + noise) @ matrix.T
 
 
-def _steady_covariance(matrices: list[Tensor], noise: Tensor, overlap: bool) -> Tensor:
-    """The fixed point of C <- P C P' + Q over a period, by doubling the number of periods."""
+def _steady_covariance(matrices: list[Tensor], noise: Tensor, overlap: bool) -> Tensor | None:
+    """The fixed point of C <- P C P' + Q over a period, by doubling; None where there is none."""
     covariance = torch.zeros_like(noise)
     product = noise.clone()
     for matrix in matrices:
         covariance = _one_round(covariance, matrix, noise, overlap)
         product = matrix @ product
-    while product.abs().max() > 1e-16:
+    for _ in range(_MOST_DOUBLINGS):
+        if product.abs().max() < 1e-16:
+            return covariance
         covariance = product @ covariance @ product.T + covariance
         product = product @ product
-    return covariance
+    return None

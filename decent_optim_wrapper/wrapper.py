@@ -61,8 +61,9 @@ class DecentOptimWrapper(OptimizerFacade):
         param_as_bucket_view: make the parameters views of the buckets: a copy less in time and
             memory. Their storage must not be replaced afterwards, nor their values changed by
             hand without `synchronize()` before.
-        split_update: update bucket by bucket, each launched as soon as it is updated; None does so
-            for those optimizers of torch for which it is the same computation.
+        split_update: update bucket by bucket, each as soon as it has arrived; None does so for
+            those optimizers of torch for which it is the same computation. A base with step hooks
+            or a replaced `step` is always updated in one call.
 
     Raises:
         TypeError: an argument of the wrong type.

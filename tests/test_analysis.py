@@ -162,6 +162,14 @@ def test_rates_rounds_and_bytes_of_known_topologies() -> None:
     assert bytes_per_round(alone, 1000) == (500, 500)
 
 
+def test_ranks_that_never_hear_of_each_other_drift_apart() -> None:
+    apart = RandomMatching(8, period=1)
+    assert steady_error(apart) == math.inf
+    assert consensus_rate(apart) == pytest.approx(1)
+    with pytest.raises(ValueError, match="unknown inner topology 'rign'"):
+        Hierarchical(8, 2, inner="rign")
+
+
 def test_suggestions_fit_and_start_with_the_best_per_byte() -> None:
     for sizes in ((7, 1), (8, 2), (12, 4)):
         names = TopologyFactory.suggest(*sizes)

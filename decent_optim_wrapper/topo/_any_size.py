@@ -133,6 +133,10 @@ class Hierarchical(Topology):
     def assign_groups(self) -> Sequence[Sequence[Group]]:
         """A phase inside the nodes before every phase of the inner topology."""
         local = self._local_world_size
+        if self._inner not in REGISTRY:
+            raise ValueError(
+                f"unknown inner topology {self._inner!r}; the known ones are {', '.join(REGISTRY)}"
+            )
         nodes = REGISTRY[self._inner](self._world_size // local)
         inside = [
             Group(range(node * local, (node + 1) * local)) for node in range(nodes.world_size)
