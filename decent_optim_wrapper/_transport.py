@@ -111,12 +111,9 @@ class Transport:
     def control_device(self) -> torch.device:
         """The device on which small control messages travel."""
         cpu = torch.device("cpu")
-        try:
-            if self._process_group is not None:
-                _backend(self._process_group, cpu)
-        except RuntimeError:
-            return torch.device("cuda", torch.cuda.current_device())
-        return cpu
+        if self._process_group is None or _serves(self._process_group, cpu):
+            return cpu
+        return torch.device("cuda", torch.cuda.current_device())
 
     @property
     def exchange_device(self) -> torch.device:
@@ -124,11 +121,7 @@ class Transport:
         cpu, cuda = torch.device("cpu"), torch.device("cuda")
         if self._process_group is None or not torch.cuda.is_available():
             return cpu
-        try:
-            _backend(self._process_group, cuda)
-        except RuntimeError:
-            return cpu
-        return cuda
+        return cuda if _serves(self._process_group, cuda) else cpu
 
     def _group(self) -> dist.ProcessGroup:
         if self._process_group is None:
@@ -186,3 +179,12 @@ def _is_registered(group: dist.ProcessGroup) -> bool:
 def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The backend that serves `device`; a raw backend serves whatever it serves."""
     return group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group
+
+
+def _serves(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group has a backend for `device`."""
+    try:
+        _backend(group, device)
+    except RuntimeError:
+        return False
+    return True

@@ -23,7 +23,6 @@ class Start(NamedTuple):
     """What one rank has after its start."""
 
     topology_seconds: float
-    schedule_groups: int
     communicators: int
 
 
@@ -33,7 +32,7 @@ def start(name: str, world_size: int) -> Start:
     schedule = topology.schedule(world_size // 2)
     # As in Transport.connect: pairs need none, and all ranks together use the group there is.
     large = {group.ranks for group in schedule if 2 < group.size < world_size}
-    return Start(time.process_time() - begun, len(schedule), len(large))
+    return Start(time.process_time() - begun, len(large))
 
 
 def main() -> None:
