@@ -104,34 +104,34 @@ class Gossip:
         self.relay(lambda bucket: None)
 
     def relay(self, update: Callable[[Bucket], None]) -> None:
-        """Finish, update and pack bucket after bucket, then start the next round.
+        """Wait for the round in flight; then mix, update and launch bucket after bucket.
 
-        A bucket is mixed, updated and packed while the ones behind it still arrive. None leaves
-        before all have arrived: two rounds on the wire slow down the older one, for which all
-        ranks are waiting.
+        Nothing is mixed before everything has arrived: a round that fails leaves all parameters
+        as they were. And no bucket leaves before that: two rounds on the wire would slow down the
+        older one, for which all ranks are waiting. The first bucket is on the wire again while
+        the others are mixed and updated.
 
         Args:
             update: the local update of one bucket.
         """
         self._pay()
-        if not self._in_flight.keys() <= set(self._buckets):
-            self.finish()
+        arrived = self._receive()
         group = self._next_group()
-        packed = []
         for index, bucket in enumerate(self._buckets):
-            self._finish(bucket)
+            self._mix(arrived.pop(bucket, None))
             update(bucket)
             if group.size > 1 and bucket.numel:
-                packed.append((index, bucket, self._pack(bucket, group)))
-        for index, bucket, flat in packed:
-            self._post(index, bucket, flat, group)
+                self._post(index, bucket, group)
+        # Of buckets that a new plan has replaced.
+        for exchange in arrived.values():
+            self._mix(exchange)
         self._round += 1
 
     def finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
         self._pay()
-        for bucket in list(self._in_flight):
-            self._finish(bucket)
+        for exchange in self._receive().values():
+            self._mix(exchange)
 
     def arrive(self) -> None:
         """Wait until the wire no longer needs the parameters themselves; nothing is mixed."""
@@ -157,26 +157,27 @@ class Gossip:
         logger.debug("rank {} round {}: group {}", self._transport.rank, self._round, group.ranks)
         return group
 
-    def _finish(self, bucket: Bucket) -> None:
-        # Out of the table first: what fails on the wire is not waited for a second time.
-        exchange = self._in_flight.pop(bucket, None)
-        if exchange is None:
-            return
+    def _receive(self) -> dict[Bucket, _Exchange]:
+        """Wait until everything in flight has arrived; nothing is mixed."""
         with self._meter.wait:
-            exchange.wait()
-        with self._meter.mix:
-            exchange.mix()
+            for exchange in self._in_flight.values():
+                exchange.wait()
+        arrived = dict(self._in_flight)
+        self._in_flight.clear()
+        return arrived
 
-    def _pack(self, bucket: Bucket, group: Group) -> Flat:
-        with self._meter.launch:
-            return bucket.pack(bucket.outgoing if group.size == 2 else bucket.summing)
+    def _mix(self, exchange: _Exchange | None) -> None:
+        if exchange is not None:
+            with self._meter.mix:
+                exchange.mix()
 
-    def _post(self, index: int, bucket: Bucket, flat: Flat, group: Group) -> None:
+    def _post(self, index: int, bucket: Bucket, group: Group) -> None:
         with self._meter.launch:
             post = self._post_pair if group.size == 2 else self._post_group
-            self._in_flight[bucket] = post(bucket, flat, group, index)
+            self._in_flight[bucket] = post(index, bucket, group)
 
-    def _post_pair(self, bucket: Bucket, flat: Flat, group: Group, index: int) -> _Exchange:
+    def _post_pair(self, index: int, bucket: Bucket, group: Group) -> _Exchange:
+        flat = bucket.pack(bucket.outgoing)
         peer = next(rank for rank in group.ranks if rank != self._transport.rank)
         incoming = bucket.incoming
         works = self._transport.exchange(flat.data, incoming.data, peer, tag=index)
@@ -184,12 +185,13 @@ class Gossip:
         rounded = flat if bucket.quantised else None
         return _Exchange(bucket, works, incoming, 1 - group.self_weight, rounded=rounded)
 
-    def _post_group(self, bucket: Bucket, flat: Flat, group: Group, index: int) -> _Exchange:
+    def _post_group(self, _: int, bucket: Bucket, group: Group) -> _Exchange:
         """Sum over the group, to mix with its mean.
 
         w x_i + (1-w)/(m-1) * sum of the others  =  x_i + m(1-w)/(m-1) * (mean - x_i)
         """
         size = group.size
+        flat = bucket.pack(bucket.summing)
         works = self._transport.all_reduce(flat.data, group.ranks)
         self._meter.bytes_sent += 2 * (size - 1) * flat.data.nbytes // size
         weight = size * (1 - group.self_weight) / (size - 1)
