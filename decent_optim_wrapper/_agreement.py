@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper._bucket import Layout, plan_buckets
+from decent_optim_wrapper._flat import overlapping
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper._version import __version__
 from decent_optim_wrapper.topo import Topology
@@ -39,6 +40,22 @@ def named_parameters(param_groups: Sequence[dict[str, Any]]) -> list[Named]:
         names = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
         named += [Named("parameter", *pair) for pair in zip(names, group["params"], strict=True)]
     return named
+
+
+def check_memory(named: Sequence[Named]) -> None:
+    """Prove that no two parameters lie on the same memory, which would be mixed twice.
+
+    Raises:
+        ValueError: names two that do.
+    """
+    distinct = list({id(each.tensor): each for each in named}.values())
+    found = overlapping([each.tensor for each in distinct])
+    if found is not None:
+        one, other = (next(e.name for e in distinct if e.tensor is tensor) for tensor in found)
+        raise ValueError(
+            f"expected parameters with memory of their own, but {one} and {other} overlap; tie "
+            f"them by using one and the same Parameter"
+        )
 
 
 class Agreement:

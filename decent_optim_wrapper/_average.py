@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from decent_optim_wrapper._bucket import Bucket, Flat
+from decent_optim_wrapper._bucket import Bucket
+from decent_optim_wrapper._flat import Flat
 from decent_optim_wrapper._gossip import Gossip
 from decent_optim_wrapper._transport import Transport
 

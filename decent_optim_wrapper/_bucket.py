@@ -6,21 +6,15 @@ Layout, packing and mixing; no communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from decent_optim_wrapper._flat import Arena, Flat, move_together, new_vector
+
 MIB = 1024 * 1024
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-
-
-class Flat(NamedTuple):
-    """A flat vector, and the views of it that a bucket's tensors map to."""
-
-    data: Tensor
-    views: tuple[Tensor, ...]
 
 
 class Layout(NamedTuple):
@@ -44,6 +38,25 @@ class _Kind(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies in memory, and how."""
+
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Place:
+        return cls(tensor.data_ptr(), tensor.shape, tensor.stride())
+
+
+class Pair(NamedTuple):
+    """The wire buffers of an exchange with one peer."""
+
+    outgoing: Flat
+    incoming: Flat
 
 
 class Bucket:
@@ -70,8 +83,12 @@ class Bucket:
         self._sizes = [shape.numel() for shape in self._shapes]
         self.numel = sum(self._sizes)
         self.nbytes = self.numel * self.dtype.itemsize
-        self._storage = self._take_storage() if layout.as_view else None
-        self._addresses = [member.data_ptr() for member in self._members]
+        self._storage = self._move_together() if layout.as_view else None
+        self._places = [_Place.of(member) for member in self._members]
+        self._pinned = self.wire_device.type == "cpu" and self.device.type == "cuda"
+        self._arena = Arena(self.wire_device, self._pinned)
+        # Views of the arena, made once: a round costs calls per bucket, not per parameter.
+        self._flats: dict[tuple[int, torch.dtype], tuple[Flat, ...]] = {}
 
     def __repr__(self) -> str:
         count = len(self._members)
@@ -92,30 +109,22 @@ class Bucket:
 
     @property
     def sends_itself(self) -> bool:
-        """Whether `outgoing` is the tensors' own storage, which must not change in flight."""
-        return self._storage is not None and self.outgoing is self._storage
+        """Whether the tensors' own storage is what is sent, which must not change in flight."""
+        near = self.wire_device == self.device
+        return self._storage is not None and near and not self.quantised
 
-    @cached_property
-    def outgoing(self) -> Flat:
-        """What is sent: the tensors' storage where it can be, else a buffer made at first use."""
-        if self._storage and not self.quantised and self.wire_device == self.device:
-            return self._storage
-        return self.new_flat(self.wire_device, self.wire_dtype)
+    def pair(self) -> Pair:
+        """The wire buffers for one peer; `pair` and `summing` share their memory."""
+        if self._storage is not None and self.sends_itself:
+            return Pair(self._storage, *self._wire(1, self.wire_dtype))
+        return Pair(*self._wire(2, self.wire_dtype))
 
-    @cached_property
-    def incoming(self) -> Flat:
-        """The wire buffer that a peer's parameters arrive in; made at first use."""
-        return self.new_flat(self.wire_device, self.wire_dtype)
-
-    @cached_property
     def summing(self) -> Flat:
-        """The wire buffer that is summed over a group; made at first use.
+        """The wire buffer that is summed over a group.
 
         Half-precision sums would round away what agreeing ranks agree on: they are in float32.
         """
-        if self.dtype in _HALF_DTYPES:
-            return self.new_flat(self.wire_device, torch.float32)
-        return self.new_flat(self.wire_device) if self.quantised else self.incoming
+        return self._wire(1, torch.float32 if self.dtype in _HALF_DTYPES else self.dtype)[0]
 
     def new_flat(
         self, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -123,15 +132,11 @@ class Bucket:
         """Make a flat vector of the bucket's layout, uninitialised."""
         device = device or self.device
         # Pinned memory, or the copies between GPU and wire go through one more buffer.
-        pinned = device.type == "cpu" and self.device.type == "cuda"
-        dtype = dtype or self.dtype
-        # A buffer made under inference_mode could not be written outside of it.
-        with torch.inference_mode(False):
-            data = torch.empty(self.numel, dtype=dtype, device=device, pin_memory=pinned)
-        return self.view(data)
+        pinned = device == self.wire_device and self._pinned
+        return self.view(new_vector(self._flat_numel, dtype or self.dtype, device, pinned))
 
     def view(self, data: Tensor) -> Flat:
-        """Look at a flat vector of `numel` elements as the bucket's tensors."""
+        """Look at a flat vector as the bucket's tensors."""
         if self._storage is not None:
             return Flat(data, (data,))
         parts = zip(torch.split(data, self._sizes), self._shapes, strict=True)
@@ -167,9 +172,24 @@ class Bucket:
         """The members that were converted or moved since, and views whose storage was replaced."""
         moved = [m for m in self._members if _Kind(m.device, m.dtype) != self._kind]
         if self._storage is not None and not moved:
-            pairs = zip(self._members, self._addresses, strict=True)
-            moved = [member for member, address in pairs if member.data_ptr() != address]
+            pairs = zip(self._members, self._places, strict=True)
+            moved = [member for member, place in pairs if _Place.of(member) != place]
         return moved
+
+    @property
+    def _flat_numel(self) -> int:
+        """Elements of a flat vector; a storage has gaps that align the tensors in it."""
+        return self.numel if self._storage is None else self._storage.data.numel()
+
+    def _wire(self, count: int, dtype: torch.dtype) -> tuple[Flat, ...]:
+        """Look at the wire memory as so many vectors; what it held before is lost."""
+        key = (count, dtype)
+        if key not in self._flats:
+            if not self._arena.fits(count, self._flat_numel, dtype):
+                self._flats.clear()
+            vectors = self._arena.vectors(count, self._flat_numel, dtype)
+            self._flats[key] = tuple(self.view(vector) for vector in vectors)
+        return self._flats[key]
 
     def _near(self, flat: Flat) -> Flat:
         """The flat vector on the tensors' device, in their dtype."""
@@ -185,18 +205,8 @@ class Bucket:
             return tuple(map(_real, self._members))
         return self._members
 
-    @torch.no_grad()
-    def _take_storage(self) -> Flat:
-        """Move the members into one flat storage, with their strides where they are dense."""
-        data = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        elements = data
-        if self._members[0].is_complex():
-            elements = torch.view_as_complex(data.view(-1, 2))
-        parts = torch.split(elements, [member.numel() for member in self._members])
-        for member, part in zip(self._members, parts, strict=True):
-            home = part.as_strided(member.shape, torch.empty_like(member).stride())
-            home.copy_(member)
-            member.data = home
+    def _move_together(self) -> Flat:
+        data = move_together(self._members)
         return Flat(data, (data,))
 
 

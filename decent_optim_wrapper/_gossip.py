@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from loguru import logger
 
-from decent_optim_wrapper._bucket import Bucket, Flat
+from decent_optim_wrapper._bucket import Bucket
+from decent_optim_wrapper._flat import Flat
 from decent_optim_wrapper._meter import Meter
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper.topo import Group
@@ -177,12 +178,12 @@ class Gossip:
             self._in_flight[bucket] = post(index, bucket, group)
 
     def _post_pair(self, index: int, bucket: Bucket, group: Group) -> _Exchange:
-        flat = bucket.pack(bucket.outgoing)
+        outgoing, incoming = bucket.pair()
+        bucket.pack(outgoing)
         peer = next(rank for rank in group.ranks if rank != self._transport.rank)
-        incoming = bucket.incoming
-        works = self._transport.exchange(flat.data, incoming.data, peer, tag=index)
-        self._meter.bytes_sent += flat.data.nbytes
-        rounded = flat if bucket.quantised else None
+        works = self._transport.exchange(outgoing.data, incoming.data, peer, tag=index)
+        self._meter.bytes_sent += outgoing.data.nbytes
+        rounded = outgoing if bucket.quantised else None
         return _Exchange(bucket, works, incoming, 1 - group.self_weight, rounded=rounded)
 
     def _post_group(self, _: int, bucket: Bucket, group: Group) -> _Exchange:
@@ -191,7 +192,7 @@ class Gossip:
         w x_i + (1-w)/(m-1) * sum of the others  =  x_i + m(1-w)/(m-1) * (mean - x_i)
         """
         size = group.size
-        flat = bucket.pack(bucket.summing)
+        flat = bucket.pack(bucket.summing())
         works = self._transport.all_reduce(flat.data, group.ranks)
         self._meter.bytes_sent += 2 * (size - 1) * flat.data.nbytes // size
         weight = size * (1 - group.self_weight) / (size - 1)

@@ -11,6 +11,9 @@ from torch.profiler import record_function
 class StepStats(NamedTuple):
     """Where the last `step()` spent its time, on this rank.
 
+    Seconds are those of the host. On a GPU they are what the call took to hand work over, except
+    for waits, which last until the host may go on; a profile shows the kernels.
+
     Args:
         bytes_sent: payload handed to the wire, by an all-reduce as by a ring.
         wait_seconds: waiting for the wire: communication that was not hidden.

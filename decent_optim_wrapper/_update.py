@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ SPLITTABLE: tuple[type[Optimizer], ...] = (
     optim.Adadelta,
     optim.ASGD,
     optim.Adafactor,
+    *([optim.Muon] if hasattr(optim, "Muon") else []),  # of torch 2.9 and newer
 )
 
 
@@ -51,9 +53,18 @@ class LocalUpdate:
     Args:
         optimizer: the base.
         split: whether to update bucket by bucket; None does where it is the same computation.
+
+    Raises:
+        ValueError: `split` is forced on a base whose step cannot be called in parts.
     """
 
     def __init__(self, optimizer: Optimizer, split: bool | None) -> None:
+        if split and not _steps_alone(type(optimizer)):
+            raise ValueError(
+                f"split_update=True expects a base whose step() works without a closure and is "
+                f"set up by Optimizer.__init__, got {type(optimizer).__name__}; pass "
+                f"split_update=None or False"
+            )
         self._optimizer: Any = optimizer
         self._split = type(optimizer) in SPLITTABLE if split is None else split
 
@@ -147,6 +158,17 @@ class LocalUpdate:
             if scaling.grad_scale is not None:
                 _unscale_(self._optimizer, scaling.grad_scale)
             yield True
+
+
+def _steps_alone(kind: Any) -> bool:
+    """Whether the class's step can be called without torch's wrapper and without a closure."""
+    step = getattr(kind.step, "__wrapped__", None)
+    if step is None:
+        return False
+    _, *others = inspect.signature(step).parameters.values()
+    return all(
+        p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in others
+    )
 
 
 def _step_hooks(optimizer: Optimizer) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from decent_optim_wrapper import metrics
-from decent_optim_wrapper._agreement import Agreement, Named, named_parameters
+from decent_optim_wrapper._agreement import Agreement, Named, check_memory, named_parameters
 from decent_optim_wrapper._average import WorldAverage
 from decent_optim_wrapper._bucket import MIB, Bucket, Layout, plan_buckets
 from decent_optim_wrapper._facade import OptimizerFacade
@@ -57,7 +57,7 @@ class DecentOptimWrapper(OptimizerFacade):
         sync_at_start: broadcast parameters and buffers from rank 0.
         comm_dtype: torch.bfloat16 or torch.float16 halves the bytes between pairs; own parameters
             stay as they are: x_i + (1 - w) (q(x_j) - q(x_i)), q the rounding. Groups of more than
-            two sum in the parameters' own dtype.
+            two sum in the parameters' own dtype and save nothing, which the log says.
         param_as_bucket_view: make the parameters views of the buckets: a copy less in time and
             memory. Their storage must not be replaced afterwards, nor their values changed by
             hand without `synchronize()` before.
@@ -110,9 +110,15 @@ class DecentOptimWrapper(OptimizerFacade):
         self._agreement = Agreement(self._transport, self._topology, self._layout, settings)
         named_buffers = [Named("buffer", str(i), tensor) for i, tensor in enumerate(buffers)]
         parameters = named_parameters(optimizer.param_groups)
+        check_memory(parameters)
         self._agreement.check([*parameters, *named_buffers])
         schedule = self._topology.schedule(self.rank)
         self._gossip = Gossip(self._transport, schedule, self._meter)
+        if comm_dtype is not None and any(group.size > 2 for group in schedule):
+            logger.warning(
+                "rank {}: comm_dtype={} saves nothing in groups of more than two, which {!r} has",
+                *(self.rank, comm_dtype, self._topology),
+            )
         if sync_at_start:
             self._agreement.broadcast([*parameters, *named_buffers])
         self._take_in(parameters)
@@ -181,6 +187,7 @@ class DecentOptimWrapper(OptimizerFacade):
         self._optimizer.add_param_group(param_group)
         parameters = named_parameters(self.param_groups)
         try:
+            check_memory(parameters)
             self._agreement.check(parameters)
         except ValueError:
             self.param_groups.pop()

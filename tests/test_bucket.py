@@ -71,7 +71,7 @@ def test_the_order_on_the_wire_does_not_depend_on_the_memory_layout() -> None:
 def test_a_bucket_of_one_tensor_owns_its_wire_buffer(numel: int) -> None:
     tensor = torch.ones(numel)
     (bucket,) = plan_buckets([tensor], Layout(25))
-    bucket.pack(bucket.outgoing).data.mul_(5)
+    bucket.pack(bucket.pair().outgoing).data.mul_(5)
     assert torch.equal(tensor, torch.ones(numel))
 
 
@@ -104,7 +104,7 @@ def test_what_agrees_stays_bit_for_bit(dtype: torch.dtype, weight: float) -> Non
 def test_half_precision_is_summed_so_that_agreeing_ranks_stay(dtype: torch.dtype) -> None:
     value = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
     (bucket,) = plan_buckets([value.clone()], Layout(25))
-    total = bucket.pack(bucket.summing)
+    total = bucket.pack(bucket.summing())
     total.data.mul_(7).div_(7)
     bucket.mix_(total, 1.0)
     assert torch.equal(bucket.members[0], value)

@@ -99,8 +99,8 @@ def compare_on_cuda(count: int, dtype: torch.dtype, repeats: int) -> None:
 
         def copy_and_mix(buckets: tuple = buckets) -> None:
             for bucket in buckets:
-                bucket.pack(bucket.outgoing)
-                bucket.mix_(bucket.incoming, 0.5)
+                bucket.pack(bucket.pair().outgoing)
+                bucket.mix_(bucket.pair().incoming, 0.5)
 
         seconds = cuda_seconds(copy_and_mix, repeats)
         kind = "views" if views else "copies"

@@ -1,0 +1,114 @@
+"""Flat vectors, the bytes they live in, and tensors that move into one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# What vectorised kernels want of an address.
+_ALIGN_BYTES = 64
+
+
+class Flat(NamedTuple):
+    """A flat vector, and the views of it that a bucket's tensors map to."""
+
+    data: Tensor
+    views: tuple[Tensor, ...]
+
+
+class Arena:
+    """Bytes that hold one set of vectors now and another one later; as large as the largest.
+
+    Args:
+        device: where the bytes are.
+        pinned: whether a GPU copies to and from them.
+    """
+
+    def __init__(self, device: torch.device, pinned: bool) -> None:
+        self._device = device
+        self._pinned = pinned
+        self._bytes = new_vector(0, torch.uint8, device)
+
+    def fits(self, count: int, numel: int, dtype: torch.dtype) -> bool:
+        """Whether `vectors` of this form can be had without new memory."""
+        return count * _stride(numel, dtype) <= self._bytes.numel()
+
+    def vectors(self, count: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Look at the bytes as vectors, uninitialised; what they held before is lost.
+
+        Args:
+            count: how many.
+            numel: elements of each.
+            dtype: of the elements.
+        """
+        stride = _stride(numel, dtype)
+        if not self.fits(count, numel, dtype):
+            # The old bytes go before the new ones come, or both would count at the peak.
+            self._bytes = new_vector(0, torch.uint8, self._device)
+            self._bytes = new_vector(count * stride, torch.uint8, self._device, self._pinned)
+        arena = self._bytes
+        return tuple(
+            arena[start : start + numel * dtype.itemsize].view(dtype)
+            for start in range(0, count * stride, stride)
+        )
+
+
+def new_vector(
+    numel: int, dtype: torch.dtype, device: torch.device, pinned: bool = False
+) -> Tensor:
+    """Make an uninitialised vector that may be written anywhere."""
+    # A vector made under inference_mode could not be written outside of it.
+    with torch.inference_mode(False):
+        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
+
+
+def move_together(tensors: Sequence[Tensor]) -> Tensor:
+    """Move tensors of one device and dtype into one storage, each with its shape and strides.
+
+    Args:
+        tensors: dense ones keep their strides; every one becomes a view that starts at an
+            aligned address.
+
+    Returns:
+        The whole storage as a vector of reals; what lies between the tensors is 0.
+    """
+    dtype, device = tensors[0].dtype, tensors[0].device
+    strides = [_stride(tensor.numel(), dtype) // dtype.itemsize for tensor in tensors]
+    with torch.inference_mode(False), torch.no_grad():
+        elements = torch.zeros(sum(strides), dtype=dtype, device=device)
+        start = 0
+        for tensor, stride in zip(tensors, strides, strict=True):
+            own = torch.empty_like(tensor).stride()
+            home = elements.as_strided(tensor.shape, own, start)
+            home.copy_(tensor)
+            tensor.data = home
+            start += stride
+        return torch.view_as_real(elements).view(-1) if dtype.is_complex else elements
+
+
+def overlapping(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Two of the tensors that lie on the same memory, if there are any."""
+    spans = sorted(
+        (str(tensor.device), tensor.data_ptr(), _end(tensor), index)
+        for index, tensor in enumerate(tensors)
+        if tensor.numel()
+    )
+    for (device, _, end, one), (other_device, start, _, other) in pairwise(spans):
+        if device == other_device and start < end:
+            return tensors[one], tensors[other]
+    return None
+
+
+def _end(tensor: Tensor) -> int:
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in pairs)
+    return tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def _stride(numel: int, dtype: torch.dtype) -> int:
+    """Bytes from the start of a vector to the start of the next one."""
+    return -(-numel * dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
