@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,14 @@ from decent_optim_wrapper import Topology
 # Shapes that fill several buckets of TINY_CAP_MB, one of them by a parameter beyond the cap.
 SHAPES = [(3, 4), (4,), (5, 6), (), (2, 3, 2)]
 TINY_CAP_MB = 100 / 2**20
+
+# How the bytes travel must not matter here.
+MODES: dict[str, dict[str, Any]] = {
+    "copies": {},
+    "views": {"param_as_bucket_view": True},
+    "bf16": {"comm_dtype": torch.bfloat16},
+    "bf16-views": {"comm_dtype": torch.bfloat16, "param_as_bucket_view": True},
+}
 
 MakeOptimizer = Callable[[Sequence[Tensor]], Optimizer]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
+from problem import MODES, TINY_CAP_MB, backward, flatten, make_params, sgd
 from ranks import run_threads
 from torch import Tensor, nn
 
@@ -54,9 +54,12 @@ def test_every_rank_holds_the_exact_average(topology: str, steps: int) -> None:
         assert not torch.allclose(own, averaged)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_evaluating_changes_nothing_in_the_training(topology: str, overlap: bool) -> None:
+def test_evaluating_changes_nothing_in_the_training(
+    topology: str, overlap: bool, mode: str
+) -> None:
     def main(rank: int, group: dist.ProcessGroup, evaluating: bool) -> Tensor:
         params = make_params()
         statistics = [torch.full((3,), float(rank)), torch.tensor(rank)]
@@ -67,6 +70,7 @@ def test_evaluating_changes_nothing_in_the_training(topology: str, overlap: bool
             overlap=overlap,
             buffers=statistics,
             sync_at_start=False,
+            **MODES[mode],
         )
         for step in range(6):
             if evaluating:

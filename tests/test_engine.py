@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
+from problem import MODES, TINY_CAP_MB, backward, flatten, make_params, sgd
 from ranks import run_processes, run_threads
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
@@ -408,6 +408,73 @@ def test_wire_buffers_stay_within_their_limit(
         assert 0 < rounds <= limit + 0.01
         assert averaged == pytest.approx(rounds + 1, abs=0.01)
         assert after == rounds
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_group_added_and_a_parameter_unfrozen_are_gossiped(mode: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        first, late = make_params(seed=rank), make_params(seed=10 + rank)
+        first[1].requires_grad_(False)
+        base = optim.SGD(first, lr=0.0)
+        optimizer = wrap(
+            first, group, base=base, topology="one-peer-exp", sync_at_start=False, **MODES[mode]
+        )
+        optimizer.step()
+        optimizer.add_param_group({"params": late})
+        optimizer.step()
+        first[1].requires_grad_(True)
+        optimizer.rebuild_buckets()
+        for _ in range(12):
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(first), flatten(late)
+
+    rows = run_threads(4, main)
+    for part, seed in ((0, 0), (1, 10)):
+        start = torch.stack([flatten(make_params(seed=seed + rank)) for rank in range(4)])
+        # Ranks agree up to the rounding on the wire.
+        tolerance = 2 * start.abs().max().item() * (2**-8 if "bf16" in mode else 1e-13)
+        for row in rows:
+            torch.testing.assert_close(row[part], start.mean(dim=0), rtol=0, atol=tolerance)
+        assert (start - start.mean(dim=0)).abs().max() > 0.5
+
+
+WIDE_AND_NARROW = [torch.float64, torch.complex64, torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_dtype_mixes_in_pairs_and_in_larger_groups(mode: str) -> None:
+    def values(dtype: torch.dtype, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randn(3, 4, generator=generator, dtype=dtype)
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+        params = [values(dtype, rank).requires_grad_() for dtype in WIDE_AND_NARROW]
+        optimizer = wrap(
+            params,
+            group,
+            base=optim.SGD(params, lr=0.0),
+            topology="alternating-exp-ring",
+            local_world_size=2,
+            sync_at_start=False,
+            **MODES[mode],
+        )
+        for _ in range(8):
+            optimizer.step()
+        optimizer.synchronize()
+        return [param.detach().clone() for param in params]
+
+    rows = run_threads(4, main)
+    for index, dtype in enumerate(WIDE_AND_NARROW):
+        start = torch.stack([values(dtype, rank).to(torch.complex128) for rank in range(4)])
+        rounded = "bf16" in mode or dtype == torch.bfloat16
+        tolerance = 2**-6 if rounded else 1e-6
+        for row in rows:
+            mean = start.mean(dim=0)
+            torch.testing.assert_close(
+                row[index].to(torch.complex128), mean, rtol=0, atol=tolerance
+            )
+        assert (start - start.mean(dim=0)).abs().max() > 0.5
 
 
 def test_pairs_need_no_process_group_of_their_own() -> None:

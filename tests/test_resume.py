@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from problem import TINY_CAP_MB, adamw, backward, flatten, make_params
+from problem import MODES, TINY_CAP_MB, adamw, backward, flatten, make_params
 from ranks import run_threads
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -62,16 +62,18 @@ def load(run: Run, path: Path, optimizer_first: bool) -> None:
     run.scheduler.load_state_dict(saved["scheduler"])
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
 @pytest.mark.parametrize("topology", ["ring", "alternating-exp-ring"])
 @pytest.mark.parametrize("stop", [0, 1, 2, 5])
 def test_a_resumed_run_continues_bit_for_bit(
-    topology: str, stop: int, overlap: bool, tmp_path: Path
+    topology: str, stop: int, overlap: bool, mode: str, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {
         "topology": topology,
         "overlap": overlap,
         "local_world_size": 2 if topology == "alternating-exp-ring" else 1,
+        **MODES[mode],
     }
 
     def uninterrupted(rank: int, group: dist.ProcessGroup) -> Tensor:
