@@ -3,10 +3,20 @@
 from loguru import logger as _logger
 
 from decent_optim_wrapper._version import __version__
+from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
-__all__ = ["DecentOptimWrapper", "Group", "Topology", "TopologyFactory", "__version__"]
+__all__ = [
+    "CallOrderError",
+    "DecentOptimWrapper",
+    "Group",
+    "NonFiniteError",
+    "PeerError",
+    "Topology",
+    "TopologyFactory",
+    "__version__",
+]
 
 # A library is silent until its user calls logger.enable("decent_optim_wrapper").
 _logger.disable(__name__)

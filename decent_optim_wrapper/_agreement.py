@@ -30,7 +30,8 @@ class Named(NamedTuple):
     def describe(self) -> str:
         """One line with everything in which ranks must agree on the tensor."""
         frozen = ", frozen" if self.kind == "parameter" and not self.tensor.requires_grad else ""
-        return f"{self.kind} {self.name}: {self.tensor.dtype} {tuple(self.tensor.shape)}{frozen}"
+        shape, device = tuple(self.tensor.shape), self.tensor.device.type
+        return f"{self.kind} {self.name}: {self.tensor.dtype} {shape} on {device}{frozen}"
 
 
 def named_parameters(param_groups: Sequence[dict[str, Any]]) -> list[Named]:
@@ -42,12 +43,19 @@ def named_parameters(param_groups: Sequence[dict[str, Any]]) -> list[Named]:
     return named
 
 
-def check_memory(named: Sequence[Named]) -> None:
-    """Prove that no two parameters lie on the same memory, which would be mixed twice.
+def check_tensors(named: Sequence[Named]) -> None:
+    """Make sure that every parameter is a dense tensor with memory of its own.
 
     Raises:
-        ValueError: names two that do.
+        ValueError: names one that is not, or two that overlap and would be mixed twice.
     """
+    for each in named:
+        if each.tensor.layout != torch.strided or each.tensor.is_meta:
+            kind = "on the meta device" if each.tensor.is_meta else f"{each.tensor.layout}"
+            raise ValueError(
+                f"expected dense parameters with values, but {each.name} is {kind}; materialise "
+                f"the model (to_empty, to_dense) before building the wrapper"
+            )
     distinct = list({id(each.tensor): each for each in named}.values())
     found = overlapping([each.tensor for each in distinct])
     if found is not None:
@@ -58,14 +66,31 @@ def check_memory(named: Sequence[Named]) -> None:
         )
 
 
+def check_gradients(param_groups: Sequence[dict[str, Any]], rank: int) -> None:
+    """Make sure that there are no sparse gradients.
+
+    Raises:
+        RuntimeError: names the first one.
+    """
+    for group in param_groups:
+        for param in group["params"]:
+            if param.grad is not None and param.grad.layout != torch.strided:
+                name = next(p.name for p in named_parameters(param_groups) if p.tensor is param)
+                raise RuntimeError(
+                    f"rank {rank}: expected dense gradients, but that of {name} is "
+                    f"{param.grad.layout}; gossip exchanges whole parameters: build the module "
+                    f"with sparse=False"
+                )
+
+
 class Agreement:
     """What the ranks must have in common.
 
     Args:
         transport: the ranks and how to reach them.
         topology: the same on every rank.
-        layout: likewise.
-        settings: further ones, a line each.
+        layout: how tensors travel.
+        settings: a line for each.
     """
 
     def __init__(
@@ -77,9 +102,6 @@ class Agreement:
             f"decent_optim_wrapper {__version__}",
             f"topology {topology!r} with schedule {_schedule_digest(topology)}",
             *settings,
-            f"bucket_cap_mb={float(layout.cap_mb)}",
-            f"comm_dtype={layout.comm_dtype}",
-            f"param_as_bucket_view={layout.as_view}",
         ]
 
     def check(self, tensors: Iterable[Named]) -> None:

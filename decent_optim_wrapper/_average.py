@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from decent_optim_wrapper._bucket import Bucket
 from decent_optim_wrapper._flat import Flat
 from decent_optim_wrapper._gossip import Gossip
+from decent_optim_wrapper._header import Call
+from decent_optim_wrapper._round import Rules, nonfinite_error
 from decent_optim_wrapper._transport import Transport
 
 
@@ -18,12 +20,16 @@ class WorldAverage:
     Args:
         transport: the ranks and how to reach them.
         gossip: owner of the parameters' buckets, which may grow.
+        rules: what happens to values that are not finite.
         extra: buckets of further tensors to average.
     """
 
-    def __init__(self, transport: Transport, gossip: Gossip, extra: Iterable[Bucket]) -> None:
+    def __init__(
+        self, transport: Transport, gossip: Gossip, rules: Rules, extra: Iterable[Bucket]
+    ) -> None:
         self._transport = transport
         self._gossip = gossip
+        self._rules = rules
         self._extra = tuple(extra)
         self._snapshot: list[tuple[Bucket, Flat]] | None = None
 
@@ -40,18 +46,36 @@ class WorldAverage:
                 it holds the values from before the first average.
         """
         self._gossip.arrive()
+        self._gossip.announce(Call.GLOBAL_AVG)
+        finite = self._finite()
         if not may_revert:
             self.keep()
         elif self._snapshot is None:
             self._snapshot = [(bucket, bucket.pack(bucket.new_flat())) for bucket in self._buckets]
         try:
-            for bucket in self._buckets:
-                bucket.unpack_(average(bucket, self._transport))
+            for bucket, shares in zip(self._buckets, finite, strict=True):
+                bucket.unpack_(average(bucket, self._transport, shares))
         except BaseException:
             # Half an average is neither the one thing nor the other.
             if self._snapshot is not None:
                 self.revert()
             raise
+
+    def _finite(self) -> list[list[bool]]:
+        """Bucket by bucket, whose values are finite and count.
+
+        Raises:
+            NonFiniteError: there are others, and the rules say so.
+        """
+        buckets = self._buckets
+        if not self._rules.checks or not buckets:
+            return [[True] * self._transport.world_size for _ in buckets]
+        own = torch.tensor([bucket.is_finite() for bucket in buckets], dtype=torch.uint8)
+        told = self._transport.all_gather(own).bool()
+        bad = (~told.all(dim=1)).nonzero().flatten().tolist()
+        if bad and self._rules.on_nonfinite == "raise":
+            raise nonfinite_error(bad, self._transport.rank, "global_avg()")
+        return told.T.tolist()
 
     @property
     def _buckets(self) -> tuple[Bucket, ...]:
@@ -74,14 +98,20 @@ class WorldAverage:
         self._snapshot = None
 
 
-def average(bucket: Bucket, transport: Transport) -> Flat:
-    """The bucket's average over all ranks, in a new flat vector; collective.
+def average(bucket: Bucket, transport: Transport, shares: Sequence[bool] | None = None) -> Flat:
+    """The bucket's average over the ranks, in a new flat vector; collective.
 
     Half precision is summed in float32.
+
+    Args:
+        bucket: untouched by the call.
+        transport: the ranks and how to reach them.
+        shares: which ranks' values count; None means all.
     """
     dtype = torch.promote_types(bucket.dtype, torch.float32)
     total = bucket.pack(bucket.new_flat(bucket.wire_device, dtype))
-    for work in transport.all_reduce(total.data):
-        work.wait()
-    total.data.div_(transport.world_size)
+    if shares is not None and not shares[transport.rank] and any(shares):
+        total.data.zero_()
+    transport.sum_(total.data)
+    total.data.div_(sum(shares) if shares and any(shares) else transport.world_size)
     return total

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper._flat import Arena, Flat, move_together, new_vector
+from decent_optim_wrapper._flat import Arena, Flat, is_finite, move_together, new_vector
 
 MIB = 1024 * 1024
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -167,6 +167,10 @@ class Bucket:
         """
         theirs.data.sub_(ours.data)
         torch._foreach_add_(self._tensors(), self._near(theirs).views, alpha=weight)
+
+    def is_finite(self) -> bool:
+        """Whether the tensors hold neither NaN nor infinity."""
+        return all(map(is_finite, self._tensors()))
 
     def strays(self) -> list[Tensor]:
         """The members that were converted or moved since, and views whose storage was replaced."""

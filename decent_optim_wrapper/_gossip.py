@@ -1,6 +1,6 @@
-"""Rounds of gossip, bucket by bucket: launch, finish, relay, discard.
+"""Rounds of gossip: launch, finish, relay, discard.
 
-This module owns the mutable state of the round in flight.
+This module owns the mutable state of the gossip: the counter and the round in flight.
 """
 
 from __future__ import annotations
@@ -9,42 +9,14 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-import torch.distributed as dist
 from loguru import logger
 
 from decent_optim_wrapper._bucket import Bucket
-from decent_optim_wrapper._flat import Flat
+from decent_optim_wrapper._header import Call, Header
 from decent_optim_wrapper._meter import Meter
+from decent_optim_wrapper._round import Round, Rules
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper.topo import Group
-
-
-class _Exchange(NamedTuple):
-    """A bucket whose parameters are on the wire, and how to mix in what arrives.
-
-    x <- x + weight * (arriving / divisor - base), with base = x, or what x was rounded to.
-    """
-
-    bucket: Bucket
-    works: list[dist.Work]
-    arriving: Flat
-    weight: float
-    divisor: int = 1
-    rounded: Flat | None = None
-
-    def wait(self) -> None:
-        """Wait for the wire, parameters untouched; a second call returns at once."""
-        while self.works:
-            self.works.pop().wait()
-
-    def mix(self) -> None:
-        """Mix in what has arrived."""
-        if self.divisor > 1:
-            self.arriving.data.div_(self.divisor)
-        if self.rounded is None:
-            self.bucket.mix_(self.arriving, self.weight)
-        else:
-            self.bucket.shift_(self.arriving, self.rounded, self.weight)
 
 
 class GossipState(NamedTuple):
@@ -60,17 +32,22 @@ class Gossip:
     Args:
         transport: the ranks and how to reach them.
         schedule: the groups of this rank, phase by phase.
+        rules: what every round needs to know.
         meter: told of every wait, every copy and all bytes.
     """
 
-    def __init__(self, transport: Transport, schedule: Sequence[Group], meter: Meter) -> None:
+    def __init__(
+        self, transport: Transport, schedule: Sequence[Group], rules: Rules, meter: Meter
+    ) -> None:
         transport.connect(schedule)
         self._transport = transport
         self._schedule = tuple(schedule)
+        self._rules = rules
         self._meter = meter
         self._buckets: list[Bucket] = []
         self._round = 0
-        self._in_flight: dict[Bucket, _Exchange] = {}
+        # None or one; a list, so that the finalizer below sees what is in it then.
+        self._in_flight: list[Round] = []
         # A resumed run has a round in flight that this process has yet to launch: not at loading,
         # which must not communicate and may come before the parameters are loaded.
         self._owed = False
@@ -105,7 +82,7 @@ class Gossip:
         self.relay(lambda bucket: None)
 
     def relay(self, update: Callable[[Bucket], None]) -> None:
-        """Wait for the round in flight; then mix, update and launch bucket after bucket.
+        """Receive the round in flight; then mix, update and launch bucket after bucket.
 
         Nothing is mixed before everything has arrived: a round that fails leaves all parameters
         as they were. And no bucket leaves before that: two rounds on the wire would slow down the
@@ -117,34 +94,42 @@ class Gossip:
         """
         self._pay()
         arrived = self._receive()
-        group = self._next_group()
-        for index, bucket in enumerate(self._buckets):
-            self._mix(arrived.pop(bucket, None))
+        launched = self._next_round()
+        for bucket in self._buckets:
+            if arrived:
+                arrived.mix(bucket)
             update(bucket)
-            if group.size > 1 and bucket.numel:
-                self._post(index, bucket, group)
-        # Of buckets that a new plan has replaced.
-        for exchange in arrived.values():
-            self._mix(exchange)
+            launched.post(bucket)
+        launched.seal()
+        if arrived:
+            _mix_all(arrived, beside=self._buckets)
+        self._in_flight.append(launched)
         self._round += 1
 
     def finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
         self._pay()
-        for exchange in self._receive().values():
-            self._mix(exchange)
+        if arrived := self._receive():
+            _mix_all(arrived)
 
     def arrive(self) -> None:
-        """Wait until the wire no longer needs the parameters themselves; nothing is mixed."""
-        for exchange in self._in_flight.values():
-            if exchange.bucket.sends_itself:
-                exchange.wait()
+        """Wait for the round in flight, if there is one; nothing is mixed yet."""
+        for flying in self._in_flight:
+            flying.receive()
+
+    def announce(self, call: Call) -> None:
+        """Make sure that the ranks of the next round's group are in the same method as this one.
+
+        Raises:
+            CallOrderError: one is elsewhere.
+            PeerError: one does not say.
+        """
+        self._round_of(call).receive()
 
     def discard(self) -> None:
         """Drop the round in flight, if there is one: its bytes arrive and are not mixed."""
         self._owed = False
-        while self._in_flight:
-            self._in_flight.popitem()[1].wait()
+        self._receive()
 
     def _pay(self) -> None:
         """Launch the round that was in flight when the state was saved."""
@@ -153,60 +138,46 @@ class Gossip:
             self._round -= 1
             self.launch()
 
-    def _next_group(self) -> Group:
-        group = self._schedule[self._round % len(self._schedule)]
-        logger.debug("rank {} round {}: group {}", self._transport.rank, self._round, group.ranks)
-        return group
+    def _receive(self) -> Round | None:
+        """Take the round out of flight once it has arrived.
 
-    def _receive(self) -> dict[Bucket, _Exchange]:
-        """Wait until everything in flight has arrived; nothing is mixed."""
-        with self._meter.wait:
-            for exchange in self._in_flight.values():
-                exchange.wait()
-        arrived = dict(self._in_flight)
-        self._in_flight.clear()
+        One that fails is out of flight, too: what fails on the wire is not waited for again.
+        """
+        arrived = self._in_flight.pop() if self._in_flight else None
+        if arrived:
+            arrived.receive()
         return arrived
 
-    def _mix(self, exchange: _Exchange | None) -> None:
-        if exchange is not None:
-            with self._meter.mix:
-                exchange.mix()
+    def _next_round(self) -> Round:
+        launched = self._round_of(Call.STEP)
+        logger.debug(
+            "rank {} round {}: group {}", self._transport.rank, self._round, launched.group.ranks
+        )
+        return launched
 
-    def _post(self, index: int, bucket: Bucket, group: Group) -> None:
-        with self._meter.launch:
-            post = self._post_pair if group.size == 2 else self._post_group
-            self._in_flight[bucket] = post(index, bucket, group)
-
-    def _post_pair(self, index: int, bucket: Bucket, group: Group) -> _Exchange:
-        outgoing, incoming = bucket.pair()
-        bucket.pack(outgoing)
-        peer = next(rank for rank in group.ranks if rank != self._transport.rank)
-        works = self._transport.exchange(outgoing.data, incoming.data, peer, tag=index)
-        self._meter.bytes_sent += outgoing.data.nbytes
-        rounded = outgoing if bucket.quantised else None
-        return _Exchange(bucket, works, incoming, 1 - group.self_weight, rounded=rounded)
-
-    def _post_group(self, _: int, bucket: Bucket, group: Group) -> _Exchange:
-        """Sum over the group, to mix with its mean.
-
-        w x_i + (1-w)/(m-1) * sum of the others  =  x_i + m(1-w)/(m-1) * (mean - x_i)
-        """
-        size = group.size
-        flat = bucket.pack(bucket.summing())
-        works = self._transport.all_reduce(flat.data, group.ranks)
-        self._meter.bytes_sent += 2 * (size - 1) * flat.data.nbytes // size
-        weight = size * (1 - group.self_weight) / (size - 1)
-        return _Exchange(bucket, works, flat, weight, divisor=size)
+    def _round_of(self, call: Call) -> Round:
+        self._transport.check_open()
+        group = self._schedule[self._round % len(self._schedule)]
+        header = Header(call, self._round)
+        return Round(header, group, self._transport, self._rules, self._meter)
 
 
-def _close(in_flight: dict[Bucket, _Exchange], transport: Transport) -> None:
+def _mix_all(arrived: Round, beside: Iterable[Bucket] = ()) -> None:
+    """Mix the buckets of a round that has arrived, but for those that have been mixed already."""
+    done = set(beside)
+    for bucket in arrived.buckets:
+        if bucket not in done:
+            arrived.mix(bucket)
+
+
+def _close(in_flight: list[Round], transport: Transport) -> None:
     """See a round that nobody will mix off the wire, and let go of the process group.
 
     The peers launch the same round sooner or later, unless they are gone, which raises.
     """
     try:
-        for exchange in in_flight.values():
-            exchange.wait()
+        for flying in in_flight:
+            flying.receive()
     except RuntimeError as error:
         logger.debug("rank {}: the last round was dropped: {}", transport.rank, error)
     in_flight.clear()

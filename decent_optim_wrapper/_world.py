@@ -7,20 +7,21 @@ import warnings
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
+from decent_optim_wrapper._backend import is_closed
 from decent_optim_wrapper.topo import Topology, TopologyFactory
 
 
-def resolve_process_group(
-    group: Any, rank: int | None, world_size: int | None
-) -> dist.ProcessGroup | None:
+def resolve_process_group(group: Any, rank: int | None, world_size: int | None) -> Any | None:
     """Find the process group and check what the user says of it.
 
     Returns:
         The group given, else the default group, else None: a world of one rank.
 
     Raises:
-        ValueError: `rank` or `world_size` contradicts the group, or this rank is not in it.
+        TypeError: `group` is not a process group.
+        ValueError: the group is closed, contradicts `rank` or `world_size`, or lacks this rank.
         RuntimeError: more than one rank and no process group.
     """
     if group is None and dist.is_initialized():
@@ -33,6 +34,14 @@ def resolve_process_group(
             f"rank {dist.get_rank()} is not a member of the process group given; "
             f"build the wrapper on its members only"
         )
+    if not isinstance(group, (dist.ProcessGroup, Backend)):
+        raise TypeError(
+            f"process_group expects a torch.distributed.ProcessGroup or None, got {group!r}"
+        )
+    if is_closed(group):
+        raise ValueError(
+            "process_group has been destroyed; build the wrapper before destroy_process_group()"
+        )
     for name, given, actual in (
         ("rank", rank, group.rank()),
         ("world_size", world_size, group.size()),
@@ -42,7 +51,7 @@ def resolve_process_group(
                 f"{name}={given} contradicts the process group, whose {name} is {actual} here; "
                 f"leave {name} out or pass the process group's"
             )
-    return group  # type: ignore[no-any-return]
+    return group
 
 
 def resolve_topology(

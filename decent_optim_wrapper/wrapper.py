@@ -4,21 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from loguru import logger
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.optim import Optimizer
 
 from decent_optim_wrapper import metrics
-from decent_optim_wrapper._agreement import Agreement, Named, check_memory, named_parameters
+from decent_optim_wrapper._agreement import (
+    Agreement,
+    Named,
+    check_gradients,
+    check_tensors,
+    named_parameters,
+)
 from decent_optim_wrapper._average import WorldAverage
 from decent_optim_wrapper._bucket import MIB, Bucket, Layout, plan_buckets
 from decent_optim_wrapper._facade import OptimizerFacade
 from decent_optim_wrapper._gossip import Gossip, GossipState
+from decent_optim_wrapper._header import Call
+from decent_optim_wrapper._join import IdleRounds
 from decent_optim_wrapper._meter import Meter, StepStats
+from decent_optim_wrapper._round import Rules
+from decent_optim_wrapper._settings import Settings, check_base
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper._update import LocalUpdate, Scaling
 from decent_optim_wrapper._world import resolve_process_group, resolve_topology
@@ -27,7 +39,7 @@ from decent_optim_wrapper.topo import Topology
 _STATE_KEY = "gossip"
 
 
-class DecentOptimWrapper(OptimizerFacade):
+class DecentOptimWrapper(OptimizerFacade, Joinable):
     """Wraps an optimizer so that every `step()` also averages parameters with a few neighbours.
 
     With n ranks, x_i the parameters of rank i, W_t the mixing matrix of round t and u_i the base
@@ -65,6 +77,12 @@ class DecentOptimWrapper(OptimizerFacade):
             those optimizers of torch for which it is the same computation. A base with step hooks
             or a replaced `step` is always updated in one call.
 
+        timeout: how long to wait for a peer, a timedelta or seconds; None takes the process
+            group's.
+        on_nonfinite: what becomes of parameters that hold NaN or infinity, before they are mixed:
+            "raise" a `NonFiniteError` on all ranks of the group, "skip" them in this round (the
+            rank takes over what the others of its group have), or "ignore", which does not look.
+
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: an argument contradicts the process group, does not fit the topology or the
@@ -92,28 +110,35 @@ class DecentOptimWrapper(OptimizerFacade):
         comm_dtype: torch.dtype | None = None,
         param_as_bucket_view: bool = False,
         split_update: bool | None = None,
+        timeout: timedelta | float | None = None,
+        on_nonfinite: str = "raise",
     ) -> None:
-        _check_base(optimizer, overlap)
-        _check_layout(bucket_cap_mb, comm_dtype)
+        settings = Settings(
+            *(bucket_cap_mb, overlap, sync_at_start, comm_dtype, param_as_bucket_view),
+            *(timeout, on_nonfinite),
+        ).check()
+        check_base(optimizer, overlap)
         super().__init__(optimizer)
-        self._overlap = overlap
-        self._sync_at_start = sync_at_start
+        Joinable.__init__(self)
+        self._settings = settings
         self._local_update = LocalUpdate(optimizer, split_update)
         self._meter = Meter()
 
-        self._transport = Transport(resolve_process_group(process_group, rank, world_size))
+        self._process_group = resolve_process_group(process_group, rank, world_size)
+        self._transport = Transport(self._process_group, settings.patience)
         self._topology = resolve_topology(topology, self.world_size, local_world_size)
         self._layout = Layout(
-            bucket_cap_mb, self._transport.wire_device, comm_dtype, param_as_bucket_view
+            settings.bucket_cap_mb, self._transport.wire_device, comm_dtype, param_as_bucket_view
         )
-        settings = [f"{overlap=}", f"{sync_at_start=}", f"optimizer {type(optimizer).__name__}"]
-        self._agreement = Agreement(self._transport, self._topology, self._layout, settings)
+        lines = [*settings.lines(), f"optimizer {type(optimizer).__name__}"]
+        self._agreement = Agreement(self._transport, self._topology, self._layout, lines)
         named_buffers = [Named("buffer", str(i), tensor) for i, tensor in enumerate(buffers)]
         parameters = named_parameters(optimizer.param_groups)
-        check_memory(parameters)
+        check_tensors(parameters)
         self._agreement.check([*parameters, *named_buffers])
         schedule = self._topology.schedule(self.rank)
-        self._gossip = Gossip(self._transport, schedule, self._meter)
+        rules = Rules(on_nonfinite, repr(self._topology)).for_transport(self._transport)
+        self._gossip = Gossip(self._transport, schedule, rules, self._meter)
         if comm_dtype is not None and any(group.size > 2 for group in schedule):
             logger.warning(
                 "rank {}: comm_dtype={} saves nothing in groups of more than two, which {!r} has",
@@ -127,7 +152,7 @@ class DecentOptimWrapper(OptimizerFacade):
             # Frozen parameters are then not the same everywhere.
             extra += [p.tensor for p in parameters if not p.tensor.requires_grad]
         extra_buckets = plan_buckets(extra, self._layout._replace(as_view=False))
-        self._average = WorldAverage(self._transport, self._gossip, extra_buckets)
+        self._average = WorldAverage(self._transport, self._gossip, rules, extra_buckets)
         logger.info("{!r}", self)
 
     @property
@@ -160,14 +185,20 @@ class DecentOptimWrapper(OptimizerFacade):
 
         Returns:
             What the closure returned.
+
+        Raises:
+            PeerError: a peer was lost; nothing of the round was mixed.
+            CallOrderError: a peer is in another method or round.
+            NonFiniteError: a rank of the group has NaN or infinity in its parameters.
         """
+        Join.notify_join_context(self)
         self._meter.reset()
         splits = self._local_update.splits
         loss = None
-        if closure is not None and (self._overlap or splits):
+        if closure is not None and (self._settings.overlap or splits):
             with torch.enable_grad():
                 loss, closure = closure(), None
-        self._check_storage()
+        self._check_parameters()
         self._drop_what_an_average_replaced()
         if splits:
             self._step_by_bucket()
@@ -177,27 +208,29 @@ class DecentOptimWrapper(OptimizerFacade):
                 result = self._local_update.whole(closure, self._scaling())
             loss = result if loss is None else loss
             self._gossip.launch()
-        if not self._overlap:
+        if not self._settings.overlap:
             self._gossip.finish()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base and gossip its parameters from the next round on; collective."""
+        self._gossip.announce(Call.REGROUP)
         before = len(named_parameters(self.param_groups))
         self._optimizer.add_param_group(param_group)
         parameters = named_parameters(self.param_groups)
         try:
-            check_memory(parameters)
+            check_tensors(parameters)
             self._agreement.check(parameters)
         except ValueError:
             self.param_groups.pop()
             raise
-        if self._sync_at_start:
+        if self._settings.sync_at_start:
             self._agreement.broadcast(parameters[before:])
         self._take_in(parameters)
 
     def rebuild_buckets(self) -> None:
         """Gossip what was unfrozen since, too, from the next round on; collective."""
+        self._gossip.announce(Call.REGROUP)
         parameters = named_parameters(self.param_groups)
         self._agreement.check(parameters)
         self._take_in(parameters)
@@ -255,6 +288,7 @@ class DecentOptimWrapper(OptimizerFacade):
 
     def consensus_distance(self) -> float:
         """Root mean square over the ranks of ||x_i - mean(x)||_2; collective."""
+        self._gossip.announce(Call.CONSENSUS_DISTANCE)
         return metrics.consensus_distance(self._gossip.buckets, self._transport)
 
     def stats(self) -> StepStats:
@@ -294,7 +328,7 @@ class DecentOptimWrapper(OptimizerFacade):
             f"  topology: {self._topology!r}, period {self._topology.period}\n"
             f"  rank: {self.rank} of {self.world_size}\n"
             f"  buckets: {len(buckets)}, {size:.2f} MiB, cap {self._layout.cap_mb} MiB\n"
-            f"  overlap: {self._overlap}\n"
+            f"  overlap: {self._settings.overlap}\n"
             f")"
         )
 
@@ -311,16 +345,39 @@ class DecentOptimWrapper(OptimizerFacade):
             # The plan of a new wrapper on the same groups: a resumed run sums in the same order.
             self._gossip.replan(plan_buckets(wanted.values(), self._layout))
 
-    def _check_storage(self) -> None:
+    def join_hook(self, **kwargs: Any) -> IdleRounds:
+        """What torch.distributed.algorithms.Join runs on a rank whose data has ended."""
+        return IdleRounds(self._idle_step)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where Join counts the ranks that still have data."""
+        return self._transport.control_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks among which Join counts."""
+        return self._process_group
+
+    def _idle_step(self) -> None:
+        """One round without a local update."""
+        self._drop_what_an_average_replaced()
+        self._gossip.finish()
+        self._gossip.launch()
+        if not self._settings.overlap:
+            self._gossip.finish()
+
+    def _check_parameters(self) -> None:
+        """Notice what was done to parameters since the wrapper was built."""
         strays = {id(tensor) for bucket in self._gossip.buckets for tensor in bucket.strays()}
-        if not strays:
-            return
-        names = [p.name for p in named_parameters(self.param_groups) if id(p.tensor) in strays]
-        raise RuntimeError(
-            f"rank {self.rank}: expected the parameters as they were when the wrapper was built, "
-            f"but the storage of {', '.join(names)} was replaced or converted; move and convert "
-            f"the model before building the wrapper, and change values in place"
-        )
+        if strays:
+            names = [p.name for p in named_parameters(self.param_groups) if id(p.tensor) in strays]
+            raise RuntimeError(
+                f"rank {self.rank}: expected the parameters as they were when the wrapper was "
+                f"built, but the storage of {', '.join(names)} was replaced or converted; move and "
+                f"convert the model before building the wrapper, and change values in place"
+            )
+        check_gradients(self.param_groups, self.rank)
 
     def _drop_what_an_average_replaced(self) -> None:
         if self._average.revertible:
@@ -339,25 +396,3 @@ class DecentOptimWrapper(OptimizerFacade):
     def _scaling(self) -> Scaling:
         # GradScaler sets the two attributes around its call of step().
         return Scaling(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
-
-
-def _check_layout(bucket_cap_mb: float, comm_dtype: torch.dtype | None) -> None:
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb must be above 0 MiB, got {bucket_cap_mb}")
-    if comm_dtype not in (None, torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"comm_dtype expects torch.bfloat16, torch.float16 or None, got {comm_dtype}"
-        )
-
-
-def _check_base(optimizer: Optimizer, overlap: bool) -> None:
-    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DecentOptimWrapper):
-        raise TypeError(
-            f"optimizer expects a torch.optim.Optimizer that is not wrapped yet, "
-            f"got {type(optimizer).__name__}"
-        )
-    if overlap and isinstance(optimizer, LBFGS):
-        raise ValueError(
-            "LBFGS evaluates its closure several times per step, which overlap=True cannot do: the "
-            "gradient belongs to the parameters before the mixing; pass overlap=False"
-        )

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -56,11 +56,16 @@ def run_threads(world_size: int, main: Callable[[int, dist.ProcessGroup], Result
 
 
 def run_processes(
-    world_size: int, main: Callable[..., Result], *args: Any, local_world_size: int | None = None
+    world_size: int,
+    main: Callable[..., Result],
+    *args: Any,
+    local_world_size: int | None = None,
+    lost: Collection[int] = (),
 ) -> list[Result]:
     """Run `main(rank, *args)` on processes with torchrun's environment; results by rank.
 
-    `main` initialises the process group itself, as a user's script does.
+    `main` initialises the process group itself, as a user's script does. The ranks in `lost` are
+    not expected to return, and are left out of the results.
     """
     # The launcher holds the store, as torchrun's agent does: no port to guess, none to lose.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -80,14 +85,20 @@ def run_processes(
     for worker in workers:
         worker.start()
     collected: dict[int, Any] = {}
-    for _ in workers:
-        rank, value, error = results.get(timeout=90)
-        assert error is None, f"rank {rank} raised:\n{error}"
-        collected[rank] = value
-    for worker in workers:
-        worker.join(30)
-    assert [worker.exitcode for worker in workers] == [0] * world_size
-    return [collected[rank] for rank in range(world_size)]
+    kept = [rank for rank in range(world_size) if rank not in lost]
+    try:
+        while len(collected) < len(kept):
+            rank, value, error = results.get(timeout=90)
+            assert error is None or rank in lost, f"rank {rank} raised:\n{error}"
+            if rank not in lost:
+                collected[rank] = value
+        for rank in kept:
+            workers[rank].join(30)
+        assert [workers[rank].exitcode for rank in kept] == [0] * len(kept)
+    finally:
+        for rank in lost:
+            workers[rank].kill()
+    return [collected[rank] for rank in kept]
 
 
 def _worker(rank: int, env: dict[str, str], results: Any, main: Any, args: Any) -> None:

@@ -61,7 +61,7 @@ def freeze(params: list[Tensor]) -> list[Tensor]:
         (lambda params: [*params[:2], params[3], params[2], params[4]], "parameter 0.2"),
         (change_shape, "parameter 0.2: torch.float64 (6, 5)"),
         (change_dtype, "parameter 0.2: torch.float32 (5, 6)"),
-        (freeze, "parameter 0.2: torch.float64 (5, 6), frozen"),
+        (freeze, "parameter 0.2: torch.float64 (5, 6) on cpu, frozen"),
     ],
     ids=["count", "missing", "order", "shape", "dtype", "frozen"],
 )
@@ -74,7 +74,7 @@ def test_every_rank_names_the_rank_and_parameter_that_differ(
     for rank, text in enumerate(texts):
         assert "rank 2 has <" in text
         assert words in text
-        assert "rank 0 has <parameter 0.2: torch.float64 (5, 6)>" in text
+        assert "rank 0 has <parameter 0.2: torch.float64 (5, 6) on cpu>" in text
         assert f"seen on rank {rank}" in text
 
 

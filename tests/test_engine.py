@@ -324,7 +324,7 @@ def test_stats_count_the_bytes_and_seconds_of_the_last_step(
             assert stats.buckets == 5
             assert stats.mix_seconds > 0
             assert stats.update_seconds > 0
-            assert stats.wait_seconds > 0
+            assert (stats.wait_seconds > 0) == (step > 0)
 
     run_threads(2, main)
 
@@ -407,7 +407,7 @@ def test_wire_buffers_stay_within_their_limit(
     for rounds, averaged, after in run_threads(4, main):
         assert 0 < rounds <= limit + 0.01
         assert averaged == pytest.approx(rounds + 1, abs=0.01)
-        assert after == rounds
+        assert after == pytest.approx(rounds, abs=0.01)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -52,7 +52,7 @@ def test_the_published_arguments_keep_names_and_order() -> None:
     assert names == [
         *("optimizer", "rank", "world_size", "local_world_size", "topology", "bucket_cap_mb"),
         *("overlap", "process_group", "buffers", "sync_at_start"),
-        *("comm_dtype", "param_as_bucket_view", "split_update"),
+        *("comm_dtype", "param_as_bucket_view", "split_update", "timeout", "on_nonfinite"),
     ]
     wrapper = DecentOptimWrapper(
         optimizer=sgd(make_params()),

@@ -1,0 +1,263 @@
+"""One round on the wire: posted bucket by bucket, received as a whole, mixed bucket by bucket."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch import Tensor
+
+from decent_optim_wrapper._bucket import Bucket
+from decent_optim_wrapper._flat import Flat, is_finite
+from decent_optim_wrapper._header import Header
+from decent_optim_wrapper._meter import Meter
+from decent_optim_wrapper._transport import Heard, Transport
+from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
+from decent_optim_wrapper.topo import Group
+
+# Tags of an exchange: two for small messages, then one for each bucket.
+_HEADER_TAG, _FLAGS_TAG, _FIRST_BUCKET_TAG = 0, 1, 2
+
+
+class Rules(NamedTuple):
+    """What a round needs to know beside its number and group.
+
+    Args:
+        on_nonfinite: what happens to parameters that are not finite: "raise", "skip" or "ignore".
+        topology: what errors call the topology.
+    """
+
+    on_nonfinite: str
+    topology: str
+
+    @property
+    def checks(self) -> bool:
+        """Whether parameters are looked at before they are mixed."""
+        return self.on_nonfinite != "ignore"
+
+    def for_transport(self, transport: Transport) -> Rules:
+        """The rules that can be kept: what is not finite has to be told to the others."""
+        if not self.checks or transport.tells:
+            return self
+        logger.warning(
+            'rank {}: on_nonfinite needs a CPU backend in the process group ("cpu:gloo,cuda:nccl")'
+            "; parameters are not looked at",
+            transport.rank,
+        )
+        return self._replace(on_nonfinite="ignore")
+
+
+class _Exchange(NamedTuple):
+    """A bucket whose parameters are on the wire, and how to mix in what arrives.
+
+    x <- x + weight * (arriving - base), with base = x, or what x was rounded to.
+    """
+
+    position: int
+    works: list[dist.Work]
+    arriving: Flat
+    weight: float
+    rounded: Flat | None = None
+
+
+class Round:
+    """One round of one rank, from its launch to its mixing.
+
+    Args:
+        header: the method that launches it, and its number; the same on all ranks.
+        group: the ranks that mix.
+        transport: how to reach them.
+        rules: see there.
+        meter: told of every wait, every copy and all bytes.
+    """
+
+    def __init__(
+        self, header: Header, group: Group, transport: Transport, rules: Rules, meter: Meter
+    ) -> None:
+        self.group = group
+        self._peers = tuple(rank for rank in group.ranks if rank != transport.rank)
+        self._header = header
+        self._transport = transport
+        self._rules = rules
+        self._meter = meter
+        self._exchanges: dict[Bucket, _Exchange] = {}
+        # 1 for each bucket that leaves with finite values, and the same of every rank of the group.
+        self._finite: list[int] = []
+        self._finite_of: dict[int, list[int]] = {}
+        # What could not be posted is told when the round is received: there it can be handled.
+        self._failure: RuntimeError | None = None
+        # Before the buckets: a group that sums would take anything for the first of them.
+        self._headers = self._tell(self._header.encode(), _HEADER_TAG)
+        self._flags: list[Heard] = []
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets that were posted and are not mixed yet."""
+        return list(self._exchanges)
+
+    def post(self, bucket: Bucket) -> None:
+        """Pack a bucket and start its exchange; a rank alone exchanges nothing."""
+        if self.group.size == 1 or not bucket.numel or self._failure:
+            return
+        with self._meter.launch:
+            post = self._post_pair if self.group.size == 2 else self._post_group
+            try:
+                self._exchanges[bucket] = post(bucket)
+            except RuntimeError as error:
+                self._failure = error
+
+    def seal(self) -> None:
+        """Tell the group which buckets left with finite values, once all are posted."""
+        if self._exchanges and self._rules.checks:
+            self._flags = self._tell(torch.tensor(self._finite), _FLAGS_TAG)
+
+    def receive(self) -> None:
+        """Wait until everything has arrived; nothing is mixed. A second call returns at once.
+
+        Raises:
+            PeerError: a peer's part did not come.
+            CallOrderError: a peer is in another method or round.
+            NonFiniteError: there are parameters that are not finite, and the rules say so.
+        """
+        with self._meter.wait:
+            if self._failure:
+                raise self._lost(len(self._exchanges), self._peers) from self._failure
+            for rank, message in self._hear(self._headers, 0).items():
+                self._compare(message, rank)
+            self._headers = []
+            for index, exchange in enumerate(self._exchanges.values()):
+                self._wait(exchange.works, index, self._peers)
+            if self._flags:
+                self._finite_of = self._hear(self._flags, len(self._exchanges) - 1)
+                self._finite_of[self._transport.rank] = self._finite
+                self._flags = []
+                self._judge()
+
+    def mix(self, bucket: Bucket) -> None:
+        """Mix in what has arrived for the bucket."""
+        exchange = self._exchanges.get(bucket)
+        if exchange is None:
+            return
+        with self._meter.mix:
+            flags = self._finite_of.items()
+            left_out = [rank for rank, finite in flags if not finite[exchange.position]]
+            if self.group.size > 2:
+                exchange.arriving.data.div_(max(1, self.group.size - len(left_out)))
+            if len(left_out) == self.group.size:
+                return
+            if self._transport.rank in left_out:
+                bucket.unpack_(exchange.arriving)
+            elif self.group.size == 2 and left_out:
+                return
+            elif exchange.rounded is None:
+                bucket.mix_(exchange.arriving, exchange.weight)
+            else:
+                bucket.shift_(exchange.arriving, exchange.rounded, exchange.weight)
+
+    def abandon(self) -> None:
+        """Let go of everything on the wire, whatever becomes of it."""
+        self._exchanges.clear()
+        self._headers = self._flags = []
+
+    def _post_pair(self, bucket: Bucket) -> _Exchange:
+        outgoing, incoming = bucket.pair()
+        bucket.pack(outgoing)
+        self._note_finite(outgoing)
+        position = len(self._exchanges)
+        peer = next(rank for rank in self.group.ranks if rank != self._transport.rank)
+        works = self._transport.exchange(
+            outgoing.data, incoming.data, peer, _FIRST_BUCKET_TAG + position
+        )
+        self._meter.bytes_sent += outgoing.data.nbytes
+        rounded = outgoing if bucket.quantised else None
+        return _Exchange(position, works, incoming, 1 - self.group.self_weight, rounded)
+
+    def _post_group(self, bucket: Bucket) -> _Exchange:
+        """Sum over the group, to mix with its mean.
+
+        w x_i + (1-w)/(m-1) * sum of the others  =  x_i + m(1-w)/(m-1) * (mean - x_i)
+        """
+        size = self.group.size
+        flat = bucket.pack(bucket.summing())
+        if not self._note_finite(flat) and self._rules.on_nonfinite == "skip":
+            flat.data.zero_()
+        works = self._transport.all_reduce(flat.data, self.group.ranks)
+        self._meter.bytes_sent += 2 * (size - 1) * flat.data.nbytes // size
+        weight = size * (1 - self.group.self_weight) / (size - 1)
+        return _Exchange(len(self._exchanges), works, flat, weight)
+
+    def _note_finite(self, flat: Flat) -> bool:
+        finite = not self._rules.checks or is_finite(flat.data)
+        self._finite.append(int(finite))
+        return finite
+
+    def _judge(self) -> None:
+        """Raise or report where parameters are not finite."""
+        bad = sorted(rank for rank, finite in self._finite_of.items() if not all(finite))
+        if not bad:
+            return
+        if self._rules.on_nonfinite == "raise":
+            raise nonfinite_error(bad, self._transport.rank, f"round {self._header.round}")
+        logger.warning(
+            "rank {} round {}: the parameters of ranks {} are not finite and are left out",
+            *(self._transport.rank, self._header.round, bad),
+        )
+
+    def _tell(self, message: Tensor, tag: int) -> list[Heard]:
+        if self.group.size == 1 or self._failure or not self._transport.tells:
+            return []
+        try:
+            return self._transport.tell(message, self.group.ranks, tag)
+        except RuntimeError as error:
+            self._failure = error
+            return []
+
+    def _hear(self, heard: list[Heard], bucket: int) -> dict[int, list[int]]:
+        for each in heard:
+            self._wait(each.works, bucket, each.suspects)
+        return {each.rank: each.message.tolist() for each in heard}
+
+    def _compare(self, message: list[int], rank: int) -> None:
+        try:
+            self._header.check(message, rank, self._transport.rank)
+        except CallOrderError:
+            # The others wait for this rank in vain from now on: let them notice.
+            self.abandon()
+            self._transport.hang_up()
+            raise
+
+    def _wait(self, works: list[dist.Work], bucket: int, suspects: tuple[int, ...]) -> None:
+        try:
+            self._transport.wait(works)
+        except RuntimeError as error:
+            raise self._lost(bucket, suspects) from error
+
+    def _lost(self, bucket: int, suspects: tuple[int, ...]) -> PeerError:
+        """The error of a round whose bucket did not arrive."""
+        own = self._transport.rank
+        # Those who wait for this rank need not wait for their timeout.
+        self.abandon()
+        self._transport.hang_up()
+        lost = self._transport.missing(suspects, self._header.round)
+        named = f"rank {lost[0]}" if len(lost) == 1 else f"one of the ranks {lost}"
+        return PeerError(
+            f"rank {own}: lost {named} in round {self._header.round}, bucket {bucket}, group "
+            f"{self.group.ranks} of {self._rules.topology}; look there for the first error. The "
+            f"parameters are as they were before this round was mixed: restart from a checkpoint, "
+            f'or let the others go on with on_peer_failure="continue"',
+            rank=lost[0] if len(lost) == 1 else None,
+            round=self._header.round,
+            bucket=bucket,
+        )
+
+
+def nonfinite_error(bad: list[int], own_rank: int, where: str) -> NonFiniteError:
+    """The error on every rank that would have taken them in."""
+    return NonFiniteError(
+        f"rank {own_rank}: expected finite parameters in {where}, but those of ranks {bad} hold "
+        f"NaN or infinity; nothing was mixed. Look for the overflow there (learning rate, loss "
+        f'scale, data), or leave such ranks out of a round with on_nonfinite="skip"',
+        bad,
+    )

@@ -1,0 +1,106 @@
+"""The wrapper's options: checked one by one, and told to the other ranks."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import LBFGS, Optimizer
+
+from decent_optim_wrapper._facade import OptimizerFacade
+
+ON_NONFINITE = ("raise", "skip", "ignore")
+
+
+class Settings(NamedTuple):
+    """Options in which the ranks must agree; what they mean is in `DecentOptimWrapper`."""
+
+    bucket_cap_mb: float
+    overlap: bool
+    sync_at_start: bool
+    comm_dtype: torch.dtype | None
+    param_as_bucket_view: bool
+    timeout: timedelta | float | None
+    on_nonfinite: str
+
+    @property
+    def patience(self) -> timedelta | None:
+        """The timeout as a timedelta."""
+        if self.timeout is None or isinstance(self.timeout, timedelta):
+            return self.timeout
+        return timedelta(seconds=self.timeout)
+
+    def lines(self) -> list[str]:
+        """A line for each option."""
+        return [f"{name}={value!r}" for name, value in self._asdict().items()]
+
+    def check(self) -> Settings:
+        """Return the settings, if each is what it should be.
+
+        Raises:
+            TypeError: one is of the wrong type.
+            ValueError: one is out of range.
+        """
+        for name in ("overlap", "sync_at_start", "param_as_bucket_view"):
+            _expect(isinstance(getattr(self, name), bool), f"{name} expects a bool", self._of(name))
+        _check_positive("bucket_cap_mb", "MiB", self.bucket_cap_mb)
+        if self.timeout is not None:
+            _expect(
+                isinstance(self.timeout, (timedelta, numbers.Real)),
+                "timeout expects a timedelta, seconds or None",
+                self.timeout,
+            )
+            seconds = self.timeout
+            if isinstance(seconds, timedelta):
+                seconds = seconds.total_seconds()
+            _check_positive("timeout", "seconds", seconds)
+        if self.comm_dtype not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"comm_dtype expects torch.bfloat16, torch.float16 or None, got {self.comm_dtype}"
+            )
+        if self.on_nonfinite not in ON_NONFINITE:
+            raise ValueError(
+                f"on_nonfinite expects one of {ON_NONFINITE}, got {self.on_nonfinite!r}"
+            )
+        return self._replace(bucket_cap_mb=float(self.bucket_cap_mb))
+
+    def _of(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+def check_base(optimizer: Any, overlap: bool) -> None:
+    """Make sure that the base can be wrapped.
+
+    Raises:
+        TypeError: not an optimizer.
+        ValueError: it has no parameters, or does not work with `overlap`.
+    """
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, OptimizerFacade):
+        raise TypeError(
+            f"optimizer expects a torch.optim.Optimizer that is not wrapped yet, "
+            f"got {type(optimizer).__name__}"
+        )
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise ValueError(
+            f"optimizer expects parameters to train, got a {type(optimizer).__name__} without any"
+        )
+    if overlap and isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "LBFGS evaluates its closure several times per step, which overlap=True cannot do: the "
+            "gradient belongs to the parameters before the mixing; pass overlap=False"
+        )
+
+
+def _expect(condition: bool, text: str, value: Any) -> None:
+    if not condition:
+        raise TypeError(f"{text}, got {value!r}")
+
+
+def _check_positive(name: str, unit: str, value: Any) -> None:
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    _expect(real, f"{name} expects a number of {unit}", value)
+    if not value > 0 or math.isinf(value):
+        raise ValueError(f"{name} must be above 0 {unit} and finite, got {value}")

@@ -1,0 +1,47 @@
+"""What can go wrong between ranks, as exceptions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PeerError(RuntimeError):
+    """A peer died, stopped or ended: its part of a round, or of a collective, did not come.
+
+    The parameters are as they were before the failed round was mixed.
+
+    Args:
+        text: what was expected, what came, and what to do.
+        rank: the peer that was lost; None where it is not known which one.
+        round: the round that failed; None outside of rounds.
+        bucket: index of the first bucket that did not arrive; None outside of rounds.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        rank: int | None = None,
+        round: int | None = None,
+        bucket: int | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.round = round
+        self.bucket = bucket
+
+
+class CallOrderError(RuntimeError):
+    """The ranks called different methods, or the same ones a different number of times."""
+
+
+class NonFiniteError(RuntimeError):
+    """Parameters that were to be mixed hold NaN or infinity.
+
+    Args:
+        text: what was expected, what came, and what to do.
+        ranks: whose parameters they are.
+    """
+
+    def __init__(self, text: str, ranks: Sequence[int]) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)

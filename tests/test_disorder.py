@@ -1,0 +1,262 @@
+"""Ranks that call different things, and parameters that are not finite: found within the round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
+from ranks import run_threads
+from torch import Tensor, nn
+
+from decent_optim_wrapper import CallOrderError, DecentOptimWrapper, NonFiniteError, PeerError
+
+PATIENCE = 3.0
+
+
+def wrap(params: list[Tensor], group: dist.ProcessGroup | None = None, **kw: Any) -> Any:
+    kw.setdefault("bucket_cap_mb", TINY_CAP_MB)
+    kw.setdefault("timeout", PATIENCE)
+    return DecentOptimWrapper(kw.pop("base", None) or sgd(params), process_group=group, **kw)
+
+
+OTHER_CALLS: dict[str, Callable[[Any], object]] = {
+    "global_avg()": lambda optimizer: optimizer.global_avg(),
+    "consensus_distance()": lambda optimizer: optimizer.consensus_distance(),
+    "add_param_group()": lambda optimizer: optimizer.rebuild_buckets(),
+}
+
+
+@pytest.mark.parametrize("call", OTHER_CALLS)
+@pytest.mark.parametrize("topology", ["ring", "complete", "hypercuboid"])
+def test_a_rank_in_another_method_is_found_within_the_round(topology: str, call: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params()
+        optimizer = wrap(params, group, topology=topology)
+        for step in range(2):
+            backward(params, rank, step)
+            optimizer.step()
+
+        def go_on() -> None:
+            for step in range(2, 20):
+                if rank == 1 and step == 3:
+                    OTHER_CALLS[call](optimizer)
+                backward(params, rank, step)
+                optimizer.step()
+
+        with pytest.raises((CallOrderError, PeerError)) as caught:
+            go_on()
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    texts = run_threads(4, main)
+    assert texts[1].startswith("CallOrderError")
+    assert "as here, but it is in step()" in texts[1]
+    theirs = [text for text in texts if text.startswith("CallOrderError") and call in text]
+    assert len(theirs) >= 2
+    assert any("expected rank 1 in step()" in text for text in theirs)
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_a_skipped_step_is_found_at_the_next_average(topology: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params()
+        optimizer = wrap(params, group, topology=topology)
+
+        def go_on() -> None:
+            for step in range(4):
+                backward(params, rank, step)
+                if (rank, step) != (2, 1):
+                    optimizer.step()
+            optimizer.global_avg()
+
+        with pytest.raises((CallOrderError, PeerError)) as caught:
+            go_on()
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    texts = run_threads(4, main)
+    assert sum("CallOrderError" in text for text in texts) >= 1
+    assert any("step() equally often" in text for text in texts)
+
+
+BAD = 2
+
+
+def spoil(params: list[Tensor]) -> None:
+    with torch.no_grad():
+        params[2][0, 0] = float("nan")
+        params[4][0, 0, 0] = float("inf")
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_non_finite_parameters_raise_on_every_rank_of_the_group(topology: str, views: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> bool:
+        params = make_params()
+        optimizer = wrap(params, group, topology=topology, param_as_bucket_view=views)
+        backward(params, rank, 0)
+        optimizer.step()
+        optimizer.synchronize()
+        if rank == BAD:
+            spoil(params)
+        before = flatten(params)
+        optimizer.step()
+        partner = topology == "complete" or rank in (1, 2)
+        if not partner:
+            optimizer.synchronize()
+            return bool(flatten(params).isfinite().all())
+        after = flatten(params)
+        with pytest.raises(NonFiniteError, match=r"those of ranks \[2\] hold NaN") as caught:
+            optimizer.step()
+        assert caught.value.ranks == (BAD,)
+        torch.testing.assert_close(flatten(params), after, rtol=0, atol=0, equal_nan=True)
+        assert not torch.equal(before, after)
+        return bool(flatten(params).isfinite().all())
+
+    assert run_threads(4, main) == [rank != BAD for rank in range(4)]
+
+
+@pytest.mark.parametrize("mode", ["copies", "views", "bf16"])
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_a_rank_that_is_not_finite_is_left_out_and_healed_by_the_others(
+    topology: str, mode: str
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params(seed=rank)
+        optimizer = wrap(
+            params,
+            group,
+            topology=topology,
+            on_nonfinite="skip",
+            sync_at_start=False,
+            base=torch.optim.SGD(params, lr=0.0),
+            param_as_bucket_view=mode == "views",
+            comm_dtype=torch.bfloat16 if mode == "bf16" else None,
+        )
+        optimizer.step()
+        optimizer.synchronize()
+        if rank == BAD:
+            spoil(params)
+        before = flatten(params)
+        for _ in range(1):
+            optimizer.step()
+        optimizer.synchronize()
+        return before, flatten(params)
+
+    rows = run_threads(4, main)
+    assert not rows[BAD][0].isfinite().all()
+    for _, after in rows:
+        assert after.isfinite().all()
+    good = torch.stack([row[0] for rank, row in enumerate(rows) if rank != BAD])
+    tainted = ~rows[BAD][0].isfinite()
+    for rank, (before, after) in enumerate(rows):
+        if topology == "complete":
+            expected = good.mean(dim=0)
+        else:
+            expected = rows[1][0] if rank in (1, 2) else before
+        tolerance = 0.02 if mode == "bf16" else 1e-12
+        if topology == "complete" or rank in (1, 2):
+            torch.testing.assert_close(after[tainted], expected[tainted], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_an_average_takes_in_only_what_is_finite(policy: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, on_nonfinite=policy, sync_at_start=False)
+        if rank == BAD:
+            spoil(params)
+        before = flatten(params)
+        if policy == "raise":
+            with pytest.raises(NonFiniteError, match=r"in global_avg\(\), but .* ranks \[2\]"):
+                optimizer.global_avg()
+            torch.testing.assert_close(flatten(params), before, rtol=0, atol=0, equal_nan=True)
+            return before
+        with optimizer.averaged():
+            average = flatten(params)
+        torch.testing.assert_close(flatten(params), before, rtol=0, atol=0, equal_nan=True)
+        return average
+
+    rows = run_threads(4, main)
+    if policy == "skip":
+        assert all(torch.equal(row, rows[0]) and row.isfinite().all() for row in rows)
+
+
+def test_without_the_check_nan_spreads() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> bool:
+        params = make_params()
+        optimizer = wrap(params, group, topology="ring", on_nonfinite="ignore")
+        if rank == BAD:
+            spoil(params)
+        optimizer.step()
+        optimizer.synchronize()
+        return bool(flatten(params).isfinite().all())
+
+    assert run_threads(4, main) == [True, False, False, True] or run_threads(4, main) == [
+        *(True, True, False, False)
+    ]
+
+
+def sparse_parameter() -> Any:
+    return DecentOptimWrapper(
+        torch.optim.SGD([nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)])
+    )
+
+
+def sparse_gradient() -> None:
+    embedding = nn.Embedding(5, 2, sparse=True)
+    optimizer = DecentOptimWrapper(torch.optim.SGD(embedding.parameters(), lr=0.1))
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer.step()
+
+
+def emptied() -> Any:
+    base = sgd(make_params())
+    base.param_groups[0]["params"] = []
+    return DecentOptimWrapper(base)
+
+
+def meta() -> Any:
+    return DecentOptimWrapper(torch.optim.SGD([torch.zeros(3, device="meta", requires_grad=True)]))
+
+
+MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "cap of a wrong type": (lambda: wrap(make_params(), bucket_cap_mb="25"), TypeError, "MiB"),
+    "negative cap": (lambda: wrap(make_params(), bucket_cap_mb=-1), ValueError, "above 0 MiB"),
+    "cap that is no number": (
+        lambda: wrap(make_params(), bucket_cap_mb=float("nan")),
+        ValueError,
+        "above 0 MiB and finite, got nan",
+    ),
+    "infinite cap": (lambda: wrap(make_params(), bucket_cap_mb=float("inf")), ValueError, "finite"),
+    "overlap": (lambda: wrap(make_params(), overlap="yes"), TypeError, "overlap expects a bool"),
+    "timeout of a wrong type": (lambda: wrap(make_params(), timeout="1s"), TypeError, "timedelta"),
+    "negative timeout": (lambda: wrap(make_params(), timeout=-1), ValueError, "above 0 seconds"),
+    "policy": (lambda: wrap(make_params(), on_nonfinite="warn"), ValueError, "'skip', 'ignore'"),
+    "emptied optimizer": (emptied, ValueError, "expects parameters to train, got a SGD"),
+    "sparse parameter": (sparse_parameter, ValueError, "0.0 is torch.sparse_coo"),
+    "meta parameter": (meta, ValueError, "0.0 is on the meta device"),
+    "sparse gradient": (sparse_gradient, RuntimeError, "that of 0.0 is torch.sparse_coo"),
+    "wrapped twice": (
+        lambda: DecentOptimWrapper(DecentOptimWrapper(sgd(make_params()))),
+        TypeError,
+        "not wrapped yet, got DecentOptimWrapper",
+    ),
+    "no optimizer": (lambda: DecentOptimWrapper(make_params()), TypeError, "got list"),  # type: ignore[arg-type]
+    "process group": (
+        lambda: wrap(make_params(), "world"),  # type: ignore[arg-type]
+        TypeError,
+        "process_group expects a torch.distributed.ProcessGroup",
+    ),
+    "topology": (lambda: wrap(make_params(), topology=3), TypeError, "a name or a Topology"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_clear_error(mistake: str) -> None:
+    make, kind, words = MISTAKES[mistake]
+    with pytest.raises(kind) as caught:
+        make()
+    assert words in str(caught.value)
