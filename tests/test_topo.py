@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from decent_optim_wrapper import Group, Topology, TopologyFactory
+from decent_optim_wrapper.topo import Hierarchical, RandomMatching
 from decent_optim_wrapper.topo._base import REGISTRY
 
 BUILT_IN = ("complete", "ring", "one-peer-exp", "alternating-exp-ring")
@@ -203,6 +204,75 @@ def test_a_taken_name_is_refused_unless_overwritten(registry: None) -> None:
     assert isinstance(TopologyFactory.create("complete", 4), ring)
     with pytest.raises(TypeError, match="subclass of Topology"):
         TopologyFactory.add_topology("mine", int)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", list(REGISTRY))
+def test_a_topology_that_has_let_go_of_its_schedules_builds_the_same_ones_again(name: str) -> None:
+    topology = TopologyFactory.create(name, 8, 2)
+
+    def everything() -> list[object]:
+        phases = range(topology.period)
+        return [
+            [topology.schedule(rank) for rank in range(8)],
+            [topology.groups(phase) for phase in phases],
+            [topology.mixing_matrix(phase).tolist() for phase in phases],
+            topology.digest,
+        ]
+
+    before = everything()
+    for _ in range(2):
+        topology.release()
+        assert not [value for value in vars(topology).values() if isinstance(value, tuple | list)]
+        assert (topology.period, topology.world_size) == (len(topology.schedule(0)), 8)
+        assert everything() == before
+
+
+def test_a_digest_tells_ranks_and_weights_of_groups_apart() -> None:
+    def pair(weight: float) -> list[list[object]]:
+        return [[Group([0, 1], weight)], [Group([0, 1], weight)]]
+
+    tables: list[list[list[object]]] = [
+        pair(0.5),
+        pair(0.25),
+        [[[0]], [[1]]],
+        [[[0, 1], [0]], [[0, 1], [1]]],
+    ]
+    digests = [table_topology(table).digest for table in tables]
+    assert len(set(digests)) == len(tables)
+    assert table_topology(pair(0.5)).digest == digests[0]
+
+
+def test_topologies_are_built_on_the_cpu_whatever_the_default_device() -> None:
+    torch.set_default_device("meta")
+    try:
+        for name in REGISTRY:
+            assert TopologyFactory.create(name, 8, 2).mixing_matrix(0).device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
+
+
+def test_repr_shows_the_parameters_that_make_a_schedule() -> None:
+    assert repr(TopologyFactory.create("ring", 4)) == "Ring(world_size=4, local_world_size=1)"
+    assert repr(RandomMatching(4, seed=7, period=3)).endswith("size=1, seed=7, period=3)")
+    assert repr(Hierarchical(8, 2, inner="ring")).endswith("local_world_size=2, inner='ring')")
+    inner = RandomMatching(4, seed=7)
+    assert repr(Hierarchical(8, 2, inner=inner)).endswith(f"inner={inner!r})")
+
+
+def test_hierarchical_takes_an_instance_over_the_nodes() -> None:
+    inner = RandomMatching(4, seed=7, period=3)
+    topology = Hierarchical(8, 2, inner=inner)
+    assert topology.period == 6
+    for phase in range(3):
+        across = [group.ranks for group in topology.groups(2 * phase + 1)]
+        assert across == sorted(
+            tuple(2 * node + rank for node in group.ranks)
+            for group in inner.groups(phase)
+            for rank in range(2)
+        )
+    assert topology.digest != Hierarchical(8, 2, inner=RandomMatching(4, seed=8, period=3)).digest
+    with pytest.raises(ValueError, match="inner must be a topology of 4 nodes, got Random"):
+        Hierarchical(8, 2, inner=RandomMatching(8))
 
 
 def test_the_module_needs_no_distributed_package() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from decent_optim_wrapper.topo._base import REGISTRY, Topology, groups_by_rank
+from decent_optim_wrapper.topo._classic import EvenSizes
 from decent_optim_wrapper.topo._group import Group
 
 
@@ -27,18 +29,11 @@ class Hypercuboid(Topology):
         return groups_by_rank(phases, self._world_size)
 
 
-class BipartiteExponential(Topology):
+class BipartiteExponential(EvenSizes):
     """Even rank i with i + s mod n, for s = 1, -1, 3, -3, 5, -5, 9, -9, ... below n.
 
     Beyond 1 these are +-(1 + 2^k); shifts that are the same modulo n count once.
     """
-
-    condition = "an even world size"
-
-    @classmethod
-    def fits(cls, world_size: int, local_world_size: int = 1) -> bool:
-        """Even world sizes."""
-        return world_size % 2 == 0
 
     def assign_groups(self) -> Sequence[Sequence[Group]]:
         """Two phases per hop, there and back."""
@@ -92,6 +87,9 @@ class RandomMatching(Topology):
         self._rounds = period
         super().__init__(world_size, local_world_size)
 
+    def _parameters(self) -> dict[str, Any]:
+        return {"seed": self._seed, "period": self._rounds}
+
     def assign_groups(self) -> Sequence[Sequence[Group]]:
         """`period` random matchings."""
         draw = random.Random(self._seed)
@@ -114,13 +112,21 @@ class Hierarchical(Topology):
     Args:
         world_size: number of ranks.
         local_world_size: ranks per node.
-        inner: name of the topology over the nodes.
+        inner: the topology over the nodes, of one rank per node: a name or an instance.
+
+    Raises:
+        ValueError: also where the name is unknown, or the instance has another number of ranks
+            than there are nodes.
     """
 
     condition = "more than one node (world_size / local_world_size)"
 
     def __init__(
-        self, world_size: int, local_world_size: int = 1, *, inner: str = "hypercuboid"
+        self,
+        world_size: int,
+        local_world_size: int = 1,
+        *,
+        inner: str | Topology = "hypercuboid",
     ) -> None:
         self._inner = inner
         super().__init__(world_size, local_world_size)
@@ -133,11 +139,7 @@ class Hierarchical(Topology):
     def assign_groups(self) -> Sequence[Sequence[Group]]:
         """A phase inside the nodes before every phase of the inner topology."""
         local = self._local_world_size
-        if self._inner not in REGISTRY:
-            raise ValueError(
-                f"unknown inner topology {self._inner!r}; the known ones are {', '.join(REGISTRY)}"
-            )
-        nodes = REGISTRY[self._inner](self._world_size // local)
+        nodes = self._nodes()
         inside = [
             Group(range(node * local, (node + 1) * local)) for node in range(nodes.world_size)
         ]
@@ -150,6 +152,21 @@ class Hierarchical(Topology):
             ]
             phases += [inside, across] if local > 1 else [across]
         return _weighted_by_rank(phases, self._world_size)
+
+    def _parameters(self) -> dict[str, Any]:
+        return {"inner": self._inner}
+
+    def _nodes(self) -> Topology:
+        count = self._world_size // self._local_world_size
+        if isinstance(self._inner, Topology):
+            if self._inner.world_size != count:
+                raise ValueError(f"inner must be a topology of {count} nodes, got {self._inner!r}")
+            return self._inner
+        if self._inner not in REGISTRY:
+            raise ValueError(
+                f"unknown inner topology {self._inner!r}; the known ones are {', '.join(REGISTRY)}"
+            )
+        return REGISTRY[self._inner](count)
 
 
 def _weighted_by_rank(phases: Iterable[Iterable[Group]], world_size: int) -> list[list[Group]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,8 +43,8 @@ class Topology(ABC):
         alone = self._world_size == 1
         if not alone and not self.fits(self._world_size, self._local_world_size):
             raise ValueError(self._misfit())
-        table = [[[0]]] if alone else self.assign_groups()
-        self._schedules = _validated(table, self._world_size)
+        self._table: tuple[tuple[Group, ...], ...] | None = None
+        self._period = len(self._schedules[0])
 
     @abstractmethod
     def assign_groups(self) -> Sequence[Sequence[Group | Sequence[int]]]:
@@ -71,7 +73,28 @@ class Topology(ABC):
     @property
     def period(self) -> int:
         """Number of phases after which the schedule repeats."""
-        return len(self._schedules[0])
+        return self._period
+
+    @property
+    def _schedules(self) -> tuple[tuple[Group, ...], ...]:
+        """`groups[rank][phase]` of all ranks, proved to be partitions; built when missing."""
+        if self._table is None:
+            table = [[[0]]] if self._world_size == 1 else self.assign_groups()
+            self._table = _validated(table, self._world_size)
+        return self._table
+
+    def release(self) -> None:
+        """Let go of all schedules; whatever is asked of the topology next builds them again."""
+        self._table = None
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits that tell schedules apart: ranks and weights of all groups."""
+        digest = hashlib.sha256()
+        for phase in range(self._period):
+            groups = [(group.ranks, group.self_weight) for group in self.groups(phase)]
+            digest.update(repr(groups).encode())
+        return digest.hexdigest()[:16]
 
     def group_of(self, rank: int, round: int) -> Group:
         """The group that `rank` mixes with in `round`; the phase is ``round % period``."""
@@ -93,14 +116,18 @@ class Topology(ABC):
         Returns:
             float64 tensor of shape (world_size, world_size), symmetric and doubly stochastic.
         """
-        matrix = torch.eye(self._world_size, dtype=torch.float64)
+        matrix = torch.eye(self._world_size, dtype=torch.float64, device="cpu")
         for group in self.groups(round):
             if group.size == 1:
                 continue
-            index = torch.tensor(group.ranks)
+            index = torch.tensor(group.ranks, device="cpu")
             matrix[index.unsqueeze(1), index] = (1 - group.self_weight) / (group.size - 1)
             matrix[index, index] = group.self_weight
         return matrix
+
+    def _parameters(self) -> dict[str, Any]:
+        """The parameters besides the sizes, for `repr`."""
+        return {}
 
     def _misfit(self) -> str:
         sizes = (self._world_size, self._local_world_size)
@@ -111,9 +138,10 @@ class Topology(ABC):
         )
 
     def __repr__(self) -> str:
+        own = "".join(f", {name}={value!r}" for name, value in self._parameters().items())
         return (
             f"{type(self).__name__}(world_size={self._world_size}, "
-            f"local_world_size={self._local_world_size})"
+            f"local_world_size={self._local_world_size}{own})"
         )
 
 

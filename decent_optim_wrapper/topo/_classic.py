@@ -8,6 +8,17 @@ from decent_optim_wrapper.topo._base import Topology, groups_by_rank
 from decent_optim_wrapper.topo._group import Group
 
 
+class EvenSizes(Topology):
+    """What topologies have in common that pair every rank with one of the other parity."""
+
+    condition = "an even world size"
+
+    @classmethod
+    def fits(cls, world_size: int, local_world_size: int = 1) -> bool:
+        """Even world sizes."""
+        return world_size % 2 == 0
+
+
 class Complete(Topology):
     """All ranks average in every round: exact after one."""
 
@@ -16,15 +27,8 @@ class Complete(Topology):
         return groups_by_rank([[range(self._world_size)]], self._world_size)
 
 
-class Ring(Topology):
+class Ring(EvenSizes):
     """Neighbours on a ring: (0,1)(2,3)... in even rounds, (1,2)(3,4)...(n-1,0) in odd ones."""
-
-    condition = "an even world size"
-
-    @classmethod
-    def fits(cls, world_size: int, local_world_size: int = 1) -> bool:
-        """Even world sizes."""
-        return world_size % 2 == 0
 
     def assign_groups(self) -> Sequence[Sequence[Group]]:
         """Two phases of disjoint neighbour pairs."""

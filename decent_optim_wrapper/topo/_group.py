@@ -40,3 +40,10 @@ class Group:
     def size(self) -> int:
         """Number of ranks in the group."""
         return len(self.ranks)
+
+    @property
+    def copies_sent(self) -> float:
+        """Copies of the parameters that a member sends: 0, 1 in a pair, 2 (m - 1) / m as a ring."""
+        if self.size <= 2:
+            return float(self.size - 1)
+        return 2 * (self.size - 1) / self.size
