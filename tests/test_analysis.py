@@ -22,7 +22,7 @@ from decent_optim_wrapper.analysis import (
     steady_error,
 )
 from decent_optim_wrapper.simulation import simulate
-from decent_optim_wrapper.topo import Greedy, Hierarchical, RandomMatching, Topology
+from decent_optim_wrapper.topo import Hierarchical, RandomMatching, Topology
 
 BASE_2_ROUNDS = [1, 3, 2, 5, 4, 5, 3, 7, 6, 7, 5, 7, 6, 7, 4, 9]
 
@@ -94,28 +94,6 @@ def test_base_2_is_exact_after_the_known_number_of_rounds(n: int, rounds: int) -
 @pytest.mark.parametrize(("n", "rounds"), [(7, 1), (8, 3), (12, 3), (30, 3), (36, 4)])
 def test_the_hypercuboid_is_exact_after_its_prime_factors(n: int, rounds: int) -> None:
     assert rounds_to_consensus(TopologyFactory.create("hypercuboid", n)) == rounds
-
-
-@pytest.mark.parametrize(
-    ("n", "period"),
-    [(5, 2), (6, 2), (7, 2), (8, 3), (10, 5), (12, 8), (16, 4), (24, 10), (32, 5)],
-)
-def test_greedy_has_the_known_period_and_beats_or_ties_the_ring(n: int, period: int) -> None:
-    greedy = Greedy(n)
-    assert greedy.period == period
-    if n % 2 == 0:
-        ring = TopologyFactory.create("ring", n)
-        assert steady_error(greedy) <= steady_error(ring) + 1e-9
-
-
-def test_greedy_for_64_ranks_is_built_in_time_and_always_alike() -> None:
-    start = time.process_time()
-    one, other = Greedy(64), Greedy(64)
-    assert (time.process_time() - start) / 2 < 3
-    assert [one.groups(t) for t in range(one.period)] == [
-        other.groups(t) for t in range(other.period)
-    ]
-    assert Greedy(9).period > 1
 
 
 def test_random_matchings_follow_their_seed_and_contract_as_theory_has_it() -> None:
