@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,12 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, ModuleNotFoundError, OSError) as error:
         parser.error(str(error))
     if report is not None:
-        sys.stdout.write((json.dumps(report.data, indent=1) if args.json else report.text) + "\n")
+        sys.stdout.write(_text(report, args.json) + "\n")
     return 0
 
 
+def _text(report: _report.Report, as_json: bool) -> str:
+    return json.dumps(report.data, indent=1, allow_nan=False) if as_json else report.text
+
+
 def _topologies(args: argparse.Namespace) -> _report.Report:
-    return _report.topologies(args.world_size, args.local_world_size)
+    return _report.topologies(args.world_size, args.local_world_size, args.topology)
 
 
 def _show(args: argparse.Namespace) -> _report.Report:
@@ -72,6 +77,7 @@ def _simulate(args: argparse.Namespace) -> _report.Report:
             steps=args.steps,
             seed=args.seed,
         ),
+        args.topology,
     )
     if args.output is not None:
         from decent_optim_wrapper import _draw
@@ -84,6 +90,13 @@ def _comm(args: argparse.Namespace) -> _report.Report | None:
     from decent_optim_wrapper import _probe
 
     return _probe.run(args.mib, args.repeats)
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"expected a finite number, got {text!r}")
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     table = add("topologies", _topologies, "the topologies that fit, and why others do not")
     table.add_argument("--world-size", type=int, default=8)
     table.add_argument("--local-world-size", type=int, default=1)
+    table.add_argument("--topology", nargs="+", metavar="NAME", help="only these")
 
     show = add("show", _show, "draw the phases of a topology")
     show.add_argument("name")
@@ -109,18 +123,21 @@ def _parser() -> argparse.ArgumentParser:
     simulate = add("simulate", _simulate, "step times, and the speed-up over all-reduce (DDP)")
     simulate.add_argument("--world-size", type=int, nargs="+", default=[8])
     simulate.add_argument("--local-world-size", type=int, default=1)
-    simulate.add_argument("--compute-time", type=float, default=0.3, help="seconds per step")
-    simulate.add_argument("--jitter", type=float, default=0.03, help="standard deviation, seconds")
-    simulate.add_argument("--bandwidth", type=float, default=125e6, help="bytes per second")
-    simulate.add_argument("--latency", type=float, default=1e-4, help="seconds per message")
-    simulate.add_argument("--parameters", type=float, default=25e6, help="number of parameters")
-    simulate.add_argument("--bytes-per-parameter", type=float, default=4)
+    simulate.add_argument("--topology", nargs="+", metavar="NAME", help="only these")
+    simulate.add_argument("--compute-time", type=_number, default=0.3, help="seconds per step")
+    simulate.add_argument(
+        "--jitter", type=_number, default=0.03, help="standard deviation, seconds"
+    )
+    simulate.add_argument("--bandwidth", type=_number, default=125e6, help="bytes per second")
+    simulate.add_argument("--latency", type=_number, default=1e-4, help="seconds per message")
+    simulate.add_argument("--parameters", type=_number, default=25e6, help="number of parameters")
+    simulate.add_argument("--bytes-per-parameter", type=_number, default=4)
     simulate.add_argument("--steps", type=int, default=500)
     simulate.add_argument("--seed", type=int, default=0)
     simulate.add_argument("-o", "--output", type=Path, help="a .png or .svg file")
 
     comm = add("comm", _comm, "measure the links between the ranks; start it with torchrun")
-    comm.add_argument("--mib", type=float, default=8, help="size of the large message")
+    comm.add_argument("--mib", type=_number, default=8, help="size of the large message")
     comm.add_argument("--repeats", type=int, default=5)
     return parser
 

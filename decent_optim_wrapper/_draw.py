@@ -17,7 +17,7 @@ def phases(topology: Topology, name: str, path: Path) -> None:
 
     Raises:
         ModuleNotFoundError: matplotlib is missing.
-        ValueError: the file is neither .png nor .svg.
+        ValueError: the file is neither .png nor .svg, or its folder does not exist.
     """
     pyplot = _pyplot(path)
     n = topology.world_size
@@ -54,12 +54,13 @@ def speedups(data: Any, path: Path) -> None:
 
     Raises:
         ModuleNotFoundError: matplotlib is missing.
-        ValueError: the file is neither .png nor .svg.
+        ValueError: the file is neither .png nor .svg, or its folder does not exist.
     """
     pyplot = _pyplot(path)
     figure, axis = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for name in dict.fromkeys(row["topology"] for row in data["rows"]):
-        rows = [row for row in data["rows"] if row["topology"] == name]
+        known = [row for row in data["rows"] if row["speedup"] is not None]
+        rows = [row for row in known if row["topology"] == name]
         sizes, gains = [r["world_size"] for r in rows], [r["speedup"] for r in rows]
         axis.plot(sizes, gains, marker="o", label=name)
     axis.axhline(1, color="grey", linewidth=1)
@@ -73,6 +74,8 @@ def speedups(data: Any, path: Path) -> None:
 def _pyplot(path: Path) -> Any:
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"expected a .png or .svg file, got {path}")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} for {path.name}: create it first")
     try:
         import matplotlib
     except ModuleNotFoundError as error:
@@ -82,5 +85,4 @@ def _pyplot(path: Path) -> Any:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     return pyplot

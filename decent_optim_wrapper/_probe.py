@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -14,6 +15,7 @@ from decent_optim_wrapper._report import Report, columns
 from decent_optim_wrapper._transport import Transport
 
 _MIB = 1024 * 1024
+_LEAST_MIB = 0.001
 # A pair below this share of the median bandwidth is called slow.
 _SLOW = 0.7
 
@@ -29,15 +31,19 @@ def run(mib: float, repeats: int) -> Report | None:
         The report on rank 0, None on the others.
 
     Raises:
-        ValueError: not started by torchrun, or a single rank.
+        ValueError: a size or number of repeats that cannot be, not started by torchrun, or a
+            single rank.
     """
+    if not _LEAST_MIB <= mib < math.inf or repeats < 1:
+        raise ValueError(
+            f"expected a finite size of {_LEAST_MIB} MiB or more and 1 repeat or more, "
+            f"got {mib=}, {repeats=}"
+        )
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise ValueError(
             "comm measures between ranks: start it with "
             "`torchrun --nproc-per-node 4 -m decent_optim_wrapper comm`"
         )
-    if mib <= 0 or repeats < 1:
-        raise ValueError(f"expected a size above 0 and 1 repeat or more, got {mib=}, {repeats=}")
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(
         os.environ.get("LOCAL_WORLD_SIZE", "1")
     )

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from decent_optim_wrapper.analysis import (
-    bytes_per_round,
-    consensus_rate,
-    rounds_to_consensus,
-    steady_error,
-)
-from decent_optim_wrapper.simulation import simulate
-from decent_optim_wrapper.topo import Topology, TopologyFactory
+from decent_optim_wrapper._choice import choose
+from decent_optim_wrapper.analysis import Figures
+from decent_optim_wrapper.simulation import Simulation, simulate
+from decent_optim_wrapper.topo import Group, Topology
 
 
 class Report(NamedTuple):
@@ -34,83 +31,80 @@ class Cluster(NamedTuple):
     seed: int
 
 
-def topologies(world_size: int, local_world_size: int) -> Report:
-    """The table of those that fit, best first, and the reasons of those that do not."""
-    if world_size < 1 or local_world_size < 1 or world_size % local_world_size:
-        raise ValueError(
-            f"local_world_size must divide world_size, got {local_world_size} and {world_size}"
-        )
-    names = TopologyFactory.suggest(world_size, local_world_size)
-    rows = [_figures(n, TopologyFactory.create(n, world_size, local_world_size)) for n in names]
-    misfits = [
-        {"name": name, "needs": kind.condition}
-        for name, kind in TopologyFactory.registered()
-        if name not in names
-    ]
+def topologies(
+    world_size: int, local_world_size: int, names: Sequence[str] | None = None
+) -> Report:
+    """The table of those that fit, best first, and the reasons of those that are not in it.
+
+    Args:
+        world_size: number of ranks.
+        local_world_size: ranks per node.
+        names: of the topologies; None takes all but the slow.
+    """
+    choice = choose(world_size, local_world_size, names)
+    figures = [(name, topology, Figures(topology)) for name, topology in choice.fitting]
+    rows = [_Row.of(*known) for known in sorted(figures, key=lambda known: known[-1].cost)]
     header = (
         *("topology", "period", "group sizes", "rate", "rounds to consensus", "steady error"),
         *("copies sent, mean", "maximum"),
     )
-    table = columns([header, *(_cells(row) for row in rows)])
-    reasons = [f"{misfit['name']} does not fit: it needs {misfit['needs']}" for misfit in misfits]
+    table = columns([header, *(row.cells() for row in rows)])
     data = {
         "world_size": world_size,
         "local_world_size": local_world_size,
-        "topologies": rows,
-        "misfits": misfits,
+        "topologies": [row._asdict() for row in rows],
+        "misfits": [absent._asdict() for absent in choice.misfits],
+        "left_out": [absent._asdict() for absent in choice.left_out],
     }
-    return Report("\n".join([table, *reasons]), data)
+    return Report("\n".join([table, *choice.reasons()]), data)
 
 
 def phases(topology: Topology, name: str) -> Report:
     """The groups of every phase."""
-    listed = [[list(group.ranks) for group in topology.groups(t)] for t in range(topology.period)]
+    listed = [topology.groups(phase) for phase in range(topology.period)]
     lines = [f"{name}, {topology.world_size} ranks, period {topology.period}"]
-    for phase, groups in enumerate(listed):
-        drawn = "  ".join("-".join(map(str, group)) for group in groups)
-        lines.append(f"phase {phase}: {drawn}")
-    return Report("\n".join(lines), {"name": name, "phases": listed})
+    lines += [
+        f"phase {number}: {'  '.join(map(_drawn, phase))}" for number, phase in enumerate(listed)
+    ]
+    data = [
+        [{"ranks": group.ranks, "self_weight": group.self_weight} for group in phase]
+        for phase in listed
+    ]
+    return Report("\n".join(lines), {"name": name, "phases": data})
 
 
-def simulations(world_sizes: Sequence[int], local_world_size: int, cluster: Cluster) -> Report:
-    """Step times of every topology that fits, and the speed-up over all-reduce."""
-    rows: list[dict[str, Any]] = []
+def simulations(
+    world_sizes: Sequence[int],
+    local_world_size: int,
+    cluster: Cluster,
+    names: Sequence[str] | None = None,
+) -> Report:
+    """Step times of every topology that fits, and the speed-up over all-reduce.
+
+    Args:
+        world_sizes: numbers of ranks.
+        local_world_size: ranks per node.
+        cluster: what they run on.
+        names: as in `topologies`.
+    """
+    rows: list[_Pace] = []
+    reasons: dict[str, None] = {}
     for world_size in world_sizes:
-        for name, kind in TopologyFactory.registered():
-            if world_size < 1 or not kind.fits(world_size, local_world_size):
-                continue
-            topology = TopologyFactory.create(name, world_size, local_world_size)
-            paces = simulate(topology, *cluster)
-            rows.append(
-                {
-                    "world_size": world_size,
-                    "topology": name,
-                    "overlap_seconds": paces.overlap.step_time,
-                    "overlap_waiting": paces.overlap.waiting_share,
-                    "no_overlap_seconds": paces.no_overlap.step_time,
-                    "all_reduce_seconds": paces.all_reduce.step_time,
-                    "speedup": paces.all_reduce.step_time / paces.overlap.step_time,
-                }
-            )
-    if not rows:
-        raise ValueError(f"no topology fits world sizes {list(world_sizes)}")
+        choice = choose(world_size, local_world_size, names)
+        if not choice.fitting:
+            raise ValueError("; ".join(choice.reasons()))
+        reasons.update(dict.fromkeys(absent.reason() for absent in choice.left_out))
+        rows += [
+            _Pace.of(name, topology, simulate(topology, *cluster))
+            for name, topology in choice.fitting
+        ]
     header = (
         *("ranks", "topology", "gossip, ms", "waiting", "overlap=False, ms", "DDP, ms"),
         "speed-up over DDP",
     )
-    body = [
-        (
-            str(row["world_size"]),
-            str(row["topology"]),
-            f"{1000 * row['overlap_seconds']:.0f}",
-            f"{row['overlap_waiting']:.0%}",
-            f"{1000 * row['no_overlap_seconds']:.0f}",
-            f"{1000 * row['all_reduce_seconds']:.0f}",
-            f"{row['speedup']:.2f}",
-        )
-        for row in rows
-    ]
-    return Report(columns([header, *body]), {"cluster": cluster._asdict(), "rows": rows})
+    table = columns([header, *(row.cells() for row in rows)])
+    data = {"cluster": cluster._asdict(), "rows": [row._asdict() for row in rows]}
+    return Report("\n".join([table, *reasons]), data)
 
 
 def columns(rows: Iterable[Sequence[str]]) -> str:
@@ -121,30 +115,83 @@ def columns(rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def _figures(name: str, topology: Topology) -> dict[str, Any]:
-    sent = bytes_per_round(topology, 1)
-    sizes = {group.size for t in range(topology.period) for group in topology.groups(t)}
-    return {
-        "name": name,
-        "period": topology.period,
-        "group_sizes": sorted(sizes),
-        "consensus_rate": consensus_rate(topology),
-        "rounds_to_consensus": rounds_to_consensus(topology),
-        "steady_error": steady_error(topology),
-        "copies_mean": sent.mean,
-        "copies_maximum": sent.maximum,
-    }
+class _Row(NamedTuple):
+    """A topology in the table; None for infinite."""
+
+    name: str
+    period: int
+    group_sizes: list[int]
+    consensus_rate: float
+    rounds_to_consensus: int | None
+    steady_error: float | None
+    copies_mean: float
+    copies_maximum: float
+
+    @classmethod
+    def of(cls, name: str, topology: Topology, figures: Figures) -> _Row:
+        return cls(
+            name,
+            topology.period,
+            sorted({group.size for t in range(topology.period) for group in topology.groups(t)}),
+            figures.consensus_rate,
+            figures.rounds_to_consensus,
+            _finite(figures.steady_error),
+            *figures.copies_sent,
+        )
+
+    def cells(self) -> tuple[str, ...]:
+        exact, error = self.rounds_to_consensus, self.steady_error
+        return (
+            self.name,
+            str(self.period),
+            ", ".join(map(str, self.group_sizes)),
+            f"{self.consensus_rate:.3f}",
+            "never" if exact is None else str(exact),
+            "diverges" if error is None else f"{error:.3f}",
+            f"{self.copies_mean:.2f}",
+            f"{self.copies_maximum:.2f}",
+        )
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    exact = row["rounds_to_consensus"]
-    return (
-        str(row["name"]),
-        str(row["period"]),
-        ", ".join(map(str, row["group_sizes"])),
-        f"{row['consensus_rate']:.3f}",
-        "never" if exact is None else str(exact),
-        f"{row['steady_error']:.3f}",
-        f"{row['copies_mean']:.2f}",
-        f"{row['copies_maximum']:.2f}",
-    )
+class _Pace(NamedTuple):
+    """A topology at a world size in the table of step times."""
+
+    world_size: int
+    topology: str
+    overlap_seconds: float
+    overlap_waiting: float
+    no_overlap_seconds: float
+    all_reduce_seconds: float
+    speedup: float | None
+
+    @classmethod
+    def of(cls, name: str, topology: Topology, simulation: Simulation) -> _Pace:
+        return cls(
+            topology.world_size,
+            name,
+            *simulation.overlap,
+            simulation.no_overlap.step_time,
+            simulation.all_reduce.step_time,
+            _finite(simulation.speedup),
+        )
+
+    def cells(self) -> tuple[str, ...]:
+        return (
+            str(self.world_size),
+            self.topology,
+            f"{1000 * self.overlap_seconds:.0f}",
+            f"{self.overlap_waiting:.0%}",
+            f"{1000 * self.no_overlap_seconds:.0f}",
+            f"{1000 * self.all_reduce_seconds:.0f}",
+            "-" if self.speedup is None else f"{self.speedup:.2f}",
+        )
+
+
+def _drawn(group: Group) -> str:
+    ranks = "-".join(map(str, group.ranks))
+    plain = math.isclose(group.self_weight, 1 / group.size)
+    return ranks if plain else f"{ranks} (self_weight {group.self_weight:.4g})"
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.analysis import copies_sent
-from decent_optim_wrapper.topo import Topology
+from decent_optim_wrapper.topo import Group, Topology
 
 # Backward takes twice as long as forward; an all-reduce of gradients can start with backward.
 _FORWARD_SHARE = 1 / 3
@@ -32,6 +32,14 @@ class Simulation(NamedTuple):
     overlap: Pace
     no_overlap: Pace
     all_reduce: Pace
+
+    @property
+    def speedup(self) -> float:
+        """Of the overlapped gossip over all-reduce; 1 where neither takes any time."""
+        ours, theirs = self.overlap.step_time, self.all_reduce.step_time
+        if ours:
+            return theirs / ours
+        return math.inf if theirs else 1.0
 
 
 class _Phase(NamedTuple):
@@ -72,26 +80,30 @@ def simulate(
         seed: of the compute times.
 
     Raises:
-        ValueError: a negative time, or a bandwidth or number of steps that is not positive.
+        ValueError: a negative time, a bandwidth or number of steps that is not positive, or any
+            that is infinite or not a number.
     """
-    if min(compute_time, jitter, latency, parameter_bytes) < 0 or min(bandwidth, steps) <= 0:
+    figures = (compute_time, jitter, bandwidth, latency, parameter_bytes, steps)
+    positive = min(bandwidth, steps) > 0 and min(figures) >= 0
+    if not positive or not all(map(math.isfinite, figures)):
         raise ValueError(
-            f"simulate expects times and bytes of 0 or more, bandwidth and steps above 0, got "
-            f"{compute_time=}, {jitter=}, {bandwidth=}, {latency=}, {parameter_bytes=}, {steps=}"
+            f"simulate expects times and bytes of 0 or more, bandwidth and steps above 0, all "
+            f"finite, got {compute_time=}, {jitter=}, {bandwidth=}, {latency=}, "
+            f"{parameter_bytes=}, {steps=}"
         )
     phases = [
         _phase(topology, phase, bandwidth, latency, parameter_bytes)
         for phase in range(topology.period)
     ]
     n = topology.world_size
-    ring_seconds = _exchange_seconds(n, bandwidth, latency, parameter_bytes)
-    overlap, no_overlap, all_reduce = (torch.zeros(n, dtype=torch.float64) for _ in range(3))
-    computed = torch.zeros(n, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
+    ring_seconds = _exchange_seconds(Group(range(n)), bandwidth, latency, parameter_bytes)
+    start = torch.zeros(n, dtype=torch.float64, device="cpu")
+    overlap, no_overlap, all_reduce, computed = start, start, start, start
+    generator = torch.Generator(device="cpu").manual_seed(seed)
     for step in range(steps):
-        draw = torch.randn(n, generator=generator, dtype=torch.float64)
+        draw = torch.randn(n, generator=generator, dtype=torch.float64, device="cpu")
         compute = (compute_time + jitter * draw).clamp_(min=0)
-        computed += compute
+        computed = computed + compute
         if step:
             arrived = _exchanged(overlap, phases[(step - 1) % topology.period])
             overlap = torch.maximum(overlap + compute, arrived)
@@ -110,24 +122,24 @@ def _pace(clock: Tensor, computed: Tensor, steps: int) -> Pace:
     return Pace(end / steps, 1 - computed.mean().item() / end if end else 0.0)
 
 
-def _exchange_seconds(size: int, bandwidth: float, latency: float, copy_bytes: float) -> float:
-    if size == 1:
-        return 0.0
-    messages = 1 if size == 2 else 2 * (size - 1)
-    return messages * latency + copies_sent(size) * copy_bytes / bandwidth
+def _exchange_seconds(group: Group, bandwidth: float, latency: float, copy_bytes: float) -> float:
+    messages = group.size - 1 if group.size <= 2 else 2 * (group.size - 1)
+    return messages * latency + group.copies_sent * copy_bytes / bandwidth
 
 
 def _phase(
     topology: Topology, phase: int, bandwidth: float, latency: float, copy_bytes: float
 ) -> _Phase:
-    groups = topology.groups(phase)
-    group_of = torch.empty(topology.world_size, dtype=torch.int64)
-    seconds = torch.empty(topology.world_size, dtype=torch.float64)
-    for index, group in enumerate(groups):
-        ranks = torch.tensor(group.ranks)
-        group_of[ranks] = index
-        seconds[ranks] = _exchange_seconds(group.size, bandwidth, latency, copy_bytes)
-    return _Phase(group_of, seconds)
+    group_of = [0] * topology.world_size
+    seconds = [0.0] * topology.world_size
+    for number, group in enumerate(topology.groups(phase)):
+        taken = _exchange_seconds(group, bandwidth, latency, copy_bytes)
+        for rank in group.ranks:
+            group_of[rank], seconds[rank] = number, taken
+    return _Phase(
+        torch.tensor(group_of, device="cpu"),
+        torch.tensor(seconds, dtype=torch.float64, device="cpu"),
+    )
 
 
 def _exchanged(launched: Tensor, phase: _Phase) -> Tensor:

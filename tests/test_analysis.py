@@ -1,28 +1,29 @@
-"""Topologies of any size, what they do and cost, and the simulated clock."""
+"""Topologies of any size, and what they do and cost."""
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 import time
-from pathlib import Path
+from fractions import Fraction
+from operator import mul
 
 import pytest
 import torch
 
-from decent_optim_wrapper import TopologyFactory
-from decent_optim_wrapper.__main__ import main
+from decent_optim_wrapper import Group, TopologyFactory
 from decent_optim_wrapper.analysis import (
+    Figures,
     bytes_per_round,
     consensus_rate,
-    mixing_matrices,
     rounds_to_consensus,
     steady_error,
 )
-from decent_optim_wrapper.simulation import simulate
 from decent_optim_wrapper.topo import Hierarchical, RandomMatching, Topology
+
+
+def mixing_matrices(topology: Topology) -> list[torch.Tensor]:
+    return [topology.mixing_matrix(phase) for phase in range(topology.period)]
+
 
 BASE_2_ROUNDS = [1, 3, 2, 5, 4, 5, 3, 7, 6, 7, 5, 7, 6, 7, 4, 9]
 
@@ -106,9 +107,11 @@ def test_random_matchings_follow_their_seed_and_contract_as_theory_has_it() -> N
         topology = RandomMatching(n, seed=1, period=2000)
         x = torch.randn(n, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         x -= x.mean(dim=0)
-        left = [(w @ x).square().sum() / x.square().sum() for w in mixing_matrices(topology)]
+        left = [
+            ((w @ x).square().sum() / x.square().sum()).item() for w in mixing_matrices(topology)
+        ]
         expected = (n // 2 - 1) / (n - 1)
-        assert sum(left).item() / len(left) == pytest.approx(expected, abs=0.02)  # type: ignore[union-attr]
+        assert sum(left) / len(left) == pytest.approx(expected, abs=0.02)
 
 
 def test_hierarchical_averages_nodes_and_then_gossips_between_them() -> None:
@@ -160,136 +163,115 @@ def test_suggestions_fit_and_start_with_the_best_per_byte() -> None:
         assert costs == sorted(costs)
 
 
-def paces(topology: Topology, **changes: float) -> tuple[float, float, float]:
-    options = {
-        "compute_time": 0.3,
-        "jitter": 0.0,
-        "bandwidth": 50e6,
-        "latency": 0.0,
-        "parameter_bytes": 20e6,
-        "steps": 200,
-        **changes,
-    }
-    result = simulate(topology, **options)  # type: ignore[arg-type]
-    return result.overlap.step_time, result.no_overlap.step_time, result.all_reduce.step_time
+class Listed(Topology):
+    """The phases that a test writes down."""
+
+    def __init__(self, *phases: list[Group]) -> None:
+        self._phases = phases
+        super().__init__(sum(group.size for group in phases[0]))
+
+    def assign_groups(self) -> list[list[Group]]:
+        return [
+            [next(group for group in phase if rank in group.ranks) for phase in self._phases]
+            for rank in range(self.world_size)
+        ]
 
 
-def test_the_clock_agrees_with_the_closed_cases() -> None:
-    ring = TopologyFactory.create("ring", 4)
-    assert paces(ring) == pytest.approx((0.4, 0.7, 0.1 + 0.6), rel=0.01)
-    assert paces(ring, parameter_bytes=10e6) == pytest.approx((0.3, 0.5, 0.1 + 0.3), rel=0.01)
-    assert paces(ring, parameter_bytes=0) == pytest.approx((0.3, 0.3, 0.3), rel=1e-9)
-    still = simulate(ring, 0.3, 0.0, 50e6, 0.0, 0.0, steps=50)
-    assert still.overlap.waiting_share == pytest.approx(0)
-    assert simulate(ring, 0.3, 0.0, 50e6, 0.0, 20e6, 400).overlap.waiting_share == pytest.approx(
-        0.25, abs=0.01
-    )
+def plain(*phases: list[list[int]]) -> Topology:
+    return Listed(*([Group(ranks) for ranks in phase] for phase in phases))
 
 
-def test_the_clock_agrees_with_the_measured_network_lab() -> None:
-    """The README's table: 400 Mbit/s, 4 % headers, M = 20 and 40 MiB on a ring of four."""
-    ring = TopologyFactory.create("ring", 4)
-    for mib, gossip, ddp in ((20, 0.450, 0.808), (40, 0.920, 1.456)):
-        ours, _, all_reduce = paces(
-            ring, bandwidth=400e6 / 8 / 1.04, parameter_bytes=mib * 2**20, compute_time=0.309
-        )
-        assert ours == pytest.approx(gossip, rel=0.08)
-        assert all_reduce == pytest.approx(ddp, rel=0.08)
+def dense_rounds(topology: Topology, most: int) -> int | None:
+    """Exact averaging by matrices of fractions."""
+    n = topology.world_size
+    phases = []
+    for phase in range(topology.period):
+        matrix = [[Fraction(int(i == j)) for j in range(n)] for i in range(n)]
+        for group in topology.groups(phase):
+            own = Fraction(group.self_weight).limit_denominator(1000)
+            for i in group.ranks:
+                for j in group.ranks:
+                    matrix[i][j] = own if i == j else (1 - own) / (group.size - 1)
+        phases.append(matrix)
+    left = [[Fraction(int(i == j)) for j in range(n)] for i in range(n)]
+    for done in range(1, most + 1):
+        w = phases[(done - 1) % topology.period]
+        columns = list(zip(*left, strict=True))
+        left = [[sum(map(mul, row, column)) for column in columns] for row in w]
+        if all(value == Fraction(1, n) for row in left for value in row):
+            return done
+    return None
 
 
-def test_jitter_hurts_a_barrier_more_than_gossip() -> None:
-    topology = TopologyFactory.create("one-peer-exp", 64)
-    gossip, _, barrier = paces(topology, jitter=0.05, parameter_bytes=0)
-    assert 0.3 < gossip < barrier
-
-
-def test_a_large_simulation_is_quick_and_bad_figures_are_refused() -> None:
-    start = time.process_time()
-    simulate(TopologyFactory.create("one-peer-exp", 4096), 0.3, 0.03, 1e9, 1e-5, 1e8, steps=1000)
-    assert time.process_time() - start < 20
-    with pytest.raises(ValueError, match="bandwidth=0"):
-        paces(TopologyFactory.create("ring", 4), bandwidth=0)
-
-
-def test_the_table_of_topologies_names_those_that_fit_and_why_others_do_not(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["topologies", "--world-size", "7"]) == 0
-    text = capsys.readouterr().out
-    assert "greedy" in text
-    assert "ring does not fit: it needs an even world size" in text
-    assert main(["topologies", "--world-size", "7", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    greedy = next(row for row in data["topologies"] if row["name"] == "greedy")
-    assert greedy["steady_error"] == pytest.approx(1.195, abs=1e-3)
-    assert {"name": "ring", "needs": "an even world size"} in data["misfits"]
-
-
-def test_show_draws_in_text_and_in_pictures(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    for suffix, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
-        path = tmp_path / f"ring{suffix}"
-        assert main(["show", "ring", "--world-size", "4", "-o", str(path)]) == 0
-        assert path.read_bytes().startswith(start)
-    assert "phase 1: 0-3  1-2" in capsys.readouterr().out
-
-
-def test_a_missing_matplotlib_is_explained(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit) as caught:
-        main(["show", "ring", "--world-size", "4", "-o", "ring.png"])
-    assert caught.value.code == 2
-    assert "decent-optim-wrapper[plot]" in capsys.readouterr().err
-
-
-def test_simulate_prints_the_speed_up_and_draws_it(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "speed.png"
-    command = ["simulate", "--world-size", "4", "8", "--steps", "50", "-o", str(picture), "--json"]
-    assert main(command) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert {row["world_size"] for row in rows} == {4, 8}
-    assert all(row["speedup"] > 0 for row in rows)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+def test_an_average_reached_over_more_than_a_period_counts_as_exact() -> None:
+    topology = plain([[0, 2], [1, 3]], [[0, 3], [1], [2]], [[0, 1], [2, 3]])
+    assert topology.period == 3
+    assert dense_rounds(topology, 10) == 4
+    assert rounds_to_consensus(topology) == 4
+    assert consensus_rate(topology) == 0
+    assert math.isfinite(steady_error(topology))
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("name", "n"),
     [
-        ["topologies", "--world-size", "0"],
-        ["topologies", "--world-size", "8", "--local-world-size", "3"],
-        ["show", "rign", "--world-size", "4"],
-        ["show", "ring", "--world-size", "5"],
-        ["show", "ring", "--world-size", "4", "-o", "ring.gif"],
-        ["simulate", "--world-size", "4", "--bandwidth", "-1"],
-        ["comm"],
-        ["nonsense"],
+        ("ring", 4),
+        ("ring", 6),
+        ("hypercuboid", 6),
+        ("base-2", 5),
+        ("base-2", 6),
+        ("greedy", 5),
+        ("greedy", 8),
+        ("bipartite-exp", 6),
+        ("bipartite-exp", 8),
     ],
 )
-def test_bad_arguments_give_one_line_and_exit_2(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1, lines
+def test_rounds_to_consensus_are_those_of_fractions(name: str, n: int) -> None:
+    topology = TopologyFactory.create(name, n)
+    assert rounds_to_consensus(topology) == dense_rounds(topology, 4 * topology.period + n)
+    assert (consensus_rate(topology) == 0) == (rounds_to_consensus(topology) is not None)
 
 
-def test_comm_measures_every_pair_under_torchrun() -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
-    command = ("-m", "decent_optim_wrapper", "comm", "--json", "--mib", "1", "--repeats", "2")
-    done = subprocess.run(
-        [sys.executable, *launcher, *command], capture_output=True, text=True, timeout=100
+@pytest.mark.parametrize("weight", [0.5 + 1e-7, 0.5 - 1e-4, 0.501])
+def test_a_fast_contraction_is_not_taken_for_an_exact_average(weight: float) -> None:
+    pair = Listed([Group([0, 1], weight)])
+    assert rounds_to_consensus(pair) is None
+    assert consensus_rate(pair) == pytest.approx(abs(2 * weight - 1), rel=1e-6)
+    assert rounds_to_consensus(plain([[0, 1]])) == 1
+
+
+def test_groups_with_weights_of_their_own_mix_as_their_matrices_do() -> None:
+    topology = Listed(
+        [Group([0, 3], 0.7), Group([1, 2, 4], 0.2), Group([5])],
+        [Group([0, 1, 5], 0.5), Group([2, 3]), Group([4])],
     )
-    assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)
-    bandwidth = torch.tensor(data["bandwidth"])
-    assert torch.equal(bandwidth > 0, ~torch.eye(3, dtype=torch.bool))
-    assert data["all_reduce_bytes_per_second"] > 0
+    matrices = mixing_matrices(topology)
+    noise = torch.eye(6, dtype=torch.float64) - 1 / 6
+    covariance, errors = noise, []
+    for step in range(400):
+        w = matrices[step % 2]
+        covariance = w @ covariance @ w.T + noise
+        errors.append(covariance.trace().item() / 6)
+    assert steady_error(topology) == pytest.approx(sum(errors[-2:]) / 2, rel=1e-9)
+    away = matrices[1] @ matrices[0] - 1 / 6
+    radius = torch.linalg.eigvals(away).abs().max().item()
+    assert consensus_rate(topology) == pytest.approx(radius**0.5, rel=1e-9)
+
+
+def test_the_figures_of_256_ranks_do_not_take_a_dense_product_per_phase() -> None:
+    topology = RandomMatching(256)
+    start = time.process_time()
+    figures = Figures(topology)
+    assert figures.rounds_to_consensus is None
+    assert 0 < figures.consensus_rate < 1 < figures.steady_error < 2
+    assert time.process_time() - start < 20
+
+
+def test_analysis_works_whatever_the_default_device() -> None:
+    torch.set_default_device("meta")
+    try:
+        assert steady_error(TopologyFactory.create("greedy", 7)) == pytest.approx(1.195, abs=1e-3)
+        assert consensus_rate(TopologyFactory.create("ring", 8)) == pytest.approx(0.5**0.5)
+        assert TopologyFactory.suggest(7)[0] == "greedy"
+    finally:
+        torch.set_default_device(None)

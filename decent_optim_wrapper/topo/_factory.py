@@ -66,16 +66,11 @@ class TopologyFactory:
         The order is that of steady error times mean bytes per round (`analysis`): how far apart
         noise keeps the ranks, and what holding them together costs.
         """
-        from decent_optim_wrapper.analysis import bytes_per_round, steady_error
+        from decent_optim_wrapper.analysis import Figures
 
-        def cost(name: str) -> float:
-            topology = cls.create(name, world_size, local_world_size)
-            return steady_error(topology) * bytes_per_round(topology, 1).mean
-
-        fitting = [
-            name for name, kind in cls.registered() if kind.fits(world_size, local_world_size)
-        ]
-        return tuple(sorted(fitting, key=cost))
+        sizes = (world_size, local_world_size)
+        fitting = [name for name, kind in cls.registered() if kind.fits(*sizes)]
+        return tuple(sorted(fitting, key=lambda name: Figures(cls.create(name, *sizes)).cost))
 
     @classmethod
     def add_topology(cls, name: str, kind: type[Topology], overwrite: bool = False) -> None:

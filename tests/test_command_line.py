@@ -1,0 +1,207 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from decent_optim_wrapper import Group, Topology, TopologyFactory
+from decent_optim_wrapper.__main__ import main
+from decent_optim_wrapper.topo._base import REGISTRY
+
+
+class Apart(Topology):
+    """Two pairs that never hear of each other, one of them with weights of its own."""
+
+    def assign_groups(self) -> list[list[Group]]:
+        return [[Group([0, 1], 0.75)]] * 2 + [[Group([2, 3])]] * 2
+
+
+@pytest.fixture
+def apart() -> Iterator[None]:
+    before = dict(REGISTRY)
+    REGISTRY["apart"] = Apart
+    yield
+    REGISTRY.clear()
+    REGISTRY.update(before)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_the_table_of_topologies_names_those_that_fit_and_why_others_do_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["topologies", "--world-size", "7"]) == 0
+    text = capsys.readouterr().out
+    assert "greedy" in text
+    assert "ring does not fit: it needs an even world size" in text
+    assert main(["topologies", "--world-size", "7", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    greedy = next(row for row in data["topologies"] if row["name"] == "greedy")
+    assert greedy["steady_error"] == pytest.approx(1.195, abs=1e-3)
+    assert {"name": "ring", "needs": "an even world size"} in data["misfits"]
+
+
+def test_show_draws_in_text_and_in_pictures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    for suffix, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        path = tmp_path / f"ring{suffix}"
+        assert main(["show", "ring", "--world-size", "4", "-o", str(path)]) == 0
+        assert path.read_bytes().startswith(start)
+    assert "phase 1: 0-3  1-2" in capsys.readouterr().out
+
+
+def test_a_missing_matplotlib_is_explained(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as caught:
+        main(["show", "ring", "--world-size", "4", "-o", "ring.png"])
+    assert caught.value.code == 2
+    assert "decent-optim-wrapper[plot]" in capsys.readouterr().err
+
+
+def test_simulate_prints_the_speed_up_and_draws_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "speed.png"
+    command = ["simulate", "--world-size", "4", "8", "--steps", "50", "-o", str(picture), "--json"]
+    assert main(command) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["world_size"] for row in rows} == {4, 8}
+    assert all(row["speedup"] > 0 for row in rows)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["topologies", "--world-size", "0"],
+        ["topologies", "--world-size", "8", "--local-world-size", "3"],
+        ["show", "rign", "--world-size", "4"],
+        ["show", "ring", "--world-size", "5"],
+        ["show", "ring", "--world-size", "4", "-o", "ring.gif"],
+        ["simulate", "--world-size", "4", "--bandwidth", "-1"],
+        ["simulate", "--world-size", "0", "8"],
+        ["simulate", "--world-size", "8", "7", "--topology", "ring"],
+        ["simulate", "--topology", "rign"],
+        ["simulate", "--world-size", "8", "--local-world-size", "3"],
+        ["simulate", "--compute-time", "nan"],
+        ["simulate", "--bandwidth", "inf"],
+        ["simulate", "--parameters", "inf"],
+        ["simulate", "--bytes-per-parameter", "nan"],
+        ["topologies", "--topology", "rign"],
+        ["show", "ring", "--world-size", "4", "-o", "no/such/folder/ring.png"],
+        ["simulate", "--steps", "2", "-o", "no/such/folder/speed.png"],
+        ["comm"],
+        ["comm", "--mib", "inf"],
+        ["comm", "--mib", "1e-9"],
+        ["comm", "--repeats", "0"],
+        ["nonsense"],
+    ],
+)
+def test_bad_arguments_give_one_line_and_exit_2(
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert not list(tmp_path.iterdir())
+
+
+def test_comm_measures_every_pair_under_torchrun() -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
+    command = ("-m", "decent_optim_wrapper", "comm", "--json", "--mib", "1", "--repeats", "2")
+    done = subprocess.run(
+        [sys.executable, *launcher, *command], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    bandwidth = torch.tensor(data["bandwidth"])
+    assert torch.equal(bandwidth > 0, ~torch.eye(3, dtype=torch.bool))
+    assert data["all_reduce_bytes_per_second"] > 0
+
+
+def test_ranks_that_drift_apart_are_told_in_words_and_in_valid_json(
+    apart: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ("topologies", "--world-size", "4", "--topology", "ring", "apart")
+    lines = printed(capsys, *command).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["ring", "apart"]
+    assert "diverges" in lines[3]
+    text = printed(capsys, *command, "--json")
+    assert "Infinity" not in text
+    rows = json.loads(text)["topologies"]
+    assert [row["steady_error"] is None for row in rows] == [False, True]
+
+
+def test_weights_that_are_not_the_plain_mean_are_shown(
+    apart: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(capsys, "show", "apart", "--world-size", "4")
+    assert text.splitlines()[1] == "phase 0: 0-1 (self_weight 0.75)  2-3"
+    data = json.loads(printed(capsys, "show", "apart", "--world-size", "4", "--json"))
+    assert data["phases"] == [
+        [{"ranks": [0, 1], "self_weight": 0.75}, {"ranks": [2, 3], "self_weight": 0.5}]
+    ]
+
+
+def test_the_table_is_in_the_order_of_the_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
+    for sizes in ((8, 2), (12, 1)):
+        command = ("--world-size", str(sizes[0]), "--local-world-size", str(sizes[1]), "--json")
+        rows = json.loads(printed(capsys, "topologies", *command))["topologies"]
+        assert tuple(row["name"] for row in rows) == TopologyFactory.suggest(*sizes)
+
+
+def test_only_the_topologies_asked_for_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("simulate", "--world-size", "8", "7", "--steps", "5", "--json")
+    rows = json.loads(printed(capsys, *command, "--topology", "greedy", "ring"))["rows"]
+    assert [(row["world_size"], row["topology"]) for row in rows] == [
+        (8, "greedy"),
+        (8, "ring"),
+        (7, "greedy"),
+    ]
+
+
+def test_nothing_to_compute_and_to_send_is_not_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = ("--compute-time", "0", "--jitter", "0", "--latency", "0", "--parameters", "0")
+    rows = json.loads(printed(capsys, "simulate", "--steps", "3", *nothing, "--json"))["rows"]
+    assert {row["speedup"] for row in rows} == {1.0}
+
+
+def test_a_topology_that_is_slow_to_work_out_waits_to_be_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    start = time.process_time()
+    text = printed(capsys, "simulate", "--world-size", "4096", "--steps", "2")
+    assert time.process_time() - start < 40
+    assert "greedy is left out above 1024 ranks" in text
+    assert "random" in text
+    assert "left out" not in printed(capsys, "simulate", "--world-size", "8", "--steps", "2")
+
+
+def test_the_table_of_256_ranks_does_not_take_long(capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.process_time()
+    text = printed(capsys, "topologies", "--world-size", "256")
+    assert time.process_time() - start < 40
+    (exponential,) = (line for line in text.splitlines() if line.startswith("one-peer-exp"))
+    assert exponential.split() == ["one-peer-exp", "8", "2", "0.000", "8", "1.961", "1.00", "1.00"]
