@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,13 @@ _MIB = 1024 * 1024
 _LEAST_MIB = 0.001
 # A pair below this share of the median bandwidth is called slow.
 _SLOW = 0.7
+
+
+class _AllReduce(NamedTuple):
+    """Of all ranks: bytes of the reduced tensor per second, and seconds for 8 bytes."""
+
+    bytes_per_second: float
+    latency: float
 
 
 def run(mib: float, repeats: int) -> Report | None:
@@ -69,13 +77,14 @@ def _measure(mib: float, repeats: int, device: torch.device) -> Report | None:
             latency[a, b] = latency[b, a] = seconds[0]
             if seconds[1]:
                 bandwidth[a, b] = bandwidth[b, a] = large.nbytes / seconds[1]
-    reduce_seconds = _median(lambda: transport.sum_(large), repeats)
+    reduce_small = _median(lambda: transport.sum_(small), repeats)
+    reduce_large = _median(lambda: transport.sum_(large), repeats)
     # Only the two ends of a pair have its figures, the others have zeros.
     everything = transport.all_gather(torch.stack([bandwidth, latency]))
     bandwidth, latency = (everything[:, k].amax(dim=0) for k in (0, 1))
     if transport.rank:
         return None
-    return _report(bandwidth, latency, large.nbytes / reduce_seconds)
+    return _report(bandwidth, latency, _AllReduce(large.nbytes / reduce_large, reduce_small))
 
 
 def _pair_seconds(transport: Transport, data: torch.Tensor, a: int, b: int, repeats: int) -> float:
@@ -104,7 +113,7 @@ def _wait(works: list[dist.Work]) -> None:
         torch.cuda.synchronize()
 
 
-def _report(bandwidth: torch.Tensor, latency: torch.Tensor, reduce_rate: float) -> Report:
+def _report(bandwidth: torch.Tensor, latency: torch.Tensor, all_reduce: _AllReduce) -> Report:
     n = len(bandwidth)
     pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
     typical = statistics.median(bandwidth[pair].item() for pair in pairs)
@@ -119,14 +128,16 @@ def _report(bandwidth: torch.Tensor, latency: torch.Tensor, reduce_rate: float) 
         columns([header, *body]),
         f"median bandwidth of a pair, both ways at once: {typical / 1e6:.0f} MB/s",
         f"median latency of a pair: {1e6 * statistics.median(latencies):.0f} us",
-        f"all-reduce of all ranks: {reduce_rate / 1e6:.0f} MB/s",
+        f"all-reduce of all ranks: {all_reduce.bytes_per_second / 1e6:.0f} MB/s, "
+        f"latency {1e6 * all_reduce.latency:.0f} us",
         *(f"slow pair: ranks {a} and {b}, {bandwidth[a, b] / 1e6:.0f} MB/s" for a, b in slow),
         f"simulate --bandwidth {typical:.3g} --latency {statistics.median(latencies):.3g}",
     ]
     data = {
         "bandwidth": bandwidth.tolist(),
         "latency": [[0.0 if a == b else latency[a, b].item() for b in range(n)] for a in range(n)],
-        "all_reduce_bytes_per_second": reduce_rate,
+        "all_reduce_bytes_per_second": all_reduce.bytes_per_second,
+        "all_reduce_latency": all_reduce.latency,
         "slow_pairs": slow,
     }
     return Report("\n".join(lines), data)

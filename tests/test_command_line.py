@@ -139,6 +139,7 @@ def test_comm_measures_every_pair_under_torchrun() -> None:
     bandwidth = torch.tensor(data["bandwidth"])
     assert torch.equal(bandwidth > 0, ~torch.eye(3, dtype=torch.bool))
     assert data["all_reduce_bytes_per_second"] > 0
+    assert 0 < data["all_reduce_latency"] < 1
 
 
 def test_ranks_that_drift_apart_are_told_in_words_and_in_valid_json(

@@ -275,6 +275,21 @@ def test_hierarchical_takes_an_instance_over_the_nodes() -> None:
         Hierarchical(8, 2, inner=RandomMatching(8))
 
 
+def test_a_subclass_may_keep_a_table_and_a_period_of_its_own() -> None:
+    class Kept(Topology):
+        def __init__(self, table: list[list[Group]]) -> None:
+            self._table = table
+            self._period = "mine"
+            super().__init__(len(table))
+
+        def assign_groups(self) -> list[list[Group]]:
+            return self._table
+
+    kept = Kept([[Group([0, 1])], [Group([0, 1])]])
+    assert (kept.period, kept._period) == (1, "mine")
+    assert kept.schedule(1) == (Group([0, 1]),)
+
+
 def test_the_module_needs_no_distributed_package() -> None:
     code = (
         "import sys, types, ast, pathlib, decent_optim_wrapper.topo as topo;"

@@ -43,8 +43,8 @@ class Topology(ABC):
         alone = self._world_size == 1
         if not alone and not self.fits(self._world_size, self._local_world_size):
             raise ValueError(self._misfit())
-        self._table: tuple[tuple[Group, ...], ...] | None = None
-        self._period = len(self._schedules[0])
+        self._built_schedules: tuple[tuple[Group, ...], ...] | None = None
+        self._phases_per_period = len(self._schedules[0])
 
     @abstractmethod
     def assign_groups(self) -> Sequence[Sequence[Group | Sequence[int]]]:
@@ -73,25 +73,25 @@ class Topology(ABC):
     @property
     def period(self) -> int:
         """Number of phases after which the schedule repeats."""
-        return self._period
+        return self._phases_per_period
 
     @property
     def _schedules(self) -> tuple[tuple[Group, ...], ...]:
         """`groups[rank][phase]` of all ranks, proved to be partitions; built when missing."""
-        if self._table is None:
+        if self._built_schedules is None:
             table = [[[0]]] if self._world_size == 1 else self.assign_groups()
-            self._table = _validated(table, self._world_size)
-        return self._table
+            self._built_schedules = _validated(table, self._world_size)
+        return self._built_schedules
 
     def release(self) -> None:
         """Let go of all schedules; whatever is asked of the topology next builds them again."""
-        self._table = None
+        self._built_schedules = None
 
     @cached_property
     def digest(self) -> str:
         """16 hexadecimal digits that tell schedules apart: ranks and weights of all groups."""
         digest = hashlib.sha256()
-        for phase in range(self._period):
+        for phase in range(self._phases_per_period):
             groups = [(group.ranks, group.self_weight) for group in self.groups(phase)]
             digest.update(repr(groups).encode())
         return digest.hexdigest()[:16]
