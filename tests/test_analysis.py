@@ -258,12 +258,14 @@ def test_groups_with_weights_of_their_own_mix_as_their_matrices_do() -> None:
     assert consensus_rate(topology) == pytest.approx(radius**0.5, rel=1e-9)
 
 
-def test_the_figures_of_256_ranks_do_not_take_a_dense_product_per_phase() -> None:
-    topology = RandomMatching(256)
+def test_the_figures_of_256_ranks_take_no_matrix_per_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = RandomMatching(256, period=32)
+    monkeypatch.delattr(Topology, "mixing_matrix")
     start = time.process_time()
     figures = Figures(topology)
     assert figures.rounds_to_consensus is None
     assert 0 < figures.consensus_rate < 1 < figures.steady_error < 2
+    # 1.2 s where nothing else runs.
     assert time.process_time() - start < 20
 
 
