@@ -1,0 +1,105 @@
+"""One file that is there as a whole or not at all, and that shows any damage.
+
+Behind the bytes of `torch.save` comes a seal, which `torch.load` does not mind: a stamp, which the
+files of one set share, and the SHA-256 digest of the bytes, the stamp and the file's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+_SEAL = struct.Struct("<q32s")
+_CHUNK = 1 << 20
+
+
+class DamagedFileError(Exception):
+    """The bytes of a file are not those that were written under its name."""
+
+
+def partial(path: Path) -> Path:
+    """The name that a file has until it is whole."""
+    return path.with_name(path.name + ".part")
+
+
+def write(path: Path, state: Any, stamp: int) -> None:
+    """Save `state` under `path`, which appears at once and only when all is on the disk.
+
+    Args:
+        path: its folder is made if need be.
+        state: what ``torch.load(..., weights_only=True)`` can read again.
+        stamp: any number of 63 bits.
+
+    Raises:
+        TypeError: `state` holds objects that could not be loaded again.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with partial(path).open("w+b") as file:
+            torch.save(state, file)
+            size = file.tell()
+            _check_loadable(file)
+            file.write(_SEAL.pack(stamp, _digest(file, size, path, stamp)))
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        partial(path).unlink(missing_ok=True)
+        raise
+    partial(path).replace(path)
+    # A name is on the disk only when the folder that holds it is.
+    for folder in (path.parent, path.parent.parent):
+        _sync_folder(folder)
+
+
+def read_stamp(path: Path) -> int:
+    """Check the whole file and return its stamp.
+
+    Raises:
+        DamagedFileError: torn, altered or renamed.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END) - _SEAL.size
+        if size < 0:
+            raise DamagedFileError("it ends before its seal")
+        file.seek(size)
+        stamp, digest = _SEAL.unpack(file.read())
+        if _digest(file, size, path, stamp) != digest:
+            raise DamagedFileError("its bytes do not match its seal")
+    return int(stamp)
+
+
+def _digest(file: BinaryIO, size: int, path: Path, stamp: int) -> bytes:
+    """Of the first `size` bytes and what else the seal vouches for; leaves `file` behind them."""
+    digest = hashlib.sha256(f"{path.parent.name}/{path.name} {stamp}\n".encode())
+    file.seek(0)
+    while size > 0 and (chunk := file.read(min(size, _CHUNK))):
+        digest.update(chunk)
+        size -= len(chunk)
+    return digest.digest()
+
+
+def _check_loadable(file: BinaryIO) -> None:
+    """Fail now, not when the run depends on the file."""
+    file.seek(0)
+    foreign = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if foreign:
+        raise TypeError(
+            f"a checkpoint expects tensors, numbers, strings and containers of these, which "
+            f"torch.load(..., weights_only=True) reads again, got {', '.join(sorted(foreign))}; "
+            f"save state_dict()s and plain values, or allow the classes with "
+            f"torch.serialization.add_safe_globals()"
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

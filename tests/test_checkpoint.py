@@ -1,0 +1,403 @@
+"""Checkpoint sets: whole or passed over, whatever happens to a rank or to a file."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from loguru import logger
+from problem import TINY_CAP_MB, adamw, backward, flatten, make_params
+from ranks import run_threads
+from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from decent_optim_wrapper import DecentOptimWrapper, _sealed_file
+from decent_optim_wrapper.checkpoint import Checkpoints
+
+STEPS = 7
+WORLD = 2
+
+
+class Run(NamedTuple):
+    params: list[Tensor]
+    optimizer: DecentOptimWrapper
+    scheduler: CosineAnnealingLR
+    checkpoints: Checkpoints
+
+    def advance(self, rank: int, steps: range, every: int = 1) -> None:
+        for step in steps:
+            backward(self.params, rank, step)
+            self.optimizer.step()
+            self.scheduler.step()
+            if (step + 1) % every == 0:
+                self.checkpoints.save(step + 1, self.state())
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": [param.detach() for param in self.params],
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+        }
+
+    def resume(self) -> int:
+        saved = self.checkpoints.load()
+        if saved is None:
+            return 0
+        self.optimizer.load_state_dict(saved.state["optimizer"])
+        self.scheduler.load_state_dict(saved.state["scheduler"])
+        with torch.no_grad():
+            for param, value in zip(self.params, saved.state["model"], strict=True):
+                param.copy_(value)
+        return saved.step
+
+
+def start(group: dist.ProcessGroup, folder: Path, seed: int = 0, keep: int = 2) -> Run:
+    params = make_params(seed=seed)
+    optimizer = DecentOptimWrapper(
+        adamw(params), process_group=group, topology="ring", bucket_cap_mb=TINY_CAP_MB
+    )
+    scheduler = CosineAnnealingLR(optimizer, T_max=STEPS)
+    return Run(params, optimizer, scheduler, Checkpoints(folder, optimizer, keep))
+
+
+def train(folder: Path, steps: int, world_size: int = WORLD, every: int = 1) -> None:
+    """Train from step 0 and save."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        start(group, folder).advance(rank, range(steps), every)
+
+    run_threads(world_size, main)
+
+
+def resume(folder: Path, world_size: int = WORLD) -> list[int]:
+    """The step from which each rank would go on."""
+    return run_threads(world_size, lambda rank, group: start(group, folder, seed=5).resume())
+
+
+def file_of(folder: Path, step: int, rank: int, world_size: int = WORLD) -> Path:
+    return folder / f"step_{step:08d}" / f"rank_{rank}_of_{world_size}.pt"
+
+
+def finish(run: Run) -> Tensor:
+    """The parameters before and after the last round has been mixed in."""
+    own = flatten(run.params)
+    run.optimizer.synchronize()
+    return torch.cat([own, flatten(run.params)])
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(str(message)), level="WARNING")
+    logger.enable("decent_optim_wrapper.checkpoint")
+    yield lines
+    logger.disable("decent_optim_wrapper.checkpoint")
+    logger.remove(sink)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_resumed_run_ends_bit_for_bit_like_one_that_was_never_stopped(
+    world_size: int, tmp_path: Path
+) -> None:
+    def whole(rank: int, group: dist.ProcessGroup) -> Tensor:
+        run = start(group, tmp_path / "whole")
+        run.advance(rank, range(STEPS))
+        return finish(run)
+
+    def resumed(rank: int, group: dist.ProcessGroup) -> Tensor:
+        run = start(group, tmp_path / "stopped", seed=5)
+        step = run.resume()
+        assert step == run.optimizer.round == 4
+        run.advance(rank, range(step, STEPS))
+        return finish(run)
+
+    train(tmp_path / "stopped", 5, world_size, every=2)
+    expected = run_threads(world_size, whole)
+    assert all(map(torch.equal, run_threads(world_size, resumed), expected))
+    assert not torch.equal(expected[0], expected[1])
+    assert not torch.equal(expected[0][: len(expected[0]) // 2], flatten(make_params()))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def truncate_to_nothing(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def lose_the_seal(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 40)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def take_the_other_ranks_file(path: Path) -> None:
+    path.write_bytes(path.with_name("rank_0_of_2.pt").read_bytes())
+
+
+def take_another_steps_file(path: Path) -> None:
+    path.write_bytes((path.parent.parent / "step_00000003" / path.name).read_bytes())
+
+
+def become_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncate,
+        truncate_to_nothing,
+        lose_the_seal,
+        flip_a_bit,
+        take_the_other_ranks_file,
+        take_another_steps_file,
+        become_a_folder,
+    ],
+)
+def test_a_damaged_file_of_one_rank_makes_all_use_the_previous_set(
+    damage: Callable[[Path], None], tmp_path: Path, log: list[str]
+) -> None:
+    train(tmp_path, 4)
+    assert resume(tmp_path) == [4, 4]
+    assert log == []
+    damage(file_of(tmp_path, 4, rank=1))
+    assert resume(tmp_path) == [3, 3]
+    assert "step_00000004/rank_1_of_2.pt cannot be used" in "".join(log)
+
+
+def test_a_missing_file_of_one_rank_makes_all_use_the_previous_set(
+    tmp_path: Path, log: list[str]
+) -> None:
+    train(tmp_path, 4)
+    file_of(tmp_path, 4, rank=1).unlink()
+    assert resume(tmp_path) == [3, 3]
+    assert "step_00000004 is passed over: no whole rank_1_of_2.pt" in "".join(log)
+
+
+def test_ranks_that_lack_different_sets_start_anew(tmp_path: Path, log: list[str]) -> None:
+    train(tmp_path, 4)
+    file_of(tmp_path, 4, rank=1).unlink()
+    flip_a_bit(file_of(tmp_path, 3, rank=0))
+    assert resume(tmp_path) == [0, 0]
+    assert "no complete set of 2 ranks" in "".join(log)
+
+
+def test_an_empty_folder_and_one_that_is_not_there_start_anew(
+    tmp_path: Path, log: list[str]
+) -> None:
+    assert resume(tmp_path) == [0, 0]
+    assert resume(tmp_path / "none") == [0, 0]
+    assert log == []
+
+
+def test_a_set_of_another_world_size_is_told_and_left_alone(tmp_path: Path, log: list[str]) -> None:
+    train(tmp_path, 4, world_size=4)
+    before = files(tmp_path)
+    assert resume(tmp_path) == [0, 0]
+    assert "has checkpoints, but no complete set of 2 ranks" in "".join(log)
+    train(tmp_path, 6)
+    assert set(before) < set(files(tmp_path))
+    assert resume(tmp_path, world_size=4) == [4] * 4
+    assert resume(tmp_path) == [6, 6]
+
+
+def test_disks_of_their_own_serve_as_well_as_a_shared_one(tmp_path: Path) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        start(group, tmp_path / str(rank)).advance(rank, range(3))
+
+    def again(rank: int, group: dist.ProcessGroup) -> int:
+        return start(group, tmp_path / str(rank), seed=5).resume()
+
+    run_threads(WORLD, main)
+    assert files(tmp_path / "1") == [f"step_0000000{step}/rank_1_of_2.pt" for step in (2, 3)]
+    assert run_threads(WORLD, again) == [3, 3]
+    file_of(tmp_path / "0", 3, rank=0).unlink()
+    assert run_threads(WORLD, again) == [2, 2]
+
+
+def test_files_that_two_savings_of_one_step_have_left_are_not_one_set(
+    tmp_path: Path, log: list[str]
+) -> None:
+    """A run that was restarted wrote step 4 again, and was killed before both ranks had."""
+    train(tmp_path, 4)
+    train(tmp_path / "again", 4)
+    file_of(tmp_path / "again", 4, rank=0).replace(file_of(tmp_path, 4, rank=0))
+    assert resume(tmp_path) == [3, 3]
+    assert "of another set is rank_1_of_2.pt" in "".join(log)
+
+
+def test_the_newest_complete_sets_stay_and_older_ones_go(tmp_path: Path) -> None:
+    train(tmp_path, 6)
+    assert files(tmp_path) == [f"step_0000000{s}/rank_{r}_of_2.pt" for s in (5, 6) for r in (0, 1)]
+    assert len(list(tmp_path.iterdir())) == 2
+
+    def resumed(rank: int, group: dist.ProcessGroup) -> None:
+        run = start(group, tmp_path, keep=1)
+        assert run.resume() == 5
+        run.advance(rank, range(5, 6))
+
+    file_of(tmp_path, 6, rank=1).unlink()
+    file_of(tmp_path, 2, rank=1).parent.mkdir()
+    (tmp_path / "step_00000002" / "rank_1_of_2.pt.part").write_bytes(b"left by a killed process")
+    run_threads(WORLD, resumed)
+    assert files(tmp_path) == [f"step_00000006/rank_{r}_of_2.pt" for r in (0, 1)]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_rank_that_cannot_write_raises_and_nothing_older_is_removed(
+    tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = Path.replace
+
+    def fail(path: Path, target: Path) -> Path:
+        if str(target).endswith("step_00000003/rank_1_of_2.pt"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return replace(path, target)
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        run = start(group, tmp_path, keep=1)
+        run.advance(rank, range(2))
+        if rank == 1:
+            with pytest.raises(OSError, match="No space left"):
+                run.advance(rank, range(2, 3))
+        else:
+            run.advance(rank, range(2, 3))
+        assert file_of(tmp_path, 2, rank).exists()
+        run.advance(rank, range(3, 4))
+
+    monkeypatch.setattr(Path, "replace", fail)
+    run_threads(WORLD, main)
+    assert "step_00000003 is not complete: could not write rank_1_of_2.pt" in "".join(log)
+    assert files(tmp_path) == [f"step_00000004/rank_{r}_of_2.pt" for r in (0, 1)]
+
+
+def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        run = start(group, tmp_path)
+        with pytest.raises(TypeError, match=r"weights_only=True\) reads again, got pathlib"):
+            run.checkpoints.save(1, {"where": tmp_path})
+        run.checkpoints.save(1, {"where": str(tmp_path)})
+
+    run_threads(WORLD, main)
+    assert files(tmp_path) == [f"step_00000001/rank_{r}_of_2.pt" for r in (0, 1)]
+
+
+def test_a_file_that_would_run_code_does_not(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "sprung"),)
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        run = start(group, tmp_path)
+        run.checkpoints.save(1, {})
+        path = file_of(tmp_path, 1, rank, world_size=1)
+        stamp = _sealed_file.read_stamp(path)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_sealed_file, "_check_loadable", lambda file: None)
+            _sealed_file.write(path, Trap(), stamp)
+        with pytest.raises(Exception, match="mkdir"):
+            run.checkpoints.load()
+
+    run_threads(1, main)
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("step", [3, 2, -1])
+def test_a_step_that_does_not_come_after_the_last_set_is_refused(step: int, tmp_path: Path) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        run = start(group, tmp_path)
+        run.advance(rank, range(3))
+        with pytest.raises(ValueError, match="above 3, that of the last set"):
+            run.checkpoints.save(step, run.state())
+
+    run_threads(WORLD, main)
+    assert resume(tmp_path) == [3, 3]
+
+
+def test_different_steps_are_refused_on_every_rank(tmp_path: Path) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        run = start(group, tmp_path)
+        with pytest.raises(ValueError, match=r"one step on every rank.*got \[1, 2\] by rank"):
+            run.checkpoints.save(1 + rank, run.state())
+
+    run_threads(WORLD, main)
+    assert files(tmp_path) == []
+
+
+def test_no_set_to_keep_is_refused(tmp_path: Path) -> None:
+    alone = DecentOptimWrapper(adamw(make_params()))
+    with pytest.raises(ValueError, match="keep must be 1 or more sets, got 0"):
+        Checkpoints(tmp_path, alone, keep=0)
+
+
+def write_and_stall(folder: str, moment: str) -> None:
+    """Rank 1 of 2 writes its file of step 4 and comes to a halt on the way."""
+
+    def stall(*_: Any) -> None:
+        (Path(folder) / "stalled").touch()
+        time.sleep(60)
+
+    def save_half(state: Any, file: Any, save: Callable[..., None] = torch.save) -> None:
+        save(state, file)
+        file.truncate(file.tell() // 2)
+        file.flush()
+        stall()
+
+    stop_in = {
+        "write": (torch, "save", save_half),
+        "flush": (os, "fsync", stall),
+        "rename": (Path, "replace", stall),
+    }
+    pytest.MonkeyPatch().setattr(*stop_in[moment])
+    state = {"model": torch.zeros(1_000_000)}
+    _sealed_file.write(file_of(Path(folder), 4, rank=1), state, stamp=1)
+
+
+@pytest.mark.parametrize("moment", ["write", "flush", "rename"])
+def test_a_process_killed_while_it_writes_leaves_the_previous_set_usable(
+    moment: str, tmp_path: Path, log: list[str]
+) -> None:
+    train(tmp_path, 3)
+    worker = multiprocessing.get_context("forkserver").Process(
+        target=write_and_stall, args=(str(tmp_path), moment)
+    )
+    worker.start()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "stalled").exists():
+        assert worker.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    worker.join(30)
+    assert worker.exitcode == -signal.SIGKILL
+    partial = _sealed_file.partial(file_of(tmp_path, 4, rank=1))
+    assert partial.stat().st_size > 1_000_000
+    assert resume(tmp_path) == [3, 3]
+
+    def resumed(rank: int, group: dist.ProcessGroup) -> None:
+        run = start(group, tmp_path)
+        run.advance(rank, range(run.resume(), 6))
+
+    run_threads(WORLD, resumed)
+    assert resume(tmp_path) == [6, 6]
+    assert not partial.exists()
