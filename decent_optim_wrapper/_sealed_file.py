@@ -37,6 +37,7 @@ def write(path: Path, state: Any, stamp: int) -> None:
 
     Raises:
         TypeError: `state` holds objects that could not be loaded again.
+        OSError: the disk is full, or the folder cannot be written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -185,8 +185,9 @@ class Checkpoints:
             for step, path in self._files(pattern).items():
                 # Other ranks may be at work on a newer one.
                 if step < self._complete[-1] and step not in self._complete:
-                    path.unlink()
-                    with suppress(OSError):  # Files of other ranks are still there.
+                    # The last rank to come removes the folder. What cannot go only takes room.
+                    with suppress(OSError):
+                        path.unlink()
                         path.parent.rmdir()
 
     def _name(self, rank: int | None = None) -> str:

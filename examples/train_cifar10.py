@@ -1,9 +1,11 @@
 """Train a ResNet-18 on CIFAR-10 with gossip averaging, mixed precision and checkpoints.
 
     torchrun --standalone --nproc-per-node 4 examples/train_cifar10.py --topology one-peer-exp
+    torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/train_cifar10.py
     torchrun --standalone --nproc-per-node 4 examples/train_cifar10.py --resume
 
-`--fake-data` runs the same code on random images, without a download.
+A launch that torchrun restarts goes on from its newest complete checkpoints, `--resume` from those
+of an earlier launch. `--fake-data` runs the same code on random images, without a download.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ import argparse
 import math
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from loguru import logger
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
@@ -27,6 +30,7 @@ from torchvision.models import resnet18
 from tqdm import tqdm
 
 from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
+from decent_optim_wrapper.checkpoint import Checkpoints
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -40,7 +44,7 @@ class World(NamedTuple):
 
 
 class Training(NamedTuple):
-    """All that a checkpoint holds."""
+    """What learns, and with its state goes into a checkpoint."""
 
     model: nn.Module
     optimizer: DecentOptimWrapper
@@ -63,7 +67,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--fake-samples", type=int, default=512)
     parser.add_argument("--checkpoints", type=Path, default=Path("runs/cifar10"))
-    parser.add_argument("--resume", action="store_true", help="from the newest complete set")
+    parser.add_argument("--save-every", type=int, help="steps; default: an epoch's")
+    parser.add_argument("--resume", action="store_true", help="an earlier launch's run")
     return parser.parse_args()
 
 
@@ -76,8 +81,14 @@ def start_world() -> World:
     if "RANK" not in os.environ:
         return World(0, 1, device)
     one_gpu_each = cuda and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    dist.init_process_group("nccl" if one_gpu_each else "gloo")
-    return World(dist.get_rank(), dist.get_world_size(), device)
+    store, rank, size = next(dist.rendezvous("env://"))
+    if size == int(os.environ["LOCAL_WORLD_SIZE"]):
+        # torchrun keeps one store over its restarts, with the addresses of processes that have
+        # ended (pytorch#135712). Several nodes count their restarts differently: see the README.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    backend = "nccl" if one_gpu_each else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    return World(rank, size, device)
 
 
 def load_data(args: argparse.Namespace, world: World) -> tuple[Dataset, Dataset]:
@@ -132,56 +143,46 @@ def build_training(args: argparse.Namespace, world: World, steps_per_epoch: int)
     return Training(model, optimizer, LambdaLR(optimizer, factor), scaler)
 
 
-def file_name(rank: int, world: World) -> str:
-    return f"rank_{rank}_of_{world.size}.pt"
+def this_launch() -> str | None:
+    """What torchrun's restarts have in common, and two launches with --standalone do not."""
+    return os.environ.get("TORCHELASTIC_RUN_ID")
 
 
-def save(training: Training, folder: Path, epoch: int, world: World) -> None:
-    """Every rank writes its own file; a file has its name only once it is complete."""
-    target = folder / f"epoch_{epoch:04d}" / file_name(world.rank, world)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(
-        {name: part.state_dict() for name, part in training._asdict().items()},
-        target.with_suffix(".part"),
-    )
-    target.with_suffix(".part").rename(target)
+def state_to_save(training: Training) -> dict[str, Any]:
+    """All that the next steps depend on, but the order of the data, which follows from the step."""
+    parts = {name: part.state_dict() for name, part in training._asdict().items()}
+    return {**parts, "augmentation": torch.get_rng_state(), "launch": this_launch()}
 
 
-def resume(training: Training, folder: Path, world: World) -> int:
-    """Load the newest set of this world size that is complete; returns the epochs done."""
-    names = [file_name(rank, world) for rank in range(world.size)]
-    complete = [
-        int(path.name.removeprefix("epoch_"))
-        for path in folder.glob("epoch_*")
-        if all((path / name).exists() for name in names)
-    ]
-    barrier(world)
-    if not complete:
-        raise SystemExit(f"--resume: no complete set of {world.size} ranks in {folder}")
-    path = folder / f"epoch_{max(complete):04d}" / names[world.rank]
-    saved = torch.load(path, map_location=world.device, weights_only=True)
+def resume(training: Training, checkpoints: Checkpoints, args: argparse.Namespace) -> int:
+    """Load the newest complete set, if there is one; returns the steps done."""
+    saved = checkpoints.load(map_location="cpu")
+    if saved is None:
+        return 0
+    if not args.resume and (this_launch() is None or saved.state["launch"] != this_launch()):
+        raise SystemExit(
+            f"{args.checkpoints} has the checkpoints of another launch, up to step {saved.step}: "
+            f"go on from there with --resume, or name another folder with --checkpoints"
+        )
     for name, part in training._asdict().items():
-        part.load_state_dict(saved[name])
-    return max(complete)
+        part.load_state_dict(saved.state[name])
+    torch.set_rng_state(saved.state["augmentation"])
+    return saved.step
 
 
-def train_epoch(
-    training: Training, loader: DataLoader, args: argparse.Namespace, world: World
-) -> float:
+def train_step(
+    training: Training, images: Tensor, labels: Tensor, args: argparse.Namespace, world: World
+) -> Tensor:
     model, optimizer, scheduler, scaler = training
     model.train()
-    losses = []
-    for images, labels in tqdm(loader, leave=False, disable=world.rank > 0):
-        images, labels = to_device(images, labels, world)
-        optimizer.zero_grad()
-        with autocast(args, world):
-            loss = cross_entropy(model(images), labels)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scheduler.step()
-        losses.append(loss.detach())
-    return torch.stack(losses).mean().item()
+    optimizer.zero_grad()
+    with autocast(args, world):
+        loss = cross_entropy(model(images), labels)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()
+    return loss.detach()
 
 
 @torch.no_grad()
@@ -209,30 +210,54 @@ def autocast(args: argparse.Namespace, world: World) -> torch.autocast:
     return torch.autocast(world.device.type, dtype, enabled=not args.no_amp)
 
 
+def load_batches(
+    data: Dataset, order: list[int], args: argparse.Namespace, drop_last: bool = False
+) -> DataLoader:
+    # With a generator of its own a loader leaves alone the one that the augmentation draws from:
+    # a resumed run then draws the same as one that was never stopped.
+    return DataLoader(
+        data, args.batch_size, sampler=order, drop_last=drop_last, generator=torch.Generator()
+    )
+
+
+def tell(text: str, world: World) -> None:
+    if world.rank == 0:
+        print(text, flush=True)
+
+
 def main() -> None:
     args = parse_arguments()
+    logger.enable("decent_optim_wrapper.checkpoint")
     world = start_world()
     torch.manual_seed(world.rank)
     train_set, test_set = load_data(args, world)
     sampler = DistributedSampler(train_set, world.size, world.rank, drop_last=True)
-    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    test_sampler = DistributedSampler(test_set, world.size, world.rank, shuffle=False)
-    test_loader = DataLoader(test_set, args.batch_size, sampler=test_sampler)
-    if not len(train_loader):
+    test_order = list(DistributedSampler(test_set, world.size, world.rank, shuffle=False))
+    steps_per_epoch = len(sampler) // args.batch_size
+    if not steps_per_epoch:
         raise SystemExit("fewer samples than one batch per rank: take smaller batches or more data")
-    training = build_training(args, world, len(train_loader))
-    done = resume(training, args.checkpoints, world) if args.resume else 0
-    if done and world.rank == 0:
-        print(f"resumed after epoch {done}, round {training.optimizer.round}")
-    for epoch in range(done + 1, args.epochs + 1):
+    training = build_training(args, world, steps_per_epoch)
+    checkpoints = Checkpoints(args.checkpoints, training.optimizer)
+    step = resume(training, checkpoints, args)
+    if step:
+        tell(f"resumed after step {step}, round {training.optimizer.round}", world)
+    for epoch in range(step // steps_per_epoch, args.epochs):
         sampler.set_epoch(epoch)
-        loss = train_epoch(training, train_loader, args, world)
-        save(training, args.checkpoints, epoch, world)
+        order = list(sampler)[step % steps_per_epoch * args.batch_size :]
+        batches = load_batches(train_set, order, args, drop_last=True)
+        losses = []
+        for images, labels in tqdm(batches, leave=False, disable=world.rank > 0):
+            images, labels = to_device(images, labels, world)
+            losses.append(train_step(training, images, labels, args, world))
+            step += 1
+            last = step == args.epochs * steps_per_epoch
+            if last or step % (args.save_every or steps_per_epoch) == 0:
+                checkpoints.save(step, state_to_save(training))
         with training.optimizer.averaged():
-            hits = accuracy(training.model, test_loader, args, world)
-        if world.rank == 0:
-            rate = training.scheduler.get_last_lr()[0]
-            print(f"epoch {epoch}: loss {loss:.4f}, averaged model {hits:.2%}, next lr {rate:.4f}")
+            hits = accuracy(training.model, load_batches(test_set, test_order, args), args, world)
+        loss, rate = torch.stack(losses).mean(), training.scheduler.get_last_lr()[0]
+        result = f"loss {loss:.4f}, averaged model {hits:.2%}, next lr {rate:.4f}"
+        tell(f"epoch {epoch + 1}: {result}", world)
     if dist.is_initialized():
         dist.destroy_process_group()
 

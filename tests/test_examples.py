@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 pytest.importorskip("sklearn")
@@ -22,9 +28,12 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
+def launcher(ranks: int) -> tuple[str, ...]:
+    return "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"
+
+
 def torchrun(ranks: int, *command: str | Path, cwd: Path) -> str:
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-    return run(*launcher, *command, cwd=cwd)
+    return run(*launcher(ranks), *command, cwd=cwd)
 
 
 def test_four_ranks_learn_the_digits_with_the_defaults(tmp_path: Path) -> None:
@@ -50,18 +59,110 @@ def test_digits_also_run_as_a_plain_process(tmp_path: Path) -> None:
     assert "gossip on ring, 1 ranks: averaged model" in out
 
 
-def test_cifar_resumes_from_the_newest_complete_set(tmp_path: Path) -> None:
-    options = ("--fake-data", "--fake-samples", "32", "--batch-size", "8", "--topology", "ring")
-    script = EXAMPLES / "train_cifar10.py"
-    out = torchrun(2, script, *options, "--epochs", "2", "--warmup-epochs", "1", cwd=tmp_path)
-    assert "epoch 2: loss" in out
-    torn = tmp_path / "runs" / "cifar10" / "epoch_0003"
-    torn.mkdir()
-    (torn / "rank_0_of_2.pt").write_bytes(b"")
-    out = torchrun(2, script, *options, "--epochs", "3", "--resume", cwd=tmp_path)
-    assert "resumed after epoch 2, round 4" in out
-    assert "epoch 3: loss" in out
-    assert "epoch 2: loss" not in out
+CIFAR = EXAMPLES / "train_cifar10.py"
+# Two epochs of four steps, with a set in the middle and at the end of each.
+TINY_CIFAR = (
+    *("--fake-data", "--fake-samples", "16", "--batch-size", "2", "--save-every", "2"),
+    *("--epochs", "2", "--warmup-epochs", "1", "--lr", "0.01", "--topology", "ring", "--no-amp"),
+)
+
+
+def cifar_file(cwd: Path, step: int, rank: int) -> Path:
+    return cwd / "runs" / "cifar10" / f"step_{step:08d}" / f"rank_{rank}_of_2.pt"
+
+
+def trained(cwd: Path) -> list[dict[str, torch.Tensor]]:
+    """The models of both ranks after the last step."""
+    files = (cifar_file(cwd, 8, rank) for rank in (0, 1))
+    return [torch.load(file, weights_only=True)["model"] for file in files]
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("never_stopped")
+    assert "epoch 2: loss" in torchrun(2, CIFAR, *TINY_CIFAR, cwd=folder)
+    return folder
+
+
+@contextmanager
+def launched(*command: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, *command],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def worker(agent: subprocess.Popen[str], rank: int) -> int:
+    """The process of that rank among the children of torchrun."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # It has ended, or is not ours.
+            continue
+        if int(parent) == agent.pid and f"RANK={rank}".encode() in variables:
+            return int(folder.name)
+    raise AssertionError(f"torchrun has no process of rank {rank}")
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for ranks in /proc")
+def test_torchrun_restarts_a_killed_rank_from_the_newest_set_that_is_whole(
+    never_stopped: Path, tmp_path: Path
+) -> None:
+    """The killed rank also leaves its newest file torn."""
+    command = (*launcher(2), "--max-restarts=2", str(CIFAR), *TINY_CIFAR)
+    with launched(*command, cwd=tmp_path) as agent:
+        wait_until(lambda: all(cifar_file(tmp_path, 4, rank).exists() for rank in (0, 1)), agent)
+        victim = worker(agent, rank=1)
+        os.kill(victim, signal.SIGSTOP)
+        newest = max(step for step in (4, 6, 8) if cifar_file(tmp_path, step, rank=1).exists())
+        os.truncate(cifar_file(tmp_path, newest, rank=1), 1_000_000)
+        os.kill(victim, signal.SIGKILL)
+        out = agent.communicate(timeout=100)[0]
+    assert agent.returncode == 0, out
+    assert f"step_{newest:08d}/rank_1_of_2.pt cannot be used" in out
+    assert out.count("resumed after step") == 1
+    assert f"resumed after step {newest - 2}, round {newest - 2}" in out
+    assert all(map(equal, trained(tmp_path), trained(never_stopped)))
+    assert not equal(*trained(tmp_path))
+
+
+def test_cifar_goes_on_from_an_earlier_launch_only_when_told_to(never_stopped: Path) -> None:
+    expected = trained(never_stopped)
+    cifar_file(never_stopped, 8, rank=0).unlink()
+    command = [sys.executable, *launcher(2), str(CIFAR), *TINY_CIFAR]
+    refused = subprocess.run(
+        command, cwd=never_stopped, capture_output=True, text=True, timeout=110
+    )
+    assert refused.returncode != 0
+    assert "the checkpoints of another launch, up to step 6: go on from there" in refused.stderr
+    out = torchrun(2, CIFAR, *TINY_CIFAR, "--resume", cwd=never_stopped)
+    assert "resumed after step 6, round 6" in out
+    assert all(map(equal, trained(never_stopped), expected))
+
+
+def test_cifar_also_runs_as_a_plain_process_in_mixed_precision(tmp_path: Path) -> None:
+    options = ("--fake-data", "--fake-samples", "4", "--batch-size", "4", "--epochs", "1")
+    assert "epoch 1: loss" in run(CIFAR, *options, cwd=tmp_path)
 
 
 def test_the_custom_topology_can_be_looked_at_and_trained_on(tmp_path: Path) -> None:
