@@ -1,0 +1,142 @@
+"""SGD with quasi-global momentum, for ranks whose shards differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from decent_optim_wrapper.optim._gradient import dense_grad
+
+
+class QGSGD(Optimizer):
+    """SGD whose momentum follows the averaged model, not the rank's own gradients (QG-DSGDm).
+
+    Local momentum remembers what only this rank's shard asked for. Here the buffer h follows the
+    movement of the parameters, mixing included. At step t, with z_t the parameters as `step` finds
+    them and η_t the learning rate::
+
+        h_t     = μ h_{t-1} + (1 - μ) (z_{t-1} - z_t) / η_{t-1}     (h_0 = 0)
+        m       = β h_t + g + λ z_t
+        u       = m, with nesterov g + λ z_t + β m
+        params  = z_t - η_t u
+
+    This is Algorithm 1 of Lin et al., "Quasi-Global Momentum", 2021, with its last line, the
+    update of h, put off to the next step, when the mixing has been done. Under
+    `DecentOptimWrapper` with mixing matrix W_t of round t, both modes make
+    ``z_{t+1} = W_t (z_t - η_t u)``:
+
+    - ``overlap=False`` is the paper's algorithm: g is the gradient at z_t.
+    - ``overlap=True`` is the paper's with a delayed gradient: `step` finds the parameters already
+      mixed, and g was taken before that, at z_{t-1} - η_{t-1} u_{t-1}.
+
+    Without mixing a constant gradient ends at u = g / (1 - β), as in SGD with momentum β.
+
+    The state is per parameter: h and z_{t-1} (each a copy of the parameter) and η_{t-1}. Steps with
+    learning rate 0 leave no trace in h. A parameter without a gradient is skipped: its next step
+    takes for z_{t-1} the last one that was not. Whatever else moves the parameters between two
+    steps, such as keeping a world average, counts as mixing. Since the mixing is divided by the
+    learning rate too, a rate that falls faster than the ranks approach each other makes h large.
+
+    Args:
+        params: tensors, or parameter groups.
+        lr: η.
+        momentum: β.
+        mu: μ, how slowly h follows.
+        weight_decay: λ.
+        nesterov: look ahead as Nesterov's momentum does.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.9,
+        mu: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = False,
+    ) -> None:
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {value}")
+        for name, value in (("momentum", momentum), ("mu", mu)):
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "mu": mu,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Update the parameters once.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RuntimeError: a sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                self._step_params(params, group)
+        return loss
+
+    def _step_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        grads = [dense_grad(param) for param in params]
+        beta, lr = group["momentum"], float(group["lr"])
+        buffers = self._follow(params, group["mu"], lr)
+        if group["weight_decay"]:
+            grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+        update = torch._foreach_mul(buffers, beta)
+        torch._foreach_add_(update, grads)
+        if group["nesterov"]:
+            torch._foreach_mul_(update, beta)
+            torch._foreach_add_(update, grads)
+        torch._foreach_add_(params, update, alpha=-lr)
+
+    def _follow(self, params: list[Tensor], mu: float, lr: float) -> list[Tensor]:
+        """Let the momentum buffers follow the parameters to where they are now; returns them."""
+        states = [self._state_of(param) for param in params]
+        buffers = [state["momentum_buffer"] for state in states]
+        previous = [state["prev_param"] for state in states]
+        moved = torch._foreach_sub(previous, params)
+        rates = [state["prev_lr"] for state in states]
+        torch._foreach_mul_(moved, [(1 - mu) / rate if rate else 0.0 for rate in rates])
+        torch._foreach_mul_(buffers, [mu if rate else 1.0 for rate in rates])
+        torch._foreach_add_(buffers, moved)
+        torch._foreach_copy_(previous, params)
+        for state in states:
+            state["prev_lr"] = lr
+        return buffers
+
+    def _state_of(self, param: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+            state["prev_param"] = param.clone()
+            # A number: torch's load_state_dict would cast a tensor to the parameter's dtype.
+            state["prev_lr"] = 0.0
+        return state

@@ -1,0 +1,135 @@
+"""QGSGD against its algorithm on dense matrices, and against momentum SGD."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from problem import backward, flatten, make_params
+from torch import Tensor
+from torch.optim import Optimizer
+
+from decent_optim_wrapper import TopologyFactory
+from decent_optim_wrapper.optim import QGSGD
+
+
+def gradient(x: Tensor, rank: int) -> Tensor:
+    return x - rank + x.sin()
+
+
+def rate(step: int) -> float:
+    return 0.2 / (1 + step)
+
+
+RANKS, STEPS, BETA, MU, DECAY = 4, 9, 0.8, 0.7, 0.05
+
+
+def quasi_global_by_matrices(matrices: list[Tensor], overlap: bool, nesterov: bool) -> Tensor:
+    """All ranks at once, a row each: algorithm 1 of the paper, and with a delayed gradient.
+
+    Returns:
+        The rows after the last update, mixed.
+    """
+    at = torch.linspace(-1, 1, 3, dtype=torch.float64).repeat(RANKS, 1)
+    model, momentum = at, torch.zeros_like(at)
+    for step, matrix in enumerate(matrices):
+        point = model if overlap else at
+        grads = torch.stack([gradient(x, rank) for rank, x in enumerate(point)]) + DECAY * at
+        local = BETA * momentum + grads
+        update = grads + BETA * local if nesterov else local
+        model = at - rate(step) * update
+        after = matrix @ model
+        momentum = MU * momentum + (1 - MU) * (at - after) / rate(step)
+        at = after
+    return at
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_qgsgd_follows_the_mixed_parameters(overlap: bool, nesterov: bool) -> None:
+    topology = TopologyFactory.create("ring", RANKS)
+    matrices = [topology.mixing_matrix(step) for step in range(STEPS)]
+    start = torch.linspace(-1, 1, 3, dtype=torch.float64)
+    params = [start.clone().requires_grad_() for _ in range(RANKS)]
+    optimizers = [QGSGD([p], 0, BETA, MU, DECAY, nesterov=nesterov) for p in params]
+
+    def mix(step: int) -> None:
+        mixed = matrices[step] @ torch.stack(params)
+        for param, row in zip(params, mixed, strict=True):
+            param.data.copy_(row)
+
+    for step in range(STEPS):
+        for rank, param in enumerate(params):
+            param.grad = gradient(param.detach(), rank)
+        if overlap and step:
+            mix(step - 1)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = rate(step)
+            optimizer.step()
+        if not overlap:
+            mix(step)
+    if overlap:
+        mix(STEPS - 1)
+    rows = torch.stack(params).detach()
+    expected = quasi_global_by_matrices(matrices, overlap, nesterov)
+    torch.testing.assert_close(rows, expected, rtol=1e-12, atol=1e-13)
+    assert (rows - start).abs().max() > 0.1
+    assert (rows[0] - rows[2]).abs().max() > 1e-3
+
+
+def test_qgsgd_alone_has_a_momentum_of_its_own_steps() -> None:
+    grads = [3.0, -1.0, 2.0, 0.5, -4.0]
+    param = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    optimizer = QGSGD([param], lr=0.1, momentum=BETA, mu=MU)
+    x, momentum = 1.0, 0.0
+    for grad in grads:
+        param.grad = torch.tensor(grad, dtype=torch.float64)
+        optimizer.step()
+        update = BETA * momentum + grad
+        x -= 0.1 * update
+        momentum = MU * momentum + (1 - MU) * update
+        assert param.item() == pytest.approx(x, rel=1e-13)
+
+
+def test_qgsgd_ends_at_the_step_of_momentum_sgd_under_a_constant_gradient() -> None:
+    def last_step(optimizer: Optimizer, param: Tensor) -> float:
+        before = 0.0
+        for _ in range(400):
+            before = param.item()
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        return before - param.item()
+
+    ours, theirs = (torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in range(2))
+    expected = last_step(torch.optim.SGD([theirs], lr=0.1, momentum=BETA), theirs)
+    assert last_step(QGSGD([ours], lr=0.1, momentum=BETA, mu=MU), ours) == pytest.approx(expected)
+    assert expected == pytest.approx(0.1 / (1 - BETA))
+
+
+def test_steps_at_rate_zero_leave_no_trace_in_the_momentum() -> None:
+    def run(pause: bool) -> Tensor:
+        params = make_params()
+        optimizer = QGSGD(params, lr=0.05)
+        for step in range(3):
+            backward(params, 0, step)
+            optimizer.step()
+        backward(params, 0, 3)
+        if pause:
+            # The momentum sees the third step only now, at the beginning of this one.
+            optimizer.param_groups[0]["lr"] = 0.0
+            optimizer.step()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 0.05
+        optimizer.step()
+        return flatten(params)
+
+    assert torch.equal(run(pause=True), run(pause=False))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lr": -1.0}, {"momentum": 1.0}, {"mu": -0.1}, {"weight_decay": -1.0}]
+)
+def test_qgsgd_refuses_numbers_out_of_range(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        QGSGD(make_params(), **wrong)
