@@ -37,8 +37,8 @@ class AccumAdam(Optimizer):
     parameters less.
 
     Weight decay is Adam's: λx is added to g, and so is part of b. The state is per parameter,
-    ``step`` the number of finished windows (so k = step + 1), ``position`` the number of gradients
-    in the window in progress. A parameter without a gradient is skipped, and its window waits. A
+    ``step`` the number of finished windows, one less than k, ``position`` that of the gradients in
+    the window in progress. A parameter without a gradient is skipped, and its window waits. A
     state dict holds the window in progress; a resumed run continues it. When
     ``group["accum_iter"]`` is changed, the window in progress ends as soon as it holds that many
     gradients, and b is the average of those it holds.
@@ -54,7 +54,7 @@ class AccumAdam(Optimizer):
             results are the same but for rounding.
         maximize: ascend.
         capturable: ask for no value on the host, so that a CUDA graph may hold `step`; `foreach`
-            is then not used.
+            is then not used, and `lr` must be a tensor to change between replays.
 
     Raises:
         ValueError: a number is out of range.

@@ -37,10 +37,11 @@ class QGSGD(Optimizer):
     Without mixing a constant gradient ends at u = g / (1 - β), as in SGD with momentum β.
 
     The state is per parameter: h and z_{t-1} (each a copy of the parameter) and η_{t-1}. Steps with
-    learning rate 0 leave no trace in h. A parameter without a gradient is skipped: its next step
-    takes for z_{t-1} the last one that was not. Whatever else moves the parameters between two
-    steps, such as keeping a world average, counts as mixing. Since the mixing is divided by the
-    learning rate too, a rate that falls faster than the ranks approach each other makes h large.
+    learning rate 0 leave no trace in h, nor does the mixing after them. A parameter without a
+    gradient is skipped: its next step takes for z_{t-1} the last one that was not. Whatever else
+    moves the parameters between two steps, such as keeping a world average, counts as mixing. Since
+    the mixing is divided by the learning rate too, a rate that falls faster than the ranks approach
+    each other makes h large.
 
     Args:
         params: tensors, or parameter groups.
