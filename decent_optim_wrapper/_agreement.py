@@ -100,7 +100,7 @@ class Agreement:
         self._layout = layout
         self._settings = [
             f"decent_optim_wrapper {__version__}",
-            f"topology {topology!r} with schedule {_schedule_digest(topology)}",
+            f"topology {topology!r} with schedule {topology.digest}",
             *settings,
         ]
 
@@ -149,10 +149,3 @@ class Agreement:
         data = data.to(device)
         self._transport.broadcast(data, source)
         return bytes(data.tolist()).decode(errors="replace").split("\n")
-
-
-def _schedule_digest(topology: Topology) -> str:
-    digest = hashlib.sha256()
-    for phase in range(topology.period):
-        digest.update(repr(topology.groups(phase)).encode())
-    return digest.hexdigest()[:16]

@@ -184,7 +184,7 @@ class Round:
         if not self._note_finite(flat) and self._rules.on_nonfinite == "skip":
             flat.data.zero_()
         works = self._transport.all_reduce(flat.data, self.group.ranks)
-        self._meter.bytes_sent += 2 * (size - 1) * flat.data.nbytes // size
+        self._meter.bytes_sent += int(self.group.copies_sent * flat.data.nbytes)
         weight = size * (1 - self.group.self_weight) / (size - 1)
         return _Exchange(len(self._exchanges), works, flat, weight)
 

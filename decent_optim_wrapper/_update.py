@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from decent_optim_wrapper._bucket import Bucket
+from decent_optim_wrapper.optim import QGSGD, AccumAdam, AccumAdamW
 
 # State per parameter and nothing that couples parameters: updating them in several calls is the
 # same computation. Exact types only, since a subclass may couple what its parent does not.
@@ -31,6 +32,9 @@ SPLITTABLE: tuple[type[Optimizer], ...] = (
     optim.ASGD,
     optim.Adafactor,
     *([optim.Muon] if hasattr(optim, "Muon") else []),  # of torch 2.9 and newer
+    AccumAdam,
+    AccumAdamW,
+    QGSGD,
 )
 
 

@@ -137,6 +137,9 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         check_tensors(parameters)
         self._agreement.check([*parameters, *named_buffers])
         schedule = self._topology.schedule(self.rank)
+        if isinstance(topology, str):
+            # The schedules of all ranks are needed no more; a user's own topology is left alone.
+            self._topology.release()
         rules = Rules(on_nonfinite, repr(self._topology)).for_transport(self._transport)
         self._gossip = Gossip(self._transport, schedule, rules, self._meter)
         if comm_dtype is not None and any(group.size > 2 for group in schedule):
