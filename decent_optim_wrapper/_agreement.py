@@ -15,6 +15,7 @@ from torch import Tensor
 
 from decent_optim_wrapper._bucket import Layout, plan_buckets
 from decent_optim_wrapper._flat import overlapping
+from decent_optim_wrapper._transfer import receive_text, send_text
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper._version import __version__
 from decent_optim_wrapper.topo import Topology
@@ -116,13 +117,13 @@ class Agreement:
             # Views exchange their storage as it lies in memory.
             strides = f", strides {named.tensor.stride()}" if self._layout.as_view else ""
             lines.append(named.describe() + strides)
-        text = "\n".join(lines).encode()
-        digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
-        digests = self._transport.all_gather(digest)
+        text = "\n".join(lines)
+        digest = hashlib.sha256(text.encode()).digest()
+        digests = self._transport.all_gather(torch.tensor(list(digest), dtype=torch.uint8))
         differing = (digests != digests[0]).any(dim=1).nonzero().flatten().tolist()
         if not differing:
             return
-        there, here = (self._broadcast_text(text, source) for source in (differing[0], 0))
+        there, here = (self._lines_of(text, source) for source in (differing[0], 0))
         pairs = zip_longest(there, here, fillvalue="nothing more")
         theirs, ours = next(pair for pair in pairs if pair[0] != pair[1])
         raise ValueError(
@@ -131,21 +132,23 @@ class Agreement:
             f"(seen on rank {self._transport.rank}; ranks unlike rank 0: {differing})"
         )
 
-    def broadcast(self, tensors: Iterable[Named]) -> None:
-        """Overwrite the tensors with those of rank 0, bucket by bucket; collective."""
+    def broadcast(self, tensors: Iterable[Named], source: int, keep: bool = False) -> None:
+        """Overwrite the tensors with those of one rank, bucket by bucket; collective.
+
+        Args:
+            tensors: the same on every rank.
+            source: whose values are taken.
+            keep: hear them and keep one's own.
+        """
         layout = Layout(self._layout.cap_mb, self._layout.wire_device)
         for bucket in plan_buckets((named.tensor for named in tensors), layout):
             flat = bucket.pack(bucket.new_flat(bucket.wire_device))
-            self._transport.broadcast(flat.data, source=0)
-            bucket.unpack_(flat)
+            self._transport.broadcast(flat.data, source)
+            if not keep:
+                bucket.unpack_(flat)
 
-    def _broadcast_text(self, text: bytes, source: int) -> list[str]:
-        device = self._transport.control_device
-        size = torch.tensor([len(text)], device=device)
-        self._transport.broadcast(size, source)
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        if self._transport.rank != source:
-            data = torch.empty(int(size.item()), dtype=torch.uint8)
-        data = data.to(device)
-        self._transport.broadcast(data, source)
-        return bytes(data.tolist()).decode(errors="replace").split("\n")
+    def _lines_of(self, text: str, source: int) -> list[str]:
+        if self._transport.rank == source:
+            send_text(text, self._transport)
+            return text.split("\n")
+        return receive_text(self._transport, source).split("\n")

@@ -9,7 +9,6 @@ import torch
 from decent_optim_wrapper._bucket import Bucket
 from decent_optim_wrapper._flat import Flat
 from decent_optim_wrapper._gossip import Gossip
-from decent_optim_wrapper._header import Call
 from decent_optim_wrapper._round import Rules, nonfinite_error
 from decent_optim_wrapper._transport import Transport
 
@@ -42,15 +41,16 @@ class WorldAverage:
         """Put the average in place of the own values; collective.
 
         Args:
-            may_revert: keep a snapshot of the own values. A snapshot that is there already stays:
-                it holds the values from before the first average.
+            may_revert: keep a snapshot of the own values: those from before the first average
+                where one is in place already.
         """
-        self._gossip.arrive()
-        self._gossip.announce(Call.GLOBAL_AVG)
-        finite = self._finite()
         if not may_revert:
             self.keep()
-        elif self._snapshot is None:
+        elif self._snapshot is not None:
+            # Tensors may have come since, and the snapshot must hold theirs, too.
+            self.revert()
+        finite = self._finite()
+        if may_revert:
             self._snapshot = [(bucket, bucket.pack(bucket.new_flat())) for bucket in self._buckets]
         try:
             for bucket, shares in zip(self._buckets, finite, strict=True):

@@ -6,7 +6,7 @@ This module owns the mutable state of the gossip: the counter and the round in f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from loguru import logger
@@ -16,7 +16,8 @@ from decent_optim_wrapper._header import Call, Header
 from decent_optim_wrapper._meter import Meter
 from decent_optim_wrapper._round import Round, Rules
 from decent_optim_wrapper._transport import Transport
-from decent_optim_wrapper.topo import Group
+from decent_optim_wrapper.errors import PeerError
+from decent_optim_wrapper.topo import Group, Topology
 
 
 class GossipState(NamedTuple):
@@ -46,6 +47,10 @@ class Gossip:
         self._meter = meter
         self._buckets: list[Bucket] = []
         self._round = 0
+        # Rounds before it are idle: they belong to ranks that were ahead when a peer was lost.
+        self._resume = 0
+        # What to do about a lost peer, other than to raise; it drops the round.
+        self.on_loss: Callable[[PeerError], None] | None = None
         # None or one; a list, so that the finalizer below sees what is in it then.
         self._in_flight: list[Round] = []
         # A resumed run has a round in flight that this process has yet to launch: not at loading,
@@ -65,6 +70,30 @@ class Gossip:
     def state(self) -> GossipState:
         """Rounds launched so far, and whether the last of them is still to be mixed."""
         return GossipState(self._round, self._owed or bool(self._in_flight))
+
+    @property
+    def widest_group(self) -> int:
+        """Size of the largest group of this rank."""
+        return max(group.size for group in self._schedule)
+
+    def abandon(self) -> None:
+        """Let go of the round in flight, whatever becomes of its bytes."""
+        self._owed = False
+        for flying in self._in_flight:
+            flying.abandon()
+        self._in_flight.clear()
+
+    def rewire(self, topology: Topology, resume: int) -> None:
+        """Go on with another topology, and the transport that belongs to it.
+
+        Args:
+            topology: of the ranks that are there.
+            resume: the round in which all of them meet again.
+        """
+        self._schedule = topology.schedule(self._transport.rank)
+        self._rules = self._rules._replace(topology=repr(topology))
+        self._resume = resume
+        self._transport.connect(self._schedule)
 
     def restore(self, state: GossipState) -> None:
         """Continue from `state`; a round in flight is dropped."""
@@ -94,6 +123,9 @@ class Gossip:
         """
         self._pay()
         arrived = self._receive()
+        if arrived:
+            # Members of a replaced bucket are in a new one, which must not leave before the mixing.
+            _mix_all(arrived, beside=self._buckets)
         launched = self._next_round()
         for bucket in self._buckets:
             if arrived:
@@ -101,8 +133,6 @@ class Gossip:
             update(bucket)
             launched.post(bucket)
         launched.seal()
-        if arrived:
-            _mix_all(arrived, beside=self._buckets)
         self._in_flight.append(launched)
         self._round += 1
 
@@ -114,8 +144,13 @@ class Gossip:
 
     def arrive(self) -> None:
         """Wait for the round in flight, if there is one; nothing is mixed yet."""
-        for flying in self._in_flight:
-            flying.receive()
+        try:
+            for flying in self._in_flight:
+                flying.receive()
+        except PeerError as error:
+            if self.on_loss is None:
+                raise
+            self.on_loss(error)
 
     def announce(self, call: Call) -> None:
         """Make sure that the ranks of the next round's group are in the same method as this one.
@@ -145,7 +180,13 @@ class Gossip:
         """
         arrived = self._in_flight.pop() if self._in_flight else None
         if arrived:
-            arrived.receive()
+            try:
+                arrived.receive()
+            except PeerError as error:
+                if self.on_loss is None:
+                    raise
+                self.on_loss(error)
+                return None
         return arrived
 
     def _next_round(self) -> Round:
@@ -158,15 +199,16 @@ class Gossip:
     def _round_of(self, call: Call) -> Round:
         self._transport.check_open()
         group = self._schedule[self._round % len(self._schedule)]
+        if self._round < self._resume:
+            group = Group([self._transport.rank])
         header = Header(call, self._round)
         return Round(header, group, self._transport, self._rules, self._meter)
 
 
-def _mix_all(arrived: Round, beside: Iterable[Bucket] = ()) -> None:
-    """Mix the buckets of a round that has arrived, but for those that have been mixed already."""
-    done = set(beside)
+def _mix_all(arrived: Round, beside: Collection[Bucket] = ()) -> None:
+    """Mix all buckets of a round that has arrived, but for some."""
     for bucket in arrived.buckets:
-        if bucket not in done:
+        if bucket not in beside:
             arrived.mix(bucket)
 
 

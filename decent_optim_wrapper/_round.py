@@ -236,17 +236,18 @@ class Round:
 
     def _lost(self, bucket: int, suspects: tuple[int, ...]) -> PeerError:
         """The error of a round whose bucket did not arrive."""
-        own = self._transport.rank
         # Those who wait for this rank need not wait for their timeout.
         self.abandon()
         self._transport.hang_up()
-        lost = self._transport.missing(suspects, self._header.round)
+        names = self._transport.members
+        lost = [names[rank] for rank in self._transport.missing(suspects, self._header.round)]
         named = f"rank {lost[0]}" if len(lost) == 1 else f"one of the ranks {lost}"
+        group = tuple(names[rank] for rank in self.group.ranks)
         return PeerError(
-            f"rank {own}: lost {named} in round {self._header.round}, bucket {bucket}, group "
-            f"{self.group.ranks} of {self._rules.topology}; look there for the first error. The "
-            f"parameters are as they were before this round was mixed: restart from a checkpoint, "
-            f'or let the others go on with on_peer_failure="continue"',
+            f"rank {self._transport.name}: lost {named} in round {self._header.round}, bucket "
+            f"{bucket}, group {group} of {self._rules.topology}; look there for the first error. "
+            f"The parameters are as they were before this round was mixed: restart from a "
+            f'checkpoint, or let the others go on with on_peer_failure="continue"',
             rank=lost[0] if len(lost) == 1 else None,
             round=self._header.round,
             bucket=bucket,

@@ -12,7 +12,10 @@ from torch.optim import LBFGS, Optimizer
 
 from decent_optim_wrapper._facade import OptimizerFacade
 
-ON_NONFINITE = ("raise", "skip", "ignore")
+_CHOICES = {
+    "on_nonfinite": ("raise", "skip", "ignore"),
+    "on_peer_failure": ("raise", "continue"),
+}
 
 
 class Settings(NamedTuple):
@@ -25,6 +28,7 @@ class Settings(NamedTuple):
     param_as_bucket_view: bool
     timeout: timedelta | float | None
     on_nonfinite: str
+    on_peer_failure: str
 
     @property
     def patience(self) -> timedelta | None:
@@ -61,10 +65,9 @@ class Settings(NamedTuple):
             raise ValueError(
                 f"comm_dtype expects torch.bfloat16, torch.float16 or None, got {self.comm_dtype}"
             )
-        if self.on_nonfinite not in ON_NONFINITE:
-            raise ValueError(
-                f"on_nonfinite expects one of {ON_NONFINITE}, got {self.on_nonfinite!r}"
-            )
+        for name, choices in _CHOICES.items():
+            if self._of(name) not in choices:
+                raise ValueError(f"{name} expects one of {choices}, got {self._of(name)!r}")
         return self._replace(bucket_cap_mb=float(self.bucket_cap_mb))
 
     def _of(self, name: str) -> Any:

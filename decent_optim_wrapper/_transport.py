@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
 
 from decent_optim_wrapper._backend import (
     backend_of,
@@ -33,6 +34,9 @@ from decent_optim_wrapper.topo import Group
 _FIRST_TAG = 1 << 20
 # A message to every other rank of a larger group would cost more than a collective.
 _MOST_TOLD_ONE_BY_ONE = 16
+_POINT_TO_POINT = (OpType.SEND, OpType.RECV)
+# Between two looks at the alarm.
+_WATCH = timedelta(seconds=0.1)
 # How long the ranks of a failed group wait for each other's signs of life.
 _ROLL_CALL_SECONDS = 2.0
 
@@ -67,17 +71,35 @@ class Transport:
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._store: Any | None = None
         self._timeout = timeout or timedelta(0)
+        # Tells whether waiting has become pointless; None where nobody would know.
+        self.alarm: Callable[[], bool] | None = None
         self.rank = 0
         self.world_size = 1
+        self.members: tuple[int, ...] = (0,)
         if process_group is not None:
             self.rank, self.world_size = process_group.rank(), process_group.size()
+            self.members = tuple(range(self.world_size))
             self._store = self._own_store(store_of(process_group))
             self._timeout = timeout or timeout_of(process_group)
 
     @property
-    def timeout(self) -> timedelta:
-        """Bound of every wait."""
-        return self._timeout
+    def name(self) -> int:
+        """What this rank is called: its number at the start."""
+        return self.members[self.rank]
+
+    def reform(self, world: Any | None, members: tuple[int, ...], name: int, store: Any) -> None:
+        """Go on with other ranks.
+
+        Args:
+            world: their communicator; None for a rank that is alone.
+            members: what they are called; they are numbered anew in this order.
+            name: which of them is this rank.
+            store: theirs, empty.
+        """
+        self._world = world
+        self._store = store
+        self.members = members
+        self.rank, self.world_size = members.index(name), len(members)
 
     def connect(self, schedule: Sequence[Group]) -> None:
         """Create the communicators that `schedule` (this rank's groups, phase by phase) needs.
@@ -114,8 +136,26 @@ class Transport:
             RuntimeError: a peer has gone, or the time is over.
         """
         while works:
-            # A second wait for a point-to-point work of gloo would block for ever.
-            works.pop().wait(self._timeout)
+            work = works.pop()
+            # A work of gloo between two ranks ends with the connection, and must not be waited for
+            # twice. A collective that misses a rank ends with the timeout only.
+            kind = work._get_op_type()  # type: ignore[attr-defined]
+            if self.alarm is None or kind in _POINT_TO_POINT:
+                work.wait(self._timeout)
+            else:
+                self._wait_watchfully(work, self.alarm)
+
+    def _wait_watchfully(self, work: dist.Work, alarm: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            try:
+                work.wait(_WATCH)
+                return
+            except RuntimeError:
+                if work.is_completed() or time.monotonic() > deadline:
+                    raise
+            if alarm():
+                raise RuntimeError("another rank has lost a peer")
 
     def hang_up(self) -> None:
         """Close the connections made here, which the ranks at their other ends notice at once.
@@ -223,7 +263,7 @@ class Transport:
         Every rank that notices leaves a mark in the store.
         """
         absent = list(suspects)
-        if len(absent) == 1 or self._store is None:
+        if len(absent) == 1 or self._store is None or self.alarm is not None:
             return absent
         key = f"failed/{round}"
         self._store.set(f"{key}/{self.rank}", "here")
@@ -284,7 +324,13 @@ class Transport:
             )
         store = prefixed("-".join(map(str, ranks)), self._store)
         like = backend_of(self._world, self.exchange_device)
-        return new_backend(like, store, ranks.index(self.rank), len(ranks), self._timeout)
+        try:
+            return new_backend(like, store, ranks.index(self.rank), len(ranks), self._timeout)
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {self.name}: ranks {[self.members[rank] for rank in ranks]} could not "
+                f"connect within {self._timeout} ({error}); look there for the first error"
+            ) from error
 
 
 def _exchange_coalesced(

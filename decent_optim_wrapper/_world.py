@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import Backend, Store
+from torch.distributed.constants import default_pg_timeout
 
-from decent_optim_wrapper._backend import is_closed
+from decent_optim_wrapper._backend import is_closed, store_of, timeout_of
 from decent_optim_wrapper.topo import Topology, TopologyFactory
 
 
@@ -52,6 +54,41 @@ def resolve_process_group(group: Any, rank: int | None, world_size: int | None) 
                 f"leave {name} out or pass the process group's"
             )
     return group
+
+
+class Found(NamedTuple):
+    """Ranks that meet through a store."""
+
+    store: Any
+    rank: int
+    world_size: int
+    timeout: timedelta
+
+
+def resolve_crew(group: Any, store: Any, rank: int | None, world_size: int | None) -> Found:
+    """Find the store, and who this rank is in it.
+
+    Raises:
+        TypeError: `store` is no store.
+        ValueError: neither a store with `rank` and `world_size` nor a process group that has one.
+    """
+    if store is not None and not isinstance(store, Store):
+        raise TypeError(f"store expects a torch.distributed.Store or None, got {store!r}")
+    if store is None:
+        group = resolve_process_group(group, rank, world_size)
+        store = None if group is None else store_of(group)
+        if group is None or store is None:
+            raise ValueError(
+                'on_peer_failure="continue" needs a store in which the ranks agree: pass store, '
+                "rank and world_size, or call torch.distributed.init_process_group() before"
+            )
+        return Found(store, group.rank(), group.size(), timeout_of(group))
+    if rank is None or world_size is None or not 0 <= rank < world_size:
+        raise ValueError(
+            f"a store needs rank and world_size beside it, with rank below world_size; got "
+            f"{rank=}, {world_size=}"
+        )
+    return Found(store, rank, world_size, default_pg_timeout)
 
 
 def resolve_topology(

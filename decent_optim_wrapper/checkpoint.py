@@ -199,4 +199,4 @@ class Checkpoints:
 
     def _gather(self, *numbers: int) -> Tensor:
         """The numbers of every rank, shape (world_size, len(numbers))."""
-        return self._optimizer._transport.all_gather(torch.tensor(numbers))
+        return self._optimizer._engine.transport.all_gather(torch.tensor(numbers))

@@ -18,8 +18,8 @@ Result = TypeVar("Result")
 TIMEOUT = timedelta(seconds=40)
 
 # One import of torch for all ranks that are forked from this server.
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])
 
 
 def process_group(store: Store, rank: int, world_size: int) -> dist.ProcessGroup:
@@ -69,7 +69,7 @@ def run_processes(
     """
     # The launcher holds the store, as torchrun's agent does: no port to guess, none to lose.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results: Any = _processes.Queue()
+    results: Any = PROCESSES.Queue()
     env = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(local_world_size or world_size),
@@ -79,7 +79,7 @@ def run_processes(
         "OMP_NUM_THREADS": "1",
     }
     workers = [
-        _processes.Process(target=_worker, args=(rank, env, results, main, args), daemon=True)
+        PROCESSES.Process(target=_worker, args=(rank, env, results, main, args), daemon=True)
         for rank in range(world_size)
     ]
     for worker in workers:

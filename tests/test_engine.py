@@ -394,7 +394,7 @@ def test_wire_buffers_stay_within_their_limit(
         own = {param.untyped_storage().data_ptr() for param in params}
 
         def beyond() -> float:
-            held = held_bytes([optimizer._gossip, optimizer._average])
+            held = held_bytes([optimizer._engine.gossip, optimizer._engine.average])
             return sum(n for address, n in held.items() if address not in own) / size
 
         for _ in range(3):
@@ -484,7 +484,7 @@ def test_pairs_need_no_process_group_of_their_own() -> None:
         optimizer = wrap(make_params(), group, topology=topology)
         optimizer.step()
         optimizer.synchronize()
-        return len(optimizer._transport._subgroups)
+        return len(optimizer._engine.transport._subgroups)
 
     assert run_threads(8, main) == [0] * 8
 
@@ -506,9 +506,9 @@ def test_a_round_costs_calls_per_bucket_and_not_per_parameter() -> None:
         if rank == 0:
             Counting.calls = 0
             with Counting():
-                optimizer._gossip.relay(lambda bucket: None)
+                optimizer._engine.gossip.relay(lambda bucket: None)
         else:
-            optimizer._gossip.relay(lambda bucket: None)
+            optimizer._engine.gossip.relay(lambda bucket: None)
         optimizer.synchronize()
         return Counting.calls
 

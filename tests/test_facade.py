@@ -53,6 +53,7 @@ def test_the_published_arguments_keep_names_and_order() -> None:
         *("optimizer", "rank", "world_size", "local_world_size", "topology", "bucket_cap_mb"),
         *("overlap", "process_group", "buffers", "sync_at_start"),
         *("comm_dtype", "param_as_bucket_view", "split_update", "timeout", "on_nonfinite"),
+        *("on_peer_failure", "on_membership_change", "store"),
     ]
     wrapper = DecentOptimWrapper(
         optimizer=sgd(make_params()),
@@ -312,7 +313,7 @@ def test_frozen_parameters_are_broadcast_and_gossiped_once_rebuilt() -> None:
         assert params[1].mean().item() == rank, "not before rebuild_buckets()"
         wrapper.rebuild_buckets()
         wrapper.rebuild_buckets()
-        members = [m for bucket in wrapper._gossip.buckets for m in bucket.members]
+        members = [m for bucket in wrapper._engine.gossip.buckets for m in bucket.members]
         assert len(members) == len({id(member) for member in members}) == len(params)
         step_from(rank)
         assert params[1].mean().item() == 0.5

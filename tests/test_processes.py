@@ -100,7 +100,7 @@ def two_wrappers_with_communicators(rank: int) -> tuple[bool, float]:
         wrapper.global_avg(may_revert=False)
         distances.append(wrapper.consensus_distance())
         wrappers.append(wrapper)
-    (sub, *_) = wrappers[0]._transport._subgroups.values()
+    (sub, *_) = wrappers[0]._engine.transport._subgroups.values()
     assert sub.options._timeout == timedelta(seconds=77)
     del wrapper, sub
     wrappers.clear()

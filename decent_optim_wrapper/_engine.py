@@ -1,0 +1,225 @@
+"""What stands behind the facade, put together in the order in which the ranks must meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from loguru import logger
+from torch import Tensor
+from torch.optim import Optimizer
+
+from decent_optim_wrapper._agreement import (
+    Agreement,
+    Named,
+    check_gradients,
+    check_tensors,
+    named_parameters,
+)
+from decent_optim_wrapper._average import WorldAverage
+from decent_optim_wrapper._bucket import Layout, plan_buckets
+from decent_optim_wrapper._crew import Crew
+from decent_optim_wrapper._gossip import Gossip
+from decent_optim_wrapper._header import Call
+from decent_optim_wrapper._meter import Meter
+from decent_optim_wrapper._round import Rules
+from decent_optim_wrapper._settings import Settings
+from decent_optim_wrapper._survival import OnChange, Survival
+from decent_optim_wrapper._transfer import receive_state, send_state
+from decent_optim_wrapper._transport import Transport
+from decent_optim_wrapper._world import resolve_crew, resolve_process_group, resolve_topology
+from decent_optim_wrapper.errors import PeerError
+from decent_optim_wrapper.topo import Topology
+
+
+class Place(NamedTuple):
+    """Where this rank is among the others; what the fields mean is in `DecentOptimWrapper`."""
+
+    rank: int | None
+    world_size: int | None
+    local_world_size: int | None
+    process_group: Any | None
+    store: Any | None
+    on_membership_change: OnChange | None
+
+
+class Engine:
+    """The parts of one wrapper, and what they do together.
+
+    Args:
+        optimizer: the base.
+        settings: checked.
+        place: see there.
+        topology: a name or an instance.
+        buffers: what is averaged beside the parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        settings: Settings,
+        place: Place,
+        topology: str | Topology,
+        buffers: Iterable[Tensor],
+    ) -> None:
+        self.settings = settings
+        self.meter = Meter()
+        self._optimizer = optimizer
+        self._buffers = [Named("buffer", str(i), tensor) for i, tensor in enumerate(buffers)]
+        parameters = named_parameters(optimizer.param_groups)
+        check_tensors(parameters)
+
+        self._find_ranks(place, topology)
+        self.layout = Layout(
+            settings.bucket_cap_mb,
+            self.transport.wire_device,
+            settings.comm_dtype,
+            settings.param_as_bucket_view,
+        )
+        lines = [*settings.lines(), f"optimizer {type(optimizer).__name__}"]
+        self._agreement = Agreement(self.transport, self.topology, self.layout, lines)
+        if not self._joins:
+            self._agreement.check([*parameters, *self._buffers])
+
+        self._rules = Rules(settings.on_nonfinite, repr(self.topology))
+        self._rules = self._rules.for_transport(self.transport)
+        schedule = self.topology.schedule(self.transport.rank)
+        self.gossip = Gossip(self.transport, schedule, self._rules, self.meter)
+        if isinstance(topology, str):
+            # The schedules of all ranks are needed no more; a user's own topology is left alone.
+            self.topology.release()
+        self._warn_of_wide_groups()
+        if settings.sync_at_start and not self._joins:
+            self._agreement.broadcast([*parameters, *self._buffers], source=0)
+        self.take_in(parameters)
+        self.average = WorldAverage(
+            self.transport, self.gossip, self._rules, self._plan_extra(parameters)
+        )
+        if self._survival:
+            self._survival.begin(self.gossip, self._hand_over)
+
+    @property
+    def topology(self) -> Topology:
+        """The topology of the ranks that are there."""
+        return self._topology if self._survival is None else self._survival.topology
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part, as numbered at the start."""
+        return self.transport.members
+
+    def add(self, parameters: list[Named], late: list[Named]) -> None:
+        """Gossip the parameters from the next round on, of which `late` are new; collective."""
+        check_tensors(parameters)
+        self._agreement.check(parameters)
+        if self.settings.sync_at_start and late:
+            self._agreement.broadcast(late, source=0)
+        self.take_in(parameters)
+
+    def take_in(self, parameters: Iterable[Named]) -> None:
+        """Gossip those parameters that want a gradient, beside those that are gossiped already."""
+        known = {id(tensor) for bucket in self.gossip.buckets for tensor in bucket.members}
+        tensors = {id(p.tensor): p.tensor for p in parameters}
+        wanted = {key: t for key, t in tensors.items() if t.requires_grad or key in known}
+        if self.layout.as_view:
+            # Members stay in the storage that they have.
+            fresh = plan_buckets((t for k, t in wanted.items() if k not in known), self.layout)
+            self.gossip.replan([*self.gossip.buckets, *fresh])
+        else:
+            # The plan of a new wrapper on the same groups: a resumed run sums in the same order.
+            self.gossip.replan(plan_buckets(wanted.values(), self.layout))
+
+    def before_step(self) -> None:
+        """Notice what was done to parameters, averages and members since the last step."""
+        self._check_parameters()
+        if self.average.revertible:
+            self.average.keep()
+            self.gossip.discard()
+        if self._survival and self._survival.wanted:
+            self._survival.recover("another rank has lost a peer, or comes back")
+
+    def idle_step(self) -> None:
+        """One round without a local update."""
+        self.before_step()
+        self.gossip.finish()
+        self.gossip.launch()
+        if not self.settings.overlap:
+            self.gossip.finish()
+
+    def meet(self, call: Call, action: Callable[[], Any]) -> Any:
+        """Do something in which all ranks take part, again with those that are left if one is lost.
+
+        Args:
+            call: the method that this rank is in.
+            action: may be repeated.
+        """
+        while True:
+            try:
+                self.gossip.announce(call)
+                return action()
+            except PeerError as error:
+                if self._survival is None:
+                    raise
+                self._survival.recover(error)
+
+    @property
+    def _joins(self) -> bool:
+        return self._survival is not None and self._survival.joins
+
+    def _find_ranks(self, place: Place, topology: str | Topology) -> None:
+        self._survival: Survival | None = None
+        patience = self.settings.patience
+        if self.settings.on_peer_failure == "raise":
+            group = resolve_process_group(place.process_group, place.rank, place.world_size)
+            self.process_group = group
+            self.transport = Transport(group, patience)
+            self._topology = resolve_topology(
+                topology, self.transport.world_size, place.local_world_size
+            )
+            return
+        self.process_group = None
+        found = resolve_crew(place.process_group, place.store, place.rank, place.world_size)
+        self._topology = resolve_topology(topology, found.world_size, place.local_world_size)
+        timeout = patience or found.timeout
+        self.transport = Transport(None, timeout)
+        crew = Crew(found.store, found.rank, found.world_size, timeout)
+        self._survival = Survival(crew, self.transport, self._topology, place.on_membership_change)
+
+    def _plan_extra(self, parameters: list[Named]) -> tuple[Any, ...]:
+        extra = [b.tensor for b in self._buffers if b.tensor.is_floating_point()]
+        if not self.settings.sync_at_start:
+            # Frozen parameters are then not the same everywhere.
+            extra += [p.tensor for p in parameters if not p.tensor.requires_grad]
+        return plan_buckets(extra, self.layout._replace(as_view=False))
+
+    def _hand_over(self, donor: int, takes: bool) -> None:
+        """Give parameters, buffers and the base's state to those that have none; collective."""
+        parameters = named_parameters(self._optimizer.param_groups)
+        everything = [*parameters, *self._buffers]
+        self._agreement.broadcast(everything, donor, keep=not takes)
+        if self.transport.rank == donor:
+            send_state(self._optimizer.state_dict(), self.transport)
+        else:
+            state = receive_state(self.transport, donor)
+            if takes:
+                self._optimizer.load_state_dict(state)
+
+    def _check_parameters(self) -> None:
+        strays = {id(tensor) for bucket in self.gossip.buckets for tensor in bucket.strays()}
+        groups = self._optimizer.param_groups
+        if strays:
+            names = [p.name for p in named_parameters(groups) if id(p.tensor) in strays]
+            raise RuntimeError(
+                f"rank {self.transport.name}: expected the parameters as they were when the "
+                f"wrapper was built, but the storage of {', '.join(names)} was replaced or "
+                f"converted; move and convert the model before building the wrapper, and change "
+                f"values in place"
+            )
+        check_gradients(groups, self.transport.name)
+
+    def _warn_of_wide_groups(self) -> None:
+        if self.settings.comm_dtype is not None and self.gossip.widest_group > 2:
+            logger.warning(
+                "rank {}: comm_dtype={} saves nothing in groups of more than two, which {!r} has",
+                *(self.transport.name, self.settings.comm_dtype, self.topology),
+            )

@@ -1,0 +1,116 @@
+"""Ranks as processes that meet in a store of the launcher, and can be killed and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+import torch
+from ranks import PROCESSES
+from torch._C._distributed_c10d import TCPStore
+
+
+class CrewOfProcesses:
+    """Runs `main(rank, world_size, store, report, *args)` in a process for each rank.
+
+    Args:
+        world_size: number of ranks.
+        main: reports by calling `report(key, value)`; what it returns is reported as "result".
+        args: further arguments.
+    """
+
+    def __init__(self, world_size: int, main: Callable[..., Any], *args: Any) -> None:
+        self.world_size = world_size
+        self._main, self._args = main, args
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._workers: dict[int, Any] = {}
+        # A pipe for each life: a shared queue would stay locked by a rank that is killed.
+        self._pipes: dict[Connection, int] = {}
+        self.reports: dict[tuple[int, str], Any] = {}
+
+    def __enter__(self) -> CrewOfProcesses:
+        for rank in range(self.world_size):
+            self.start(rank)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for worker in self._workers.values():
+            worker.kill()
+            worker.join()
+
+    def start(self, rank: int) -> None:
+        """Start the rank, for the first time or again."""
+        ours, theirs = PROCESSES.Pipe(duplex=False)
+        self._pipes[ours] = rank
+        self._workers[rank] = PROCESSES.Process(
+            target=_work,
+            args=(rank, self.world_size, self._store.port, theirs, self._main, self._args),
+            daemon=True,
+        )
+        self._workers[rank].start()
+        theirs.close()
+
+    def kill(self, rank: int) -> None:
+        """End the rank without a word."""
+        self._workers[rank].kill()
+        self._workers[rank].join()
+
+    def finish(self, margin: int = 60) -> None:
+        """Let the ranks end some rounds after the last that one of them has reported."""
+        while any(pipe.poll() for pipe in list(self._pipes)):
+            self._take(0)
+        reached = [int(key.split()[1]) for _, key in self.reports if key.startswith("round ")]
+        self._store.set("finish", str(max(reached) + margin))
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """SIGSTOP or SIGCONT."""
+        os.kill(self._workers[rank].pid, number)
+
+    def wait_for(self, rank: int, key: str, seconds: float = 60) -> Any:
+        """What the rank reports under the key, from now on or before."""
+        deadline = time.monotonic() + seconds
+        while (rank, key) not in self.reports:
+            remaining = deadline - time.monotonic()
+            assert remaining > 0, f"rank {rank} did not report {key}: {self.reports}"
+            self._take(remaining)
+        return self.reports.pop((rank, key))
+
+    def _take(self, seconds: float) -> None:
+        for pipe in wait(list(self._pipes), timeout=seconds):
+            assert isinstance(pipe, Connection)
+            rank = self._pipes[pipe]
+            try:
+                key, value = pipe.recv()
+            except EOFError:
+                del self._pipes[pipe]
+                pipe.close()
+                continue
+            assert key != "error", f"rank {rank} raised:\n{value}"
+            self.reports[rank, key] = value
+
+
+def _work(
+    rank: int, world_size: int, port: int, pipe: Connection, main: Callable[..., Any], args: Any
+) -> None:
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+
+    def report(key: str, value: Any) -> None:
+        pipe.send((key, value))
+
+    try:
+        report("result", main(rank, world_size, store, report, *args))
+    except BaseException:
+        report("error", traceback.format_exc())

@@ -1,0 +1,166 @@
+"""Going on without lost ranks, and with those that come back."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from crews import CrewOfProcesses
+from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
+
+from decent_optim_wrapper import DecentOptimWrapper
+
+PATIENCE = 5.0
+
+
+def train(
+    rank: int,
+    world_size: int,
+    store: Any,
+    report: Callable[[str, Any], None],
+    topology: str,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Train until the launcher says up to which round, then average over those who are left."""
+    params = make_params(seed=rank)
+    changes: list[Any] = []
+    optimizer = DecentOptimWrapper(
+        sgd(params),
+        rank,
+        world_size,
+        topology=topology,
+        bucket_cap_mb=TINY_CAP_MB,
+        store=store,
+        timeout=PATIENCE,
+        on_peer_failure="continue",
+        on_membership_change=lambda old, new: changes.append((old, new)),
+        **options,
+    )
+    report("joined", optimizer.round)
+    while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
+        backward(params, rank, optimizer.round)
+        optimizer.step()
+        if optimizer.round % 10 == 0:
+            report(f"round {optimizer.round}", optimizer.members)
+        time.sleep(0.005)
+    optimizer.global_avg(may_revert=False)
+    return {
+        "params": flatten(params).tolist(),
+        "members": optimizer.members,
+        "changes": changes,
+        "round": optimizer.round,
+        "topology": repr(optimizer.topology),
+    }
+
+
+def agree(results: list[dict[str, Any]]) -> None:
+    rows = torch.tensor([result["params"] for result in results], dtype=torch.float64)
+    assert rows.isfinite().all()
+    torch.testing.assert_close(rows, rows[:1].expand_as(rows), rtol=0, atol=1e-12)
+    assert not torch.equal(rows[0], flatten(make_params()))
+    assert len({result["members"] for result in results}) == 1
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("topology", "becomes", "victim", "views"),
+    [
+        ("ring", "Greedy(world_size=3", 0, False),
+        ("ring", "Greedy(world_size=3", 2, True),
+        ("complete", "Complete(world_size=3", 0, True),
+        ("complete", "Complete(world_size=3", 2, False),
+    ],
+)
+def test_the_others_go_on_without_a_killed_rank(
+    topology: str, becomes: str, victim: int, views: bool
+) -> None:
+    options = {"param_as_bucket_view": views}
+    with CrewOfProcesses(4, train, topology, options) as crew:
+        crew.wait_for(victim, "round 20")
+        crew.kill(victim)
+        crew.finish()
+        left = tuple(rank for rank in range(4) if rank != victim)
+        results = [crew.wait_for(rank, "result") for rank in left]
+    agree(results)
+    for result in results:
+        assert result["members"] == left
+        assert result["changes"] == [((0, 1, 2, 3), left)]
+        assert result["round"] >= 60
+        assert result["topology"].startswith(becomes)
+
+
+@pytest.mark.timeout(120)
+def test_two_ranks_killed_at_once_and_one_during_the_rebuilding() -> None:
+    with CrewOfProcesses(6, train, "ring", {}) as crew:
+        crew.wait_for(3, "round 20")
+        crew.kill(0)
+        crew.kill(4)
+        # The others take 2 s to be sure that these are dead.
+        time.sleep(1)
+        crew.kill(1)
+        crew.finish()
+        results = [crew.wait_for(rank, "result") for rank in (2, 3, 5)]
+    agree(results)
+    for result in results:
+        assert result["members"] == (2, 3, 5)
+        assert result["changes"][0][0] == tuple(range(6))
+        assert result["changes"][-1][1] == (2, 3, 5)
+
+
+@pytest.mark.timeout(120)
+def test_the_last_rank_goes_on_alone() -> None:
+    with CrewOfProcesses(2, train, "complete", {}) as crew:
+        crew.wait_for(1, "round 20")
+        crew.kill(0)
+        crew.finish()
+        result = crew.wait_for(1, "result")
+    assert result["members"] == (1,)
+    assert result["round"] >= 60
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("topology", "views", "away_seconds"), [("ring", True, 4), ("complete", False, 0)]
+)
+def test_a_killed_rank_is_started_again_and_takes_part(
+    topology: str, views: bool, away_seconds: float
+) -> None:
+    with CrewOfProcesses(4, train, topology, {"param_as_bucket_view": views}) as crew:
+        for rank in range(4):
+            assert crew.wait_for(rank, "joined") == 0
+        crew.wait_for(1, "round 20")
+        crew.kill(1)
+        time.sleep(away_seconds)
+        crew.start(1)
+        assert crew.wait_for(1, "joined") >= 20
+        crew.finish()
+        results = [crew.wait_for(rank, "result") for rank in range(4)]
+    agree(results)
+    for rank in (0, 2, 3):
+        assert results[rank]["members"] == (0, 1, 2, 3)
+        # Back before the others have given it up, it is taken in as if it had not been away.
+        away = [((0, 1, 2, 3), (0, 2, 3)), ((0, 2, 3), (0, 1, 2, 3))]
+        assert results[rank]["changes"] == (away if away_seconds else [])
+        assert results[rank]["topology"] == results[1]["topology"]
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_stood_still_comes_back_as_one_that_was_restarted() -> None:
+    with CrewOfProcesses(4, train, "ring", {}) as crew:
+        crew.wait_for(2, "round 20")
+        crew.signal(2, signal.SIGSTOP)
+        time.sleep(PATIENCE + 4)
+        crew.signal(2, signal.SIGCONT)
+        time.sleep(4)
+        crew.finish(margin=200)
+        results = [crew.wait_for(rank, "result") for rank in range(4)]
+    agree(results)
+    assert results[0]["members"] == (0, 1, 2, 3)
+    assert results[0]["changes"] == [
+        ((0, 1, 2, 3), (0, 1, 3)),
+        ((0, 1, 3), (0, 1, 2, 3)),
+    ]
