@@ -1,0 +1,143 @@
+"""The calls that players perform, by dense matrices on all ranks in one place."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from players import LR, MOMENTUM, Player, World, wide
+from torch import Tensor
+
+
+class Oracle(Player):
+    """All ranks in one place in float64 or complex128; every value has the ranks in front."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.round, self.steps = world, 0, 0
+        self.values = [self.stack(index, range(world.size)) for index in range(len(world.specs))]
+        self.velocity = [torch.zeros_like(value) for value in self.values]
+        self.live = [index for index, spec in enumerate(world.specs) if not spec.frozen]
+        self.flying: list[int] = []
+        self.owed = False
+        self.snapshot: list[Tensor] | None = None
+
+    def stack(self, index: int, ranks: range, *key: int) -> Tensor:
+        spec = self.world.spec(index)
+        return torch.stack([wide(spec.draw(index, rank, *key)) for rank in ranks])
+
+    def copies(self) -> list[Tensor]:
+        return list(self.values)
+
+    def step(self, lr: float = LR) -> Tensor:
+        self.steps += 1
+        ranks = range(self.world.size)
+        grads = {i: self.values[i] - self.stack(i, ranks, self.steps) for i in self.live}
+        if self.snapshot is not None:
+            self.snapshot, self.flying, self.owed = None, [], False
+        sent = self.launch_again()
+        self.land()
+        for index, grad in grads.items():
+            self.velocity[index] = MOMENTUM * self.velocity[index] + grad
+            self.values[index] = self.values[index] - lr * self.velocity[index]
+        self.flying = list(self.live)
+        sent += self.sent(self.round)
+        self.round += 1
+        if not self.world.options["overlap"]:
+            self.land()
+        return sent
+
+    def step_at_lr_zero(self) -> Tensor:
+        return self.step(0.0)
+
+    def launch_again(self) -> Tensor:
+        """The round in flight when the state was saved; it takes in what has grown since."""
+        if not self.owed:
+            return torch.zeros(self.world.size, dtype=torch.float64)
+        self.flying = list(self.live)
+        return self.sent(self.round - 1)
+
+    def land(self) -> None:
+        """x <- W x for what was launched last."""
+        matrix = dense(self.world, self.round - 1)
+        for index in self.flying:
+            value = self.values[index]
+            self.values[index] = torch.tensordot(matrix.to(value.dtype), value, dims=1)
+        self.flying, self.owed = [], False
+
+    def sent(self, round: int) -> Tensor:
+        """Bytes of what is in flight, by rank: once to a peer, or as by a ring's all-reduce."""
+        parts = self.world.phases[round % len(self.world.phases)]
+        sent = torch.zeros(self.world.size, dtype=torch.float64)
+        for ranks, _ in parts:
+            size = len(ranks)
+            sent[ranks] = sum(self.on_wire(i, size) for i in self.flying) * 2 * (size - 1) / size
+        return sent
+
+    def on_wire(self, index: int, size: int) -> float:
+        """Bytes of a parameter in a group of so many ranks; views travel with their padding."""
+        dtype = self.world.spec(index).dtype
+        elements = self.values[index][0].numel()
+        if self.world.options["param_as_bucket_view"]:
+            elements = -(-elements * dtype.itemsize // 64) * 64 // dtype.itemsize
+        real = dtype.to_real()
+        if real == torch.bfloat16:
+            return elements * (4 if size > 2 else 2)
+        narrow = self.world.options["comm_dtype"] is not None and size == 2
+        return elements * (dtype.itemsize // real.itemsize) * (2 if narrow else real.itemsize)
+
+    def synchronize(self) -> None:
+        if self.snapshot is not None:
+            raise RuntimeError("an average is in place")
+        self.launch_again()
+        self.land()
+
+    def grow(self) -> None:
+        self.live.append(len(self.values))
+        self.values.append(self.stack(len(self.values), range(self.world.size)))
+        self.velocity.append(torch.zeros_like(self.values[-1]))
+
+    def thaw(self) -> None:
+        self.live = list(range(len(self.values)))
+
+    def reload(self) -> None:
+        if self.snapshot is not None:
+            self.snapshot, self.flying, self.owed = None, [], False
+        self.owed |= any(self.values[index].numel() for index in self.flying)
+        self.flying = []
+
+    resume = reload
+
+    def average(self) -> None:
+        # What has grown inside an average joins the next one, and is restored as well.
+        kept = self.snapshot or []
+        self.snapshot = [*kept, *self.values[len(kept) :]]
+        self.values = [value.mean(0, keepdim=True).expand_as(value) for value in self.values]
+
+    def average_for_good(self) -> None:
+        self.average()
+        self.snapshot, self.flying, self.owed = None, [], False
+
+    def revert(self) -> None:
+        if self.snapshot is None:
+            raise RuntimeError("no average is in place")
+        self.values[: len(self.snapshot)] = self.snapshot
+        self.snapshot = None
+
+    def averaged(self) -> float:
+        return 0.0 if self.snapshot is None else self.look()
+
+    def look(self) -> float:
+        away = [self.values[i] - self.values[i].mean(0, keepdim=True) for i in self.live]
+        return math.sqrt(sum(a.abs().square().sum().item() for a in away) / self.world.size)
+
+
+def dense(world: World, round: int) -> Tensor:
+    """The matrix of a round by its definition: w on the diagonal, (1 - w) / (m - 1) beside it."""
+    matrix = torch.eye(world.size, dtype=torch.float64)
+    for ranks, weight in world.phases[round % len(world.phases)]:
+        if len(ranks) > 1:
+            own = 1 / len(ranks) if weight is None else weight
+            for i in ranks:
+                for j in ranks:
+                    matrix[i, j] = own if i == j else (1 - own) / (len(ranks) - 1)
+    return matrix

@@ -1,0 +1,212 @@
+"""Random worlds, schedules, parameters and calls: what holds whatever they are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from dense import Oracle, dense
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from players import Part, Spec, World, stack, table_of, table_topology
+
+from decent_optim_wrapper import Group
+from decent_optim_wrapper._bucket import MIB, Layout, plan_buckets
+
+# The same examples in every run.
+seeded = settings(derandomize=True, database=None, deadline=None)
+
+CALLS = [
+    *("step", "step", "step", "step_at_lr_zero", "synchronize", "grow", "thaw", "reload", "resume"),
+    *("average", "average_for_good", "revert", "averaged", "look"),
+]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128]
+
+
+@st.composite
+def phases(draw: st.DrawFn, size: int, largest: int) -> list[Part]:
+    left = list(draw(st.permutations(range(size))))
+    parts = []
+    while left:
+        count = min(draw(st.sampled_from([2, 3, 1, 5])), largest)
+        weight = draw(st.none() | st.floats(0.05, 0.95))
+        parts.append(Part(left[:count], weight))
+        left = left[count:]
+    return parts
+
+
+def shapes() -> st.SearchStrategy[tuple[int, ...]]:
+    return st.sampled_from([(), (0,), (2, 0), (700,), (3, 2, 4)]) | st.tuples(st.integers(1, 9))
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> list[Spec]:
+    """Any parameters behind one that is neither frozen nor empty."""
+    dtype = st.sampled_from(DTYPES)
+    others = st.lists(st.builds(Spec, shapes(), dtype, st.booleans()), max_size=6)
+    return [Spec((3,), draw(dtype), frozen=False), *draw(others)]
+
+
+def training() -> st.SearchStrategy[str]:
+    return st.sampled_from(["step", "step_at_lr_zero", "synchronize", "average_for_good", "thaw"])
+
+
+def looks() -> st.SearchStrategy[list[str]]:
+    inside = st.lists(st.sampled_from(["average", "averaged", "look"]), max_size=3)
+    return st.sampled_from([["averaged"], ["look"], ["reload"], ["resume"]]) | st.builds(
+        lambda names: ["average", *names, "revert"], inside
+    )
+
+
+def caps() -> st.SearchStrategy[float]:
+    return st.sampled_from([1e-9, 100 / MIB, 4096 / MIB, 25])
+
+
+@st.composite
+def worlds(draw: st.DrawFn, smallest: int = 1, largest_group: int = 5) -> World:
+    size = draw(st.sampled_from([n for n in (2, 3, 4, 5, 1) if n >= smallest]))
+    options = {
+        "bucket_cap_mb": caps(),
+        "overlap": st.sampled_from([True, False]),
+        "param_as_bucket_view": st.booleans(),
+        "comm_dtype": st.sampled_from([None, torch.bfloat16]),
+        "split_update": st.sampled_from([None, False]),
+    }
+    return World(
+        size,
+        draw(st.lists(phases(size, largest_group), min_size=1, max_size=4)),
+        draw(specs()),
+        draw(st.fixed_dictionaries(options)),
+    )
+
+
+PAIR = World(
+    2,
+    [[Part([0, 1], 0.75)]],
+    [Spec((3,), torch.float64, frozen=False)],
+    {"overlap": True, "param_as_bucket_view": False, "comm_dtype": None},
+)
+
+
+@settings(seeded, max_examples=70)
+@given(world=worlds(), calls=st.lists(st.sampled_from(CALLS), min_size=8, max_size=16))
+@example(world=PAIR, calls=["step", "grow", "step", "step"])
+@example(world=PAIR, calls=["average", "grow", "average", "revert"])
+@example(world=PAIR, calls=["step", "average", "reload", "step"])
+@example(world=PAIR, calls=["step", "reload", "resume", "step", "reload", "synchronize"])
+def test_whatever_is_called_the_ranks_follow_the_oracle(world: World, calls: list[str]) -> None:
+    history = zip(["start", *calls], world.run(calls), Oracle(world).perform(calls), strict=True)
+    for count, (call, ranks, expected) in enumerate(history):
+        square = 0.0
+        for index, value in enumerate(expected.values):
+            slack = world.slack(index, count)
+            torch.testing.assert_close(stack(ranks, index), value, rtol=0, atol=slack)
+            square += 2 * value[0].numel() * slack**2
+        # A bucket's share of a ring's bytes is rounded down; a distance is that of two values.
+        slack = len(expected.values) if "step" in call else 2 * math.sqrt(square)
+        numbers = torch.tensor([rank.number for rank in ranks], dtype=torch.float64)
+        wanted = torch.as_tensor(expected.number, dtype=torch.float64).expand(world.size)
+        torch.testing.assert_close(numbers, wanted, rtol=0, atol=slack)
+
+
+@settings(seeded, max_examples=20)
+@given(world=worlds(), script=st.lists(st.tuples(training(), looks()), min_size=3, max_size=6))
+def test_evaluating_and_resuming_change_no_bit_of_the_training(
+    world: World, script: list[tuple[str, list[str]]]
+) -> None:
+    plain = world.run(["step", *(call for call, _ in script)])
+    looked = world.run(["step", *(name for call, looks in script for name in (*looks, call))])
+    for before, one, other in zip(plain[0], plain[-1], looked[-1], strict=True):
+        assert all(map(torch.equal, one.values, other.values))
+        assert not torch.equal(before.values[0], one.values[0])
+
+
+@settings(seeded, max_examples=40)
+@given(world=worlds(smallest=2), rounds=st.integers(1, 8))
+def test_at_lr_zero_the_mean_stays_and_the_ranks_never_part(world: World, rounds: int) -> None:
+    history = world.run([*["step_at_lr_zero"] * rounds, "synchronize"])
+    for count, ranks in enumerate(history[1:], 1):
+        for index in range(len(world.specs)):
+            old, new = stack(history[count - 1], index), stack(ranks, index)
+            mean = stack(history[0], index).mean(0)
+            slack = world.slack(index, count, on_wire=False)
+            torch.testing.assert_close(new.mean(0), mean, rtol=0, atol=slack)
+            slack = 2 * world.slack(index, count) * math.sqrt(old.numel())
+            assert (new - mean).norm() <= (old - mean).norm() + slack
+
+
+@settings(seeded, max_examples=40)
+@given(world=worlds(smallest=2, largest_group=2), rounds=st.integers(1, 6))
+def test_pairs_that_agree_stay_bit_for_bit(world: World, rounds: int) -> None:
+    assume(any(len(part.ranks) == 2 for part in world.phases[0]))
+    start, *history = world.run([*["step_at_lr_zero"] * rounds, "synchronize"], alike=True)
+    assert any(rank.number > 0 for rank in history[0])
+    for ranks in history:
+        for rank in ranks:
+            assert all(map(torch.equal, rank.values, start[0].values))
+
+
+@settings(seeded, max_examples=100)
+@given(world=worlds(), round=st.integers(0, 20))
+def test_a_table_of_partitions_is_what_the_topology_says(world: World, round: int) -> None:
+    topology = table_topology(table_of(world))
+    matrix = topology.mixing_matrix(round)
+    torch.testing.assert_close(matrix, dense(world, round), rtol=0, atol=1e-15)
+    assert torch.equal(matrix, matrix.T)
+    torch.testing.assert_close(matrix.sum(0), torch.ones(world.size).double())
+    for group in topology.groups(round):
+        assert all(topology.group_of(rank, round) == group for rank in group.ranks)
+    ranks = [rank for group in topology.groups(round) for rank in group.ranks]
+    assert sorted(ranks) == list(range(world.size))
+
+
+@settings(seeded, max_examples=200)
+@given(data=st.data(), world=worlds(smallest=2))
+def test_a_table_with_a_hole_or_one_other_entry_is_refused(
+    data: st.DataObject, world: World
+) -> None:
+    table = table_of(world)
+    row, other = (table[data.draw(st.integers(0, world.size - 1))] for _ in range(2))
+    phase = data.draw(st.integers(0, len(row) - 1))
+    ranks, weight = row[phase].ranks, row[phase].self_weight
+    random = data.draw(st.lists(st.integers(-1, world.size), max_size=world.size))
+    entry = data.draw(st.sampled_from([None, random, other[phase], Group(ranks, weight / 2)]))
+    assume(entry != row[phase])
+    assume(not isinstance(entry, list) or tuple(sorted(entry)) != ranks)
+    row[phase : phase + 1] = [] if entry is None else [entry]
+    with pytest.raises(ValueError, match="phase"):
+        table_topology(table)
+
+
+@settings(seeded, max_examples=100)
+@given(specs=specs(), cap=caps(), as_view=st.booleans(), flip=st.booleans())
+def test_every_tensor_is_in_one_bucket_and_comes_back_from_it(
+    specs: list[Spec], cap: float, as_view: bool, flip: bool
+) -> None:
+    tensors = [spec.draw(index) for index, spec in enumerate(specs)]
+    if flip:
+        tensors = [tensor.movedim(0, -1) if tensor.ndim else tensor for tensor in tensors]
+    before = [(tensor.clone(), tensor.stride()) for tensor in tensors]
+    buckets = plan_buckets(tensors, Layout(cap, as_view=as_view))
+
+    order = {id(tensor): index for index, tensor in enumerate(tensors)}
+    plan = [[order[id(tensor)] for tensor in bucket.members] for bucket in buckets]
+    assert sorted(index for members in plan for index in members) == list(range(len(tensors)))
+    assert plan == sorted(sorted(members) for members in plan)
+    last: dict[torch.dtype, int] = {}
+    for members in plan:
+        (dtype,) = {tensors[i].dtype for i in members}
+        size = sum(tensors[i].nbytes for i in members)
+        assert len(members) == 1 or size <= cap * MIB
+        assert dtype not in last or last[dtype] + tensors[members[0]].nbytes > cap * MIB
+        last[dtype] = size
+
+    flats = [bucket.pack(bucket.new_flat()) for bucket in buckets]
+    for tensor in tensors:
+        tensor.zero_()
+    for bucket, flat in zip(buckets, flats, strict=True):
+        bucket.unpack_(flat)
+    for tensor, (value, stride) in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, value)
+        assert tensor.stride() == stride
