@@ -39,11 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(arguments)
     try:
-        report: _report.Report = args.command(args)
+        report: _report.Report | None = args.command(args)
+        text = "" if report is None else _text(report, args.json) + "\n"
     except (ValueError, ModuleNotFoundError, OSError) as error:
         parser.error(str(error))
-    if report is not None:
-        sys.stdout.write(_text(report, args.json) + "\n")
+    sys.stdout.write(text)
     return 0
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from decent_optim_wrapper._flat import Arena, Flat, is_finite, move_together, new_vector
 
 MIB = 1024 * 1024
+# Elements that are mixed at once where a temporary copy is needed.
+_SLICE = 1 << 20
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -161,12 +163,21 @@ class Bucket:
 
     @torch.no_grad()
     def shift_(self, theirs: Flat, ours: Flat, weight: float) -> None:
-        """In place, x <- x + weight * (theirs - ours), where both are rounded; `theirs` is used up.
+        """In place, x <- x + weight * (theirs - ours), where both are rounded.
 
-        The peer adds the exact opposite, so the mean of the two does not move.
+        The peer adds the exact opposite, so the mean of the two does not move. The difference is
+        taken in the tensors' own dtype: in that of the wire it could overflow.
         """
-        theirs.data.sub_(ours.data)
-        torch._foreach_add_(self._tensors(), self._near(theirs).views, alpha=weight)
+        if self._storage is None:
+            away = theirs.data.to(self.device, self.dtype).sub_(ours.data.to(self.device))
+            torch._foreach_add_(self._tensors(), self.view(away).views, alpha=weight)
+            return
+        # Slice by slice, or the difference would take another copy of the bucket for a while.
+        for start in range(0, self._flat_numel, _SLICE):
+            part = slice(start, start + _SLICE)
+            away = theirs.data[part].to(self.device, self.dtype)
+            away.sub_(ours.data[part].to(self.device))
+            self._storage.data[part].add_(away, alpha=weight)
 
     def is_finite(self) -> bool:
         """Whether the tensors hold neither NaN nor infinity."""

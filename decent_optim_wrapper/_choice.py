@@ -59,17 +59,12 @@ def choose(world_size: int, local_world_size: int, names: Sequence[str] | None) 
     Raises:
         ValueError: the sizes make no world, or a name is unknown.
     """
-    if world_size < 1 or local_world_size < 1 or world_size % local_world_size:
-        raise ValueError(
-            f"expected 1 rank or more and a local_world_size that divides their number, "
-            f"got {local_world_size} and {world_size}"
-        )
     kinds = dict(TopologyFactory.registered())
     choice = Choice([], [], [])
     for name in kinds if names is None else dict.fromkeys(names):
         slow_above = _SLOW_ABOVE.get(name)
         kind = kinds.get(name)
-        if kind is not None and not kind.fits(world_size, local_world_size):
+        if kind is not None and not kind.accepts(world_size, local_world_size):
             choice.misfits.append(Misfit(name, kind.condition))
         elif names is None and slow_above is not None and world_size > slow_above:
             choice.left_out.append(LeftOut(name, slow_above))

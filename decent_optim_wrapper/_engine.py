@@ -131,7 +131,7 @@ class Engine:
 
     def before_step(self) -> None:
         """Notice what was done to parameters, averages and members since the last step."""
-        self._check_parameters()
+        self.check_parameters()
         if self.average.revertible:
             self.average.keep()
             self.gossip.discard()
@@ -143,8 +143,13 @@ class Engine:
         self.before_step()
         self.gossip.finish()
         self.gossip.launch()
+        self.after_launch()
+
+    def after_launch(self) -> None:
+        """End the step: with its round, too, where that is not left to overlap."""
         if not self.settings.overlap:
             self.gossip.finish()
+        self.meter.close(len(self.gossip.buckets), self.gossip.state.round)
 
     def meet(self, call: Call, action: Callable[[], Any]) -> Any:
         """Do something in which all ranks take part, again with those that are left if one is lost.
@@ -153,6 +158,7 @@ class Engine:
             call: the method that this rank is in.
             action: may be repeated.
         """
+        self.check_parameters()
         while True:
             try:
                 self.gossip.announce(call)
@@ -161,6 +167,20 @@ class Engine:
                 if self._survival is None:
                     raise
                 self._survival.recover(error)
+
+    def check_parameters(self) -> None:
+        """Notice what was done to the parameters since the wrapper was built."""
+        strays = {id(tensor) for bucket in self.gossip.buckets for tensor in bucket.strays()}
+        groups = self._optimizer.param_groups
+        if strays:
+            names = [p.name for p in named_parameters(groups) if id(p.tensor) in strays]
+            raise RuntimeError(
+                f"rank {self.transport.name}: expected the parameters as they were when the "
+                f"wrapper was built, but the storage of {', '.join(names)} was replaced or "
+                f"converted; move and convert the model before building the wrapper, and change "
+                f"values in place"
+            )
+        check_gradients(groups, self.transport.name)
 
     @property
     def _joins(self) -> bool:
@@ -203,19 +223,6 @@ class Engine:
             state = receive_state(self.transport, donor)
             if takes:
                 self._optimizer.load_state_dict(state)
-
-    def _check_parameters(self) -> None:
-        strays = {id(tensor) for bucket in self.gossip.buckets for tensor in bucket.strays()}
-        groups = self._optimizer.param_groups
-        if strays:
-            names = [p.name for p in named_parameters(groups) if id(p.tensor) in strays]
-            raise RuntimeError(
-                f"rank {self.transport.name}: expected the parameters as they were when the "
-                f"wrapper was built, but the storage of {', '.join(names)} was replaced or "
-                f"converted; move and convert the model before building the wrapper, and change "
-                f"values in place"
-            )
-        check_gradients(groups, self.transport.name)
 
     def _warn_of_wide_groups(self) -> None:
         if self.settings.comm_dtype is not None and self.gossip.widest_group > 2:

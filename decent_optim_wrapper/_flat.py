@@ -67,27 +67,36 @@ def new_vector(
 
 
 def move_together(tensors: Sequence[Tensor]) -> Tensor:
-    """Move tensors of one device and dtype into one storage, each with its shape and strides.
+    """Move tensors of one device and dtype into one storage, each with its shape.
 
     Args:
-        tensors: dense ones keep their strides; every one becomes a view that starts at an
-            aligned address.
+        tensors: become views of the storage; dense ones keep their strides.
 
     Returns:
         The whole storage as a vector of reals; what lies between the tensors is 0.
     """
     dtype, device = tensors[0].dtype, tensors[0].device
-    strides = [_stride(tensor.numel(), dtype) // dtype.itemsize for tensor in tensors]
+    starts = _starts(tensors)
     with torch.inference_mode(False), torch.no_grad():
-        elements = torch.zeros(sum(strides), dtype=dtype, device=device)
-        start = 0
-        for tensor, stride in zip(tensors, strides, strict=True):
-            own = torch.empty_like(tensor).stride()
-            home = elements.as_strided(tensor.shape, own, start)
+        elements = torch.zeros(starts[-1], dtype=dtype, device=device)
+        for tensor, start in zip(tensors, starts, strict=False):
+            home = elements.as_strided(tensor.shape, torch.empty_like(tensor).stride(), start)
             home.copy_(tensor)
             tensor.data = home
-            start += stride
         return torch.view_as_real(elements).view(-1) if dtype.is_complex else elements
+
+
+def _starts(tensors: Sequence[Tensor]) -> list[int]:
+    """Where each tensor starts, in elements, and where the last one ends.
+
+    Small ones follow each other: to align them would multiply their memory.
+    """
+    starts = [0]
+    for tensor in tensors:
+        if tensor.nbytes >= _ALIGN_BYTES:
+            starts[-1] = _stride(starts[-1], tensor.dtype) // tensor.itemsize
+        starts.append(starts[-1] + tensor.numel())
+    return starts
 
 
 def overlapping(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:

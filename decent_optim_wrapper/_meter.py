@@ -63,6 +63,7 @@ class Meter:
         self.update = Clock("decent::update")
         self.launch = Clock("decent::launch")
         self.bytes_sent = 0
+        self.last = StepStats(0, 0.0, 0.0, 0.0, 0, 0)
 
     def reset(self) -> None:
         """Start a new step."""
@@ -70,9 +71,9 @@ class Meter:
             clock.seconds = 0.0
         self.bytes_sent = 0
 
-    def read(self, buckets: int, rounds: int) -> StepStats:
-        """The figures of the step so far."""
-        return StepStats(
+    def close(self, buckets: int, rounds: int) -> None:
+        """End the step: what comes until the next one is not counted."""
+        self.last = StepStats(
             bytes_sent=self.bytes_sent,
             wait_seconds=self.wait.seconds,
             mix_seconds=self.mix.seconds + self.launch.seconds,

@@ -258,7 +258,8 @@ def nonfinite_error(bad: list[int], own_rank: int, where: str) -> NonFiniteError
     """The error on every rank that would have taken them in."""
     return NonFiniteError(
         f"rank {own_rank}: expected finite parameters in {where}, but those of ranks {bad} hold "
-        f"NaN or infinity; nothing was mixed. Look for the overflow there (learning rate, loss "
-        f'scale, data), or leave such ranks out of a round with on_nonfinite="skip"',
+        f"NaN or infinity, or more than comm_dtype can; nothing was mixed. Look for the overflow "
+        f"there (learning rate, loss scale, data), or leave such ranks out of a round with "
+        f'on_nonfinite="skip"',
         bad,
     )

@@ -136,7 +136,7 @@ def fitting(full: Topology, members: tuple[int, ...]) -> Topology:
     if any(nodes.count(node) != local for node in nodes):
         local = 1
     kind = type(full)
-    if kind.fits(size, local):
+    if kind.accepts(size, local):
         try:
             return kind(size, local)
         except (TypeError, ValueError) as error:

@@ -59,10 +59,13 @@ class LocalUpdate:
         split: whether to update bucket by bucket; None does where it is the same computation.
 
     Raises:
+        TypeError: `split` is neither a bool nor None.
         ValueError: `split` is forced on a base whose step cannot be called in parts.
     """
 
     def __init__(self, optimizer: Optimizer, split: bool | None) -> None:
+        if split is not None and not isinstance(split, bool):
+            raise TypeError(f"split_update expects True, False or None, got {split!r}")
         if split and not _steps_alone(type(optimizer)):
             raise ValueError(
                 f"split_update=True expects a base whose step() works without a closure and is "

@@ -119,6 +119,8 @@ def simulate(
 
 def _pace(clock: Tensor, computed: Tensor, steps: int) -> Pace:
     end = clock.mean().item()
+    if not math.isfinite(end):
+        raise ValueError("the simulated times add up to more than a float can hold; make them less")
     return Pace(end / steps, 1 - computed.mean().item() / end if end else 0.0)
 
 

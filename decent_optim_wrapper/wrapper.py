@@ -185,8 +185,7 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
                 result = self._local_update.whole(closure, self._scaling())
             loss = result if loss is None else loss
             engine.gossip.launch()
-        if not engine.settings.overlap:
-            engine.gossip.finish()
+        engine.after_launch()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -257,6 +256,7 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
                 f"average is in place; call revert_global_avg() first, or keep the average with "
                 f"global_avg(may_revert=False)"
             )
+        self._engine.check_parameters()
         self._engine.gossip.finish()
 
     def consensus_distance(self) -> float:
@@ -271,7 +271,7 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
 
     def stats(self) -> StepStats:
         """Bytes, seconds and counts of the last `step()` on this rank; communicates nothing."""
-        return self._engine.meter.read(len(self._engine.gossip.buckets), self.round)
+        return self._engine.meter.last
 
     def state_dict(self) -> dict[str, Any]:
         """The base's state dict and one key for the round; communicates nothing.

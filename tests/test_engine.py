@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, cast
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.profiler import ProfilerActivity, profile
 
 from decent_optim_wrapper import DecentOptimWrapper, Topology, TopologyFactory
+from decent_optim_wrapper._bucket import Layout, plan_buckets
 from decent_optim_wrapper._update import SPLITTABLE
 
 STEPS = 5
@@ -214,6 +216,15 @@ def test_a_replaced_storage_is_named_at_the_next_step(replace: Callable[[nn.Line
         optimizer.step()
 
 
+def test_a_replaced_storage_is_named_by_averages_too() -> None:
+    params = make_params()
+    optimizer = wrap(params, param_as_bucket_view=True)
+    params[0].data = params[0].data.clone()
+    for call in (optimizer.global_avg, optimizer.consensus_distance, optimizer.synchronize):
+        with pytest.raises(RuntimeError, match=r"storage of 0\.0 was replaced"):
+            call()
+
+
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 def test_parameters_on_the_same_memory_are_named(views: bool) -> None:
     whole = torch.zeros(10)
@@ -224,10 +235,51 @@ def test_parameters_on_the_same_memory_are_named(views: bool) -> None:
         DecentOptimWrapper(base, param_as_bucket_view=views)
 
 
-def test_views_start_at_aligned_addresses() -> None:
+def test_views_of_some_size_start_at_aligned_addresses_and_small_ones_lie_close() -> None:
     params = make_params()
     DecentOptimWrapper(sgd(params), param_as_bucket_view=True)
-    assert {param.data_ptr() % 64 for param in params} == {0}
+    assert {param.data_ptr() % 64 for param in params if param.nbytes >= 64} == {0}
+    tiny = [torch.ones(1, requires_grad=True) for _ in range(1000)]
+    DecentOptimWrapper(sgd(tiny), param_as_bucket_view=True)
+    assert tiny[0].untyped_storage().nbytes() == 4000
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+def test_a_difference_beyond_the_wires_range_is_no_overflow(views: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = [torch.full((5,), 40_000.0 * (-1) ** rank, requires_grad=True) for _ in range(3)]
+        optimizer = wrap(
+            params,
+            group,
+            base=optim.SGD(params, lr=0.0),
+            sync_at_start=False,
+            comm_dtype=torch.float16,
+            param_as_bucket_view=views,
+        )
+        optimizer.step()
+        optimizer.synchronize()
+        return flatten(params)
+
+    for row in run_threads(2, main):
+        assert torch.equal(row, torch.zeros(15, dtype=torch.float64))
+
+
+def shifted_peak_bytes(rank: int) -> int:
+    layout = Layout(25, comm_dtype=torch.bfloat16, as_view=True)
+    (bucket,) = plan_buckets([torch.ones(6_000_000)], layout)
+    outgoing, incoming = bucket.pair()
+    incoming.data.zero_()
+    bucket.pack(outgoing)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        bucket.shift_(incoming, outgoing, 0.5)
+    assert bucket.members[0].eq(0.5).all()
+    return int(max(abs(event.cpu_memory_usage) for event in recorded.events()))
+
+
+def test_mixing_rounded_views_takes_no_second_copy() -> None:
+    # In a process: a profile that is freed by another thread can crash.
+    (taken,) = run_processes(1, shifted_peak_bytes)
+    assert 0 < taken < 6_000_000
 
 
 def test_views_may_be_made_under_inference_mode() -> None:
@@ -328,6 +380,25 @@ def test_stats_count_the_bytes_and_seconds_of_the_last_step(
             assert (stats.wait_seconds > 0) == (step > 0)
 
     run_threads(2, main)
+
+
+def test_stats_are_those_of_the_last_step_whatever_came_after() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> bool:
+        params = make_params()
+        optimizer = wrap(params, group)
+        assert optimizer.stats().bytes_sent == 0
+        for step in range(2):
+            backward(params, rank, step)
+            optimizer.step()
+        stats = optimizer.stats()
+        if rank:
+            time.sleep(0.2)
+        with optimizer.averaged():
+            optimizer.consensus_distance()
+        optimizer.synchronize()
+        return bool(optimizer.stats() == stats and stats.bytes_sent > 0)
+
+    assert all(run_threads(2, main))
 
 
 def profiled_ranges(rank: int) -> list[str]:
@@ -476,6 +547,18 @@ def test_every_dtype_mixes_in_pairs_and_in_larger_groups(mode: str) -> None:
                 row[index].to(torch.complex128), mean, rtol=0, atol=tolerance
             )
         assert (start - start.mean(dim=0)).abs().max() > 0.5
+
+
+def test_a_topology_made_by_name_keeps_no_schedules_of_other_ranks() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[object, int]:
+        optimizer = wrap(make_params(), group, topology="one-peer-exp")
+        for _ in range(3):
+            optimizer.step()
+        optimizer.synchronize()
+        kept = optimizer.topology._built_schedules
+        return kept, len(optimizer.topology.groups(0))
+
+    assert run_threads(4, main) == [(None, 2)] * 4
 
 
 def test_pairs_need_no_process_group_of_their_own() -> None:

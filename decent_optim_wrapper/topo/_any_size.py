@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -83,7 +84,7 @@ class RandomMatching(Topology):
     def __init__(
         self, world_size: int, local_world_size: int = 1, *, seed: int = 0, period: int = 128
     ) -> None:
-        self._seed = seed
+        self._seed = operator.index(seed)
         self._rounds = period
         super().__init__(world_size, local_world_size)
 

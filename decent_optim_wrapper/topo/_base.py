@@ -35,13 +35,7 @@ class Topology(ABC):
     def __init__(self, world_size: int, local_world_size: int = 1) -> None:
         self._world_size = _size("world_size", world_size)
         self._local_world_size = _size("local_world_size", local_world_size)
-        if self._world_size % self._local_world_size:
-            raise ValueError(
-                f"local_world_size must divide world_size, "
-                f"got {self._local_world_size} and {self._world_size}"
-            )
-        alone = self._world_size == 1
-        if not alone and not self.fits(self._world_size, self._local_world_size):
+        if not self.accepts(self._world_size, self._local_world_size):
             raise ValueError(self._misfit())
         self._built_schedules: tuple[tuple[Group, ...], ...] | None = None
         self._phases_per_period = len(self._schedules[0])
@@ -59,6 +53,21 @@ class Topology(ABC):
     def fits(cls, world_size: int, local_world_size: int = 1) -> bool:
         """Whether the topology is defined for these sizes; `condition` says it in words."""
         return True
+
+    @classmethod
+    def accepts(cls, world_size: int, local_world_size: int = 1) -> bool:
+        """Whether the topology can be built: it fits, or there is a single rank.
+
+        Raises:
+            ValueError: the sizes make no world.
+        """
+        world_size = _size("world_size", world_size)
+        local_world_size = _size("local_world_size", local_world_size)
+        if world_size % local_world_size:
+            raise ValueError(
+                f"local_world_size must divide world_size, got {local_world_size} and {world_size}"
+            )
+        return world_size == 1 or cls.fits(world_size, local_world_size)
 
     @property
     def world_size(self) -> int:
@@ -131,7 +140,7 @@ class Topology(ABC):
 
     def _misfit(self) -> str:
         sizes = (self._world_size, self._local_world_size)
-        fitting = [name for name, kind in REGISTRY.items() if kind.fits(*sizes)]
+        fitting = [name for name, kind in REGISTRY.items() if kind.accepts(*sizes)]
         return (
             f"{type(self).__name__} needs {self.condition}, got world_size={sizes[0]} and "
             f"local_world_size={sizes[1]}; topologies that fit: {', '.join(fitting)}"

@@ -65,11 +65,14 @@ class TopologyFactory:
 
         The order is that of steady error times mean bytes per round (`analysis`): how far apart
         noise keeps the ranks, and what holding them together costs.
+
+        Raises:
+            ValueError: the sizes make no world.
         """
         from decent_optim_wrapper.analysis import Figures
 
         sizes = (world_size, local_world_size)
-        fitting = [name for name, kind in cls.registered() if kind.fits(*sizes)]
+        fitting = [name for name, kind in cls.registered() if kind.accepts(*sizes)]
         return tuple(sorted(fitting, key=lambda name: Figures(cls.create(name, *sizes)).cost))
 
     @classmethod

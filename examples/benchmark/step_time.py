@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -174,12 +175,18 @@ def measure(method: str, size_mib: float, steps: int, warmup: int) -> Timing:
     return Timing(seconds, sum(waits) / steps, sum(mixes) / steps)
 
 
+def bits(rate: str) -> float:
+    """Bits per second of a rate as tc takes it."""
+    number, unit = re.fullmatch(r"([0-9.]+)([kmg])bit", rate.lower()).groups()  # type: ignore[union-attr]
+    return float(number) * {"k": 1e3, "m": 1e6, "g": 1e9}[unit]
+
+
 def floor_seconds(size_mib: float, rate: str) -> float:
     """The larger of computing and sending one copy of the parameters over the link."""
     compute = FORWARD_SECONDS + BACKWARD_SECONDS
     if not rate:
         return compute
-    bits_per_second = float(rate.removesuffix("mbit")) * 1e6
+    bits_per_second = bits(rate)
     return max(compute, size_mib * MIB * 8 * HEADERS / bits_per_second)
 
 
@@ -193,7 +200,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=1, help="runs of a cell; the median counts")
     parser.add_argument("--output", type=Path, default=Path("runs/step_time"))
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not re.fullmatch(r"([0-9.]+)([kmg])bit", args.rate.lower()):
+        parser.error(f"--rate expects something like 400mbit or 1gbit, got {args.rate}")
+    return args
 
 
 def run_cell(args: argparse.Namespace, where: netlab.Lab, method: str, size: float) -> Timing:
