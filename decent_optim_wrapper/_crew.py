@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from loguru import logger
+from torch.distributed import DistError
 
 from decent_optim_wrapper._backend import prefixed
 from decent_optim_wrapper._pulse import Pulse
@@ -100,30 +101,40 @@ class Crew:
         """Enter epochs until one stands; every living member does the same.
 
         Raises:
-            PeerError: none stood, or the ranks of the start did not all come.
+            PeerError: none stood, the ranks of the start did not all come, or the store is gone.
         """
-        for _ in range(2 * len(self.members) + 8):
-            epoch = self._enter(note)
-            members = self._agree(epoch)
-            if self.rank not in members:
-                # The others have gone on: come back to them like one that was restarted.
-                logger.warning("rank {}: the others go on as {}, ask to join", self.rank, members)
-                note = note._replace(fresh=True)
-                continue
-            self.members = members
-            notes = {rank: self._note(epoch, rank) for rank in members}
-            try:
-                store = prefixed(f"{epoch}", self._store)
-                gathering = Gathering(notes, self._connect(store), store)
-            except RuntimeError as error:
-                logger.warning("rank {}: epoch {} does not stand: {}", self.rank, epoch, error)
-                continue
-            self._store.set("epoch", str(epoch))
-            self._pulse.await_key(f"{epoch + 1}/knock")
-            return gathering
+        try:
+            for _ in range(2 * len(self._everyone) + 8):
+                epoch = self._enter(note)
+                if self.rank in self._agree(epoch):
+                    if gathering := self._stand(epoch):
+                        return gathering
+                else:
+                    # The others went on without this rank: it comes back like a restarted one.
+                    logger.warning("rank {}: the others have gone on, ask to join", self.rank)
+                    note = note._replace(fresh=True)
+        except DistError as error:
+            raise PeerError(
+                f"rank {self.rank}: the store in which the ranks agree does not answer ({error}); "
+                f"keep it in a process that outlives the ranks"
+            ) from error
         raise PeerError(
             f"rank {self.rank}: the ranks failed faster than they could agree on who is left"
         )
+
+    def _stand(self, epoch: int) -> Gathering | None:
+        """Connect the members; None if one of them is lost meanwhile."""
+        self.members = tuple(json.loads(self._store.get(f"{epoch}/members")))
+        notes = {rank: self._note(epoch, rank) for rank in self.members}
+        store = prefixed(f"{epoch}", self._store)
+        try:
+            gathering = Gathering(notes, self._connect(store), store)
+        except RuntimeError as error:
+            logger.warning("rank {}: epoch {} does not stand: {}", self.rank, epoch, error)
+            return None
+        self._store.set("epoch", str(epoch))
+        self._pulse.await_key(f"{epoch + 1}/knock")
+        return gathering
 
     def _enter(self, note: Note) -> int:
         if note.fresh and self._store.check(["epoch"]):

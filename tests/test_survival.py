@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from crews import CrewOfProcesses
 from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
+from torch._C._distributed_c10d import HashStore, TCPStore
 
-from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper import DecentOptimWrapper, PeerError
 
 PATIENCE = 5.0
 
@@ -164,3 +167,48 @@ def test_a_rank_that_stood_still_comes_back_as_one_that_was_restarted() -> None:
         ((0, 1, 2, 3), (0, 1, 3)),
         ((0, 1, 3), (0, 1, 2, 3)),
     ]
+
+
+def train_on_the_store_of_rank_0(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], port: int
+) -> str:
+    own = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    params = make_params()
+    optimizer = DecentOptimWrapper(
+        *(sgd(params), rank, world_size),
+        topology="ring",
+        bucket_cap_mb=TINY_CAP_MB,
+        store=own,
+        timeout=PATIENCE,
+        on_peer_failure="continue",
+    )
+    while True:
+        if rank == 0 and optimizer.round == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        backward(params, rank, optimizer.round)
+        try:
+            optimizer.step()
+        except PeerError as error:
+            return str(error)
+
+
+@pytest.mark.timeout(60)
+def test_the_death_of_the_store_is_one_clear_error() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with CrewOfProcesses(4, train_on_the_store_of_rank_0, port) as crew:
+        for rank in (1, 2, 3):
+            text = crew.wait_for(rank, "result")
+            assert f"rank {rank}: the store in which the ranks agree does not answer" in text
+            assert "a process that outlives the ranks" in text
+
+
+def test_continuing_needs_a_store() -> None:
+    base = sgd(make_params())
+    with pytest.raises(ValueError, match="needs a store in which the ranks agree"):
+        DecentOptimWrapper(base, on_peer_failure="continue")
+    with pytest.raises(ValueError, match="a store needs rank and world_size"):
+        DecentOptimWrapper(base, on_peer_failure="continue", store=HashStore())
+    with pytest.raises(TypeError, match=r"store expects a torch\.distributed\.Store"):
+        DecentOptimWrapper(base, 0, 2, on_peer_failure="continue", store=cast(Any, "tcp://"))
