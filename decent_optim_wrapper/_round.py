@@ -88,6 +88,7 @@ class Round:
         self._finite_of: dict[int, list[int]] = {}
         # What could not be posted is told when the round is received: there it can be handled.
         self._failure: RuntimeError | None = None
+        self._failed_bucket = 0
         # Before the buckets: a group that sums would take anything for the first of them.
         self._headers = self._tell(self._header.encode(), _HEADER_TAG)
         self._flags: list[Heard] = []
@@ -106,11 +107,11 @@ class Round:
             try:
                 self._exchanges[bucket] = post(bucket)
             except RuntimeError as error:
-                self._failure = error
+                self._failure, self._failed_bucket = error, len(self._exchanges)
 
     def seal(self) -> None:
         """Tell the group which buckets left with finite values, once all are posted."""
-        if self._exchanges and self._rules.checks:
+        if self._exchanges and self._rules.checks and not self._failure:
             self._flags = self._tell(torch.tensor(self._finite), _FLAGS_TAG)
 
     def receive(self) -> None:
@@ -123,7 +124,7 @@ class Round:
         """
         with self._meter.wait:
             if self._failure:
-                raise self._lost(len(self._exchanges), self._peers) from self._failure
+                raise self._lost(self._failed_bucket, self._peers) from self._failure
             for rank, message in self._hear(self._headers, 0).items():
                 self._compare(message, rank)
             self._headers = []
@@ -211,7 +212,7 @@ class Round:
         try:
             return self._transport.tell(message, self.group.ranks, tag)
         except RuntimeError as error:
-            self._failure = error
+            self._failure, self._failed_bucket = error, max(0, len(self._exchanges) - 1)
             return []
 
     def _hear(self, heard: list[Heard], bucket: int) -> dict[int, list[int]]:
