@@ -78,6 +78,15 @@ class CrewOfProcesses:
         """SIGSTOP or SIGCONT."""
         os.kill(self._workers[rank].pid, number)
 
+    def delay(self, rank: int, seconds: float) -> None:
+        """Ask the rank to sleep before its next step."""
+        self._store.set(f"delay {rank}", str(seconds))
+
+    def listen(self, seconds: float) -> set[int]:
+        """The ranks that report a round within that time."""
+        heard = self._take(seconds)
+        return {rank for rank, key in heard if key.startswith("round ")}
+
     def wait_for(self, rank: int, key: str, seconds: float = 60) -> Any:
         """What the rank reports under the key, from now on or before."""
         deadline = time.monotonic() + seconds
@@ -87,7 +96,9 @@ class CrewOfProcesses:
             self._take(remaining)
         return self.reports.pop((rank, key))
 
-    def _take(self, seconds: float) -> None:
+    def _take(self, seconds: float) -> set[tuple[int, str]]:
+        """Take one report from each rank that has some, and say which."""
+        taken = set()
         for pipe in wait(list(self._pipes), timeout=seconds):
             assert isinstance(pipe, Connection)
             rank = self._pipes[pipe]
@@ -99,6 +110,8 @@ class CrewOfProcesses:
                 continue
             assert key != "error", f"rank {rank} raised:\n{value}"
             self.reports[rank, key] = value
+            taken.add((rank, key))
+        return taken
 
 
 def _work(

@@ -181,3 +181,23 @@ def test_the_benchmarks_run_without_a_network_lab(tmp_path: Path) -> None:
     out = run(benchmark / "overhead.py", "--parameters", "1e5", "--repeats", "1", cwd=tmp_path)
     assert "one round, views:" in out
     assert "| ring |" in run(benchmark / "startup.py", "--world-sizes", "16", cwd=tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
+def test_a_soak_tells_rounds_faults_and_losses(tmp_path: Path) -> None:
+    soak = EXAMPLES / "benchmark" / "soak.py"
+    out = run(
+        soak,
+        "--minutes",
+        "0.1",
+        "--ranks",
+        "3",
+        "--seed",
+        "1",
+        "--topology",
+        "greedy",
+        cwd=tmp_path,
+    )
+    assert "faults: 1 x short stop, " in out
+    assert "0 ranks for good" in out
+    assert "| 2 |" in out
