@@ -27,6 +27,9 @@ from decent_optim_wrapper.errors import PeerError
 _POLL_SECONDS = 0.02
 # Members are alive when a group is made, so it stands soon, or one of them has just died.
 _CONNECT = timedelta(seconds=10)
+# The others may first wait for a lost rank, for each other, for an epoch's connections and for the
+# proof of these, each up to the timeout, before they notice one that comes back.
+_NEWCOMER_TIMEOUTS = 4
 # Wrappers in one process do not mix up their keys; all processes build them in the same order.
 _numbers = itertools.count()
 
@@ -151,13 +154,15 @@ class Crew:
         They are those who have entered, once everyone else is dead or too late.
         """
         key = f"{epoch}/members"
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        comes_back = epoch > 1 and not self._decides
+        patience = self._timeout * (_NEWCOMER_TIMEOUTS if comes_back else 1)
+        deadline = time.monotonic() + patience.total_seconds()
         while not self._store.check([key]):
             absent = [rank for rank in self.members if not self._entered(epoch, rank)]
             late = time.monotonic() > deadline
             if late and (epoch == 1 or not self._decides):
                 raise PeerError(
-                    f"rank {self.rank}: waited {self._timeout} for the other ranks, of which "
+                    f"rank {self.rank}: waited {patience} for the other ranks, of which "
                     f"{absent} did not come; start every rank, with the same store"
                 )
             # At the start nobody has given a sign of life yet, and all are waited for.

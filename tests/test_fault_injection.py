@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from crews import CrewOfProcesses
-from faults import MILD, Injector, Kind, draw_faults
+from faults import MILD, Fault, Injector, Kind, draw_faults
 from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 
 from decent_optim_wrapper import DecentOptimWrapper
@@ -114,3 +114,20 @@ def test_ranks_that_stop_for_less_than_the_timeout_stay_members() -> None:
     assert set(injector.done) == set(MILD)
     check_all_there_and_equal(lives)
     assert [life.changes for life in lives] == [[]] * RANKS
+
+
+@pytest.mark.timeout(110)
+def test_a_rank_that_comes_back_waits_for_others_held_up_beyond_the_timeout() -> None:
+    with CrewOfProcesses(RANKS, train, "ring") as crew:
+        injector = Injector(crew, RANKS)
+        injector.inject(Fault(Kind.KILL, 1, seconds=PATIENCE + 4, pause=PATIENCE))
+        for rank in (0, 2, 3):
+            crew.delay(rank, 2 * PATIENCE + 4)
+        injector.settle()
+        crew.finish(margin=200)
+        lives = [crew.wait_for(rank, "result") for rank in EVERYONE]
+    check_all_there_and_equal(lives)
+    left = (0, 2, 3)
+    assert [life.changes for life in lives] == [
+        [] if rank == 1 else [(EVERYONE, left), (left, EVERYONE)] for rank in EVERYONE
+    ]
