@@ -105,32 +105,32 @@ class Agreement:
             *settings,
         ]
 
-    def check(self, tensors: Iterable[Named]) -> None:
-        """Compare settings and tensors with those of the other ranks; collective.
-
-        Raises:
-            ValueError: on every rank; names a rank that differs from rank 0 and the first thing in
-                which it does.
-        """
+    def describe(self, tensors: Iterable[Named]) -> str:
+        """All that must be the same on every rank, a line each."""
         lines = [*self._settings]
         for named in tensors:
             # Views exchange their storage as it lies in memory.
             strides = f", strides {named.tensor.stride()}" if self._layout.as_view else ""
             lines.append(named.describe() + strides)
-        text = "\n".join(lines)
+        return "\n".join(lines)
+
+    def check(self, text: str) -> None:
+        """Compare a description with those of the other ranks; collective.
+
+        Raises:
+            ValueError: on every rank; names a rank that differs from rank 0 and the first thing in
+                which it does.
+        """
         digest = hashlib.sha256(text.encode()).digest()
         digests = self._transport.all_gather(torch.tensor(list(digest), dtype=torch.uint8))
         differing = (digests != digests[0]).any(dim=1).nonzero().flatten().tolist()
-        if not differing:
-            return
-        there, here = (self._lines_of(text, source) for source in (differing[0], 0))
-        pairs = zip_longest(there, here, fillvalue="nothing more")
-        theirs, ours = next(pair for pair in pairs if pair[0] != pair[1])
-        raise ValueError(
-            f"the ranks disagree: rank {differing[0]} has <{theirs}> where rank 0 has <{ours}>; "
-            f"build the same model, optimizer and wrapper in the same order on every rank "
-            f"(seen on rank {self._transport.rank}; ranks unlike rank 0: {differing})"
-        )
+        if differing:
+            there, here = (self._text_of(text, source) for source in (differing[0], 0))
+            raise ValueError(
+                f"the ranks disagree: rank {differing[0]} has {difference(there, here, 'rank 0')}; "
+                f"build the same model, optimizer and wrapper in the same order on every rank "
+                f"(seen on rank {self._transport.rank}; ranks unlike rank 0: {differing})"
+            )
 
     def broadcast(self, tensors: Iterable[Named], source: int, keep: bool = False) -> None:
         """Overwrite the tensors with those of one rank, bucket by bucket; collective.
@@ -147,8 +147,21 @@ class Agreement:
             if not keep:
                 bucket.unpack_(flat)
 
-    def _lines_of(self, text: str, source: int) -> list[str]:
+    def _text_of(self, text: str, source: int) -> str:
         if self._transport.rank == source:
             send_text(text, self._transport)
-            return text.split("\n")
-        return receive_text(self._transport, source).split("\n")
+            return text
+        return receive_text(self._transport, source)
+
+
+def difference(theirs: str, ours: str, whose: str) -> str:
+    """The first line in which two descriptions differ, in words.
+
+    Args:
+        theirs: one description.
+        ours: another.
+        whose: the owner of `ours`.
+    """
+    pairs = zip_longest(theirs.split("\n"), ours.split("\n"), fillvalue="nothing more")
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"<{one}> where {whose} has <{other}>"

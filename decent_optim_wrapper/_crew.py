@@ -96,9 +96,13 @@ class Crew:
         """Give no more signs of life."""
         self._pulse.stop()
 
-    def publish(self, key: str, text: str) -> str:
-        """Write `text` if nobody has written under the key yet; returns what is there."""
-        return str(self._store.compare_set(key, "", text).decode())
+    def publish(self, text: str) -> None:
+        """Write down what all members have in common, for those that come later."""
+        self._store.set("agreement", text)
+
+    def published(self) -> str:
+        """What the members have in common."""
+        return str(self._store.get("agreement").decode())
 
     def gather(self, note: Note) -> Gathering:
         """Enter epochs until one stands; every living member does the same.

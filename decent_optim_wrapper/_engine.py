@@ -78,8 +78,7 @@ class Engine:
         )
         lines = [*settings.lines(), f"optimizer {type(optimizer).__name__}"]
         self._agreement = Agreement(self.transport, self.topology, self.layout, lines)
-        if not self._joins:
-            self._agreement.check([*parameters, *self._buffers])
+        self._agree([*parameters, *self._buffers])
 
         self._rules = Rules(settings.on_nonfinite, repr(self.topology))
         self._rules = self._rules.for_transport(self.transport)
@@ -111,7 +110,7 @@ class Engine:
     def add(self, parameters: list[Named], late: list[Named]) -> None:
         """Gossip the parameters from the next round on, of which `late` are new; collective."""
         check_tensors(parameters)
-        self._agreement.check(parameters)
+        self._agree([*parameters, *self._buffers])
         if self.settings.sync_at_start and late:
             self._agreement.broadcast(late, source=0)
         self.take_in(parameters)
@@ -181,6 +180,13 @@ class Engine:
                 f"values in place"
             )
         check_gradients(groups, self.transport.name)
+
+    def _agree(self, tensors: list[Named]) -> None:
+        text = self._agreement.describe(tensors)
+        if not self._joins:
+            self._agreement.check(text)
+        if self._survival:
+            self._survival.agree(text)
 
     @property
     def _joins(self) -> bool:

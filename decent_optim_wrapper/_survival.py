@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from loguru import logger
 
+from decent_optim_wrapper._agreement import difference
 from decent_optim_wrapper._crew import Crew, Note
 from decent_optim_wrapper._gossip import Gossip, GossipState
 from decent_optim_wrapper._transport import Transport
@@ -54,6 +55,21 @@ class Survival:
     def wanted(self) -> bool:
         """Whether a rank asks to gather again."""
         return self._crew.wanted
+
+    def agree(self, text: str) -> None:
+        """Compare a description with that of the members, or leave it for those that come later.
+
+        Raises:
+            ValueError: this rank comes back as another one than it was.
+        """
+        if not self.joins:
+            self._crew.publish(text)
+        elif (theirs := self._crew.published()) != text:
+            raise ValueError(
+                f"rank {self._crew.rank}: this rank comes back with "
+                f"{difference(text, theirs, 'everyone else')}; build the same model, optimizer and "
+                f"wrapper as before"
+            )
 
     def begin(self, gossip: Gossip, hand_over: HandOver) -> None:
         """Take charge of the gossip, from the first epoch on."""

@@ -74,6 +74,10 @@ class CrewOfProcesses:
         reached = [int(key.split()[1]) for _, key in self.reports if key.startswith("round ")]
         self._store.set("finish", str(max(reached) + margin))
 
+    def put(self, key: str) -> None:
+        """Let all ranks see the key in the store."""
+        self._store.set(key, "1")
+
     def signal(self, rank: int, number: signal.Signals) -> None:
         """SIGSTOP or SIGCONT."""
         os.kill(self._workers[rank].pid, number)

@@ -204,6 +204,42 @@ def test_the_death_of_the_store_is_one_clear_error() -> None:
             assert "a process that outlives the ranks" in text
 
 
+def come_back_as_another(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
+) -> str:
+    """Train, and in a second life build another model."""
+    params = make_params()
+    second_life = store.add(f"lives of {rank}", 1) > 1
+    try:
+        optimizer = DecentOptimWrapper(
+            *(sgd(params[:3] if second_life else params), rank, world_size),
+            topology="complete",
+            store=store,
+            timeout=PATIENCE,
+            on_peer_failure="continue",
+        )
+    except ValueError as error:
+        return str(error)
+    report("joined", optimizer.round)
+    while rank == 1 or not store.check(["seen"]):
+        backward(params, rank, optimizer.round)
+        optimizer.step()
+    return "went on"
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_comes_back_as_another_is_refused() -> None:
+    with CrewOfProcesses(3, come_back_as_another) as crew:
+        for rank in range(3):
+            crew.wait_for(rank, "joined")
+        crew.kill(1)
+        crew.start(1)
+        text = crew.wait_for(1, "result")
+        crew.put("seen")
+        assert "rank 1: this rank comes back with <nothing more> where everyone else has" in text
+        assert "parameter 0.3" in text
+
+
 def test_continuing_needs_a_store() -> None:
     base = sgd(make_params())
     with pytest.raises(ValueError, match="needs a store in which the ranks agree"):
