@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,6 +58,19 @@ def test_digits_also_run_as_a_plain_process(tmp_path: Path) -> None:
     options = ("--topology", "ring", "--optimizer", "adamw", "--epochs", "3")
     out = run(EXAMPLES / "train_digits.py", *options, cwd=tmp_path)
     assert "gossip on ring, 1 ranks: averaged model" in out
+
+
+def test_the_digits_are_learnt_though_ranks_are_killed_and_one_comes_back(tmp_path: Path) -> None:
+    script = EXAMPLES / "survive_digits.py"
+    out = run(script, "--rejoin", "--epochs", "8", "--lr", "0.04", cwd=tmp_path)
+    assert "rank 0 was killed at step 5" in out
+    assert "rank 2 was killed at step 11" in out
+    back = re.findall(r"rank 0 starts at step (\d+)", out)
+    assert back[0] == "0"
+    assert int(back[1]) >= 55
+    accuracy = re.search(r"ranks \(0, 1, 3\) are left: averaged model (.*)%", out)
+    assert accuracy is not None, out
+    assert float(accuracy[1]) >= 90
 
 
 CIFAR = EXAMPLES / "train_cifar10.py"
