@@ -15,7 +15,7 @@ from decent_optim_wrapper._flat import Arena, Flat, is_finite, move_together, ne
 
 MIB = 1024 * 1024
 # Elements that are mixed at once where a temporary copy is needed.
-_SLICE = 1 << 20
+_SLICE = 1 << 18
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -165,18 +165,16 @@ class Bucket:
     def shift_(self, theirs: Flat, ours: Flat, weight: float) -> None:
         """In place, x <- x + weight * (theirs - ours), where both are rounded.
 
-        The peer adds the exact opposite, so the mean of the two does not move. The difference is
-        taken in the tensors' own dtype: in that of the wire it could overflow.
+        The peer adds the exact opposite, so the mean of the two does not move.
         """
         if self._storage is None:
-            away = theirs.data.to(self.device, self.dtype).sub_(ours.data.to(self.device))
-            torch._foreach_add_(self._tensors(), self.view(away).views, alpha=weight)
+            whole = self.view(self._difference(theirs.data, ours.data))
+            torch._foreach_add_(self._tensors(), whole.views, alpha=weight)
             return
         # Slice by slice, or the difference would take another copy of the bucket for a while.
         for start in range(0, self._flat_numel, _SLICE):
             part = slice(start, start + _SLICE)
-            away = theirs.data[part].to(self.device, self.dtype)
-            away.sub_(ours.data[part].to(self.device))
+            away = self._difference(theirs.data[part], ours.data[part])
             self._storage.data[part].add_(away, alpha=weight)
 
     def is_finite(self) -> bool:
@@ -205,6 +203,13 @@ class Bucket:
             vectors = self._arena.vectors(count, self._flat_numel, dtype)
             self._flats[key] = tuple(self.view(vector) for vector in vectors)
         return self._flats[key]
+
+    def _difference(self, theirs: Tensor, ours: Tensor) -> Tensor:
+        """What one rounded vector has more than another, as the tensors have it."""
+        if self.wire_dtype == torch.float16:
+            # Of two large numbers it would overflow.
+            theirs, ours = theirs.to(self.dtype), ours.to(self.dtype)
+        return theirs.sub(ours).to(self.device, self.dtype)
 
     def _near(self, flat: Flat) -> Flat:
         """The flat vector on the tensors' device, in their dtype."""
