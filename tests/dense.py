@@ -74,11 +74,9 @@ class Oracle(Player):
         return sent
 
     def on_wire(self, index: int, size: int) -> float:
-        """Bytes of a parameter in a group of so many ranks; views travel with their padding."""
+        """Bytes of a parameter in a group of so many ranks, without the gaps that align views."""
         dtype = self.world.spec(index).dtype
         elements = self.values[index][0].numel()
-        if self.world.options["param_as_bucket_view"]:
-            elements = -(-elements * dtype.itemsize // 64) * 64 // dtype.itemsize
         real = dtype.to_real()
         if real == torch.bfloat16:
             return elements * (4 if size > 2 else 2)

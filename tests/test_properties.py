@@ -105,6 +105,9 @@ def test_whatever_is_called_the_ranks_follow_the_oracle(world: World, calls: lis
             square += 2 * value[0].numel() * slack**2
         # A bucket's share of a ring's bytes is rounded down; a distance is that of two values.
         slack = len(expected.values) if "step" in call else 2 * math.sqrt(square)
+        if "step" in call and world.options["param_as_bucket_view"]:
+            # Below 64 bytes before a tensor, twice that as float32 sums of halves, twice on a ring.
+            slack += 256 * len(expected.values)
         numbers = torch.tensor([rank.number for rank in ranks], dtype=torch.float64)
         wanted = torch.as_tensor(expected.number, dtype=torch.float64).expand(world.size)
         torch.testing.assert_close(numbers, wanted, rtol=0, atol=slack)

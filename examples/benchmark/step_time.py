@@ -201,7 +201,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1, help="runs of a cell; the median counts")
     parser.add_argument("--output", type=Path, default=Path("runs/step_time"))
     args = parser.parse_args()
-    if not re.fullmatch(r"([0-9.]+)([kmg])bit", args.rate.lower()):
+    if args.rate and not re.fullmatch(r"([0-9.]+)([kmg])bit", args.rate.lower()):
         parser.error(f"--rate expects something like 400mbit or 1gbit, got {args.rate}")
     return args
 
