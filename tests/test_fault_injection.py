@@ -93,11 +93,8 @@ def check_all_there_and_equal(lives: list[Life]) -> None:
     assert lives[0].round >= 200
 
 
-@pytest.mark.timeout(110)
-def test_ranks_killed_stopped_and_held_up_at_random_all_end_together() -> None:
-    injector, lives = survive("ring", seed=5, faults=14, kinds=tuple(Kind))
-    assert set(injector.done) == set(Kind)
-    check_all_there_and_equal(lives)
+def check_changes(lives: list[Life]) -> None:
+    """Every change of the members starts from the one before, and all are there at the end."""
     for rank, life in enumerate(lives):
         seen = life.first
         for old, new in life.changes:
@@ -105,6 +102,14 @@ def test_ranks_killed_stopped_and_held_up_at_random_all_end_together() -> None:
             assert rank in new
             seen = new
         assert seen == EVERYONE
+
+
+@pytest.mark.timeout(110)
+def test_ranks_killed_stopped_and_held_up_at_random_all_end_together() -> None:
+    injector, lives = survive("ring", seed=5, faults=14, kinds=tuple(Kind))
+    assert set(injector.done) == set(Kind)
+    check_all_there_and_equal(lives)
+    check_changes(lives)
     assert sum(len(life.changes) for life in lives) > 0
 
 
@@ -127,7 +132,5 @@ def test_a_rank_that_comes_back_waits_for_others_held_up_beyond_the_timeout() ->
         crew.finish(margin=200)
         lives = [crew.wait_for(rank, "result") for rank in EVERYONE]
     check_all_there_and_equal(lives)
-    left = (0, 2, 3)
-    assert [life.changes for life in lives] == [
-        [] if rank == 1 else [(EVERYONE, left), (left, EVERYONE)] for rank in EVERYONE
-    ]
+    # Ranks that are held up for longer than the timeout may lose each other, too.
+    check_changes(lives)
