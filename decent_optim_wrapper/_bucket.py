@@ -109,15 +109,13 @@ class Bucket:
         """Whether the wire rounds."""
         return self.wire_dtype != self.dtype
 
-    @property
-    def sends_itself(self) -> bool:
-        """Whether the tensors' own storage is what is sent, which must not change in flight."""
-        near = self.wire_device == self.device
-        return self._storage is not None and near and not self.quantised
-
     def pair(self) -> Pair:
-        """The wire buffers for one peer; `pair` and `summing` share their memory."""
-        if self._storage is not None and self.sends_itself:
+        """The wire buffers for one peer; `pair` and `summing` share their memory.
+
+        Where it can be, the tensors' own storage is what is sent: it must not change in flight.
+        """
+        near = self.wire_device == self.device
+        if self._storage is not None and near and not self.quantised:
             return Pair(self._storage, *self._wire(1, self.wire_dtype))
         return Pair(*self._wire(2, self.wire_dtype))
 

@@ -144,13 +144,8 @@ class Gossip:
 
     def arrive(self) -> None:
         """Wait for the round in flight, if there is one; nothing is mixed yet."""
-        try:
-            for flying in self._in_flight:
-                flying.receive()
-        except PeerError as error:
-            if self.on_loss is None:
-                raise
-            self.on_loss(error)
+        for flying in self._in_flight:
+            self._wait_for(flying)
 
     def announce(self, call: Call) -> None:
         """Make sure that the ranks of the next round's group are in the same method as this one.
@@ -178,16 +173,21 @@ class Gossip:
 
         One that fails is out of flight, too: what fails on the wire is not waited for again.
         """
-        arrived = self._in_flight.pop() if self._in_flight else None
-        if arrived:
-            try:
-                arrived.receive()
-            except PeerError as error:
-                if self.on_loss is None:
-                    raise
-                self.on_loss(error)
-                return None
-        return arrived
+        if not self._in_flight:
+            return None
+        flying = self._in_flight.pop()
+        return flying if self._wait_for(flying) else None
+
+    def _wait_for(self, flying: Round) -> bool:
+        """Whether the round has arrived; not where `on_loss` has dropped it."""
+        try:
+            flying.receive()
+        except PeerError as error:
+            if self.on_loss is None:
+                raise
+            self.on_loss(error)
+            return False
+        return True
 
     def _next_round(self) -> Round:
         launched = self._round_of(Call.STEP)

@@ -167,7 +167,7 @@ class Round:
         bucket.pack(outgoing)
         self._note_finite(outgoing)
         position = len(self._exchanges)
-        peer = next(rank for rank in self.group.ranks if rank != self._transport.rank)
+        (peer,) = self._peers
         works = self._transport.exchange(
             outgoing.data, incoming.data, peer, _FIRST_BUCKET_TAG + position
         )

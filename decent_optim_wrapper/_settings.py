@@ -49,7 +49,8 @@ class Settings(NamedTuple):
             ValueError: one is out of range.
         """
         for name in ("overlap", "sync_at_start", "param_as_bucket_view"):
-            _expect(isinstance(getattr(self, name), bool), f"{name} expects a bool", self._of(name))
+            flag = getattr(self, name)
+            _expect(isinstance(flag, bool), f"{name} expects a bool", flag)
         _check_positive("bucket_cap_mb", "MiB", self.bucket_cap_mb)
         if self.timeout is not None:
             _expect(
@@ -66,12 +67,10 @@ class Settings(NamedTuple):
                 f"comm_dtype expects torch.bfloat16, torch.float16 or None, got {self.comm_dtype}"
             )
         for name, choices in _CHOICES.items():
-            if self._of(name) not in choices:
-                raise ValueError(f"{name} expects one of {choices}, got {self._of(name)!r}")
+            choice = getattr(self, name)
+            if choice not in choices:
+                raise ValueError(f"{name} expects one of {choices}, got {choice!r}")
         return self._replace(bucket_cap_mb=float(self.bucket_cap_mb))
-
-    def _of(self, name: str) -> Any:
-        return getattr(self, name)
 
 
 def check_base(optimizer: Any, overlap: bool) -> None:

@@ -187,8 +187,7 @@ def _slurm_addr(environ: Mapping[str, str]) -> str:
         hint = 'export it as $(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         return _text(environ, "MASTER_ADDR", hint=hint)
     # Of a list such as gpu[07,10-12],login1 the first: gpu07.
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    assert first is not None
+    first = next(re.finditer(r"(?:[^,\[]|\[[^\]]*\])*", nodes))
     return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0])
 
 

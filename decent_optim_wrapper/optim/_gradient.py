@@ -10,10 +10,14 @@ def dense_grad(param: Tensor) -> Tensor:
     """Return the gradient of a parameter that has one.
 
     Raises:
-        RuntimeError: it is sparse.
+        RuntimeError: it is sparse, or there is none.
     """
     grad = param.grad
-    assert grad is not None
+    if grad is None:
+        raise RuntimeError(
+            f"expected a gradient of a parameter of shape {tuple(param.shape)}, got None; leave "
+            f"parameters without one out"
+        )
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"expected dense gradients, got one of layout {grad.layout} for a parameter of shape "
