@@ -14,6 +14,7 @@ from loguru import logger
 from decent_optim_wrapper._bucket import Bucket
 from decent_optim_wrapper._header import Call, Header
 from decent_optim_wrapper._meter import Meter
+from decent_optim_wrapper._relay import Relay
 from decent_optim_wrapper._round import Round, Rules
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper.errors import PeerError
@@ -108,33 +109,25 @@ class Gossip:
 
     def launch(self) -> None:
         """Start the next round with the parameters as they are now."""
-        self.relay(lambda bucket: None)
+        relay = self.relay()
+        for bucket in self._buckets:
+            relay.post(bucket)
+        relay.close()
 
-    def relay(self, update: Callable[[Bucket], None]) -> None:
-        """Receive the round in flight; then mix, update and launch bucket after bucket.
+    def relay(self) -> Relay:
+        """Receive the round in flight, and begin the next one.
 
         Nothing is mixed before everything has arrived: a round that fails leaves all parameters
         as they were. And no bucket leaves before that: two rounds on the wire would slow down the
         older one, for which all ranks are waiting. The first bucket is on the wire again while
         the others are mixed and updated.
-
-        Args:
-            update: the local update of one bucket.
         """
         self._pay()
         arrived = self._receive()
         if arrived:
             # Members of a replaced bucket are in a new one, which must not leave before the mixing.
             _mix_all(arrived, beside=self._buckets)
-        launched = self._next_round()
-        for bucket in self._buckets:
-            if arrived:
-                arrived.mix(bucket)
-            update(bucket)
-            launched.post(bucket)
-        launched.seal()
-        self._in_flight.append(launched)
-        self._round += 1
+        return Relay(self._buckets, arrived, self._next_round(), self._take_off)
 
     def finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
@@ -188,6 +181,10 @@ class Gossip:
             self.on_loss(error)
             return False
         return True
+
+    def _take_off(self, launched: Round) -> None:
+        self._in_flight.append(launched)
+        self._round += 1
 
     def _next_round(self) -> Round:
         launched = self._round_of(Call.STEP)

@@ -110,10 +110,9 @@ class LocalUpdate:
         """
         home = {id(member): bucket for bucket in buckets for member in bucket.members}
         groups = self._optimizer.param_groups
-        members = [group["params"] for group in groups]
         parts: dict[int, list[list[Tensor]]] = {}
-        for index, params in enumerate(members):
-            for param in params:
+        for index, group in enumerate(groups):
+            for param in group["params"]:
                 key = id(home.get(id(param)))
                 parts.setdefault(key, [[] for _ in groups])[index].append(param)
 
@@ -124,20 +123,22 @@ class LocalUpdate:
         with self._scaled(scaling) as applies:
             # A scheduler on the base looks for a step by this mark.
             self._optimizer._opt_called = True
-            try:
-                yield update
-                update(None)
-            finally:
-                self._optimizer.param_groups = groups
-                for group, params in zip(groups, members, strict=True):
-                    group["params"] = params
+            yield update
+            update(None)
 
     def _step_part(self, groups: list[dict[str, Any]], part: list[list[Tensor]]) -> None:
+        """Step with these parameters only, group by group; nobody sees the groups so."""
+        whole = [group["params"] for group in groups]
         self._optimizer.param_groups = [g for g, params in zip(groups, part, strict=True) if params]
         for group, params in zip(groups, part, strict=True):
             group["params"] = params
-        # The class's step without torch's wrapper around it, which runs the hooks.
-        type(self._optimizer).step.__wrapped__(self._optimizer)
+        try:
+            # The class's step without torch's wrapper around it, which runs the hooks.
+            type(self._optimizer).step.__wrapped__(self._optimizer)
+        finally:
+            self._optimizer.param_groups = groups
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
 
     def _step_is_replaced(self) -> bool:
         own = vars(self._optimizer).get("step")

@@ -178,7 +178,9 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
                 loss, closure = closure(), None
         engine.before_step()
         if splits:
-            self._step_by_bucket()
+            with self._by_bucket(self._scaling()) as pass_on:
+                for bucket in engine.gossip.buckets:
+                    pass_on(bucket)
         else:
             engine.gossip.finish()
             with engine.meter.update:
@@ -324,14 +326,21 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         """The ranks among which Join counts."""
         return self._engine.process_group
 
-    def _step_by_bucket(self) -> None:
-        with self._local_update.by_bucket(self._scaling(), self._engine.gossip.buckets) as update:
+    @contextmanager
+    def _by_bucket(self, scaling: Scaling) -> Iterator[Callable[[Bucket], None]]:
+        """A step in parts: yields what mixes, updates and launches a bucket, to call for each."""
+        engine = self._engine
+        relay = engine.gossip.relay()
+        with self._local_update.by_bucket(scaling, engine.gossip.buckets) as update:
 
-            def timed_update(bucket: Bucket) -> None:
-                with self._engine.meter.update:
+            def pass_on(bucket: Bucket) -> None:
+                relay.mix(bucket)
+                with engine.meter.update:
                     update(bucket)
+                relay.post(bucket)
 
-            self._engine.gossip.relay(timed_update)
+            yield pass_on
+        relay.close()
 
     def _scaling(self) -> Scaling:
         # GradScaler sets the two attributes around its call of step().
