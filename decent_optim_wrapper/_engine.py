@@ -17,18 +17,21 @@ from decent_optim_wrapper._agreement import (
     named_parameters,
 )
 from decent_optim_wrapper._average import WorldAverage
-from decent_optim_wrapper._bucket import Layout, plan_buckets
+from decent_optim_wrapper._bucket import Bucket, Layout, plan_buckets
 from decent_optim_wrapper._crew import Crew
-from decent_optim_wrapper._gossip import Gossip
+from decent_optim_wrapper._gossip import Aftermath, Gossip, GossipState
 from decent_optim_wrapper._header import Call
 from decent_optim_wrapper._meter import Meter
 from decent_optim_wrapper._round import Rules
 from decent_optim_wrapper._settings import Settings
+from decent_optim_wrapper._state_policy import StatePolicy
 from decent_optim_wrapper._survival import OnChange, Survival
+from decent_optim_wrapper._timetable import Kind, Timetable
 from decent_optim_wrapper._transfer import receive_state, send_state
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper._world import resolve_crew, resolve_process_group, resolve_topology
 from decent_optim_wrapper.errors import PeerError
+from decent_optim_wrapper.outer import Outer
 from decent_optim_wrapper.topo import Topology
 
 
@@ -82,8 +85,18 @@ class Engine:
 
         self._rules = Rules(settings.on_nonfinite, repr(self.topology))
         self._rules = self._rules.for_transport(self.transport)
-        schedule = self.topology.schedule(self.transport.rank)
-        self.gossip = Gossip(self.transport, schedule, self._rules, self.meter)
+        self._outer = Outer(settings.outer, optimizer) if settings.outer else None
+        self._state_policy = StatePolicy(
+            settings.average_state, optimizer, self.transport, self.layout
+        )
+        self.gossip = Gossip(
+            self.transport,
+            self._timetable(),
+            self._rules,
+            self.meter,
+            Aftermath(self._after_arrival, self._after_mixing),
+            settings.mixing_rate,
+        )
         if isinstance(topology, str):
             # The schedules of all ranks are needed no more; a user's own topology is left alone.
             self.topology.release()
@@ -134,8 +147,42 @@ class Engine:
         if self.average.revertible:
             self.average.keep()
             self.gossip.discard()
+            self._after_average()
         if self._survival and self._survival.wanted:
             self._survival.recover("another rank has lost a peer, or comes back")
+        if self._outer:
+            self._outer.anchor(self._gossiped())
+
+    def global_avg(self, may_revert: bool) -> None:
+        """Put the average in place; collective."""
+        self.gossip.arrive()
+        self.meet(Call.GLOBAL_AVG, lambda: self.average.apply(may_revert))
+        if not may_revert:
+            self.gossip.discard()
+            self._after_average()
+
+    def gossip_state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the base's state."""
+        state = self.gossip.state
+        if self.average.revertible:
+            # What a step() would do with the parameters that are saved now.
+            state = state._replace(in_flight=False)
+        saved = state._asdict()
+        if self._outer:
+            saved["outer"] = self._outer.state_dict()
+        return saved
+
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        """Continue from `gossip_state()`; None is the start of the training."""
+        saved = saved or {"round": 0, "in_flight": False}
+        rate = float(saved.get("mixing_rate", self.settings.mixing_rate))
+        last_rate = float(saved.get("last_rate", rate))
+        self.gossip.restore(
+            GossipState(int(saved["round"]), bool(saved["in_flight"]), rate, last_rate)
+        )
+        self.average.keep()
+        if self._outer:
+            self._outer.load_state_dict(saved.get("outer"))
 
     def idle_step(self) -> None:
         """One round without a local update."""
@@ -181,6 +228,41 @@ class Engine:
             )
         check_gradients(groups, self.transport.name)
 
+    def _timetable(self) -> Timetable:
+        return Timetable(
+            self.topology.schedule(self.transport.rank),
+            self.transport.rank,
+            self.transport.world_size,
+            self.settings.gossip_every,
+            self.settings.global_avg_every,
+        )
+
+    def _after_arrival(self, kind: Kind) -> None:
+        if kind is Kind.AVERAGE:
+            self._treat_state()
+
+    def _after_mixing(self, bucket: Bucket, kind: Kind) -> None:
+        if self._outer:
+            self._outer.step(bucket.members, kind)
+
+    def _after_average(self) -> None:
+        """An average has become the ranks' own parameters."""
+        self._treat_state()
+        if self._outer:
+            self._outer.rebase()
+
+    def _treat_state(self) -> None:
+        """Do with the base's state what is wanted after an average; not where a rank is lost."""
+        try:
+            self._state_policy.apply(self._gossiped())
+        except PeerError as error:
+            if self._survival is None:
+                raise
+            self._survival.recover(error)
+
+    def _gossiped(self) -> list[Tensor]:
+        return [member for bucket in self.gossip.buckets for member in bucket.members]
+
     def _agree(self, tensors: list[Named]) -> None:
         text = self._agreement.describe(tensors)
         if not self._joins:
@@ -224,11 +306,12 @@ class Engine:
         everything = [*parameters, *self._buffers]
         self._agreement.broadcast(everything, donor, keep=not takes)
         if self.transport.rank == donor:
-            send_state(self._optimizer.state_dict(), self.transport)
+            send_state([self._optimizer.state_dict(), self.gossip_state()], self.transport)
         else:
-            state = receive_state(self.transport, donor)
+            base, saved = receive_state(self.transport, donor)
             if takes:
-                self._optimizer.load_state_dict(state)
+                self._optimizer.load_state_dict(base)
+                self.restore({**saved, "in_flight": False})
 
     def _warn_of_wide_groups(self) -> None:
         if self.settings.comm_dtype is not None and self.gossip.widest_group > 2:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from loguru import logger
@@ -16,16 +17,39 @@ from decent_optim_wrapper._header import Call, Header
 from decent_optim_wrapper._meter import Meter
 from decent_optim_wrapper._relay import Relay
 from decent_optim_wrapper._round import Round, Rules
+from decent_optim_wrapper._timetable import Kind, Meeting, Timetable
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper.errors import PeerError
-from decent_optim_wrapper.topo import Group, Topology
+from decent_optim_wrapper.topo import Topology
 
 
 class GossipState(NamedTuple):
-    """What a checkpoint needs to know of the gossip: the counter, and whether a round flies."""
+    """What a checkpoint needs to know of the gossip.
+
+    Args:
+        round: the counter.
+        in_flight: whether the last round is still to be mixed.
+        mixing_rate: of the next round.
+        last_rate: what it was when the last round was launched.
+    """
 
     round: int
     in_flight: bool
+    mixing_rate: float = 1.0
+    last_rate: float = 1.0
+
+
+class Aftermath(NamedTuple):
+    """What else is to be done when a round has come in.
+
+    Args:
+        arrived: called before anything of it is mixed.
+        mixed: called for every bucket that was posted, once it is mixed; also where the rank was
+            alone.
+    """
+
+    arrived: Callable[[Kind], None] = lambda kind: None
+    mixed: Callable[[Bucket, Kind], None] = lambda bucket, kind: None
 
 
 class Gossip:
@@ -33,17 +57,28 @@ class Gossip:
 
     Args:
         transport: the ranks and how to reach them.
-        schedule: the groups of this rank, phase by phase.
+        timetable: whom this rank meets, round by round.
         rules: what every round needs to know.
         meter: told of every wait, every copy and all bytes.
+        aftermath: see there.
+        mixing_rate: of the first rounds.
     """
 
     def __init__(
-        self, transport: Transport, schedule: Sequence[Group], rules: Rules, meter: Meter
+        self,
+        transport: Transport,
+        timetable: Timetable,
+        rules: Rules,
+        meter: Meter,
+        aftermath: Aftermath,
+        mixing_rate: float,
     ) -> None:
-        transport.connect(schedule)
+        transport.connect(timetable.groups)
         self._transport = transport
-        self._schedule = tuple(schedule)
+        self._timetable = timetable
+        self._aftermath = aftermath
+        # Of the rounds that are launched from now on.
+        self.mixing_rate = self._last_rate = mixing_rate
         self._rules = rules
         self._meter = meter
         self._buckets: list[Bucket] = []
@@ -69,13 +104,14 @@ class Gossip:
 
     @property
     def state(self) -> GossipState:
-        """Rounds launched so far, and whether the last of them is still to be mixed."""
-        return GossipState(self._round, self._owed or bool(self._in_flight))
+        """What to save now."""
+        in_flight = self._owed or bool(self._in_flight)
+        return GossipState(self._round, in_flight, self.mixing_rate, self._last_rate)
 
     @property
     def widest_group(self) -> int:
         """Size of the largest group of this rank."""
-        return max(group.size for group in self._schedule)
+        return max(group.size for group in self._timetable.groups)
 
     def abandon(self) -> None:
         """Let go of the round in flight, whatever becomes of its bytes."""
@@ -91,15 +127,19 @@ class Gossip:
             topology: of the ranks that are there.
             resume: the round in which all of them meet again.
         """
-        self._schedule = topology.schedule(self._transport.rank)
+        rank, world_size = self._transport.rank, self._transport.world_size
+        schedule = topology.schedule(rank)
+        self._timetable = self._timetable._replace(
+            schedule=schedule, rank=rank, world_size=world_size
+        )
         self._rules = self._rules._replace(topology=repr(topology))
         self._resume = resume
-        self._transport.connect(self._schedule)
+        self._transport.connect(self._timetable.groups)
 
     def restore(self, state: GossipState) -> None:
         """Continue from `state`; a round in flight is dropped."""
         self.discard()
-        self._round, self._owed = state
+        self._round, self._owed, self.mixing_rate, self._last_rate = state
 
     def replan(self, buckets: Iterable[Bucket]) -> None:
         """Gossip these buckets from the next launch on; the round in flight keeps its own."""
@@ -125,15 +165,17 @@ class Gossip:
         self._pay()
         arrived = self._receive()
         if arrived:
+            self._aftermath.arrived(arrived.meeting.kind)
             # Members of a replaced bucket are in a new one, which must not leave before the mixing.
-            _mix_all(arrived, beside=self._buckets)
-        return Relay(self._buckets, arrived, self._next_round(), self._take_off)
+            self._mix_all(arrived, beside=self._buckets)
+        return Relay(self._buckets, partial(self._mix, arrived), self._next_round(), self._take_off)
 
     def finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
         self._pay()
         if arrived := self._receive():
-            _mix_all(arrived)
+            self._aftermath.arrived(arrived.meeting.kind)
+            self._mix_all(arrived)
 
     def arrive(self) -> None:
         """Wait for the round in flight, if there is one; nothing is mixed yet."""
@@ -147,7 +189,9 @@ class Gossip:
             CallOrderError: one is elsewhere.
             PeerError: one does not say.
         """
-        self._round_of(call).receive()
+        # Whom this rank meets next: an announcement during a rest is heard by them.
+        meeting = self._timetable.next_meeting(self._round, self.mixing_rate)
+        self._round_of(call, meeting).receive()
 
     def discard(self) -> None:
         """Drop the round in flight, if there is one: its bytes arrive and are not mixed."""
@@ -159,7 +203,9 @@ class Gossip:
         if self._owed:
             self._owed = False
             self._round -= 1
+            rate, self.mixing_rate = self.mixing_rate, self._last_rate
             self.launch()
+            self.mixing_rate = rate
 
     def _receive(self) -> Round | None:
         """Take the round out of flight once it has arrived.
@@ -184,29 +230,34 @@ class Gossip:
 
     def _take_off(self, launched: Round) -> None:
         self._in_flight.append(launched)
+        self._last_rate = self.mixing_rate
         self._round += 1
 
-    def _next_round(self) -> Round:
-        launched = self._round_of(Call.STEP)
-        logger.debug(
-            "rank {} round {}: group {}", self._transport.rank, self._round, launched.group.ranks
-        )
-        return launched
-
-    def _round_of(self, call: Call) -> Round:
-        self._transport.check_open()
-        group = self._schedule[self._round % len(self._schedule)]
-        if self._round < self._resume:
-            group = Group([self._transport.rank])
-        header = Header(call, self._round)
-        return Round(header, group, self._transport, self._rules, self._meter)
-
-
-def _mix_all(arrived: Round, beside: Collection[Bucket] = ()) -> None:
-    """Mix all buckets of a round that has arrived, but for some."""
-    for bucket in arrived.buckets:
-        if bucket not in beside:
+    def _mix(self, arrived: Round | None, bucket: Bucket) -> None:
+        """Mix what has arrived for a bucket, if anything has."""
+        if arrived and bucket in arrived.unmixed:
             arrived.mix(bucket)
+            self._aftermath.mixed(bucket, arrived.meeting.kind)
+
+    def _mix_all(self, arrived: Round, beside: Collection[Bucket] = ()) -> None:
+        """Mix all buckets of a round that has arrived, but for some."""
+        for bucket in arrived.unmixed:
+            if bucket not in beside:
+                self._mix(arrived, bucket)
+
+    def _next_round(self) -> Round:
+        meeting = self._timetable.meeting(self._round, self.mixing_rate)
+        logger.debug(
+            "rank {} round {}: group {}", self._transport.rank, self._round, meeting.group.ranks
+        )
+        return self._round_of(Call.STEP, meeting)
+
+    def _round_of(self, call: Call, meeting: Meeting) -> Round:
+        self._transport.check_open()
+        if self._round < self._resume:
+            meeting = self._timetable.rest()
+        header = Header(call, self._round, meeting.mixing_rate)
+        return Round(header, meeting, self._transport, self._rules, self._meter)
 
 
 def _close(in_flight: list[Round], transport: Transport) -> None:

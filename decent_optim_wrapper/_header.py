@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -26,27 +27,49 @@ class Call(IntEnum):
 
 
 class Header(NamedTuple):
-    """A method and the number of the round that is the next, or is launched by it."""
+    """What a rank is about to do.
+
+    Args:
+        call: the method that it is in.
+        round: the number of the next round, or of the one that is launched by the method.
+        mixing_rate: of that round; where it differs between two ranks their mean would drift.
+    """
 
     call: Call
     round: int
+    mixing_rate: float
 
     def encode(self) -> Tensor:
-        """As a message: int64 of shape (2,)."""
-        return torch.tensor(self, dtype=torch.int64)
+        """As a message: int64 of shape (3,), the rate by its bits."""
+        return torch.tensor([self.call, self.round, _bits(self.mixing_rate)], dtype=torch.int64)
 
     def check(self, message: list[int], rank: int, own_rank: int) -> None:
         """Compare with the message of another rank.
 
         Raises:
-            CallOrderError: the rank is in another method or another round.
+            CallOrderError: the rank is in another method or round, or has another rate.
         """
-        if message == list(self):
-            return
-        known = {int(call): str(call) for call in Call}
-        theirs = f"{known.get(message[0], 'something unknown')} at round {message[1]}"
-        raise CallOrderError(
-            f"rank {own_rank}: expected rank {rank} in {self.call} at round {self.round}, as here, "
-            f"but it is in {theirs}; call the same methods in the same order on every rank, and "
-            f"step() equally often (torch.distributed.algorithms.Join for uneven data)"
-        )
+        call, round, rate = message
+        if (call, round) != (self.call, self.round):
+            known = {int(call): str(call) for call in Call}
+            theirs = f"{known.get(call, 'something unknown')} at round {round}"
+            raise CallOrderError(
+                f"rank {own_rank}: expected rank {rank} in {self.call} at round {self.round}, as "
+                f"here, but it is in {theirs}; call the same methods in the same order on every "
+                f"rank, and step() equally often (torch.distributed.algorithms.Join for uneven "
+                f"data)"
+            )
+        if rate != _bits(self.mixing_rate):
+            raise CallOrderError(
+                f"rank {own_rank}: expected rank {rank} to mix round {self.round} with "
+                f"mixing_rate={self.mixing_rate}, as here, but it has {_float(rate)}; set the same "
+                f"rate on every rank before the same step()"
+            )
+
+
+def _bits(number: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

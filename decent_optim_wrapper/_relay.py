@@ -16,7 +16,7 @@ class Relay:
 
     Args:
         buckets: all that are to leave, in the order of the plan.
-        arrived: the round to mix; None if there is none.
+        mix: mixes in what has arrived for a bucket, if anything has.
         launched: the round to post to.
         take_off: told of `launched` once everything was posted.
     """
@@ -24,20 +24,15 @@ class Relay:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        arrived: Round | None,
+        mix: Callable[[Bucket], None],
         launched: Round,
         take_off: Callable[[Round], None],
     ) -> None:
         self._waiting = list(buckets)
         self._ready: set[Bucket] = set()
-        self._arrived = arrived
+        self.mix = mix
         self._launched = launched
         self._take_off = take_off
-
-    def mix(self, bucket: Bucket) -> None:
-        """Mix in what has arrived for the bucket."""
-        if self._arrived:
-            self._arrived.mix(bucket)
 
     def post(self, bucket: Bucket) -> None:
         """Let the bucket leave, as soon as those before it have left."""

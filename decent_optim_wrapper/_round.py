@@ -13,9 +13,9 @@ from decent_optim_wrapper._bucket import Bucket
 from decent_optim_wrapper._flat import Flat, is_finite
 from decent_optim_wrapper._header import Header
 from decent_optim_wrapper._meter import Meter
+from decent_optim_wrapper._timetable import Meeting
 from decent_optim_wrapper._transport import Heard, Transport
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
-from decent_optim_wrapper.topo import Group
 
 # Tags of an exchange: two for small messages, then one for each bucket.
 _HEADER_TAG, _FLAGS_TAG, _FIRST_BUCKET_TAG = 0, 1, 2
@@ -52,7 +52,7 @@ class Rules(NamedTuple):
 class _Exchange(NamedTuple):
     """A bucket whose parameters are on the wire, and how to mix in what arrives.
 
-    x <- x + weight * (arriving - base), with base = x, or what x was rounded to.
+    x <- x + mixing_rate * weight * (arriving - base), with base = x, or what x was rounded to.
     """
 
     position: int
@@ -67,21 +67,23 @@ class Round:
 
     Args:
         header: the method that launches it, and its number; the same on all ranks.
-        group: the ranks that mix.
+        meeting: the ranks that mix, and how far.
         transport: how to reach them.
         rules: see there.
         meter: told of every wait, every copy and all bytes.
     """
 
     def __init__(
-        self, header: Header, group: Group, transport: Transport, rules: Rules, meter: Meter
+        self, header: Header, meeting: Meeting, transport: Transport, rules: Rules, meter: Meter
     ) -> None:
-        self.group = group
-        self._peers = tuple(rank for rank in group.ranks if rank != transport.rank)
+        self.meeting = meeting
+        self.group = meeting.group
+        self._peers = tuple(rank for rank in self.group.ranks if rank != transport.rank)
         self._header = header
         self._transport = transport
         self._rules = rules
         self._meter = meter
+        self._unmixed: list[Bucket] = []
         self._exchanges: dict[Bucket, _Exchange] = {}
         # 1 for each bucket that leaves with finite values, and the same of every rank of the group.
         self._finite: list[int] = []
@@ -94,12 +96,13 @@ class Round:
         self._flags: list[Heard] = []
 
     @property
-    def buckets(self) -> list[Bucket]:
+    def unmixed(self) -> list[Bucket]:
         """The buckets that were posted and are not mixed yet."""
-        return list(self._exchanges)
+        return list(self._unmixed)
 
     def post(self, bucket: Bucket) -> None:
         """Pack a bucket and start its exchange; a rank alone exchanges nothing."""
+        self._unmixed.append(bucket)
         if self.group.size == 1 or not bucket.numel or self._failure:
             return
         with self._meter.launch:
@@ -137,7 +140,8 @@ class Round:
                 self._judge()
 
     def mix(self, bucket: Bucket) -> None:
-        """Mix in what has arrived for the bucket."""
+        """Mix in what has arrived for the bucket, once."""
+        self._unmixed.remove(bucket)
         exchange = self._exchanges.get(bucket)
         if exchange is None:
             return
@@ -148,17 +152,19 @@ class Round:
                 exchange.arriving.data.div_(max(1, self.group.size - len(left_out)))
             if len(left_out) == self.group.size:
                 return
+            weight = exchange.weight * self.meeting.mixing_rate
             if self._transport.rank in left_out:
                 bucket.unpack_(exchange.arriving)
             elif self.group.size == 2 and left_out:
                 return
             elif exchange.rounded is None:
-                bucket.mix_(exchange.arriving, exchange.weight)
+                bucket.mix_(exchange.arriving, weight)
             else:
-                bucket.shift_(exchange.arriving, exchange.rounded, exchange.weight)
+                bucket.shift_(exchange.arriving, exchange.rounded, weight)
 
     def abandon(self) -> None:
         """Let go of everything on the wire, whatever becomes of it."""
+        self._unmixed.clear()
         self._exchanges.clear()
         self._headers = self._flags = []
 

@@ -11,10 +11,12 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from decent_optim_wrapper._facade import OptimizerFacade
+from decent_optim_wrapper.outer import OuterNesterov, Rule, SlowMomentum
 
 _CHOICES = {
     "on_nonfinite": ("raise", "skip", "ignore"),
     "on_peer_failure": ("raise", "continue"),
+    "average_state": ("keep", "average", "reset"),
 }
 
 
@@ -29,6 +31,11 @@ class Settings(NamedTuple):
     timeout: timedelta | float | None
     on_nonfinite: str
     on_peer_failure: str
+    gossip_every: int
+    global_avg_every: int | None
+    outer: Rule | None
+    average_state: str
+    mixing_rate: float
 
     @property
     def patience(self) -> timedelta | None:
@@ -52,6 +59,10 @@ class Settings(NamedTuple):
             flag = getattr(self, name)
             _expect(isinstance(flag, bool), f"{name} expects a bool", flag)
         _check_positive("bucket_cap_mb", "MiB", self.bucket_cap_mb)
+        _check_steps("gossip_every", self.gossip_every)
+        if self.global_avg_every is not None:
+            _check_steps("global_avg_every", self.global_avg_every)
+        self._check_outer()
         if self.timeout is not None:
             _expect(
                 isinstance(self.timeout, (timedelta, numbers.Real)),
@@ -70,7 +81,34 @@ class Settings(NamedTuple):
             choice = getattr(self, name)
             if choice not in choices:
                 raise ValueError(f"{name} expects one of {choices}, got {choice!r}")
-        return self._replace(bucket_cap_mb=float(self.bucket_cap_mb))
+        return self._replace(
+            bucket_cap_mb=float(self.bucket_cap_mb), mixing_rate=check_mixing_rate(self.mixing_rate)
+        )
+
+    def _check_outer(self) -> None:
+        if isinstance(self.outer, SlowMomentum) and self.global_avg_every is None:
+            raise ValueError(
+                "slow_momentum steps at every exact average: pass global_avg_every, too"
+            )
+        if isinstance(self.outer, OuterNesterov) and self.global_avg_every is not None:
+            raise ValueError(
+                "outer_momentum steps at every meeting of gossip, and an exact average would undo "
+                "it: leave out global_avg_every, or use slow_momentum"
+            )
+
+
+def check_mixing_rate(rate: Any) -> float:
+    """Return the rate as a float, if it lies in (0, 1].
+
+    Raises:
+        TypeError: not a number.
+        ValueError: out of range.
+    """
+    real = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
+    _expect(real, "mixing_rate expects a number", rate)
+    if not 0 < rate <= 1:
+        raise ValueError(f"mixing_rate must be above 0 and at most 1, got {rate}")
+    return float(rate)
 
 
 def check_base(optimizer: Any, overlap: bool) -> None:
@@ -99,6 +137,13 @@ def check_base(optimizer: Any, overlap: bool) -> None:
 def _expect(condition: bool, text: str, value: Any) -> None:
     if not condition:
         raise TypeError(f"{text}, got {value!r}")
+
+
+def _check_steps(name: str, value: Any) -> None:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    _expect(whole, f"{name} expects a number of steps", value)
+    if value < 1:
+        raise ValueError(f"{name} must be 1 step or more, got {value}")
 
 
 def _check_positive(name: str, unit: str, value: Any) -> None:

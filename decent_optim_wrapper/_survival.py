@@ -9,7 +9,7 @@ from loguru import logger
 
 from decent_optim_wrapper._agreement import difference
 from decent_optim_wrapper._crew import Crew, Note
-from decent_optim_wrapper._gossip import Gossip, GossipState
+from decent_optim_wrapper._gossip import Gossip
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.topo import Complete, Greedy, Topology
@@ -129,7 +129,7 @@ class Survival:
         if any(fresh):
             self._hand_over(fresh.index(False), self.joins)
         if self.joins:
-            self._gossip.restore(GossipState(resume, False))
+            self._gossip.restore(self._gossip.state._replace(round=resume, in_flight=False))
             self._note = Note(resume, False)
         logger.warning(
             "rank {}: {} of {} ranks go on with round {}: {}, {!r}",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from loguru import logger
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
@@ -20,13 +20,14 @@ from decent_optim_wrapper._agreement import named_parameters
 from decent_optim_wrapper._bucket import MIB, Bucket
 from decent_optim_wrapper._engine import Engine, Place
 from decent_optim_wrapper._facade import OptimizerFacade
-from decent_optim_wrapper._gossip import GossipState
 from decent_optim_wrapper._header import Call
 from decent_optim_wrapper._join import IdleRounds
 from decent_optim_wrapper._meter import StepStats
-from decent_optim_wrapper._settings import Settings, check_base
+from decent_optim_wrapper._recalibration import recalibrated
+from decent_optim_wrapper._settings import Settings, check_base, check_mixing_rate
 from decent_optim_wrapper._survival import OnChange
 from decent_optim_wrapper._update import LocalUpdate, Scaling
+from decent_optim_wrapper.outer import OuterNesterov, SlowMomentum, find_rule
 from decent_optim_wrapper.topo import Topology
 
 _STATE_KEY = "gossip"
@@ -79,6 +80,14 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         on_membership_change: called with the old and the new `members`, to re-shard data.
         store: for "continue": where the ranks agree on who is left. None takes the process
             group's; with a store, `rank` and `world_size` no process group is needed.
+        mixing_rate: γ in (0, 1], also to be set during training: x <- (1 - γ) x + γ W_t x.
+        gossip_every: steps from one round of gossip to the next.
+        global_avg_every: steps from one exact average to the next, each in place of what would be
+            due and on its way as a round is (Gossip-PGA, Chen et al. 2021); None for none.
+        slow_momentum: outer momentum β at these averages, or a `SlowMomentum`.
+        outer_momentum: outer momentum μ at every meeting of gossip, or an `OuterNesterov`.
+        average_state: what becomes of the base's state (momenta) when an exact average is kept or
+            scheduled: "keep" it, "average" it too, or "reset" it.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -112,10 +121,17 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         on_peer_failure: str = "raise",
         on_membership_change: OnChange | None = None,
         store: Store | None = None,
+        mixing_rate: float = 1.0,
+        gossip_every: int = 1,
+        global_avg_every: int | None = None,
+        slow_momentum: float | SlowMomentum | None = None,
+        outer_momentum: float | OuterNesterov | None = None,
+        average_state: str = "keep",
     ) -> None:
         settings = Settings(
             *(bucket_cap_mb, overlap, sync_at_start, comm_dtype, param_as_bucket_view),
-            *(timeout, on_nonfinite, on_peer_failure),
+            *(timeout, on_nonfinite, on_peer_failure, gossip_every, global_avg_every),
+            *(find_rule(slow_momentum, outer_momentum), average_state, mixing_rate),
         ).check()
         check_base(optimizer, overlap)
         super().__init__(optimizer)
@@ -134,8 +150,17 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
 
     @property
     def round(self) -> int:
-        """Number of rounds launched so far; the same on every rank."""
+        """Number of steps made so far, each of which is a round; the same on every rank."""
         return self._engine.gossip.state.round
+
+    @property
+    def mixing_rate(self) -> float:
+        """How far the rounds launched from now on mix; to be set alike on all ranks."""
+        return self._engine.gossip.mixing_rate
+
+    @mixing_rate.setter
+    def mixing_rate(self, rate: float) -> None:
+        self._engine.gossip.mixing_rate = check_mixing_rate(rate)
 
     @property
     def rank(self) -> int:
@@ -217,10 +242,7 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         Args:
             may_revert: keep a snapshot for `revert_global_avg()`, one copy of the parameters.
         """
-        self._engine.gossip.arrive()
-        self._engine.meet(Call.GLOBAL_AVG, lambda: self._engine.average.apply(may_revert))
-        if not may_revert:
-            self._engine.gossip.discard()
+        self._engine.global_avg(may_revert)
 
     def revert_global_avg(self) -> None:
         """Restore what was before `global_avg()`, bit for bit, and free the snapshot.
@@ -231,19 +253,29 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         self._engine.average.revert()
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(
+        self, recalibrate: tuple[nn.Module, Iterable[Any]] | None = None
+    ) -> Iterator[None]:
         """Run the body on the average, ``with optimizer.averaged(): validate()``; collective.
 
-        Inside another average it changes nothing; a `step()` in the body keeps the average.
+        Inside another average the parameters stay as they are; a `step()` in the body keeps the
+        average.
+
+        Args:
+            recalibrate: a model and batches, from which this rank estimates the statistics of the
+                model's batch norms anew on the average (`torch.optim.swa_utils.update_bn`): the
+                average of running statistics is not that of the averaged model. They are restored
+                with the parameters.
         """
-        if self._engine.average.revertible:
-            yield
-            return
-        self.global_avg()
+        average = self._engine.average
+        nested = average.revertible
+        if not nested:
+            self.global_avg()
         try:
-            yield
+            with recalibrated(recalibrate, lambda: average.revertible):
+                yield
         finally:
-            if self._engine.average.revertible:
+            if average.revertible and not nested:
                 self.revert_global_avg()
 
     def synchronize(self) -> None:
@@ -280,11 +312,7 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
 
         Each rank saves its own, with its own parameters.
         """
-        state = self._engine.gossip.state
-        if self._engine.average.revertible:
-            # What a step() would do with the parameters that are saved now.
-            state = state._replace(in_flight=False)
-        return {**self._optimizer.state_dict(), _STATE_KEY: state._asdict()}
+        return {**self._optimizer.state_dict(), _STATE_KEY: self._engine.gossip_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where `state_dict()` was taken, or at round 0 with the bare base's state dict.
@@ -293,11 +321,8 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         model and optimizer are loaded does not matter, and nothing is communicated here.
         """
         base = {key: value for key, value in state_dict.items() if key != _STATE_KEY}
-        saved = state_dict.get(_STATE_KEY, GossipState(0, False)._asdict())
-        state = GossipState(int(saved["round"]), bool(saved["in_flight"]))
         self._optimizer.load_state_dict(base)
-        self._engine.gossip.restore(state)
-        self._engine.average.keep()
+        self._engine.restore(state_dict.get(_STATE_KEY))
 
     def __repr__(self) -> str:
         buckets = self._engine.gossip.buckets

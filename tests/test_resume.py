@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from decent_optim_wrapper import DecentOptimWrapper
 
+RATES = {"mixing_rate": 1.0, "last_rate": 1.0}
 STEPS = 6
 
 
@@ -163,7 +164,7 @@ def test_loading_and_saving_communicate_nothing(tmp_path: Path) -> None:
         advance(run, rank, range(3))
         if rank == 0:
             saved = run.optimizer.state_dict()
-            assert saved["gossip"] == {"round": 3, "in_flight": True}
+            assert saved["gossip"] == {**RATES, "round": 3, "in_flight": True}
         advance(run, rank, range(3, STEPS))
         run.optimizer.synchronize()
         if rank == 0:
@@ -182,7 +183,7 @@ def test_a_file_saved_on_an_average_resumes_from_the_average(tmp_path: Path) -> 
             save(run, tmp_path / f"{rank}.pt")
             average = flatten(run.params)
         load(run, tmp_path / f"{rank}.pt", optimizer_first=True)
-        assert run.optimizer.state_dict()["gossip"] == {"round": 3, "in_flight": False}
+        assert run.optimizer.state_dict()["gossip"] == {**RATES, "round": 3, "in_flight": False}
         run.optimizer.synchronize()
         assert torch.equal(flatten(run.params), average)
 

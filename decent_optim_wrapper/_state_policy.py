@@ -1,0 +1,65 @@
+"""What becomes of the base optimizer's state when an exact average is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from decent_optim_wrapper._average import average
+from decent_optim_wrapper._bucket import Layout, plan_buckets
+from decent_optim_wrapper._transport import Transport
+
+
+class StatePolicy:
+    """Keeps, averages or forgets momenta.
+
+    Args:
+        choice: "keep", "average" or "reset".
+        optimizer: the base.
+        transport: the ranks and how to reach them.
+        layout: cap and wire of the buckets.
+    """
+
+    def __init__(
+        self, choice: str, optimizer: Optimizer, transport: Transport, layout: Layout
+    ) -> None:
+        self._choice = choice
+        self._optimizer = optimizer
+        self._transport = transport
+        self._layout = Layout(layout.cap_mb, layout.wire_device)
+
+    def apply(self, params: Iterable[Tensor]) -> None:
+        """Do as chosen with the state of these parameters; collective where it averages."""
+        match self._choice:
+            case "average":
+                self._average(list(params))
+            case "reset":
+                # Everything that the base keeps of them, step counts too: a bias correction that
+                # takes moments of zero for old ones would make the next steps far too large.
+                for param in params:
+                    self._optimizer.state.pop(param, None)
+
+    def _average(self, params: list[Tensor]) -> None:
+        tensors = [list(self._tensors(param)) for param in params]
+        # A rank may have nothing yet for what had no gradient there.
+        counts = torch.tensor([len(each) for each in tensors], dtype=torch.int64)
+        shared = (self._transport.all_gather(counts) == counts).all(dim=0).tolist()
+        of_all = [
+            t for each, is_shared in zip(tensors, shared, strict=True) if is_shared for t in each
+        ]
+        for bucket in plan_buckets(of_all, self._layout):
+            bucket.unpack_(average(bucket, self._transport))
+
+    def _tensors(self, param: Tensor) -> Iterator[Tensor]:
+        """What is kept per element; counters are not averaged."""
+        state = self._optimizer.state.get(param, {})
+        for _, value in sorted(state.items()):
+            if isinstance(value, Tensor) and value.shape == param.shape and _averages(value):
+                yield value
+
+
+def _averages(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,0 +1,88 @@
+"""Who meets whom in which round: phases of the topology, rounds of rest, exact averages."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from decent_optim_wrapper.topo import Group
+
+
+class Kind(Enum):
+    """What a round is for."""
+
+    REST = "rest"
+    GOSSIP = "gossip"
+    AVERAGE = "average"
+
+
+class Meeting(NamedTuple):
+    """What one rank does in one round.
+
+    Args:
+        kind: what it is for.
+        group: the ranks that mix, this one among them.
+        mixing_rate: how far this rank moves towards what the group would mix.
+    """
+
+    kind: Kind
+    group: Group
+    mixing_rate: float
+
+
+class Timetable(NamedTuple):
+    """The rounds of one rank: one for every step, of which only some exchange anything.
+
+    Args:
+        schedule: the rank's groups, phase by phase.
+        rank: the rank itself.
+        world_size: number of ranks.
+        gossip_every: steps from one phase to the next; the rank rests in between.
+        global_avg_every: steps from one exact average to the next, each in place of what would
+            be due; None for none.
+    """
+
+    schedule: tuple[Group, ...]
+    rank: int
+    world_size: int
+    gossip_every: int = 1
+    global_avg_every: int | None = None
+
+    def kind(self, round: int) -> Kind:
+        """What is due at the end of step `round`, counted from 0."""
+        steps = round + 1
+        if self.global_avg_every is not None and steps % self.global_avg_every == 0:
+            return Kind.AVERAGE
+        return Kind.REST if steps % self.gossip_every else Kind.GOSSIP
+
+    def meeting(self, round: int, mixing_rate: float) -> Meeting:
+        """What is due at the end of step `round`; an exact average is not slowed down."""
+        match self.kind(round):
+            case Kind.REST:
+                return self.rest()
+            case Kind.AVERAGE:
+                return Meeting(Kind.AVERAGE, self._everyone, 1.0)
+            case Kind.GOSSIP:
+                phase = round // self.gossip_every % len(self.schedule)
+                return Meeting(Kind.GOSSIP, self.schedule[phase], mixing_rate)
+
+    def next_meeting(self, round: int, mixing_rate: float) -> Meeting:
+        """What is due at the end of step `round`, or of the first one after it without rest."""
+        while self.kind(round) is Kind.REST:
+            round += 1
+        return self.meeting(round, mixing_rate)
+
+    def rest(self) -> Meeting:
+        """A round of this rank alone."""
+        return Meeting(Kind.REST, Group([self.rank]), 1.0)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All groups in which this rank ever mixes."""
+        if self.global_avg_every is None:
+            return self.schedule
+        return (*self.schedule, self._everyone)
+
+    @property
+    def _everyone(self) -> Group:
+        return Group(range(self.world_size))

@@ -1,0 +1,404 @@
+"""Gossip schedules and outer optimizers in float64 against dense matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from problem import TINY_CAP_MB, MakeOptimizer, adamw, backward, flatten, make_params, mix, sgd
+from ranks import run_threads
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from decent_optim_wrapper import CallOrderError, DecentOptimWrapper, Topology, TopologyFactory
+from decent_optim_wrapper.mixing import mixing_rate_from_lr
+from decent_optim_wrapper.outer import OuterNesterov, SlowMomentum
+
+STEPS = 14
+
+
+class Plan(NamedTuple):
+    """What the wrapper is told, as the oracle understands it."""
+
+    gossip_every: int = 1
+    global_avg_every: int | None = None
+    mixing_rate: Callable[[int], float] = lambda step: 1.0
+    slow_momentum: float | SlowMomentum | None = None
+    outer_momentum: float | OuterNesterov | None = None
+
+    def keywords(self) -> dict[str, Any]:
+        return {**self._asdict(), "mixing_rate": self.mixing_rate(0)}
+
+
+def rate_at(step: int) -> float:
+    """A learning rate that changes, and is 0 for a while."""
+    return 0.0 if step in (5, 6) else 0.05 * 0.9**step
+
+
+def halving(step: int) -> float:
+    return 0.5 ** (step // 4)
+
+
+PLANS = {
+    "slower mixing": Plan(mixing_rate=lambda step: 0.3),
+    "mixing that slows down": Plan(mixing_rate=halving),
+    "every third step": Plan(gossip_every=3),
+    "an average every third step": Plan(global_avg_every=3),
+    "both": Plan(gossip_every=2, global_avg_every=6, mixing_rate=halving),
+    "averages only": Plan(gossip_every=100, global_avg_every=4),
+    "slow momentum": Plan(global_avg_every=3, slow_momentum=0.6),
+    "slow momentum, small steps": Plan(
+        gossip_every=2, global_avg_every=4, slow_momentum=SlowMomentum(0.4, 0.7)
+    ),
+    "outer Nesterov": Plan(outer_momentum=0.5),
+    "outer Nesterov every second step": Plan(
+        gossip_every=2, outer_momentum=OuterNesterov(0.6, 0.8), mixing_rate=halving
+    ),
+}
+
+
+def simulate(
+    topology: Topology, plan: Plan, overlap: bool, make_optimizer: MakeOptimizer, steps: int = STEPS
+) -> Tensor:
+    """Train all ranks in one place; float64 of shape (world_size, number of parameters)."""
+    worlds = [make_params() for _ in range(topology.world_size)]
+    bases = [make_optimizer(params) for params in worlds]
+    start = torch.stack([flatten(params) for params in worlds])
+    outer = {"anchor": start, "momentum": torch.zeros_like(start)}
+
+    def land(step: int, lr: float) -> None:
+        """Mix what was launched at the end of `step`."""
+        matrix, kind = due(topology, plan, step)
+        mix(worlds, matrix)
+        after = torch.stack([flatten(params) for params in worlds])
+        if kind == "average" and plan.slow_momentum is not None:
+            put(worlds, slow_step(plan.slow_momentum, outer, after, lr))
+        if kind == "gossip" and plan.outer_momentum is not None:
+            put(worlds, nesterov_step(plan.outer_momentum, outer, after))
+
+    for step in range(steps):
+        for rank, params in enumerate(worlds):
+            backward(params, rank, step)
+        for base in bases:
+            base.param_groups[0]["lr"] = rate_at(step)
+        if overlap and step:
+            land(step - 1, rate_at(step))
+        for base in bases:
+            base.step()
+        if not overlap:
+            land(step, rate_at(step))
+    if overlap:
+        land(steps - 1, rate_at(steps - 1))
+    return torch.stack([flatten(params) for params in worlds])
+
+
+def due(topology: Topology, plan: Plan, step: int) -> tuple[Tensor, str]:
+    n, done = topology.world_size, step + 1
+    if plan.global_avg_every and done % plan.global_avg_every == 0:
+        return torch.full((n, n), 1 / n, dtype=torch.float64), "average"
+    identity = torch.eye(n, dtype=torch.float64)
+    if done % plan.gossip_every:
+        return identity, "rest"
+    phase = done // plan.gossip_every - 1
+    rate = plan.mixing_rate(step)
+    return (1 - rate) * identity + rate * topology.mixing_matrix(phase), "gossip"
+
+
+def slow_step(
+    given: float | SlowMomentum, outer: dict[str, Tensor], average: Tensor, lr: float
+) -> Tensor:
+    beta, alpha = given if isinstance(given, SlowMomentum) else (given, 1.0)
+    away = outer["anchor"] - average
+    if lr:
+        outer["momentum"] = beta * outer["momentum"] + away / lr
+        outer["anchor"] = outer["anchor"] - alpha * lr * outer["momentum"]
+    else:
+        outer["anchor"] = outer["anchor"] - alpha * away
+    return outer["anchor"]
+
+
+def nesterov_step(given: float | OuterNesterov, outer: dict[str, Tensor], mixed: Tensor) -> Tensor:
+    momentum, lr = given if isinstance(given, OuterNesterov) else (given, 0.7)
+    away = outer["anchor"] - mixed
+    outer["momentum"] = momentum * outer["momentum"] + away
+    outer["anchor"] = outer["anchor"] - lr * (away + momentum * outer["momentum"])
+    return outer["anchor"]
+
+
+@torch.no_grad()
+def put(worlds: list[list[Tensor]], rows: Tensor) -> None:
+    for row, params in zip(rows, worlds, strict=True):
+        for param, part in zip(params, row.split([p.numel() for p in params]), strict=True):
+            param.copy_(part.view(param.shape))
+
+
+def train(
+    rank: int,
+    group: dist.ProcessGroup | None,
+    topology: Topology,
+    plan: Plan,
+    make_optimizer: MakeOptimizer,
+    **options: Any,
+) -> Tensor:
+    params = make_params()
+    optimizer = wrap(make_optimizer(params), group, topology, plan, **options)
+    for step in range(STEPS):
+        advance(optimizer, params, rank, step, plan)
+    optimizer.synchronize()
+    return flatten(params)
+
+
+def wrap(
+    base: Optimizer,
+    group: dist.ProcessGroup | None,
+    topology: Topology | str,
+    plan: Plan,
+    **options: Any,
+) -> DecentOptimWrapper:
+    return DecentOptimWrapper(
+        base,
+        topology=topology,
+        bucket_cap_mb=TINY_CAP_MB,
+        process_group=group,
+        **{**plan.keywords(), **options},
+    )
+
+
+def advance(
+    optimizer: DecentOptimWrapper, params: list[Tensor], rank: int, step: int, plan: Plan
+) -> None:
+    backward(params, rank, step)
+    optimizer.param_groups[0]["lr"] = rate_at(step)
+    if plan.mixing_rate(step) != optimizer.mixing_rate:
+        optimizer.mixing_rate = plan.mixing_rate(step)
+    optimizer.step()
+
+
+def check(
+    topology: Topology,
+    plan: Plan,
+    overlap: bool,
+    make_optimizer: MakeOptimizer = sgd,
+    **options: Any,
+) -> None:
+    rows = run_threads(
+        topology.world_size,
+        lambda rank, group: train(
+            rank, group, topology, plan, make_optimizer, overlap=overlap, **options
+        ),
+    )
+    expected = simulate(topology, plan, overlap, make_optimizer)
+    torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-11, atol=1e-11)
+    plain = simulate(topology, Plan(), overlap, make_optimizer)
+    assert (plain - expected).abs().max() > 1e-4, "the schedule made no difference"
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
+@pytest.mark.parametrize("name", ["ring", "one-peer-exp"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+def test_follows_the_oracle(plan: Plan, name: str, overlap: bool) -> None:
+    check(TopologyFactory.create(name, 4), plan, overlap)
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+def test_follows_the_oracle_whatever_the_engine(plan: Plan, split: bool, views: bool) -> None:
+    topology = TopologyFactory.create("greedy", 5)
+    check(topology, plan, True, adamw, split_update=split, param_as_bucket_view=views)
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+@pytest.mark.parametrize("stop", [3, 5, 8])
+def test_a_resumed_run_continues_bit_for_bit(plan: Plan, stop: int, views: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup, stop: int | None) -> Tensor:
+        params = make_params()
+        optimizer = wrap(sgd(params), group, "ring", plan, param_as_bucket_view=views)
+        for step in range(STEPS):
+            if step == stop:
+                values, state = [p.detach().clone() for p in params], optimizer.state_dict()
+                params = make_params(seed=9)
+                optimizer = wrap(sgd(params), group, "ring", plan, param_as_bucket_view=views)
+                optimizer.load_state_dict(state)
+                with torch.no_grad():
+                    for param, value in zip(params, values, strict=True):
+                        param.copy_(value)
+            advance(optimizer, params, rank, step, plan)
+        optimizer.synchronize()
+        return flatten(params)
+
+    whole = run_threads(4, lambda rank, group: main(rank, group, None))
+    resumed = run_threads(4, lambda rank, group: main(rank, group, stop))
+    assert all(map(torch.equal, whole, resumed))
+    assert not torch.equal(whole[0], whole[1])
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+def test_evaluating_changes_nothing(plan: Plan) -> None:
+    def main(rank: int, group: dist.ProcessGroup, evaluating: bool) -> Tensor:
+        params = make_params()
+        optimizer = wrap(sgd(params), group, "ring", plan)
+        for step in range(STEPS):
+            advance(optimizer, params, rank, step, plan)
+            if evaluating:
+                own = flatten(params)
+                with optimizer.averaged():
+                    assert not torch.equal(flatten(params), own) or rate_at(step) == 0
+        optimizer.synchronize()
+        return flatten(params)
+
+    plain = run_threads(4, lambda rank, group: main(rank, group, False))
+    evaluated = run_threads(4, lambda rank, group: main(rank, group, True))
+    assert all(map(torch.equal, plain, evaluated))
+
+
+def test_a_rank_alone_takes_its_outer_steps() -> None:
+    alone = TopologyFactory.create("complete", 1)
+    for plan in (PLANS["slow momentum"], PLANS["outer Nesterov"]):
+        row = train(0, None, alone, plan, sgd)
+        expected = simulate(alone, plan, True, sgd)[0]
+        torch.testing.assert_close(row, expected, rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(row, train(0, None, alone, Plan(), sgd))
+
+
+def test_an_average_that_is_kept_is_where_the_outer_step_starts_anew() -> None:
+    plan = Plan(gossip_every=2, outer_momentum=OuterNesterov(0.0, 1.0))
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params()
+        optimizer = wrap(SGD(params, lr=0.0), group, "complete", plan, sync_at_start=False)
+        with torch.no_grad():
+            for param in params:
+                param.add_(rank)
+        optimizer.step()
+        optimizer.global_avg(may_revert=False)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        for _ in range(4):
+            optimizer.step()
+        optimizer.synchronize()
+        assert optimizer.state_dict()["gossip"]["outer"]["anchor"][0].shape == params[0].shape
+        return flatten(params)
+
+    # Were the anchors still those of before, the ranks would be pulled apart again.
+    expected = flatten(make_params()) + 0.5
+    for row in run_threads(2, main):
+        torch.testing.assert_close(row, expected)
+
+
+def test_rounds_of_rest_send_nothing() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[int]:
+        params = make_params()
+        optimizer = wrap(sgd(params), group, "ring", Plan(gossip_every=3, global_avg_every=6))
+        sent = []
+        for step in range(6):
+            backward(params, rank, step)
+            optimizer.step()
+            sent.append(optimizer.stats().bytes_sent)
+        assert optimizer.round == 6
+        optimizer.synchronize()
+        return sent
+
+    copy_bytes = 8 * flatten(make_params()).numel()
+    # As by a ring of 4, in whole bytes bucket by bucket: 2 * 3 / 4 copies.
+    for sent in run_threads(4, main):
+        assert sent[:5] == [0, 0, copy_bytes, 0, 0]
+        assert sent[5] == pytest.approx(1.5 * copy_bytes, abs=8)
+
+
+def test_a_rate_that_differs_is_an_error_on_both_ranks() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params()
+        optimizer = wrap(sgd(params), group, "complete", Plan())
+        backward(params, rank, 0)
+        optimizer.step()
+        optimizer.mixing_rate = 1.0 if rank else 0.25
+        backward(params, rank, 1)
+        optimizer.step()
+        with pytest.raises(CallOrderError, match="set the same rate on every rank") as raised:
+            optimizer.step()
+        return str(raised.value)
+
+    texts = run_threads(2, main)
+    assert "mixing_rate=0.25, as here, but it has 1.0" in texts[0]
+    assert "mixing_rate=1.0, as here, but it has 0.25" in texts[1]
+
+
+def test_another_method_is_noticed_during_a_rest() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params()
+        optimizer = wrap(sgd(params), group, "complete", Plan(gossip_every=3), timeout=10)
+        backward(params, rank, 0)
+        optimizer.step()
+        if rank == 0:
+            optimizer.step()
+            optimizer.step()
+        with pytest.raises(CallOrderError) as raised:
+            (optimizer.global_avg if rank else optimizer.step)()
+        return str(raised.value)
+
+    texts = run_threads(2, main)
+    assert "global_avg() at round 1" in texts[0]
+    assert "step() at round 2" in texts[1]
+
+
+def test_the_rate_follows_the_learning_rate() -> None:
+    optimizer = SGD(make_params(), lr=0.1)
+    assert mixing_rate_from_lr(optimizer, lr_max=0.1) == 1.0
+    optimizer.param_groups[0]["lr"] = 0.05
+    assert mixing_rate_from_lr(optimizer, lr_max=0.1) == pytest.approx(0.5)
+    assert mixing_rate_from_lr(optimizer, lr_max=0.1, power=2) == pytest.approx(0.25)
+    assert mixing_rate_from_lr(optimizer, lr_max=0.01) == 1.0
+    optimizer.param_groups[0]["lr"] = 0.0
+    assert mixing_rate_from_lr(optimizer, lr_max=0.1, at_least=0.02) == 0.02
+    with pytest.raises(ValueError, match="lr_max above 0"):
+        mixing_rate_from_lr(optimizer, lr_max=0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mixing_rate": 0.0}, "mixing_rate must be above 0"),
+        ({"mixing_rate": 1.5}, "at most 1"),
+        ({"gossip_every": 0}, "gossip_every must be 1 step or more"),
+        ({"global_avg_every": 0}, "global_avg_every must be 1 step or more"),
+        ({"slow_momentum": 0.5}, "pass global_avg_every, too"),
+        ({"slow_momentum": 1.0, "global_avg_every": 2}, "below 1"),
+        ({"outer_momentum": OuterNesterov(0.5, 0.0)}, "a rate above 0"),
+        ({"outer_momentum": 0.5, "global_avg_every": 2}, "leave out global_avg_every"),
+        ({"outer_momentum": 0.5, "slow_momentum": 0.5, "global_avg_every": 2}, "got both"),
+        ({"average_state": "forget"}, "average_state expects one of"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        DecentOptimWrapper(sgd(make_params()), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mixing_rate": "1"},
+        {"gossip_every": 1.5},
+        {"global_avg_every": True},
+        {"slow_momentum": OuterNesterov(), "global_avg_every": 2},
+        {"outer_momentum": SlowMomentum()},
+        {"outer_momentum": True},
+    ],
+)
+def test_options_of_another_type_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=next(iter(options))):
+        DecentOptimWrapper(sgd(make_params()), **options)
+
+
+def test_the_rate_can_be_set_and_is_checked() -> None:
+    optimizer = DecentOptimWrapper(sgd(make_params()), mixing_rate=0.5)
+    assert optimizer.mixing_rate == 0.5
+    optimizer.mixing_rate = 1
+    assert optimizer.mixing_rate == 1.0
+    with pytest.raises(ValueError, match="at most 1"):
+        optimizer.mixing_rate = 2
