@@ -1,0 +1,260 @@
+"""What becomes of momenta when an average is kept, and of batch norms on an average."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problem import TINY_CAP_MB, adamw, backward, flatten, make_params, mix, sgd
+from ranks import run_threads
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
+
+BASES = [sgd, adamw]
+
+
+def trained(
+    rank: int, group: dist.ProcessGroup, make: Any, steps: int = 3, **options: Any
+) -> tuple[list[Tensor], DecentOptimWrapper]:
+    params = make_params()
+    optimizer = DecentOptimWrapper(
+        make(params),
+        topology="ring",
+        bucket_cap_mb=TINY_CAP_MB,
+        process_group=group,
+        **options,
+    )
+    for step in range(steps):
+        backward(params, rank, step)
+        optimizer.step()
+    return params, optimizer
+
+
+def momenta(optimizer: Optimizer, params: list[Tensor]) -> Tensor:
+    """Everything that the base keeps per element, as one vector."""
+    kept = [value for p in params for _, value in sorted(optimizer.state[p].items())]
+    tensors = [value for value in kept if isinstance(value, Tensor)]
+    return flatten([value for value in tensors if value.dtype == torch.float64])
+
+
+@pytest.mark.parametrize("implicitly", [True, False], ids=["by step", "by may_revert=False"])
+@pytest.mark.parametrize("make", BASES)
+def test_momenta_are_averaged_where_the_average_is_kept(make: Any, implicitly: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params, optimizer = trained(rank, group, make, average_state="average")
+        own = momenta(optimizer, params)
+        optimizer.global_avg(may_revert=implicitly)
+        if implicitly:
+            assert torch.equal(momenta(optimizer, params), own), "it may be reverted still"
+            for param in params:
+                param.grad = None
+            optimizer.step()
+        return own, momenta(optimizer, params)
+
+    rows = run_threads(4, main)
+    mean = torch.stack([own for own, _ in rows]).mean(dim=0)
+    for own, averaged in rows:
+        torch.testing.assert_close(averaged, mean, rtol=1e-13, atol=1e-14)
+        assert not torch.allclose(own, averaged)
+
+
+def test_momenta_stay_where_the_average_is_reverted() -> None:
+    def main(rank: int, group: dist.ProcessGroup, policy: str) -> tuple[Tensor, Tensor]:
+        params, optimizer = trained(rank, group, adamw, average_state=policy)
+        own = momenta(optimizer, params)
+        with optimizer.averaged():
+            pass
+        optimizer.synchronize()
+        return own, momenta(optimizer, params)
+
+    for policy in ("average", "reset"):
+        for own, after in run_threads(2, partial(main, policy=policy)):
+            assert torch.equal(own, after)
+            assert own.abs().max() > 0
+
+
+@pytest.mark.parametrize("make", BASES)
+def test_keeping_leaves_every_rank_its_own_momenta(make: Any) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params, optimizer = trained(rank, group, make)
+        own = momenta(optimizer, params)
+        optimizer.global_avg(may_revert=False)
+        return own, momenta(optimizer, params)
+
+    rows = run_threads(2, main)
+    assert all(torch.equal(own, after) for own, after in rows)
+    assert not torch.equal(rows[0][0], rows[1][0])
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("make", BASES)
+def test_a_reset_starts_the_base_anew(make: Any, split: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params, optimizer = trained(rank, group, make, average_state="reset", split_update=split)
+        optimizer.global_avg(may_revert=False)
+        assert not any(optimizer.state.get(param) for param in params)
+        fresh = [param.detach().clone().requires_grad_() for param in params]
+        base = make(fresh)
+        backward(params, rank, 3)
+        backward(fresh, rank, 3)
+        optimizer.step()
+        base.step()
+        return flatten(params), flatten(fresh)
+
+    for ours, expected in run_threads(2, main):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
+@pytest.mark.parametrize("policy", ["keep", "average", "reset"])
+def test_scheduled_averages_follow_the_oracle(policy: str, overlap: bool) -> None:
+    steps, every = 8, 3
+    topology = TopologyFactory.create("ring", 4)
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params, optimizer = trained(
+            rank,
+            group,
+            sgd,
+            steps,
+            global_avg_every=every,
+            average_state=policy,
+            overlap=overlap,
+        )
+        optimizer.synchronize()
+        return flatten(params)
+
+    def simulate() -> Tensor:
+        worlds = [make_params() for _ in range(4)]
+        bases = [sgd(params) for params in worlds]
+
+        def land(step: int) -> None:
+            averages = (step + 1) % every == 0
+            matrix = torch.full((4, 4), 0.25, dtype=torch.float64)
+            mix(worlds, matrix if averages else topology.mixing_matrix(step))
+            if averages and policy == "reset":
+                for base in bases:
+                    base.state.clear()
+            if averages and policy == "average":
+                for index in range(len(worlds[0])):
+                    own = [
+                        base.state[params[index]]["momentum_buffer"]
+                        for base, params in zip(bases, worlds, strict=True)
+                    ]
+                    mean = torch.stack(own).mean(dim=0)
+                    for buffer in own:
+                        buffer.copy_(mean)
+
+        for step in range(steps):
+            for rank, params in enumerate(worlds):
+                backward(params, rank, step)
+            if overlap and step:
+                land(step - 1)
+            for base in bases:
+                base.step()
+            if not overlap:
+                land(step)
+        if overlap:
+            land(steps - 1)
+        return torch.stack([flatten(params) for params in worlds])
+
+    rows = torch.stack(run_threads(4, main))
+    torch.testing.assert_close(rows, simulate(), rtol=1e-11, atol=1e-12)
+    assert (rows[0] - rows[1]).abs().max() > 1e-3
+
+
+def test_what_one_rank_has_no_momentum_for_is_left_alone() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[float]:
+        params = make_params()
+        base = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        optimizer = DecentOptimWrapper(
+            base, process_group=group, bucket_cap_mb=TINY_CAP_MB, average_state="average"
+        )
+        for index, param in enumerate(params):
+            if rank == 0 or index > 1:
+                param.grad = torch.full_like(param, 1.0 + rank)
+        optimizer.step()
+        optimizer.global_avg(may_revert=False)
+        buffers = [
+            base.state[p].get("momentum_buffer") if p in base.state else None for p in params
+        ]
+        return [float("nan") if b is None else b.mean().item() for b in buffers]
+
+    first, second = run_threads(2, main)
+    assert first == [1.0, 1.0, 1.5, 1.5, 1.5]
+    assert torch.tensor(second[:2]).isnan().all()
+    assert second[2:] == [1.5, 1.5, 1.5]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6).double()
+        self.norm = nn.BatchNorm1d(6).double()
+        self.last = nn.Linear(6, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))  # type: ignore[no-any-return]
+
+
+def batches(rank: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    draw = [torch.randn(8, 4, generator=generator, dtype=torch.float64) for _ in range(count)]
+    return [(x + rank, x[:, :2]) for x in draw]
+
+
+@pytest.mark.parametrize("with_buffers", [True, False])
+def test_batch_norms_are_recalibrated_on_the_average_and_restored(with_buffers: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        model = built_alike()
+        optimizer = DecentOptimWrapper(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            process_group=group,
+            topology="ring",
+            buffers=model.buffers() if with_buffers else (),
+            bucket_cap_mb=TINY_CAP_MB,
+        )
+        for x, y in batches(rank, 4):
+            optimizer.zero_grad()
+            (model(x) - y).square().sum().backward()
+            optimizer.step()
+        own = {name: value.clone() for name, value in model.state_dict().items()}
+        probe = batches(7, 3)
+        with optimizer.averaged(recalibrate=(model, probe)):
+            assert model.training
+            outputs = torch.cat([model.first(x) for x, _ in probe])
+            mean = outputs.detach().view(3, 8, 6).mean(dim=1).mean(dim=0)
+            torch.testing.assert_close(model.norm.running_mean, mean)
+            assert model.norm.num_batches_tracked == 3
+            assert not torch.allclose(model.first.weight, own["first.weight"])
+        after = model.state_dict()
+        assert all(torch.equal(after[name], value) for name, value in own.items())
+        optimizer.synchronize()
+
+    run_threads(2, main)
+
+
+def test_statistics_stay_where_a_step_keeps_the_average() -> None:
+    model = built_alike()
+    optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    (x, y), *_ = probe = batches(3, 2)
+    with optimizer.averaged(recalibrate=(model, probe)):
+        found = model.norm.running_mean
+        assert found is not None
+        kept = found.clone()
+        model.eval()
+        (model(x) - y).square().sum().backward()
+        optimizer.step()
+    assert torch.equal(found, kept)
+    assert kept.abs().max() > 0.1
+
+
+def built_alike() -> Normed:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Normed()
