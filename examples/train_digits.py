@@ -23,9 +23,12 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from decent_optim_wrapper import DecentOptimWrapper, Topology, TopologyFactory
+from decent_optim_wrapper.mixing import mixing_rate_from_lr
+from decent_optim_wrapper.optim import QGSGD
 
 TEST_SHARE = 0.2
 
@@ -53,11 +56,12 @@ class Data(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """What is measured after an epoch; the same on every rank."""
+    """What is measured after an epoch, on average over the ranks; bytes count from the start."""
 
     averaged_accuracy: float
     single_accuracy: float
     consensus_distance: float
+    sent_bytes: float
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -65,12 +69,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--method", choices=["gossip", "ddp", "local"], default="gossip")
     parser.add_argument("--topology", choices=TopologyFactory.names(), default="complete")
     parser.add_argument("--local-world-size", type=int, help="ranks per node; default: torchrun's")
-    parser.add_argument("--optimizer", choices=["sgd", "adam", "adamw"], default="sgd")
-    parser.add_argument("--lr", type=float, help="default: 0.02 for sgd, 0.002 otherwise")
+    parser.add_argument("--optimizer", choices=["sgd", "qgsgd", "adam", "adamw"], default="sgd")
+    parser.add_argument("--lr", type=float, help="default: 0.02 for (qg)sgd, 0.002 otherwise")
+    parser.add_argument("--decay", action="store_true", help="lower the rate linearly to 0")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=16, help="samples per rank and step")
     parser.add_argument("--non-iid", action="store_true", help="shard the scans by digit")
     parser.add_argument("--no-overlap", action="store_true", help="exchange inside step()")
+    parser.add_argument("--mixing-rate", type=float, default=1.0)
+    parser.add_argument("--mixing-power", type=float, help="tie the mixing to the learning rate")
+    parser.add_argument("--gossip-every", type=int, default=1, help="steps between rounds")
+    parser.add_argument("--global-avg-every", type=int, help="steps between exact averages")
+    parser.add_argument("--slow-momentum", type=float, help="SlowMo's, at these averages")
+    parser.add_argument("--outer-momentum", type=float, help="Nesterov's, at every meeting")
+    parser.add_argument("--average-state", choices=["keep", "average", "reset"], default="keep")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/digits.png"), help="the curves")
     parser.add_argument("--json", type=Path, help="also write the figures of every epoch here")
@@ -126,9 +138,10 @@ def build_model() -> nn.Module:
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    if args.optimizer == "sgd":
+    if args.optimizer in ("sgd", "qgsgd"):
+        momentum_sgd = QGSGD if args.optimizer == "qgsgd" else torch.optim.SGD
         lr = 0.02 if args.lr is None else args.lr
-        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        return momentum_sgd(model.parameters(), lr=lr, momentum=0.9)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[args.optimizer]
     return kind(model.parameters(), lr=0.002 if args.lr is None else args.lr)
 
@@ -156,11 +169,20 @@ def mean_over_ranks(value: float, world: World) -> float:
     return total.item() / world.size
 
 
-def evaluate(model: nn.Module, optimizer: DecentOptimWrapper, test: Data, world: World) -> Epoch:
+def evaluate(
+    model: nn.Module, optimizer: DecentOptimWrapper, test: Data, world: World, sent_bytes: int
+) -> Epoch:
     single = mean_over_ranks(accuracy(model, test), world)
     with optimizer.averaged():
         averaged = accuracy(model, test)
-    return Epoch(averaged, single, optimizer.consensus_distance())
+    sent = mean_over_ranks(float(sent_bytes), world)
+    return Epoch(averaged, single, optimizer.consensus_distance(), sent)
+
+
+def all_reduced_bytes(model: nn.Module, world: World) -> int:
+    """What DistributedDataParallel sends per step and rank, if its all-reduce is a ring."""
+    size = sum(param.nbytes for param in model.parameters())
+    return int(2 * (world.size - 1) / world.size * size)
 
 
 def train(args: argparse.Namespace, world: World) -> list[Epoch]:
@@ -168,28 +190,48 @@ def train(args: argparse.Namespace, world: World) -> list[Epoch]:
     shard, test = load_data(world, args.non_iid)
     model = build_model().to(world.device)
     base = build_optimizer(args, model)
-    topology = args.topology if args.method == "gossip" else Alone(world.size)
-    optimizer = DecentOptimWrapper(
-        base,
-        local_world_size=args.local_world_size if args.method == "gossip" else None,
-        topology=topology,
-        overlap=not args.no_overlap,
-    )
+    optimizer = wrap(args, base, world)
     synced = args.method == "ddp" and world.size > 1
     network = DistributedDataParallel(model) if synced else model
+    reduced_bytes = all_reduced_bytes(model, world) if synced else 0
 
+    steps = args.epochs * -(-len(shard.labels) // args.batch_size)
+    schedule = LambdaLR(base, lambda step: 1 - step / steps if args.decay else 1.0)
+    lr_max = base.param_groups[0]["lr"]
     # Ranks shuffle their shards differently.
     generator = torch.Generator().manual_seed(1000 * args.seed + world.rank)
     history = []
+    sent_bytes = 0
     with tqdm(range(args.epochs), unit="epoch", disable=world.rank > 0) as progress:
         for _ in progress:
             for batch in batches(shard, args.batch_size, generator):
                 optimizer.zero_grad()
                 cross_entropy(network(batch.images), batch.labels).backward()
                 optimizer.step()
-            history.append(evaluate(model, optimizer, test, world))
+                schedule.step()
+                if args.mixing_power is not None:
+                    optimizer.mixing_rate = mixing_rate_from_lr(base, lr_max, args.mixing_power)
+                sent_bytes += optimizer.stats().bytes_sent + reduced_bytes
+            history.append(evaluate(model, optimizer, test, world, sent_bytes))
             progress.set_postfix_str(in_words(history[-1]))
     return history
+
+
+def wrap(args: argparse.Namespace, base: torch.optim.Optimizer, world: World) -> DecentOptimWrapper:
+    if args.method != "gossip":
+        return DecentOptimWrapper(base, topology=Alone(world.size), overlap=not args.no_overlap)
+    return DecentOptimWrapper(
+        base,
+        local_world_size=args.local_world_size,
+        topology=args.topology,
+        overlap=not args.no_overlap,
+        mixing_rate=args.mixing_rate,
+        gossip_every=args.gossip_every,
+        global_avg_every=args.global_avg_every,
+        slow_momentum=args.slow_momentum,
+        outer_momentum=args.outer_momentum,
+        average_state=args.average_state,
+    )
 
 
 def in_words(epoch: Epoch) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from players import LR, MOMENTUM, Player, World, wide
+from players import LR, MOMENTUM, Part, Player, World, wide
 from torch import Tensor
 
 
@@ -58,15 +58,21 @@ class Oracle(Player):
 
     def land(self) -> None:
         """x <- W x for what was launched last."""
-        matrix = dense(self.world, self.round - 1)
+        matrix = self.matrix(self.round - 1)
         for index in self.flying:
             value = self.values[index]
             self.values[index] = torch.tensordot(matrix.to(value.dtype), value, dims=1)
         self.flying, self.owed = [], False
 
+    def matrix(self, round: int) -> Tensor:
+        """What the round does, slowed down where it gossips."""
+        parts, rate = due(self.world, round)
+        identity = torch.eye(self.world.size, dtype=torch.float64)
+        return (1 - rate) * identity + rate * matrix_of(parts, self.world.size)
+
     def sent(self, round: int) -> Tensor:
         """Bytes of what is in flight, by rank: once to a peer, or as by a ring's all-reduce."""
-        parts = self.world.phases[round % len(self.world.phases)]
+        parts, _ = due(self.world, round)
         sent = torch.zeros(self.world.size, dtype=torch.float64)
         for ranks, _ in parts:
             size = len(ranks)
@@ -129,10 +135,27 @@ class Oracle(Player):
         return math.sqrt(sum(a.abs().square().sum().item() for a in away) / self.world.size)
 
 
+def due(world: World, round: int) -> tuple[list[Part], float]:
+    """Who mixes in a round, and how far."""
+    steps, every = round + 1, world.options.get("gossip_every", 1)
+    averages = world.options.get("global_avg_every")
+    if averages and steps % averages == 0:
+        return [Part(list(range(world.size)), None)], 1.0
+    if steps % every:
+        return [Part([rank], None) for rank in range(world.size)], 1.0
+    phase = round // every % len(world.phases)
+    return world.phases[phase], world.options.get("mixing_rate", 1.0)
+
+
 def dense(world: World, round: int) -> Tensor:
-    """The matrix of a round by its definition: w on the diagonal, (1 - w) / (m - 1) beside it."""
-    matrix = torch.eye(world.size, dtype=torch.float64)
-    for ranks, weight in world.phases[round % len(world.phases)]:
+    """The matrix of a round of the topology."""
+    return matrix_of(world.phases[round % len(world.phases)], world.size)
+
+
+def matrix_of(parts: list[Part], size: int) -> Tensor:
+    """By definition: w on the diagonal, (1 - w) / (m - 1) beside it."""
+    matrix = torch.eye(size, dtype=torch.float64)
+    for ranks, weight in parts:
         if len(ranks) > 1:
             own = 1 / len(ranks) if weight is None else weight
             for i in ranks:
