@@ -50,8 +50,12 @@ def train(
         if optimizer.round % 10 == 0:
             report(f"round {optimizer.round}", optimizer.members)
         time.sleep(0.005)
+    outer = optimizer.state_dict()["gossip"].get("outer", {"momentum": [], "anchor": []})
+    rate = optimizer.mixing_rate
     optimizer.global_avg(may_revert=False)
     return {
+        "outer": [t.flatten().tolist() for t in (*outer["momentum"], *outer["anchor"])],
+        "mixing_rate": rate,
         "params": flatten(params).tolist(),
         "members": optimizer.members,
         "changes": changes,
@@ -149,6 +153,41 @@ def test_a_killed_rank_is_started_again_and_takes_part(
         away = [((0, 1, 2, 3), (0, 2, 3)), ((0, 2, 3), (0, 1, 2, 3))]
         assert results[rank]["changes"] == (away if away_seconds else [])
         assert results[rank]["topology"] == results[1]["topology"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"outer_momentum": 0.5, "gossip_every": 2},
+        {
+            "slow_momentum": 0.5,
+            "global_avg_every": 4,
+            "average_state": "average",
+            "mixing_rate": 0.9,
+        },
+    ],
+    ids=["outer", "slow"],
+)
+def test_a_rank_that_comes_back_takes_over_the_outer_momentum(options: dict[str, Any]) -> None:
+    with CrewOfProcesses(4, train, "complete", options) as crew:
+        assert crew.wait_for(1, "joined") == 0
+        crew.wait_for(1, "round 20")
+        crew.kill(1)
+        time.sleep(4)
+        crew.start(1)
+        assert crew.wait_for(1, "joined") >= 20
+        crew.finish(margin=300)
+        results = [crew.wait_for(rank, "result") for rank in range(4)]
+    agree(results)
+    for result in results:
+        assert result["members"] == (0, 1, 2, 3)
+        assert result["mixing_rate"] == options.get("mixing_rate", 1.0)
+        # The round in which the rank was lost may have been mixed by some and dropped by others,
+        # whose momenta then approach each other.
+        for ours, theirs in zip(result["outer"], results[0]["outer"], strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-7)
+    assert max(map(abs, results[0]["outer"][0])) > 1e-3
 
 
 @pytest.mark.timeout(120)
