@@ -3,6 +3,7 @@
 from loguru import logger as _logger
 
 from decent_optim_wrapper._version import __version__
+from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
@@ -10,6 +11,7 @@ from decent_optim_wrapper.wrapper import DecentOptimWrapper
 __all__ = [
     "CallOrderError",
     "DecentOptimWrapper",
+    "DecentralizedDataParallel",
     "Group",
     "NonFiniteError",
     "PeerError",

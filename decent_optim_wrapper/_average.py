@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -92,6 +93,17 @@ class WorldAverage:
         for bucket, flat in self._snapshot:
             bucket.unpack_(flat)
         self._snapshot = None
+
+    @torch.no_grad()
+    def distance(self) -> float:
+        """||x_i - mean(x)||_2 over the parameters, of the own values to the average in place."""
+        square = torch.zeros((), dtype=torch.float64)
+        gossiped = set(self._gossip.buckets)
+        for bucket, own in self._snapshot or []:
+            if bucket in gossiped:
+                away = bucket.pack(bucket.new_flat()).data.double() - own.data.double()
+                square += away.square().sum().cpu()
+        return math.sqrt(square.item())
 
     def keep(self) -> None:
         """Accept the average as the own values and free the snapshot."""

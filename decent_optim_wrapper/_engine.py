@@ -55,6 +55,7 @@ class Engine:
         place: see there.
         topology: a name or an instance.
         buffers: what is averaged beside the parameters.
+        carried: what else the ranks have in common at the start.
     """
 
     def __init__(
@@ -64,11 +65,14 @@ class Engine:
         place: Place,
         topology: str | Topology,
         buffers: Iterable[Tensor],
+        carried: Iterable[Tensor] = (),
     ) -> None:
         self.settings = settings
         self.meter = Meter()
         self._optimizer = optimizer
         self._buffers = [Named("buffer", str(i), tensor) for i, tensor in enumerate(buffers)]
+        others = [Named("tensor", str(i), tensor) for i, tensor in enumerate(carried)]
+        self._others = [*self._buffers, *others]
         parameters = named_parameters(optimizer.param_groups)
         check_tensors(parameters)
 
@@ -81,7 +85,7 @@ class Engine:
         )
         lines = [*settings.lines(), f"optimizer {type(optimizer).__name__}"]
         self._agreement = Agreement(self.transport, self.topology, self.layout, lines)
-        self._agree([*parameters, *self._buffers])
+        self._agree([*parameters, *self._others])
 
         self._rules = Rules(settings.on_nonfinite, repr(self.topology))
         self._rules = self._rules.for_transport(self.transport)
@@ -102,7 +106,7 @@ class Engine:
             self.topology.release()
         self._warn_of_wide_groups()
         if settings.sync_at_start and not self._joins:
-            self._agreement.broadcast([*parameters, *self._buffers], source=0)
+            self._agreement.broadcast([*parameters, *self._others], source=0)
         self.take_in(parameters)
         self.average = WorldAverage(
             self.transport, self.gossip, self._rules, self._plan_extra(parameters)
@@ -123,7 +127,7 @@ class Engine:
     def add(self, parameters: list[Named], late: list[Named]) -> None:
         """Gossip the parameters from the next round on, of which `late` are new; collective."""
         check_tensors(parameters)
-        self._agree([*parameters, *self._buffers])
+        self._agree([*parameters, *self._others])
         if self.settings.sync_at_start and late:
             self._agreement.broadcast(late, source=0)
         self.take_in(parameters)
@@ -133,6 +137,8 @@ class Engine:
         known = {id(tensor) for bucket in self.gossip.buckets for tensor in bucket.members}
         tensors = {id(p.tensor): p.tensor for p in parameters}
         wanted = {key: t for key, t in tensors.items() if t.requires_grad or key in known}
+        if self.settings.reverse_order:
+            wanted = dict(reversed(wanted.items()))
         if self.layout.as_view:
             # Members stay in the storage that they have.
             fresh = plan_buckets((t for k, t in wanted.items() if k not in known), self.layout)
@@ -303,7 +309,7 @@ class Engine:
     def _hand_over(self, donor: int, takes: bool) -> None:
         """Give parameters, buffers and the base's state to those that have none; collective."""
         parameters = named_parameters(self._optimizer.param_groups)
-        everything = [*parameters, *self._buffers]
+        everything = [*parameters, *self._others]
         self._agreement.broadcast(everything, donor, keep=not takes)
         if self.transport.rank == donor:
             send_state([self._optimizer.state_dict(), self.gossip_state()], self.transport)

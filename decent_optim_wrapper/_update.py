@@ -38,6 +38,15 @@ SPLITTABLE: tuple[type[Optimizer], ...] = (
 )
 
 
+# Decides whether the update of a bucket's parameters, the second argument, is made.
+Apply = Callable[[Bucket, Callable[[], None]], None]
+
+
+def apply_update(bucket: Bucket, update: Callable[[], None]) -> None:
+    """Make it."""
+    update()
+
+
 class Scaling(NamedTuple):
     """What GradScaler hands over around its call of `step()`.
 
@@ -66,7 +75,7 @@ class LocalUpdate:
     def __init__(self, optimizer: Optimizer, split: bool | None) -> None:
         if split is not None and not isinstance(split, bool):
             raise TypeError(f"split_update expects True, False or None, got {split!r}")
-        if split and not _steps_alone(type(optimizer)):
+        if split and not steps_alone(type(optimizer)):
             raise ValueError(
                 f"split_update=True expects a base whose step() works without a closure and is "
                 f"set up by Optimizer.__init__, got {type(optimizer).__name__}; pass "
@@ -82,7 +91,7 @@ class LocalUpdate:
         Hooks of the base may change parameters after the update, and a replaced `step` may do
         anything: both want one update of everything before the launch.
         """
-        return self._split and not _step_hooks(self._optimizer) and not self._step_is_replaced()
+        return self._split and not step_hooks(self._optimizer) and not self._step_is_replaced()
 
     def whole(self, closure: Callable[[], float] | None, scaling: Scaling) -> float | None:
         """Step once.
@@ -168,7 +177,7 @@ class LocalUpdate:
             yield True
 
 
-def _steps_alone(kind: Any) -> bool:
+def steps_alone(kind: Any) -> bool:
     """Whether the class's step can be called without torch's wrapper and without a closure."""
     step = getattr(kind.step, "__wrapped__", None)
     if step is None:
@@ -179,7 +188,8 @@ def _steps_alone(kind: Any) -> bool:
     )
 
 
-def _step_hooks(optimizer: Optimizer) -> bool:
+def step_hooks(optimizer: Optimizer) -> bool:
+    """Whether something else happens before or after the optimizer's step."""
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from decent_optim_wrapper._meter import StepStats
 from decent_optim_wrapper._recalibration import recalibrated
 from decent_optim_wrapper._settings import Settings, check_base, check_mixing_rate
 from decent_optim_wrapper._survival import OnChange
-from decent_optim_wrapper._update import LocalUpdate, Scaling
+from decent_optim_wrapper._update import Apply, LocalUpdate, Scaling, apply_update
 from decent_optim_wrapper.outer import OuterNesterov, SlowMomentum, find_rule
 from decent_optim_wrapper.topo import Topology
 
@@ -100,6 +101,11 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
     # would skip step(), round included, on just the rank whose gradients overflowed.
     _step_supports_amp_scaling = True
 
+    # What a wrapper that steps inside the backward pass has different: buckets in the reverse order
+    # of the parameters, and tensors that start alike on all ranks and are not averaged.
+    _reverse_order = False
+    _carried: tuple[Tensor, ...] = ()
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -132,6 +138,7 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
             *(bucket_cap_mb, overlap, sync_at_start, comm_dtype, param_as_bucket_view),
             *(timeout, on_nonfinite, on_peer_failure, gossip_every, global_avg_every),
             *(find_rule(slow_momentum, outer_momentum), average_state, mixing_rate),
+            reverse_order=self._reverse_order,
         ).check()
         check_base(optimizer, overlap)
         super().__init__(optimizer)
@@ -140,7 +147,7 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         place = Place(
             *(rank, world_size, local_world_size, process_group, store, on_membership_change)
         )
-        self._engine = Engine(optimizer, settings, place, topology, buffers)
+        self._engine = Engine(optimizer, settings, place, topology, buffers, self._carried)
         logger.info("{!r}", self)
 
     @property
@@ -193,27 +200,22 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
             CallOrderError: a peer is in another method or round.
             NonFiniteError: a rank of the group has NaN or infinity in its parameters.
         """
-        Join.notify_join_context(self)
-        engine = self._engine
-        engine.meter.reset()
         splits = self._local_update.splits
         loss = None
-        if closure is not None and (engine.settings.overlap or splits):
+        if closure is not None and (self._engine.settings.overlap or splits):
             with torch.enable_grad():
                 loss, closure = closure(), None
-        engine.before_step()
         if splits:
             with self._by_bucket(self._scaling()) as pass_on:
-                for bucket in engine.gossip.buckets:
+                for bucket in self._engine.gossip.buckets:
                     pass_on(bucket)
-        else:
+            return loss
+        with self._turn() as engine:
             engine.gossip.finish()
             with engine.meter.update:
                 result = self._local_update.whole(closure, self._scaling())
-            loss = result if loss is None else loss
             engine.gossip.launch()
-        engine.after_launch()
-        return loss
+        return result if loss is None else loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base and gossip its parameters from the next round on; collective."""
@@ -352,20 +354,31 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         return self._engine.process_group
 
     @contextmanager
-    def _by_bucket(self, scaling: Scaling) -> Iterator[Callable[[Bucket], None]]:
+    def _turn(self) -> Iterator[Engine]:
+        """What belongs to every step, around its round and its update."""
+        Join.notify_join_context(self)
+        self._engine.meter.reset()
+        self._engine.before_step()
+        yield self._engine
+        self._engine.after_launch()
+
+    @contextmanager
+    def _by_bucket(
+        self, scaling: Scaling, apply: Apply = apply_update
+    ) -> Iterator[Callable[[Bucket], None]]:
         """A step in parts: yields what mixes, updates and launches a bucket, to call for each."""
-        engine = self._engine
-        relay = engine.gossip.relay()
-        with self._local_update.by_bucket(scaling, engine.gossip.buckets) as update:
+        with self._turn() as engine:
+            relay = engine.gossip.relay()
+            with self._local_update.by_bucket(scaling, engine.gossip.buckets) as update:
 
-            def pass_on(bucket: Bucket) -> None:
-                relay.mix(bucket)
-                with engine.meter.update:
-                    update(bucket)
-                relay.post(bucket)
+                def pass_on(bucket: Bucket) -> None:
+                    relay.mix(bucket)
+                    with engine.meter.update:
+                        apply(bucket, partial(update, bucket))
+                    relay.post(bucket)
 
-            yield pass_on
-        relay.close()
+                yield pass_on
+            relay.close()
 
     def _scaling(self) -> Scaling:
         # GradScaler sets the two attributes around its call of step().

@@ -1,0 +1,248 @@
+"""A step that is made by a backward pass: bucket by bucket inside it, or at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from decent_optim_wrapper._agreement import check_gradients, named_parameters
+from decent_optim_wrapper._bucket import Bucket
+from decent_optim_wrapper._update import Scaling, step_hooks
+from decent_optim_wrapper.wrapper import DecentOptimWrapper
+
+
+class BackwardOptimizer(DecentOptimWrapper):
+    """A wrapper whose buckets are filled in the order in which a backward pass completes them.
+
+    Args:
+        optimizer: the base, with the parameters in the order of the forward pass.
+        carried: further tensors, broadcast at the start and given to a rank that comes back.
+        options: those of `DecentOptimWrapper`.
+    """
+
+    _reverse_order = True
+
+    def __init__(self, optimizer: Optimizer, carried: Iterable[Tensor], **options: Any) -> None:
+        self._carried = tuple(carried)
+        super().__init__(optimizer, **options)
+
+    @property
+    def splits(self) -> bool:
+        """Whether a step may be made in parts now: nothing waits for a call of `step()`."""
+        return self._local_update.splits and not step_hooks(self)
+
+
+class Treatment:
+    """What is done to gradients before the update, by whatever has `param_groups` and `step()`.
+
+    Args:
+        scaler: the gradients are multiplied by its scale; None means they are as they are.
+        clip_norm: bound of the norm of all gradients together; 0 means none.
+    """
+
+    def __init__(self, scaler: GradScaler | None, clip_norm: float) -> None:
+        self._scaler = scaler
+        self._clip_norm = clip_norm
+        # GradScaler knows them by their id until its update().
+        self._scaled: list[Any] = []
+
+    def step(self, target: Any) -> None:
+        """Unscale, clip, and step unless a gradient has overflowed."""
+        params = [p for p in _params(target) if p.grad is not None]
+        scaler = self._scaler if params else None
+        if scaler is not None:
+            self._scaled.append(target)
+            scaler.unscale_(target)
+        if self._clip_norm and params:
+            nn.utils.clip_grad_norm_(params, self._clip_norm)
+        if scaler is not None:
+            scaler.step(target)
+        else:
+            target.step()
+
+    def end(self) -> None:
+        """Let the scale follow what was found in the gradients since the last call."""
+        if self._scaled and self._scaler is not None:
+            self._scaler.update()
+        self._scaled.clear()
+
+
+class _Part:
+    """A bucket's parameters and their update, as an optimizer to GradScaler."""
+
+    def __init__(self, params: Iterable[Tensor], step: Callable[[], None]) -> None:
+        self.param_groups = [{"params": list(params)}]
+        self.step = step
+
+
+class _Step(Protocol):
+    """A step that is being made."""
+
+    def take(self, param: Tensor) -> None:
+        """The parameter's gradient is complete."""
+
+    def close(self) -> None:
+        """No gradient comes any more."""
+
+    def abort(self) -> bool:
+        """End it where it is; whether it has changed anything."""
+
+
+class _StepAtEnd:
+    """Leaves everything to the end of the backward pass, as a training loop does."""
+
+    def __init__(self, optimizer: BackwardOptimizer, treatment: Treatment) -> None:
+        self._optimizer = optimizer
+        self._treatment = treatment
+
+    def take(self, param: Tensor) -> None:
+        pass
+
+    def close(self) -> None:
+        self._treatment.step(self._optimizer)
+
+    def abort(self) -> bool:
+        return False
+
+
+class _StepInParts:
+    """Mixes, updates and launches each bucket once all its gradients are there, and frees them.
+
+    A bucket of which a gradient is missing is left to the end: a parameter that is frozen or unused
+    now may still be read by the rest of the backward pass.
+    """
+
+    def __init__(self, optimizer: BackwardOptimizer, treatment: Treatment) -> None:
+        self._optimizer = optimizer
+        self._treatment = treatment
+        buckets = optimizer._engine.gossip.buckets
+        self._home = {id(member): bucket for bucket in buckets for member in bucket.members}
+        self._missing = {bucket: set(map(id, bucket.members)) for bucket in buckets}
+        self._open = ExitStack()
+        step = optimizer._by_bucket(Scaling(None, None), self._apply)
+        self._pass_on = self._open.enter_context(step)
+
+    def take(self, param: Tensor) -> None:
+        if param.grad is not None and param.grad.layout != torch.strided:
+            check_gradients(self._optimizer.param_groups, self._optimizer.rank)
+        bucket = self._home.get(id(param))
+        if bucket is None:
+            return
+        missing = self._missing.get(bucket)
+        if missing is None:
+            raise self._late(param)
+        missing.discard(id(param))
+        if not missing:
+            self._finish(bucket)
+
+    def close(self) -> None:
+        for bucket in list(self._missing):
+            self._finish(bucket)
+        self._open.close()
+
+    def abort(self) -> bool:
+        error = RuntimeError("the backward pass has failed")
+        self._open.__exit__(RuntimeError, error, None)
+        # The others wait for this rank in vain from now on: let them notice.
+        self._optimizer._engine.transport.hang_up()
+        return True
+
+    def _finish(self, bucket: Bucket) -> None:
+        del self._missing[bucket]
+        self._pass_on(bucket)
+        # Autograd must notice if it still wants the values from before: views of the bucket's
+        # storage change behind its back.
+        torch.autograd.graph.increment_version(bucket.members)
+        for member in bucket.members:
+            member.grad = None
+
+    def _apply(self, bucket: Bucket, update: Callable[[], None]) -> None:
+        self._treatment.step(_Part(bucket.members, update))
+
+    def _late(self, param: Tensor) -> RuntimeError:
+        named = named_parameters(self._optimizer.param_groups)
+        name = next(each.name for each in named if each.tensor is param)
+        return RuntimeError(
+            f"rank {self._optimizer.rank}: expected one gradient of {name} in a backward pass, but "
+            f"another one came after its bucket was mixed and updated, as with reentrant "
+            f"checkpoints that share it; pass use_reentrant=False to the checkpoint, or "
+            f"update_in_backward=False"
+        )
+
+
+class BackwardStepper:
+    """Makes one step in every backward pass.
+
+    Args:
+        optimizer: steps.
+        treatment: of the gradients.
+        scheduler: stepped after every step; None if there is none.
+        in_parts: step inside the backward pass whenever that is the same computation.
+    """
+
+    def __init__(
+        self,
+        optimizer: BackwardOptimizer,
+        treatment: Treatment,
+        scheduler: LRScheduler | None,
+        in_parts: bool,
+    ) -> None:
+        self.accumulates = False
+        self._optimizer = optimizer
+        self._treatment = treatment
+        self._scheduler = scheduler
+        self._in_parts = in_parts
+        self._step: _Step | None = None
+        self._torn = False
+
+    def check(self) -> None:
+        """Make sure that the model is in one piece.
+
+        Raises:
+            RuntimeError: it is not.
+        """
+        if self._torn:
+            raise RuntimeError(
+                f"rank {self._optimizer.rank}: the last backward pass ended in the middle of a "
+                f"step, with some buckets mixed and updated and others not; look for the first "
+                f"error, and restart all ranks from a checkpoint"
+            )
+
+    def on_gradient(self, param: Tensor) -> None:
+        """Step on with what this gradient completes."""
+        if self.accumulates:
+            return
+        self.check()
+        if self._step is None:
+            make = _StepInParts if self._in_parts and self._optimizer.splits else _StepAtEnd
+            self._step = make(self._optimizer, self._treatment)
+        self._step.take(param)
+
+    def on_end(self) -> None:
+        """Finish the step; a backward pass without any gradient, as of an input alone, is none."""
+        if self._step is None:
+            return
+        self._step.close()
+        self._step = None
+        self._treatment.end()
+        for param in _params(self._optimizer):
+            param.grad = None
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def on_failure(self) -> None:
+        """Give up the step that is being made."""
+        if self._step is not None:
+            self._torn = self._step.abort()
+            self._step = None
+
+
+def _params(target: Any) -> list[Tensor]:
+    return [param for group in target.param_groups for param in group["params"]]

@@ -1,0 +1,131 @@
+"""Backward passes, as autograd tells of them: gradients that are complete, the end, a failure."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+
+class Listener(Protocol):
+    """Who is told."""
+
+    def on_gradient(self, param: Tensor) -> None:
+        """All that this pass contributes to the parameter's gradient is in it."""
+
+    def on_end(self) -> None:
+        """The pass is over: no gradient comes any more."""
+
+    def on_failure(self) -> None:
+        """The pass, or what was told of it, has raised; `on_end` does not come."""
+
+
+class BackwardPasses:
+    """Follows the backward passes through a model, without keeping it or the listener alive.
+
+    Autograd calls back at the end of the pass in which it was asked to. Asked from a gradient that
+    is complete, that may be the inner pass of a reentrant checkpoint; from the outputs of the
+    model, it is the outer one.
+
+    Args:
+        params: whose gradients are told of.
+        listener: told by one thread at a time.
+    """
+
+    def __init__(self, params: Iterable[Tensor], listener: Listener) -> None:
+        self._listener = listener
+        # Autograd has a thread for every device.
+        self._lock = threading.RLock()
+        self._in_pass = False
+        self._begin_hook = _weakly(self._begin)
+        hook = _weakly(self._on_gradient)
+        for param in params:
+            handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            weakref.finalize(self, handle.remove).atexit = False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def follow(self, outputs: Any) -> None:
+        """Notice a pass that starts at these outputs of the model."""
+        if torch.is_grad_enabled():
+            for tensor in _tensors(outputs):
+                # On a leaf the hook would stay, one more after every forward pass.
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._begin_hook)  # type: ignore[no-untyped-call]
+
+    def _begin(self, _: Tensor) -> None:
+        with self._lock:
+            if not self._in_pass:
+                self._in_pass = True
+                end = _End(self._on_end, self._on_drop)
+                Variable._execution_engine.queue_callback(end)
+
+    def _on_gradient(self, param: Tensor) -> None:
+        self._begin(param)
+        with self._lock:
+            self._tell(partial(self._listener.on_gradient, param))
+
+    def _on_end(self) -> None:
+        with self._lock:
+            self._in_pass = False
+            self._tell(self._listener.on_end)
+
+    def _on_drop(self) -> None:
+        with self._lock:
+            self._in_pass = False
+            self._listener.on_failure()
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except BaseException:
+            self._listener.on_failure()
+            raise
+
+
+class _End:
+    """Held by autograd alone, which calls it at the end of a pass, or drops it if the pass fails.
+
+    Args:
+        on_end: the one.
+        on_drop: the other.
+    """
+
+    def __init__(self, on_end: Callable[[], None], on_drop: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self._drop = weakref.finalize(self, on_drop)
+        self._drop.atexit = False
+
+    def __call__(self) -> None:
+        self._drop.detach()
+        self._on_end()
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """The bound method, as long as its object is there."""
+    reference = weakref.WeakMethod(method)
+
+    def call(tensor: Tensor) -> None:
+        if (found := reference()) is not None:
+            found(tensor)
+
+    return call
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """The tensors in nested containers and dataclasses."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        yield from _tensors(list(outputs.values()))
+    elif isinstance(outputs, (list, tuple, set, frozenset)):
+        for each in outputs:
+            yield from _tensors(each)
+    elif is_dataclass(outputs):
+        yield from _tensors([getattr(outputs, field.name, None) for field in fields(outputs)])

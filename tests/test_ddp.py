@@ -1,0 +1,285 @@
+"""The module that steps in its backward pass trains as the wrapper does, with less memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from modules import (
+    accum_adam,
+    adamw,
+    backward,
+    fill,
+    flat,
+    loss_of,
+    make_model,
+    sgd,
+    train,
+    train_by_steps,
+    wrap,
+    wrap_base,
+)
+from ranks import run_processes, run_threads
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from decent_optim_wrapper import TopologyFactory
+from decent_optim_wrapper.ddp import DecentralizedDataParallel
+
+STEPS = 7
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "accum_adam": accum_adam}
+
+
+def by_backward(rank: int, group: dist.ProcessGroup, optim_fn: Any = sgd, **kw: Any) -> Tensor:
+    model = wrap(make_model(), group, optim_fn, **kw)
+    train(model, rank, range(STEPS))
+    assert model.optimizer.round == STEPS
+    model.optimizer.synchronize()
+    return flat(model)
+
+
+def by_steps(rank: int, group: dist.ProcessGroup, optim_fn: Any = sgd, **kw: Any) -> Tensor:
+    model = make_model()
+    optimizer = wrap_base(model, group, optim_fn, **kw)
+    train_by_steps(model, optimizer, rank, range(STEPS))
+    optimizer.synchronize()
+    return flat(model)
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("topology", "world_size"), [("ring", 4), ("one-peer-exp", 4), ("complete", 2)]
+)
+def test_pairs_train_as_with_the_wrapper_bit_for_bit(
+    topology: str, world_size: int, name: str, views: bool
+) -> None:
+    options: Any = {
+        "optim_fn": OPTIMIZERS[name],
+        "topology": topology,
+        "param_as_bucket_view": views,
+    }
+    ours = run_threads(world_size, lambda rank, group: by_backward(rank, group, **options))
+    theirs = run_threads(world_size, lambda rank, group: by_steps(rank, group, **options))
+    assert all(map(torch.equal, ours, theirs))
+    assert (ours[0] - flat(make_model())).abs().max() > 1e-2
+    if topology != "complete":
+        assert not torch.equal(ours[0], ours[-1])
+
+
+@pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
+@pytest.mark.parametrize("topology", ["complete", "alternating-exp-ring"])
+def test_larger_groups_train_as_with_a_wrapper_of_the_same_buckets_bit_for_bit(
+    topology: str, in_backward: bool | None
+) -> None:
+    options: Any = {"optim_fn": adamw, "topology": topology, "local_world_size": 2}
+    ours = run_threads(
+        4, lambda rank, group: by_backward(rank, group, update_in_backward=in_backward, **options)
+    )
+    options["param_as_bucket_view"] = True
+    alike = run_threads(4, lambda rank, group: by_steps(rank, group, reverse=True, **options))
+    other = run_threads(4, lambda rank, group: by_steps(rank, group, **options))
+    assert all(map(torch.equal, ours, alike))
+    torch.testing.assert_close(torch.stack(ours), torch.stack(other), rtol=1e-11, atol=1e-12)
+    assert (ours[0] - flat(make_model())).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("optim_fn", [sgd, adamw])
+@pytest.mark.parametrize("name", ["ring", "complete"])
+def test_it_follows_the_dense_oracle(name: str, optim_fn: Any) -> None:
+    topology = TopologyFactory.create(name, 4)
+    models = [make_model() for _ in range(4)]
+    bases = [optim_fn(list(model.named_parameters())) for model in models]
+
+    def mix(round: int) -> None:
+        mixed = topology.mixing_matrix(round) @ torch.stack([flat(model) for model in models])
+        for model, row in zip(models, mixed, strict=True):
+            nn.utils.vector_to_parameters(row, model.parameters())
+
+    for step in range(STEPS):
+        for rank, (model, base) in enumerate(zip(models, bases, strict=True)):
+            base.zero_grad()
+            backward(loss_of(model, rank, step))
+        if step:
+            # In place: the base's state belongs to these parameters.
+            mix(step - 1)
+        for base in bases:
+            base.step()
+    mix(STEPS - 1)
+    rows = run_threads(
+        4, lambda rank, group: by_backward(rank, group, optim_fn=optim_fn, topology=topology)
+    )
+    expected = torch.stack([flat(model) for model in models])
+    torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-11, atol=1e-12)
+
+
+def test_a_world_of_one_rank_trains_as_the_base_alone() -> None:
+    plain = make_model()
+    base = sgd(plain.parameters())
+    model = wrap(make_model(), None)
+    for step in range(4):
+        backward(loss_of(model, 0, step))
+        base.zero_grad()
+        backward(loss_of(plain, 0, step))
+        base.step()
+    assert torch.equal(flat(model), flat(plain))
+    assert not torch.equal(flat(model), flat(make_model()))
+
+
+class Peak:
+    """Bytes of gradients whenever one is complete, before anything is done with it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.bytes = 0
+        self._params = list(model.parameters())
+        for param in self._params:
+            param.register_post_accumulate_grad_hook(self.look)  # type: ignore[no-untyped-call]
+
+    def look(self, _: Tensor) -> None:
+        live = sum(p.grad.nbytes for p in self._params if p.grad is not None)
+        self.bytes = max(self.bytes, live)
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+def test_no_more_gradients_than_those_of_one_bucket_are_there_at_a_time(views: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
+        fill(module)
+        peak = Peak(module)
+        largest = 16 * 16 * 4
+        options: Any = {"param_as_bucket_view": views, "topology": "ring"}
+        model = wrap(module, group, bucket_size_in_mb=3000 / 2**20, **options)
+        buckets = model.optimizer._engine.gossip.buckets
+        for step in range(3):
+            backward(model(torch.ones(2, 16) * step).sum())
+            assert all(param.grad is None for param in model.parameters())
+        total = sum(bucket.nbytes for bucket in buckets)
+        assert 0 < peak.bytes <= max(bucket.nbytes for bucket in buckets) + largest < total / 3
+
+    run_threads(2, main)
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_at_lr_zero_the_mean_stays_from_the_first_round_on(topology: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        model = wrap(
+            make_model(seed=rank),
+            group,
+            lambda named: torch.optim.SGD(named, lr=0.0),
+            topology=topology,
+            sync_at_start=False,
+        )
+        history = [flat(model)]
+        for step in range(8):
+            backward(loss_of(model, rank, step))
+            history.append(flat(model))
+        return torch.stack(history)
+
+    history = torch.stack(run_threads(4, main), dim=1)
+    means = history.mean(dim=1)
+    torch.testing.assert_close(means, means[:1].expand_as(means), rtol=0, atol=1e-13)
+    spread = (history - means.unsqueeze(1)).norm(dim=(1, 2))
+    # The first step has nothing to mix yet, the second one has.
+    assert spread[1] == spread[0] > 1
+    assert spread[2] < 0.9 * spread[0]
+
+
+def test_an_average_before_the_first_and_the_second_step_works() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        model = wrap(make_model(seed=rank), group, topology="ring", sync_at_start=False)
+        for step in range(2):
+            own = flat(model)
+            distance = model.global_avg(return_d2c=True)
+            average = flat(model)
+            assert distance is not None
+            assert distance > 0.1
+            assert distance == pytest.approx((own - average).norm().item(), rel=1e-12)
+            model.revert_global_avg()
+            assert torch.equal(flat(model), own)
+            train(model, rank, range(step, step + 1))
+            assert not torch.equal(flat(model), own)
+        assert model.global_avg(will_revert=False) is None
+        with pytest.raises(RuntimeError, match="expects an average in place"):
+            model.revert_global_avg()
+
+    run_threads(2, main)
+
+
+def test_an_average_that_is_kept_is_where_the_next_step_starts() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+        rows = []
+        for return_d2c in (True, False):
+            model = wrap(make_model(), group, topology="ring")
+            train(model, rank, range(3))
+            distance = model.global_avg(will_revert=False, return_d2c=return_d2c)
+            assert (distance is not None and distance > 0) is return_d2c
+            train(model, rank, range(3, 5))
+            rows.append(flat(model))
+        return rows
+
+    for one, other in run_threads(4, main):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4])
+def test_a_resumed_run_continues_bit_for_bit(stop: int, tmp_path: Path) -> None:
+    def start(group: dist.ProcessGroup, seed: int) -> DecentralizedDataParallel:
+        def schedule(base: torch.optim.Optimizer) -> CosineAnnealingLR:
+            return CosineAnnealingLR(base, T_max=STEPS)
+
+        model = make_model(seed)
+        return wrap(model, group, adamw, lr_scheduler_fn=schedule, topology="one-peer-exp")
+
+    def uninterrupted(rank: int, group: dist.ProcessGroup) -> Tensor:
+        model = start(group, 0)
+        train(model, rank, range(stop))
+        torch.save(model.state_dict(), tmp_path / f"{rank}.pt")
+        train(model, rank, range(stop, STEPS))
+        return flat(model)
+
+    def resumed(rank: int, group: dist.ProcessGroup) -> Tensor:
+        model = start(group, 7)
+        model.load_state_dict(torch.load(tmp_path / f"{rank}.pt", weights_only=True))
+        assert model.optimizer.round == stop
+        train(model, rank, range(stop, STEPS))
+        return flat(model)
+
+    expected = run_threads(4, uninterrupted)
+    assert all(map(torch.equal, run_threads(4, resumed), expected))
+    assert not torch.equal(expected[0], flat(make_model()))
+
+
+def test_the_scheduler_steps_once_a_step() -> None:
+    model = wrap(
+        make_model(),
+        None,
+        lr_scheduler_fn=lambda base: torch.optim.lr_scheduler.StepLR(base, 1, gamma=0.5),
+    )
+    rates = [model.get_lr()]
+    for step in range(3):
+        train(model, 0, range(step, step + 1))
+        rates.append(model.get_lr())
+    assert rates == [0.05, 0.025, 0.0125, 0.00625]
+
+
+def in_processes(rank: int) -> tuple[list[float], int]:
+    dist.init_process_group("gloo")
+    try:
+        model = wrap(make_model(seed=rank), None, topology="ring")
+        with Join([model.optimizer]):
+            train(model, rank, range(3 + 2 * rank))
+        model.optimizer.synchronize()
+        return flat(model).tolist(), model.optimizer.round
+    finally:
+        dist.destroy_process_group()
+
+
+def test_real_processes_with_uneven_data_train_together() -> None:
+    (one, rounds), (other, _) = run_processes(2, in_processes)
+    assert rounds == 5
+    assert one == pytest.approx(other, rel=1e-12)
+    assert (torch.tensor(one) - flat(make_model())).abs().max() > 1e-2

@@ -1,0 +1,603 @@
+"""Backward passes as users make them: accumulated, shared, partial, checkpointed, broken."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from loguru import logger
+from modules import (
+    adamw,
+    backward,
+    batch,
+    fill,
+    flat,
+    loss_of,
+    make_model,
+    sgd,
+    train,
+    train_by_steps,
+    wrap,
+    wrap_base,
+)
+from ranks import run_threads
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.utils.checkpoint import checkpoint
+
+from decent_optim_wrapper import PeerError
+from decent_optim_wrapper.ddp import DecentralizedDataParallel
+
+VIEWS = pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+
+
+class Shared(nn.Module):
+    """A weight used twice, one that is never used, a frozen one in between, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.unused = nn.Linear(7, 2)
+        self.middle = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 3)
+        self.double()
+        fill(self)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(self.first(inputs).tanh()).tanh()
+        hidden = self.norm(self.middle(hidden)).tanh()
+        return self.last(hidden)  # type: ignore[no-any-return]
+
+
+def compare(make: Any, prepare: Any = lambda model, step: None, **options: Any) -> None:
+    """On a ring of four, backward passes must train as steps do, bit for bit."""
+
+    def ours(rank: int, group: dist.ProcessGroup) -> Tensor:
+        module = make()
+        model = wrap(module, group, topology="ring", **options)
+        for step in range(6):
+            prepare(module, step)
+            train(model, rank, range(step, step + 1))
+        return flat(module)
+
+    def theirs(rank: int, group: dist.ProcessGroup) -> Tensor:
+        module = make()
+        optimizer = wrap_base(module, group, topology="ring")
+        for step in range(6):
+            prepare(module, step)
+            train_by_steps(module, optimizer, rank, range(step, step + 1))
+        return flat(module)
+
+    expected = run_threads(4, theirs)
+    assert all(map(torch.equal, run_threads(4, ours), expected))
+    assert (expected[0] - flat(make())).abs().max() > 1e-2
+
+
+@VIEWS
+def test_a_parameter_used_twice_and_an_unused_one_train_as_with_the_wrapper(views: bool) -> None:
+    compare(Shared, param_as_bucket_view=views)
+
+
+@VIEWS
+def test_a_layer_that_is_frozen_for_a_while_keeps_its_values_for_the_rest_of_the_pass(
+    views: bool,
+) -> None:
+    def freeze(model: Shared, step: int) -> None:
+        model.middle.requires_grad_(step not in (2, 3))
+
+    # Otherwise `last` would complete the bucket of `middle`, which the pass has yet to go through.
+    compare(Shared, freeze, param_as_bucket_view=views, bucket_size_in_mb=400 / 2**20)
+
+
+def test_a_convolution_in_channels_last_trains_as_with_the_wrapper() -> None:
+    def make() -> nn.Module:
+        layers = [nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.Conv2d(3, 3, 1), nn.Flatten()]
+        model = nn.Sequential(*layers).double()
+        fill(model)
+        return model.to(memory_format=torch.channels_last)
+
+    compare(make, bucket_size_in_mb=100 / 2**20)
+
+
+def test_a_gradient_that_is_none_on_one_rank_keeps_nobody_waiting() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        model = wrap(module := make_model(), group, topology="ring")
+        for step in range(4):
+            if rank == 0:
+                backward(module[0](batch(rank, step)).sum())
+            else:
+                train(model, rank, range(step, step + 1))
+        assert model.optimizer.round == 4
+        model.optimizer.synchronize()
+        return flat(module[2])
+
+    for row in run_threads(2, main):
+        assert not torch.equal(row, flat(make_model()[2]))
+
+
+@pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
+@pytest.mark.parametrize("late", [True, False], ids=["before-backward", "before-forward"])
+def test_micro_batches_make_one_step(late: bool, in_backward: bool | None) -> None:
+    def ours(rank: int, group: dist.ProcessGroup) -> Tensor:
+        model = wrap(make_model(), group, update_in_backward=in_backward)
+        for step in range(3):
+            model.set_accumulate_grad(True)
+            backward(loss_of(model, rank, 2 * step))
+            assert model.optimizer.round == step
+            if not late:
+                model.set_accumulate_grad(False)
+            loss = loss_of(model, rank, 2 * step + 1)
+            model.set_accumulate_grad(False)
+            backward(loss)
+            assert model.optimizer.round == step + 1
+        return flat(model)
+
+    def theirs(rank: int, group: dist.ProcessGroup) -> Tensor:
+        model = make_model()
+        optimizer = wrap_base(model, group)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(loss_of(model, rank, 2 * step))
+            backward(loss_of(model, rank, 2 * step + 1))
+            optimizer.step()
+        return flat(model)
+
+    expected = run_threads(2, theirs)
+    assert all(map(torch.equal, run_threads(2, ours), expected))
+    assert not torch.equal(expected[0], flat(make_model()))
+
+
+def test_what_is_no_backward_pass_of_the_parameters_makes_no_step() -> None:
+    model = wrap(make_model(), None)
+    before = flat(model)
+    with torch.no_grad():
+        loss_of(model, 0, 0)
+    model.eval()
+    loss_of(model, 0, 0)
+    model.train()
+    inputs = batch(0, 0).requires_grad_()
+    (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    model.zero_grad()
+    assert model.optimizer.round == 0
+    assert torch.equal(flat(model), before)
+    backward(model(inputs).sum() + slope.square().sum())
+    assert model.optimizer.round == 1
+    assert not torch.equal(flat(model), before)
+
+
+def test_zero_grad_is_harmless_anywhere() -> None:
+    rows = []
+    for clears in (True, False):
+        model = wrap(make_model(), None)
+        for step in range(3):
+            if clears:
+                model.zero_grad()
+            loss = loss_of(model, 0, step)
+            if clears:
+                model.optimizer.zero_grad()
+            backward(loss)
+            if clears:
+                model.zero_grad()
+        rows.append(flat(model))
+    assert torch.equal(*rows)
+    assert not torch.equal(rows[0], flat(make_model()))
+
+
+class Pair(NamedTuple):
+    one: Tensor
+    other: Tensor
+
+
+@dataclass
+class Output:
+    logits: dict[str, list[Pair]]
+
+
+class Checkpointed(nn.Module):
+    """Every layer in a checkpoint; the weight of `tied` in two of them."""
+
+    def __init__(self, reentrant: bool, ties: int = 1, count: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(count)).double()
+        self.order = [*range(count), *[count - 1] * (ties - 1)]
+        self.reentrant = reentrant
+        fill(self)
+
+    def forward(self, inputs: Tensor) -> Output:
+        hidden = inputs.clone().requires_grad_()
+        for index in self.order:
+            layer = self.layers[index]
+            hidden = checkpoint(layer, hidden, use_reentrant=self.reentrant).tanh()
+        return Output({"logits": [Pair(hidden, hidden * 2)]})
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers_make_one_step_in_a_pass(reentrant: bool) -> None:
+    def run(module: nn.Module, model: Any, finish: Any) -> Tensor:
+        for step in range(3):
+            output = model(batch(0, step)).logits["logits"][0]
+            backward((output.one * output.other).mean())
+            finish()
+        return flat(module)
+
+    module, plain = Checkpointed(reentrant), Checkpointed(reentrant)
+    model = wrap(module, None)
+    base = sgd(plain.parameters())
+    assert base.defaults["momentum"]
+    row = run(module, model, lambda: None)
+    assert model.optimizer.round == 3
+
+    def finish() -> None:
+        base.step()
+        base.zero_grad()
+
+    assert torch.equal(row, run(plain, plain, finish))
+    assert not torch.equal(row, flat(Checkpointed(reentrant)))
+
+
+@pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
+def test_a_gradient_that_comes_too_late_is_an_error_or_waited_for(in_backward: bool | None) -> None:
+    module = Checkpointed(reentrant=True, ties=2)
+    model = wrap(module, None, update_in_backward=in_backward, bucket_size_in_mb=1e-5)
+    loss = model(batch(0, 0)).logits["logits"][0].one.sum()
+    if in_backward is False:
+        backward(loss)
+        assert model.optimizer.round == 1
+        return
+    with pytest.raises(RuntimeError, match=r"one gradient of layers.5.bias .* use_reentrant"):
+        backward(loss)
+    with pytest.raises(RuntimeError, match="ended in the middle of a step"):
+        model(batch(0, 0))
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+
+class Breakable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)).double()
+        self.breaks_at: int | None = None
+        fill(self)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if index == self.breaks_at:
+                inputs = Breaks.apply(inputs)
+            inputs = layer(inputs).tanh()
+        return inputs[:, :3]
+
+
+def test_an_error_of_the_user_in_the_middle_of_a_step_is_remembered() -> None:
+    model = wrap(module := Breakable(), None)
+    train(model, 0, range(2))
+    module.breaks_at = 2
+    loss = loss_of(model, 0, 2)
+    before = flat(model)
+    with pytest.raises(KeyError, match="mine"):
+        backward(loss)
+    assert not torch.equal(flat(model), before)
+    module.breaks_at = None
+    for refused in (lambda: loss_of(model, 0, 3), model.state_dict, model.global_avg):
+        with pytest.raises(RuntimeError, match="the last backward pass ended in the middle of a"):
+            refused()
+    with pytest.raises(RuntimeError, match="the last backward pass ended in the middle of a"):
+        backward(loss_of(module, 0, 3))
+
+
+@pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
+def test_an_error_of_the_user_before_the_first_gradient_changes_nothing(
+    in_backward: bool | None,
+) -> None:
+    model = wrap(module := Breakable(), None, update_in_backward=in_backward)
+    train(model, 0, range(2))
+    before = flat(model)
+    module.breaks_at = 3
+    # A loss of which the last layer has no part.
+    loss = Breaks.apply(model(batch(0, 2))).sum()
+    with pytest.raises(KeyError):
+        backward(loss)
+    assert torch.equal(flat(model), before)
+    module.breaks_at = None
+    train(model, 0, range(2, 3))
+    assert model.optimizer.round == 3
+    assert not torch.equal(flat(model), before)
+
+
+def test_a_lost_peer_is_told_by_the_backward_pass() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        model = wrap(make_model(), group, topology="ring", timeout=1.0)
+        train(model, rank, range(2))
+        if rank == 0:
+            loss = loss_of(model, rank, 2)
+            before = flat(model)
+            backward(loss)
+            loss = loss_of(model, rank, 3)
+            assert not torch.equal(flat(model), before)
+            before = flat(model)
+            with pytest.raises(PeerError) as error:
+                backward(loss)
+            assert error.value.rank == 1
+            assert torch.equal(flat(model), before)
+
+    run_threads(2, main)
+
+
+def test_values_that_the_pass_still_wants_are_not_changed_in_silence() -> None:
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = self.first(inputs) * self.last.weight.detach().sum(0)
+            hidden = hidden @ self.last.weight.detach()
+            return self.last(hidden)  # type: ignore[no-any-return]
+
+    module = Detached()
+    fill(module)
+    model = wrap(module, None, bucket_size_in_mb=1e-5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward(model(batch(0, 0)).sum())
+
+
+def test_sparse_gradients_are_refused() -> None:
+    class Embeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(9, 4, sparse=True).double()
+            self.last = nn.Linear(4, 40).double()
+
+        def forward(self, words: Tensor) -> Tensor:
+            return self.last(self.words(words))  # type: ignore[no-any-return]
+
+    model = wrap(Embeds(), None)
+    with pytest.raises(RuntimeError, match=r"expected dense gradients, but that of words.weight"):
+        backward(model(torch.tensor([1, 2])).sum())
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
+def test_gradients_are_unscaled_once(in_backward: bool | None, fused: bool, clip: float) -> None:
+    rows = []
+    for scale in (1024.0, None):
+        scaler = GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+        model = wrap(
+            make_model(dtype=torch.float32),
+            None,
+            lambda named: torch.optim.SGD(named, lr=0.1, fused=fused),
+            scaler=scaler,
+            grad_clip_norm=clip,
+            update_in_backward=in_backward,
+        )
+        for step in range(4):
+            backward(scaler.scale(loss_of(model, 0, step)))
+        rows.append(flat(model))
+        assert scaler.get_scale() == (scale or 1.0)
+    torch.testing.assert_close(*rows, rtol=1e-6, atol=1e-7)
+    assert (rows[0] - flat(make_model(dtype=torch.float32))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
+def test_an_overflow_on_one_rank_skips_an_update_there_and_halves_its_scale_once(
+    in_backward: bool | None,
+) -> None:
+    """One bucket of rank 0 overflows in step 1; at lr 1 and no momentum an update is a gradient."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[list[float], int]:
+        scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+        module = make_model(dtype=torch.float32)
+        last = module.get_parameter("4.bias")
+        model = wrap(
+            module,
+            group,
+            lambda named: torch.optim.SGD(named, lr=0.1),
+            scaler=scaler,
+            topology="ring",
+            update_in_backward=in_backward,
+        )
+        scales = []
+        for step in range(4):
+            overflows = (rank, step) == (0, 1)
+            factor = float("inf") if overflows else 1.0
+            hook = last.register_hook(lambda grad, factor=factor: grad * factor)  # type: ignore[no-untyped-call]
+            loss = scaler.scale(loss_of(model, rank, step))
+            before = {p: p.detach().clone() for p in module.parameters()}
+            backward(loss)
+            hook.remove()
+            scales.append(scaler.get_scale())
+            assert all(p.isfinite().all() for p in module.parameters())
+            if step == 1:
+                # Ranks agree before the second step up to their first updates.
+                assert not torch.equal(last, before[last])
+        model.optimizer.synchronize()
+        return scales, model.optimizer.round
+
+    (zero, rounds), (one, _) = run_threads(2, main)
+    assert rounds == 4
+    assert zero == [1024.0, 512.0, 512.0, 512.0]
+    assert one == [1024.0] * 4
+
+
+def test_an_overflow_skips_its_bucket_only() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    module = make_model(dtype=torch.float32)
+    model = wrap(module, None, scaler=scaler)
+    first, *_, last = model.optimizer._engine.gossip.buckets
+    overflowing = module.get_parameter("4.bias")
+    overflowing.register_hook(lambda grad: grad * float("inf"))  # type: ignore[no-untyped-call]
+    before = [[p.detach().clone() for p in bucket.members] for bucket in (first, last)]
+    backward(scaler.scale(loss_of(model, 0, 0)))
+    assert any(member is overflowing for member in first.members)
+    assert all(map(torch.equal, first.members, before[0]))
+    assert not any(map(torch.equal, last.members, before[1]))
+    assert scaler.get_scale() == 4.0
+
+
+def test_clipping_is_by_bucket_inside_the_pass_and_by_the_model_at_its_end() -> None:
+    moved = {}
+    for in_backward in (True, False):
+        model = wrap(
+            make_model(),
+            None,
+            lambda named: torch.optim.SGD(named, lr=1.0),
+            grad_clip_norm=1.0,
+            update_in_backward=in_backward,
+        )
+        buckets = model.optimizer._engine.gossip.buckets
+        before = flat(model)
+        backward(1000 * loss_of(model, 0, 0))
+        moved[in_backward] = (flat(model) - before).norm().item()
+        assert len(buckets) >= 2
+    assert moved[False] == pytest.approx(1.0, rel=1e-4)
+    assert moved[True] == pytest.approx(len(buckets) ** 0.5, rel=1e-4)
+
+
+class Doubled(torch.optim.SGD):
+    """A class of which nobody knows whether its update is per parameter."""
+
+
+def test_an_unknown_base_is_updated_at_the_end_with_a_warning() -> None:
+    def make(named: Any) -> Doubled:
+        return Doubled(named, lr=0.1)
+
+    lines: list[str] = []
+    sink = logger.add(lines.append, level="WARNING", format="{message}")
+    logger.enable("decent_optim_wrapper")
+    try:
+        model = wrap(make_model(), None, make)
+    finally:
+        logger.disable("decent_optim_wrapper")
+        logger.remove(sink)
+    assert any("got Doubled" in line and "updated at the end" in line for line in lines)
+    train(model, 0, range(2))
+    assert all(p.grad is None for p in model.parameters())
+    # Forced, it is updated in parts.
+    forced = wrap(make_model(), None, make, update_in_backward=True)
+    train(forced, 0, range(2))
+    assert torch.equal(flat(model), flat(forced))
+    assert not torch.equal(flat(model), flat(make_model()))
+
+
+def test_hooks_on_the_steps_are_called_in_every_pass() -> None:
+    model = wrap(make_model(), None)
+    calls: list[str] = []
+    model.optimizer.register_step_post_hook(lambda *_: calls.append("wrapper"))
+    train(model, 0, range(2))
+    assert calls == ["wrapper"] * 2
+    assert model.optimizer.round == 2
+
+
+def hooked(named: Any) -> torch.optim.Optimizer:
+    base = sgd(named)
+    base.register_step_post_hook(lambda *_: None)
+    return base
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "changes"),
+    [
+        (TypeError, "model expects a torch.nn.Module, got int", {"model": 3}),
+        (TypeError, "optimizer expects a torch.optim.Optimizer", {"optim_fn": lambda named: 3}),
+        (TypeError, "grad_clip_norm expects a number", {"grad_clip_norm": "1"}),
+        (ValueError, "grad_clip_norm must be 0 or more", {"grad_clip_norm": -1}),
+        (TypeError, "update_in_backward expects True, False or None", {"update_in_backward": 1}),
+        (TypeError, "overlap", {"overlap": False}),
+        (ValueError, "LBFGS evaluates its closure", {"optim_fn": "lbfgs"}),
+        (ValueError, "no step hooks, got SGD", {"optim_fn": hooked, "update_in_backward": True}),
+        (
+            ValueError,
+            "lr_scheduler_fn expects a scheduler that steps without a metric",
+            {"lr_scheduler_fn": torch.optim.lr_scheduler.ReduceLROnPlateau},
+        ),
+    ],
+)
+def test_wrong_arguments_are_told(error: Any, match: str, changes: dict[str, Any]) -> None:
+    if changes.get("optim_fn") == "lbfgs":
+        changes = {"optim_fn": lambda named: torch.optim.LBFGS([p for _, p in named])}
+    arguments = {"model": make_model(), "optim_fn": sgd, **changes}
+    with pytest.raises(error, match=match):
+        DecentralizedDataParallel(**arguments)
+
+
+def test_a_state_with_other_parts_is_refused() -> None:
+    model = wrap(make_model(), None)
+    with pytest.raises(ValueError, match=r"expected the states of \['model', 'optimizer'\]"):
+        model.load_state_dict(make_model().state_dict())
+
+
+def test_names_are_those_of_the_model_and_modes_reach_it() -> None:
+    module = Shared()
+    model = wrap(module, None)
+    assert [*model.named_parameters()] == [*module.named_parameters()]
+    assert [*model.parameters()] == [*module.parameters()]
+    assert dict(model.named_buffers()).keys() == dict(module.named_buffers()).keys()
+    assert not model.eval().training
+    assert not module.norm.training
+    assert model.train() is model
+    assert module.norm.training
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_buffers_and_frozen_parameters_start_alike_and_buffers_are_averaged_if_asked(
+    averaged: bool,
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+        module = Shared()
+        fill(module, seed=rank)
+        module.first.requires_grad_(False)
+        running = module.get_buffer("norm.running_mean").fill_(float(rank + 1))
+        model = wrap(module, group, sync_buffer_in_global_avg=averaged)
+        assert running[0] == 1
+        first = flat(module.first)
+        running.fill_(float(rank + 1))
+        model.global_avg()
+        mean = running.clone()
+        model.revert_global_avg()
+        return first, mean, running
+
+    (first, mean, back), (other, other_mean, other_back) = run_threads(2, main)
+    assert torch.equal(first, other)
+    assert [mean[0].item(), other_mean[0].item()] == ([1.5, 1.5] if averaged else [1.0, 2.0])
+    assert [back[0].item(), other_back[0].item()] == [1.0, 2.0]
+
+
+def test_the_ranks_must_agree_on_how_they_train() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        make: Any = wrap if rank else wrap_base
+        with pytest.raises(ValueError, match="the ranks disagree"):
+            make(make_model(), group, param_as_bucket_view=True)
+
+    run_threads(2, main)
+
+
+def test_a_module_that_is_dropped_leaves_its_model_alone() -> None:
+    module = make_model()
+    dropped = wrap(module, None)
+    train(dropped, 0, range(1))
+    gone = weakref.ref(dropped)
+    del dropped
+    gc.collect()
+    assert gone() is None
+    before = flat(module)
+    backward(loss_of(module, 0, 1))
+    assert torch.equal(flat(module), before)
+    assert module[0].weight.grad is not None
+    module.zero_grad()
+    again = wrap(module, None, adamw)
+    train(again, 0, range(1, 3))
+    assert again.optimizer.round == 2
