@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from decent_optim_wrapper._agreement import check_gradients, named_parameters
 from decent_optim_wrapper._bucket import Bucket
+from decent_optim_wrapper._engine import Extras
 from decent_optim_wrapper._update import Scaling, step_hooks
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
@@ -21,17 +22,26 @@ from decent_optim_wrapper.wrapper import DecentOptimWrapper
 class BackwardOptimizer(DecentOptimWrapper):
     """A wrapper whose buckets are filled in the order in which a backward pass completes them.
 
+    Not in that of the groups: one of all biases would be complete with the whole pass only.
+
     Args:
-        optimizer: the base, with the parameters in the order of the forward pass.
-        carried: further tensors, broadcast at the start and given to a rank that comes back.
+        optimizer: the base.
+        model: its parameters are in the order of the forward pass. What the base does not hold of
+            them starts alike on all ranks, too.
+        average_buffers: the floating-point ones of the model, with `global_avg`.
         options: those of `DecentOptimWrapper`.
     """
 
-    _reverse_order = True
-
-    def __init__(self, optimizer: Optimizer, carried: Iterable[Tensor], **options: Any) -> None:
-        self._carried = tuple(carried)
-        super().__init__(optimizer, **options)
+    def __init__(
+        self, optimizer: Optimizer, model: nn.Module, average_buffers: bool, **options: Any
+    ) -> None:
+        trained = set(map(id, _params(optimizer)))
+        params, buffers = list(model.parameters()), list(model.buffers())
+        others = [param for param in params if id(param) not in trained]
+        self._extras = Extras(
+            tuple(reversed(params)), (*others, *([] if average_buffers else buffers))
+        )
+        super().__init__(optimizer, buffers=buffers if average_buffers else (), **options)
 
     @property
     def splits(self) -> bool:

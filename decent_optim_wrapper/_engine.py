@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from loguru import logger
@@ -46,6 +48,24 @@ class Place(NamedTuple):
     on_membership_change: OnChange | None
 
 
+class Extras(NamedTuple):
+    """What a module adds that has the optimizer inside.
+
+    Args:
+        order: the parameters as buckets are filled with them, others last; empty means the order
+            of the groups.
+        carried: what else the ranks have in common at the start, and tell one that comes back.
+    """
+
+    order: tuple[Tensor, ...] = ()
+    carried: tuple[Tensor, ...] = ()
+
+    def places(self, tensors: Iterable[Tensor]) -> list[int]:
+        """Where each of them stands in the order."""
+        places = {id(tensor): place for place, tensor in enumerate(self.order)}
+        return [places.get(id(tensor), len(places)) for tensor in tensors]
+
+
 class Engine:
     """The parts of one wrapper, and what they do together.
 
@@ -55,7 +75,7 @@ class Engine:
         place: see there.
         topology: a name or an instance.
         buffers: what is averaged beside the parameters.
-        carried: what else the ranks have in common at the start.
+        extras: see there.
     """
 
     def __init__(
@@ -65,13 +85,14 @@ class Engine:
         place: Place,
         topology: str | Topology,
         buffers: Iterable[Tensor],
-        carried: Iterable[Tensor] = (),
+        extras: Extras,
     ) -> None:
         self.settings = settings
         self.meter = Meter()
         self._optimizer = optimizer
         self._buffers = [Named("buffer", str(i), tensor) for i, tensor in enumerate(buffers)]
-        others = [Named("tensor", str(i), tensor) for i, tensor in enumerate(carried)]
+        self._extras = extras
+        others = [Named("tensor", str(i), tensor) for i, tensor in enumerate(extras.carried)]
         self._others = [*self._buffers, *others]
         parameters = named_parameters(optimizer.param_groups)
         check_tensors(parameters)
@@ -136,16 +157,16 @@ class Engine:
         """Gossip those parameters that want a gradient, beside those that are gossiped already."""
         known = {id(tensor) for bucket in self.gossip.buckets for tensor in bucket.members}
         tensors = {id(p.tensor): p.tensor for p in parameters}
-        wanted = {key: t for key, t in tensors.items() if t.requires_grad or key in known}
-        if self.settings.reverse_order:
-            wanted = dict(reversed(wanted.items()))
+        live = [t for key, t in tensors.items() if t.requires_grad or key in known]
+        ordered = sorted(zip(self._extras.places(live), live, strict=True), key=itemgetter(0))
+        wanted = [tensor for _, tensor in ordered]
         if self.layout.as_view:
             # Members stay in the storage that they have.
-            fresh = plan_buckets((t for k, t in wanted.items() if k not in known), self.layout)
+            fresh = plan_buckets((t for t in wanted if id(t) not in known), self.layout)
             self.gossip.replan([*self.gossip.buckets, *fresh])
         else:
             # The plan of a new wrapper on the same groups: a resumed run sums in the same order.
-            self.gossip.replan(plan_buckets(wanted.values(), self.layout))
+            self.gossip.replan(plan_buckets(wanted, self.layout))
 
     def before_step(self) -> None:
         """Notice what was done to parameters, averages and members since the last step."""
@@ -271,6 +292,9 @@ class Engine:
 
     def _agree(self, tensors: list[Named]) -> None:
         text = self._agreement.describe(tensors)
+        if self._extras.order:
+            places = str(self._extras.places(each.tensor for each in tensors)).encode()
+            text += f"\nbuckets filled in the order {hashlib.sha256(places).hexdigest()[:8]}"
         if not self._joins:
             self._agreement.check(text)
         if self._survival:

@@ -36,7 +36,6 @@ class Settings(NamedTuple):
     outer: Rule | None
     average_state: str
     mixing_rate: float
-    reverse_order: bool = False
 
     @property
     def patience(self) -> timedelta | None:

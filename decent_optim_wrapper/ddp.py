@@ -104,17 +104,14 @@ class DecentralizedDataParallel(Module):
         check_base(base, overlap=True)
         if update_in_backward and not steps_alone(type(base)):
             raise _not_in_parts(base)
-        buffers = list(model.buffers())
-        trained = {id(param) for group in base.param_groups for param in group["params"]}
-        others = [param for param in model.parameters() if id(param) not in trained]
         self.optimizer = wrapper = BackwardOptimizer(
             base,
-            carried=others if sync_buffer_in_global_avg else [*others, *buffers],
+            model,
+            sync_buffer_in_global_avg,
             topology=topology,
             bucket_cap_mb=bucket_size_in_mb,
             overlap=True,
             param_as_bucket_view=param_as_bucket_view,
-            buffers=buffers if sync_buffer_in_global_avg else (),
             split_update=update_in_backward or None,
             **options,
         )

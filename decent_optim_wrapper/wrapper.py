@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from decent_optim_wrapper import metrics
 from decent_optim_wrapper._agreement import named_parameters
 from decent_optim_wrapper._bucket import MIB, Bucket
-from decent_optim_wrapper._engine import Engine, Place
+from decent_optim_wrapper._engine import Engine, Extras, Place
 from decent_optim_wrapper._facade import OptimizerFacade
 from decent_optim_wrapper._header import Call
 from decent_optim_wrapper._join import IdleRounds
@@ -101,10 +101,8 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
     # would skip step(), round included, on just the rank whose gradients overflowed.
     _step_supports_amp_scaling = True
 
-    # What a wrapper that steps inside the backward pass has different: buckets in the reverse order
-    # of the parameters, and tensors that start alike on all ranks and are not averaged.
-    _reverse_order = False
-    _carried: tuple[Tensor, ...] = ()
+    # Of a module that steps in its backward pass; nothing without one.
+    _extras = Extras()
 
     def __init__(
         self,
@@ -138,7 +136,6 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
             *(bucket_cap_mb, overlap, sync_at_start, comm_dtype, param_as_bucket_view),
             *(timeout, on_nonfinite, on_peer_failure, gossip_every, global_avg_every),
             *(find_rule(slow_momentum, outer_momentum), average_state, mixing_rate),
-            reverse_order=self._reverse_order,
         ).check()
         check_base(optimizer, overlap)
         super().__init__(optimizer)
@@ -147,7 +144,7 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         place = Place(
             *(rank, world_size, local_world_size, process_group, store, on_membership_change)
         )
-        self._engine = Engine(optimizer, settings, place, topology, buffers, self._carried)
+        self._engine = Engine(optimizer, settings, place, topology, buffers, self._extras)
         logger.info("{!r}", self)
 
     @property

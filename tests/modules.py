@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,9 +84,8 @@ def wrap_base(
     """What a training loop has, with the buckets in either order."""
     base = optim_fn(list(model.named_parameters()))
     options = {"bucket_cap_mb": CAP_MB, "process_group": group, **options}
-    return (
-        BackwardOptimizer(base, (), **options) if reverse else DecentOptimWrapper(base, **options)
-    )
+    ours = partial(BackwardOptimizer, base, model, average_buffers=False)
+    return (ours if reverse else partial(DecentOptimWrapper, base))(**options)
 
 
 def train(model: DecentralizedDataParallel, rank: int, steps: range) -> None:

@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from decent_optim_wrapper import TopologyFactory
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
+from decent_optim_wrapper.optim import optim_fn_adamw
 
 STEPS = 7
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "accum_adam": accum_adam}
@@ -144,15 +145,20 @@ class Peak:
         self.bytes = max(self.bytes, live)
 
 
+@pytest.mark.parametrize("optim_fn", [sgd, optim_fn_adamw])
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
-def test_no_more_gradients_than_those_of_one_bucket_are_there_at_a_time(views: bool) -> None:
+def test_no_more_gradients_than_those_of_one_bucket_are_there_at_a_time(
+    views: bool, optim_fn: Any
+) -> None:
+    """Also where the biases are a group of their own."""
+
     def main(rank: int, group: dist.ProcessGroup) -> None:
         module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
         fill(module)
         peak = Peak(module)
         largest = 16 * 16 * 4
         options: Any = {"param_as_bucket_view": views, "topology": "ring"}
-        model = wrap(module, group, bucket_size_in_mb=3000 / 2**20, **options)
+        model = wrap(module, group, optim_fn, bucket_size_in_mb=3000 / 2**20, **options)
         buckets = model.optimizer._engine.gossip.buckets
         for step in range(3):
             backward(model(torch.ones(2, 16) * step).sum())

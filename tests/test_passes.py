@@ -576,13 +576,25 @@ def test_buffers_and_frozen_parameters_start_alike_and_buffers_are_averaged_if_a
     assert [back[0].item(), other_back[0].item()] == [1.0, 2.0]
 
 
-def test_the_ranks_must_agree_on_how_they_train() -> None:
+class TwoLayers(nn.Module):
+    """The same names and shapes, registered in either order."""
+
+    def __init__(self, backwards: bool) -> None:
+        super().__init__()
+        for name in ("two", "one") if backwards else ("one", "two"):
+            self.add_module(name, nn.Linear(8, 8))
+
+
+def test_the_ranks_must_fill_buckets_in_the_same_order() -> None:
+    def sorted_sgd(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+        return sgd(sorted(named))
+
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        make: Any = wrap if rank else wrap_base
-        with pytest.raises(ValueError, match="the ranks disagree"):
-            make(make_model(), group, param_as_bucket_view=True)
+        with pytest.raises(ValueError, match=r"the ranks disagree.*buckets filled in the order"):
+            wrap(TwoLayers(backwards=rank == 1), group, sorted_sgd)
 
     run_threads(2, main)
+    run_threads(2, lambda rank, group: wrap(TwoLayers(backwards=True), group, sorted_sgd))
 
 
 def test_a_module_that_is_dropped_leaves_its_model_alone() -> None:
