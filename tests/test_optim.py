@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from decent_dp import optim as decent_dp
 from problem import TINY_CAP_MB, backward, flatten, make_params, oracle
 from ranks import run_threads
 from torch import Tensor, nn
@@ -107,7 +108,7 @@ def test_longer_windows_follow_the_formula(kind: Any, foreach: bool, s: int) -> 
 @BOTH
 @pytest.mark.parametrize("s", [1, 4])
 def test_decent_dp_agrees(kind: Any, s: int) -> None:
-    theirs = getattr(pytest.importorskip("decent_dp.optim"), kind.__name__)
+    theirs = getattr(decent_dp, kind.__name__)
     kwargs = {"lr": 0.02, "betas": (BETA1, BETA2), "weight_decay": 0.1, "accum_iter": s}
     ours = ending(partial(kind, **kwargs), 30)
     torch.testing.assert_close(ours, ending(partial(theirs, **kwargs), 30), rtol=0, atol=1e-13)
