@@ -82,6 +82,12 @@ class Case(NamedTuple):
 
     optim_fn: Callable[[Named], Optimizer]
     dtype: torch.dtype
+    # Their adaptive factor, our mixing rate.
+    rate: float
+
+
+def cases(rate: float) -> list[Case]:
+    return [Case(sgd, torch.float64, rate), Case(adam, torch.float32, rate)]
 
 
 class Training(NamedTuple):
@@ -98,6 +104,7 @@ Build = Callable[[nn.Module, Case, Any], Training]
 
 def decent_dp(model: nn.Module, case: Case, topology: str) -> Training:
     network = DecentDP(model, case.optim_fn, decaying, topology, bucket_size_in_mb=CAP_MB)
+    network.set_adaptive_factor(case.rate)
 
     def average() -> None:
         assert 1 < len(network._param_buckets) < len(list(model.parameters()))
@@ -109,6 +116,7 @@ def decent_dp(model: nn.Module, case: Case, topology: str) -> Training:
 def wrapper(model: nn.Module, case: Case, topology: Any, **options: Any) -> Training:
     base = case.optim_fn(list(model.named_parameters()))
     optimizer = DecentOptimWrapper(base, topology=topology, bucket_cap_mb=CAP_MB, **options)
+    optimizer.mixing_rate = case.rate
     scheduler = decaying(optimizer)
 
     def update(loss: Tensor) -> None:
@@ -128,6 +136,7 @@ def module(model: nn.Module, case: Case, topology: Any, **options: Any) -> Train
     network = DecentralizedDataParallel(
         model, case.optim_fn, decaying, topology, bucket_size_in_mb=CAP_MB, **options
     )
+    network.optimizer.mixing_rate = case.rate
 
     def average() -> None:
         assert 1 < network.optimizer.stats().buckets < len(list(model.parameters()))
@@ -174,10 +183,7 @@ class Run(NamedTuple):
     from_phase_zero: Rows
 
 
-CASES = [Case(sgd, torch.float64), Case(adam, torch.float32)]
-
-
-def train_cases(rank: int, name: str) -> list[Run]:
+def train_cases(rank: int, name: str, rate: float) -> list[Run]:
     quiet()
     dist.init_process_group("gloo")
     register_lazy_ring()
@@ -190,7 +196,7 @@ def train_cases(rank: int, name: str) -> list[Run]:
             {which: trajectory(build, case, shifted) for which, build in OURS.items()},
             trajectory(wrapper, case, topology),
         )
-        for case in CASES
+        for case in cases(rate)
     ]
     dist.destroy_process_group()
     return runs
@@ -206,20 +212,23 @@ def local_world_size() -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "local"),
+    ("name", "world_size", "local", "rate"),
     [
-        ("complete", 4, 4),
-        ("ring", 4, 4),
-        ("one-peer-exp", 4, 4),
-        ("one-peer-exp", 8, 8),
-        ("alternating-exp-ring", 4, 2),
-        ("alternating-exp-ring", 8, 2),
-        ("lazy-ring", 4, 4),
+        ("complete", 4, 4, 1.0),
+        ("ring", 4, 4, 1.0),
+        ("ring", 4, 4, 0.6),
+        ("one-peer-exp", 4, 4, 1.0),
+        ("one-peer-exp", 8, 8, 1.0),
+        ("alternating-exp-ring", 4, 2, 1.0),
+        ("alternating-exp-ring", 8, 2, 1.0),
+        ("lazy-ring", 4, 4, 1.0),
     ],
 )
-def test_both_libraries_go_the_same_way(name: str, world_size: int, local: int) -> None:
-    ranks = run_processes(world_size, train_cases, name, local_world_size=local)
-    for case, runs in zip(CASES, zip(*ranks, strict=True), strict=True):
+def test_both_libraries_go_the_same_way(
+    name: str, world_size: int, local: int, rate: float
+) -> None:
+    ranks = run_processes(world_size, train_cases, name, rate, local_world_size=local)
+    for case, runs in zip(cases(rate), zip(*ranks, strict=True), strict=True):
         theirs = by_rank([run.theirs for run in runs])
         beginning, after_first, average = theirs[:, 0], theirs[:, 1], theirs[:, -1]
         assert torch.equal(after_first, beginning), "they update at the second forward"
