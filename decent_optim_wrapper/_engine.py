@@ -172,9 +172,7 @@ class Engine:
         """Notice what was done to parameters, averages and members since the last step."""
         self.check_parameters()
         if self.average.revertible:
-            self.average.keep()
-            self.gossip.discard()
-            self._after_average()
+            self.keep_average()
         if self._survival and self._survival.wanted:
             self._survival.recover("another rank has lost a peer, or comes back")
         if self._outer:
@@ -185,8 +183,15 @@ class Engine:
         self.gossip.arrive()
         self.meet(Call.GLOBAL_AVG, lambda: self.average.apply(may_revert))
         if not may_revert:
-            self.gossip.discard()
-            self._after_average()
+            self.keep_average()
+
+    def keep_average(self) -> None:
+        """Accept the average in place as the ranks' own parameters; collective."""
+        self.average.keep()
+        self.gossip.discard()
+        self._treat_state()
+        if self._outer:
+            self._outer.rebase()
 
     def gossip_state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the base's state."""
@@ -271,12 +276,6 @@ class Engine:
     def _after_mixing(self, bucket: Bucket, kind: Kind) -> None:
         if self._outer:
             self._outer.step(bucket.members, kind)
-
-    def _after_average(self) -> None:
-        """An average has become the ranks' own parameters."""
-        self._treat_state()
-        if self._outer:
-            self._outer.rebase()
 
     def _treat_state(self) -> None:
         """Do with the base's state what is wanted after an average; not where a rank is lost."""

@@ -164,11 +164,10 @@ class DecentralizedDataParallel(Module):
             self.optimizer.global_avg(will_revert)
             return None
         self.optimizer.global_avg()
-        average, gossip = self.optimizer._engine.average, self.optimizer._engine.gossip
-        distance = average.distance()
+        engine = self.optimizer._engine
+        distance = engine.average.distance()
         if not will_revert:
-            average.keep()
-            gossip.discard()
+            engine.keep_average()
         return distance
 
     def revert_global_avg(self) -> None:
@@ -178,6 +177,10 @@ class DecentralizedDataParallel(Module):
             RuntimeError: there is nothing to restore.
         """
         self.optimizer.revert_global_avg()
+
+    def set_adaptive_factor(self, factor: float) -> None:
+        """Set the `mixing_rate` of the optimizer, by decent-dp's name; alike on all ranks."""
+        self.optimizer.mixing_rate = factor
 
     def get_lr(self) -> float:
         """The current learning rate of the first parameter group."""
