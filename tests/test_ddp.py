@@ -89,6 +89,26 @@ def test_larger_groups_train_as_with_a_wrapper_of_the_same_buckets_bit_for_bit(
     assert (ours[0] - flat(make_model())).abs().max() > 1e-2
 
 
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "rests": {"gossip_every": 2, "mixing_rate": 0.4},
+    "averages": {"global_avg_every": 3, "average_state": "average"},
+    "resets": {"global_avg_every": 3, "average_state": "reset"},
+    "slow momentum": {"global_avg_every": 3, "gossip_every": 2, "slow_momentum": 0.5},
+    "outer momentum": {"gossip_every": 2, "outer_momentum": 0.5},
+}
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize("options", SCHEDULES.values(), ids=list(SCHEDULES))
+def test_gossip_schedules_work_in_the_backward_pass(options: dict[str, Any], views: bool) -> None:
+    options = {"topology": "ring", "param_as_bucket_view": views, **options}
+    ours = run_threads(4, lambda rank, group: by_backward(rank, group, **options))
+    theirs = run_threads(4, lambda rank, group: by_steps(rank, group, reverse=True, **options))
+    plain = run_threads(4, lambda rank, group: by_backward(rank, group, topology="ring"))
+    assert all(map(torch.equal, ours, theirs))
+    assert (ours[0] - plain[0]).abs().max() > 1e-4
+
+
 @pytest.mark.parametrize("optim_fn", [sgd, adamw])
 @pytest.mark.parametrize("name", ["ring", "complete"])
 def test_it_follows_the_dense_oracle(name: str, optim_fn: Any) -> None:
