@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 
 from decent_optim_wrapper._bucket import Bucket
 from decent_optim_wrapper._flat import Flat
-from decent_optim_wrapper._gossip import Gossip
 from decent_optim_wrapper._round import Rules, nonfinite_error
 from decent_optim_wrapper._transport import Transport
+
+
+class HasBuckets(Protocol):
+    """What holds the parameters' buckets: the gossip."""
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """As they are now."""
 
 
 class WorldAverage:
@@ -19,16 +27,20 @@ class WorldAverage:
 
     Args:
         transport: the ranks and how to reach them.
-        gossip: owner of the parameters' buckets, which may grow.
+        owner: of the parameters' buckets, which may grow.
         rules: what happens to values that are not finite.
         extra: buckets of further tensors to average.
     """
 
     def __init__(
-        self, transport: Transport, gossip: Gossip, rules: Rules, extra: Iterable[Bucket]
+        self,
+        transport: Transport,
+        owner: HasBuckets,
+        rules: Rules,
+        extra: Iterable[Bucket],
     ) -> None:
         self._transport = transport
-        self._gossip = gossip
+        self._owner = owner
         self._rules = rules
         self._extra = tuple(extra)
         self._snapshot: list[tuple[Bucket, Flat]] | None = None
@@ -80,7 +92,7 @@ class WorldAverage:
 
     @property
     def _buckets(self) -> tuple[Bucket, ...]:
-        return (*self._gossip.buckets, *self._extra)
+        return (*self._owner.buckets, *self._extra)
 
     def revert(self) -> None:
         """Restore the own values and free the snapshot."""
@@ -98,7 +110,7 @@ class WorldAverage:
     def distance(self) -> float:
         """||x_i - mean(x)||_2 over the parameters, of the own values to the average in place."""
         square = torch.zeros((), dtype=torch.float64)
-        gossiped = set(self._gossip.buckets)
+        gossiped = set(self._owner.buckets)
         for bucket, own in self._snapshot or []:
             if bucket in gossiped:
                 away = bucket.pack(bucket.new_flat()).data.double() - own.data.double()

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from decent_optim_wrapper._agreement import check_gradients, named_parameters
 from decent_optim_wrapper._bucket import Bucket
-from decent_optim_wrapper._engine import Extras
+from decent_optim_wrapper._settings import Extras
 from decent_optim_wrapper._update import Scaling, step_hooks
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from loguru import logger
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decent_optim_wrapper._aftermath import Aftermath
 from decent_optim_wrapper._agreement import (
     Agreement,
     Named,
@@ -19,51 +20,19 @@ from decent_optim_wrapper._agreement import (
     named_parameters,
 )
 from decent_optim_wrapper._average import WorldAverage
-from decent_optim_wrapper._bucket import Bucket, Layout, plan_buckets
-from decent_optim_wrapper._crew import Crew
-from decent_optim_wrapper._gossip import Aftermath, Gossip, GossipState
+from decent_optim_wrapper._bucket import Layout, plan_buckets
+from decent_optim_wrapper._gossip import Gossip, GossipState
 from decent_optim_wrapper._header import Call
 from decent_optim_wrapper._meter import Meter
+from decent_optim_wrapper._place import Place, find_world
 from decent_optim_wrapper._round import Rules
-from decent_optim_wrapper._settings import Settings
+from decent_optim_wrapper._settings import Extras, Settings
 from decent_optim_wrapper._state_policy import StatePolicy
-from decent_optim_wrapper._survival import OnChange, Survival
-from decent_optim_wrapper._timetable import Kind, Timetable
+from decent_optim_wrapper._timetable import Timetable
 from decent_optim_wrapper._transfer import receive_state, send_state
-from decent_optim_wrapper._transport import Transport
-from decent_optim_wrapper._world import resolve_crew, resolve_process_group, resolve_topology
 from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.outer import Outer
 from decent_optim_wrapper.topo import Topology
-
-
-class Place(NamedTuple):
-    """Where this rank is among the others; what the fields mean is in `DecentOptimWrapper`."""
-
-    rank: int | None
-    world_size: int | None
-    local_world_size: int | None
-    process_group: Any | None
-    store: Any | None
-    on_membership_change: OnChange | None
-
-
-class Extras(NamedTuple):
-    """What a module adds that has the optimizer inside.
-
-    Args:
-        order: the parameters as buckets are filled with them, others last; empty means the order
-            of the groups.
-        carried: what else the ranks have in common at the start, and tell one that comes back.
-    """
-
-    order: tuple[Tensor, ...] = ()
-    carried: tuple[Tensor, ...] = ()
-
-    def places(self, tensors: Iterable[Tensor]) -> list[int]:
-        """Where each of them stands in the order."""
-        places = {id(tensor): place for place, tensor in enumerate(self.order)}
-        return [places.get(id(tensor), len(places)) for tensor in tensors]
 
 
 class Engine:
@@ -97,7 +66,9 @@ class Engine:
         parameters = named_parameters(optimizer.param_groups)
         check_tensors(parameters)
 
-        self._find_ranks(place, topology)
+        found = find_world(place, topology, settings)
+        self.process_group, self.transport = found.process_group, found.transport
+        self._topology, self._survival = found.topology, found.survival
         self.layout = Layout(
             settings.bucket_cap_mb,
             self.transport.wire_device,
@@ -110,16 +81,16 @@ class Engine:
 
         self._rules = Rules(settings.on_nonfinite, repr(self.topology))
         self._rules = self._rules.for_transport(self.transport)
-        self._outer = Outer(settings.outer, optimizer) if settings.outer else None
-        self._state_policy = StatePolicy(
-            settings.average_state, optimizer, self.transport, self.layout
+        self._aftermath = Aftermath(
+            StatePolicy(settings.average_state, optimizer, self.transport, self.layout),
+            Outer(settings.outer, optimizer) if settings.outer else None,
         )
         self.gossip = Gossip(
             self.transport,
             self._timetable(),
             self._rules,
             self.meter,
-            Aftermath(self._after_arrival, self._after_mixing),
+            self._aftermath,
             settings.mixing_rate,
         )
         if isinstance(topology, str):
@@ -175,8 +146,7 @@ class Engine:
             self.keep_average()
         if self._survival and self._survival.wanted:
             self._survival.recover("another rank has lost a peer, or comes back")
-        if self._outer:
-            self._outer.anchor(self._gossiped())
+        self._aftermath.begin(self.gossip.buckets)
 
     def global_avg(self, may_revert: bool) -> None:
         """Put the average in place; collective."""
@@ -189,9 +159,12 @@ class Engine:
         """Accept the average in place as the ranks' own parameters; collective."""
         self.average.keep()
         self.gossip.discard()
-        self._treat_state()
-        if self._outer:
-            self._outer.rebase()
+        try:
+            self._aftermath.keep(self.gossip.buckets)
+        except PeerError as error:
+            if self._survival is None:
+                raise
+            self._survival.recover(error)
 
     def gossip_state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the base's state."""
@@ -199,10 +172,7 @@ class Engine:
         if self.average.revertible:
             # What a step() would do with the parameters that are saved now.
             state = state._replace(in_flight=False)
-        saved = state._asdict()
-        if self._outer:
-            saved["outer"] = self._outer.state_dict()
-        return saved
+        return {**state._asdict(), **self._aftermath.state_dict()}
 
     def restore(self, saved: dict[str, Any] | None) -> None:
         """Continue from `gossip_state()`; None is the start of the training."""
@@ -213,8 +183,7 @@ class Engine:
             GossipState(int(saved["round"]), bool(saved["in_flight"]), rate, last_rate)
         )
         self.average.keep()
-        if self._outer:
-            self._outer.load_state_dict(saved.get("outer"))
+        self._aftermath.load_state_dict(saved)
 
     def idle_step(self) -> None:
         """One round without a local update."""
@@ -269,26 +238,6 @@ class Engine:
             self.settings.global_avg_every,
         )
 
-    def _after_arrival(self, kind: Kind) -> None:
-        if kind is Kind.AVERAGE:
-            self._treat_state()
-
-    def _after_mixing(self, bucket: Bucket, kind: Kind) -> None:
-        if self._outer:
-            self._outer.step(bucket.members, kind)
-
-    def _treat_state(self) -> None:
-        """Do with the base's state what is wanted after an average; not where a rank is lost."""
-        try:
-            self._state_policy.apply(self._gossiped())
-        except PeerError as error:
-            if self._survival is None:
-                raise
-            self._survival.recover(error)
-
-    def _gossiped(self) -> list[Tensor]:
-        return [member for bucket in self.gossip.buckets for member in bucket.members]
-
     def _agree(self, tensors: list[Named]) -> None:
         text = self._agreement.describe(tensors)
         if self._extras.order:
@@ -302,25 +251,6 @@ class Engine:
     @property
     def _joins(self) -> bool:
         return self._survival is not None and self._survival.joins
-
-    def _find_ranks(self, place: Place, topology: str | Topology) -> None:
-        self._survival: Survival | None = None
-        patience = self.settings.patience
-        if self.settings.on_peer_failure == "raise":
-            group = resolve_process_group(place.process_group, place.rank, place.world_size)
-            self.process_group = group
-            self.transport = Transport(group, patience)
-            self._topology = resolve_topology(
-                topology, self.transport.world_size, place.local_world_size
-            )
-            return
-        self.process_group = None
-        found = resolve_crew(place.process_group, place.store, place.rank, place.world_size)
-        self._topology = resolve_topology(topology, found.world_size, place.local_world_size)
-        timeout = patience or found.timeout
-        self.transport = Transport(None, timeout)
-        crew = Crew(found.store, found.rank, found.world_size, timeout)
-        self._survival = Survival(crew, self.transport, self._topology, place.on_membership_change)
 
     def _plan_extra(self, parameters: list[Named]) -> tuple[Any, ...]:
         extra = [b.tensor for b in self._buffers if b.tensor.is_floating_point()]

@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 from loguru import logger
 
+from decent_optim_wrapper._aftermath import Aftermath
 from decent_optim_wrapper._bucket import Bucket
 from decent_optim_wrapper._header import Call, Header
 from decent_optim_wrapper._meter import Meter
 from decent_optim_wrapper._relay import Relay
 from decent_optim_wrapper._round import Round, Rules
-from decent_optim_wrapper._timetable import Kind, Meeting, Timetable
+from decent_optim_wrapper._timetable import Meeting, Timetable
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.topo import Topology
@@ -37,19 +38,6 @@ class GossipState(NamedTuple):
     in_flight: bool
     mixing_rate: float = 1.0
     last_rate: float = 1.0
-
-
-class Aftermath(NamedTuple):
-    """What else is to be done when a round has come in.
-
-    Args:
-        arrived: called before anything of it is mixed.
-        mixed: called for every bucket that was posted, once it is mixed; also where the rank was
-            alone.
-    """
-
-    arrived: Callable[[Kind], None] = lambda kind: None
-    mixed: Callable[[Bucket, Kind], None] = lambda bucket, kind: None
 
 
 class Gossip:
@@ -163,9 +151,8 @@ class Gossip:
         the others are mixed and updated.
         """
         self._pay()
-        arrived = self._receive()
+        arrived = self._receive_to_mix()
         if arrived:
-            self._aftermath.arrived(arrived.meeting.kind)
             # Members of a replaced bucket are in a new one, which must not leave before the mixing.
             self._mix_all(arrived, beside=self._buckets)
         return Relay(self._buckets, partial(self._mix, arrived), self._next_round(), self._take_off)
@@ -173,14 +160,13 @@ class Gossip:
     def finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
         self._pay()
-        if arrived := self._receive():
-            self._aftermath.arrived(arrived.meeting.kind)
+        if arrived := self._receive_to_mix():
             self._mix_all(arrived)
 
     def arrive(self) -> None:
         """Wait for the round in flight, if there is one; nothing is mixed yet."""
         for flying in self._in_flight:
-            self._wait_for(flying)
+            self._wait_for(flying.receive)
 
     def announce(self, call: Call) -> None:
         """Make sure that the ranks of the next round's group are in the same method as this one.
@@ -215,12 +201,19 @@ class Gossip:
         if not self._in_flight:
             return None
         flying = self._in_flight.pop()
-        return flying if self._wait_for(flying) else None
+        return flying if self._wait_for(flying.receive) else None
 
-    def _wait_for(self, flying: Round) -> bool:
-        """Whether the round has arrived; not where `on_loss` has dropped it."""
+    def _receive_to_mix(self) -> Round | None:
+        arrived = self._receive()
+        if arrived:
+            # Where a rank is lost only now, the round can be mixed all the same.
+            self._wait_for(partial(self._aftermath.arrive, arrived.meeting.kind, self._buckets))
+        return arrived
+
+    def _wait_for(self, arrival: Callable[[], None]) -> bool:
+        """Whether something has come; not where a loss was met by `on_loss`, which drops rounds."""
         try:
-            flying.receive()
+            arrival()
         except PeerError as error:
             if self.on_loss is None:
                 raise
@@ -237,7 +230,7 @@ class Gossip:
         """Mix what has arrived for a bucket, if anything has."""
         if arrived and bucket in arrived.unmixed:
             arrived.mix(bucket)
-            self._aftermath.mixed(bucket, arrived.meeting.kind)
+            self._aftermath.mix(arrived.meeting.kind, bucket)
 
     def _mix_all(self, arrived: Round, beside: Collection[Bucket] = ()) -> None:
         """Mix all buckets of a round that has arrived, but for some."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from decent_optim_wrapper._facade import OptimizerFacade
@@ -95,6 +97,24 @@ class Settings(NamedTuple):
                 "outer_momentum steps at every meeting of gossip, and an exact average would undo "
                 "it: leave out global_avg_every, or use slow_momentum"
             )
+
+
+class Extras(NamedTuple):
+    """What a module adds that has the optimizer inside.
+
+    Args:
+        order: the parameters as buckets are filled with them, others last; empty means the order
+            of the groups.
+        carried: what else the ranks have in common at the start, and tell one that comes back.
+    """
+
+    order: tuple[Tensor, ...] = ()
+    carried: tuple[Tensor, ...] = ()
+
+    def places(self, tensors: Iterable[Tensor]) -> list[int]:
+        """Where each of them stands in the order."""
+        places = {id(tensor): place for place, tensor in enumerate(self.order)}
+        return [places.get(id(tensor), len(places)) for tensor in tensors]
 
 
 def check_mixing_rate(rate: Any) -> float:

@@ -19,13 +19,14 @@ from torch.optim import Optimizer
 from decent_optim_wrapper import metrics
 from decent_optim_wrapper._agreement import named_parameters
 from decent_optim_wrapper._bucket import MIB, Bucket
-from decent_optim_wrapper._engine import Engine, Extras, Place
+from decent_optim_wrapper._engine import Engine
 from decent_optim_wrapper._facade import OptimizerFacade
 from decent_optim_wrapper._header import Call
 from decent_optim_wrapper._join import IdleRounds
 from decent_optim_wrapper._meter import StepStats
+from decent_optim_wrapper._place import Place
 from decent_optim_wrapper._recalibration import recalibrated
-from decent_optim_wrapper._settings import Settings, check_base, check_mixing_rate
+from decent_optim_wrapper._settings import Extras, Settings, check_base, check_mixing_rate
 from decent_optim_wrapper._survival import OnChange
 from decent_optim_wrapper._update import Apply, LocalUpdate, Scaling, apply_update
 from decent_optim_wrapper.outer import OuterNesterov, SlowMomentum, find_rule

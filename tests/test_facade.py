@@ -53,7 +53,8 @@ def test_the_published_arguments_keep_names_and_order() -> None:
         *("optimizer", "rank", "world_size", "local_world_size", "topology", "bucket_cap_mb"),
         *("overlap", "process_group", "buffers", "sync_at_start"),
         *("comm_dtype", "param_as_bucket_view", "split_update", "timeout", "on_nonfinite"),
-        *("on_peer_failure", "on_membership_change", "store"),
+        *("on_peer_failure", "on_membership_change", "store", "mixing_rate", "gossip_every"),
+        *("global_avg_every", "slow_momentum", "outer_momentum", "average_state"),
     ]
     wrapper = DecentOptimWrapper(
         optimizer=sgd(make_params()),

@@ -1,0 +1,60 @@
+"""What happens beside the mixing: outer momentum, and the base's state at exact averages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from decent_optim_wrapper._bucket import Bucket
+from decent_optim_wrapper._state_policy import StatePolicy
+from decent_optim_wrapper._timetable import Kind
+from decent_optim_wrapper.outer import Outer
+
+
+class Aftermath:
+    """Told of everything that replaces parameters by mixed ones.
+
+    Args:
+        policy: what becomes of the base's state at exact averages.
+        outer: the outer optimizer; None if there is none.
+    """
+
+    def __init__(self, policy: StatePolicy, outer: Outer | None) -> None:
+        self._policy = policy
+        self._outer = outer
+
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        """A step begins, and nothing of it is done yet."""
+        if self._outer:
+            self._outer.anchor(_members(buckets))
+
+    def arrive(self, kind: Kind, buckets: Sequence[Bucket]) -> None:
+        """A round has arrived, and nothing of it is mixed yet; collective for exact averages."""
+        if kind is Kind.AVERAGE:
+            self._policy.apply(_members(buckets))
+
+    def mix(self, kind: Kind, bucket: Bucket) -> None:
+        """A bucket that was posted has been mixed; also where the rank was alone in the round."""
+        if self._outer:
+            self._outer.step(bucket.members, kind)
+
+    def keep(self, buckets: Sequence[Bucket]) -> None:
+        """The world average has become the ranks' own parameters; collective."""
+        if self._outer:
+            self._outer.rebase()
+        self._policy.apply(_members(buckets))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to know."""
+        return {"outer": self._outer.state_dict()} if self._outer else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state dict, which may lack everything."""
+        if self._outer:
+            self._outer.load_state_dict(state.get("outer"))
+
+
+def _members(buckets: Sequence[Bucket]) -> list[Tensor]:
+    return [member for bucket in buckets for member in bucket.members]
