@@ -197,6 +197,16 @@ def test_the_benchmarks_run_without_a_network_lab(tmp_path: Path) -> None:
     assert "| ring |" in run(benchmark / "startup.py", "--world-sizes", "16", cwd=tmp_path)
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory from /proc")
+def test_gradients_of_one_bucket_are_fewer_than_all_of_them(tmp_path: Path) -> None:
+    methods = ("DecentOptimWrapper", "DecentralizedDataParallel")
+    arguments = ("--parameters", "16e6", "--methods", *methods)
+    out = run(EXAMPLES / "benchmark" / "gradient_memory.py", *arguments, cwd=tmp_path)
+    figures = dict(re.findall(r"\| (\w+) \| (\d+) \|", out))
+    assert int(figures["DecentOptimWrapper"]) == 61
+    assert int(figures["DecentralizedDataParallel"]) <= 25
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
 def test_a_soak_tells_rounds_faults_and_losses(tmp_path: Path) -> None:
     soak = EXAMPLES / "benchmark" / "soak.py"
