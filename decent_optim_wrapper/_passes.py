@@ -47,8 +47,7 @@ class BackwardPasses:
         self._begin_hook = _weakly(self._begin)
         hook = _weakly(self._on_gradient)
         for param in params:
-            handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            weakref.finalize(self, handle.remove).atexit = False
+            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def follow(self, outputs: Any) -> None:

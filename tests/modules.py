@@ -90,7 +90,8 @@ def wrap_base(
 
 def train(model: DecentralizedDataParallel, rank: int, steps: range) -> None:
     for step in steps:
-        backward(loss_of(model, rank, step))
+        loss = loss_of(model, rank, step)
+        backward(loss if model.scaler is None else model.scaler.scale(loss))
 
 
 def train_by_steps(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from crews import CrewOfProcesses
 from modules import (
     accum_adam,
     adamw,
@@ -24,6 +27,8 @@ from modules import (
 )
 from ranks import run_processes, run_threads
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Join
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -184,6 +189,8 @@ def test_no_more_gradients_than_those_of_one_bucket_are_there_at_a_time(
             backward(model(torch.ones(2, 16) * step).sum())
             assert all(param.grad is None for param in model.parameters())
         total = sum(bucket.nbytes for bucket in buckets)
+        filled = [id(member) for bucket in buckets for member in bucket.members]
+        assert filled == [id(param) for param in reversed(list(model.parameters()))]
         assert 0 < peak.bytes <= max(bucket.nbytes for bucket in buckets) + largest < total / 3
 
     run_threads(2, main)
@@ -243,6 +250,8 @@ def test_an_average_that_is_kept_is_where_the_next_step_starts() -> None:
             train(model, rank, range(3))
             distance = model.global_avg(will_revert=False, return_d2c=return_d2c)
             assert (distance is not None and distance > 0) is return_d2c
+            with pytest.raises(RuntimeError, match="expects an average in place"):
+                model.revert_global_avg()
             train(model, rank, range(3, 5))
             rows.append(flat(model))
         return rows
@@ -257,14 +266,17 @@ def test_a_resumed_run_continues_bit_for_bit(stop: int, tmp_path: Path) -> None:
         def schedule(base: torch.optim.Optimizer) -> CosineAnnealingLR:
             return CosineAnnealingLR(base, T_max=STEPS)
 
-        model = make_model(seed)
-        return wrap(model, group, adamw, lr_scheduler_fn=schedule, topology="one-peer-exp")
+        scaler = GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        options: Any = {"lr_scheduler_fn": schedule, "scaler": scaler, "topology": "one-peer-exp"}
+        return wrap(make_model(seed), group, adamw, **options)
 
     def uninterrupted(rank: int, group: dist.ProcessGroup) -> Tensor:
         model = start(group, 0)
         train(model, rank, range(stop))
         torch.save(model.state_dict(), tmp_path / f"{rank}.pt")
         train(model, rank, range(stop, STEPS))
+        assert model.scaler is not None
+        assert model.scaler.get_scale() == 64.0 * 2 ** (STEPS // 2)
         return flat(model)
 
     def resumed(rank: int, group: dist.ProcessGroup) -> Tensor:
@@ -272,6 +284,8 @@ def test_a_resumed_run_continues_bit_for_bit(stop: int, tmp_path: Path) -> None:
         model.load_state_dict(torch.load(tmp_path / f"{rank}.pt", weights_only=True))
         assert model.optimizer.round == stop
         train(model, rank, range(stop, STEPS))
+        assert model.scaler is not None
+        assert model.scaler.get_scale() == 64.0 * 2 ** (STEPS // 2)
         return flat(model)
 
     expected = run_threads(4, uninterrupted)
@@ -290,6 +304,28 @@ def test_the_scheduler_steps_once_a_step() -> None:
         train(model, 0, range(step, step + 1))
         rates.append(model.get_lr())
     assert rates == [0.05, 0.025, 0.0125, 0.00625]
+
+
+def survive(rank: int, world_size: int, store: Store, report: Any) -> tuple[Any, list[float]]:
+    options: Any = {"rank": rank, "world_size": world_size, "store": store, "timeout": 20.0}
+    model = wrap(make_model(), None, topology="ring", on_peer_failure="continue", **options)
+    while (round := model.optimizer.round) < 10:
+        if (rank, round) == (1, 4):
+            report("result", None)
+            os._exit(1)
+        train(model, rank, range(round, round + 1))
+    model.optimizer.synchronize()
+    return model.optimizer.members, flat(model).tolist()
+
+
+def test_the_others_train_on_without_a_rank_that_dies() -> None:
+    with CrewOfProcesses(4, survive) as crew:
+        results = [crew.wait_for(rank, "result") for rank in range(4)]
+    assert [result and result[0] for result in results] == [(0, 2, 3), None, (0, 2, 3), (0, 2, 3)]
+    for rank in (0, 2, 3):
+        assert all(map(math.isfinite, results[rank][1]))
+        moved = torch.tensor(results[rank][1]) - flat(make_model())
+        assert moved.abs().max() > 1e-2
 
 
 def in_processes(rank: int) -> tuple[list[float], int]:
