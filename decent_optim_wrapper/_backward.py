@@ -77,6 +77,10 @@ class Treatment:
         else:
             target.step()
 
+    def step_part(self, bucket: Bucket, update: Callable[[], None]) -> None:
+        """As `step`, with one bucket's gradients."""
+        self.step(_Part(bucket.members, update))
+
     def end(self) -> None:
         """Let the scale follow what was found in the gradients since the last call."""
         if self._scaled and self._scaler is not None:
@@ -131,12 +135,11 @@ class _StepInParts:
 
     def __init__(self, optimizer: BackwardOptimizer, treatment: Treatment) -> None:
         self._optimizer = optimizer
-        self._treatment = treatment
         buckets = optimizer._engine.gossip.buckets
         self._home = {id(member): bucket for bucket in buckets for member in bucket.members}
         self._missing = {bucket: set(map(id, bucket.members)) for bucket in buckets}
         self._open = ExitStack()
-        step = optimizer._by_bucket(Scaling(None, None), self._apply)
+        step = optimizer._by_bucket(Scaling(None, None), treatment.step_part)
         self._pass_on = self._open.enter_context(step)
 
     def take(self, param: Tensor) -> None:
@@ -172,9 +175,6 @@ class _StepInParts:
         torch.autograd.graph.increment_version(bucket.members)
         for member in bucket.members:
             member.grad = None
-
-    def _apply(self, bucket: Bucket, update: Callable[[], None]) -> None:
-        self._treatment.step(_Part(bucket.members, update))
 
     def _late(self, param: Tensor) -> RuntimeError:
         named = named_parameters(self._optimizer.param_groups)
