@@ -138,9 +138,9 @@ class _StepInParts:
         buckets = optimizer._engine.gossip.buckets
         self._home = {id(member): bucket for bucket in buckets for member in bucket.members}
         self._missing = {bucket: set(map(id, bucket.members)) for bucket in buckets}
+        self._treatment = treatment
         self._open = ExitStack()
-        step = optimizer._by_bucket(Scaling(None, None), treatment.step_part)
-        self._pass_on = self._open.enter_context(step)
+        self._pass_on: Callable[[Bucket], None] | None = None
 
     def take(self, param: Tensor) -> None:
         if param.grad is not None and param.grad.layout != torch.strided:
@@ -161,6 +161,8 @@ class _StepInParts:
         self._open.close()
 
     def abort(self) -> bool:
+        if self._pass_on is None:
+            return False
         error = RuntimeError("the backward pass has failed")
         self._open.__exit__(RuntimeError, error, None)
         # The others wait for this rank in vain from now on: let them notice.
@@ -169,6 +171,10 @@ class _StepInParts:
 
     def _finish(self, bucket: Bucket) -> None:
         del self._missing[bucket]
+        if self._pass_on is None:
+            # Not before: to wait for the wire leaves it idle until the first bucket is complete.
+            step = self._optimizer._by_bucket(Scaling(None, None), self._treatment.step_part)
+            self._pass_on = self._open.enter_context(step)
         self._pass_on(bucket)
         # Autograd must notice if it still wants the values from before: views of the bucket's
         # storage change behind its back.

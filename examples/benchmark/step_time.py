@@ -32,6 +32,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper.ddp import DecentralizedDataParallel
 
 LAYERS = 10
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.1, 0.2
@@ -137,6 +138,15 @@ def gossip(model: nn.Module, **options: Any) -> Step:
     return step
 
 
+def in_backward(model: nn.Module, **options: Any) -> Step:
+    network = DecentralizedDataParallel(
+        model, sgd, topology="ring", bucket_size_in_mb=BUCKET_CAP_MB, **options
+    )
+    step = loop(network, None)
+    step.stats = network.optimizer.stats  # type: ignore[attr-defined]
+    return step
+
+
 METHODS: dict[str, Callable[[nn.Module], Step]] = {
     "no communication": no_communication,
     "DDP": ddp,
@@ -148,6 +158,8 @@ METHODS: dict[str, Callable[[nn.Module], Step]] = {
     "ours, bf16": partial(gossip, comm_dtype=torch.bfloat16),
     "ours, bf16, views": partial(gossip, comm_dtype=torch.bfloat16, param_as_bucket_view=True),
     "ours, whole update": partial(gossip, split_update=False),
+    "ours, in the backward pass": in_backward,
+    "ours, in the backward pass, bf16": partial(in_backward, comm_dtype=torch.bfloat16),
     "ours, overlap=False": partial(gossip, overlap=False),
 }
 
