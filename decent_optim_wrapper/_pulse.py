@@ -28,7 +28,8 @@ class Pulse:
         self._others = [other for other in range(world_size) if other != rank]
         self._life = uuid.uuid4().hex
         self._last: dict[int, bytes] = {}
-        self._changed: dict[int, float] = {}
+        # Who has not been heard of yet may have had no time to beat.
+        self._changed = dict.fromkeys(self._others, time.monotonic())
         self._awaited = ""
         self._came = False
         self._stop = threading.Event()
@@ -37,7 +38,7 @@ class Pulse:
 
     def alive(self, rank: int) -> bool:
         """Whether a beat of the rank has come lately."""
-        return time.monotonic() - self._changed.get(rank, -STALE_SECONDS) < STALE_SECONDS
+        return time.monotonic() - self._changed[rank] < STALE_SECONDS
 
     def await_key(self, key: str) -> None:
         """Look for a key of the store with every beat from now on."""

@@ -100,6 +100,36 @@ def test_the_others_go_on_without_a_killed_rank(
         assert result["topology"].startswith(becomes)
 
 
+def train_a_few_steps(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
+) -> tuple[int, ...]:
+    params = make_params()
+    optimizer = DecentOptimWrapper(
+        *(sgd(params), rank, world_size, None, "ring", TINY_CAP_MB),
+        store=store,
+        timeout=PATIENCE,
+        on_peer_failure="continue",
+    )
+    while optimizer.round < 10:
+        if (rank, optimizer.round) == (1, 4):
+            report("result", None)
+            os._exit(1)
+        if (rank, optimizer.round) == (3, 5):
+            # The others have agreed to gather before this rank comes.
+            time.sleep(0.1)
+        backward(params, rank, optimizer.round)
+        optimizer.step()
+    optimizer.synchronize()
+    return optimizer.members
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_lost_before_the_first_beats_takes_nobody_with_it() -> None:
+    with CrewOfProcesses(4, train_a_few_steps) as crew:
+        results = [crew.wait_for(rank, "result") for rank in range(4)]
+    assert results == [(0, 2, 3), None, (0, 2, 3), (0, 2, 3)]
+
+
 @pytest.mark.timeout(120)
 def test_two_ranks_killed_at_once_and_one_during_the_rebuilding() -> None:
     with CrewOfProcesses(6, train, "ring", {}) as crew:
