@@ -141,7 +141,8 @@ class Agreement:
             keep: hear them and keep one's own.
         """
         layout = Layout(self._layout.cap_mb, self._layout.wire_device)
-        for bucket in plan_buckets((named.tensor for named in tensors), layout):
+        # Behind autograd's back: a backward pass in which this happens can still come to its end.
+        for bucket in plan_buckets((named.tensor.data for named in tensors), layout):
             flat = bucket.pack(bucket.new_flat(bucket.wire_device))
             self._transport.broadcast(flat.data, source)
             if not keep:

@@ -141,6 +141,7 @@ class _StepInParts:
         self._treatment = treatment
         self._open = ExitStack()
         self._pass_on: Callable[[Bucket], None] | None = None
+        self._takeovers = optimizer._engine.takeovers
 
     def take(self, param: Tensor) -> None:
         if param.grad is not None and param.grad.layout != torch.strided:
@@ -175,12 +176,14 @@ class _StepInParts:
             # Not before: to wait for the wire leaves it idle until the first bucket is complete.
             step = self._optimizer._by_bucket(Scaling(None, None), self._treatment.step_part)
             self._pass_on = self._open.enter_context(step)
+        if self._takeovers != self._optimizer._engine.takeovers:
+            # Gradients at parameters that this rank has lost to the others' meanwhile.
+            _free(bucket)
         self._pass_on(bucket)
         # Autograd must notice if it still wants the values from before: views of the bucket's
         # storage change behind its back.
         torch.autograd.graph.increment_version(bucket.members)
-        for member in bucket.members:
-            member.grad = None
+        _free(bucket)
 
     def _late(self, param: Tensor) -> RuntimeError:
         named = named_parameters(self._optimizer.param_groups)
@@ -258,6 +261,11 @@ class BackwardStepper:
         if self._step is not None:
             self._torn = self._step.abort()
             self._step = None
+
+
+def _free(bucket: Bucket) -> None:
+    for member in bucket.members:
+        member.grad = None
 
 
 def _params(target: Any) -> list[Tensor]:

@@ -58,6 +58,8 @@ class Engine:
     ) -> None:
         self.settings = settings
         self.meter = Meter()
+        # How often this rank has taken over the others' state.
+        self.takeovers = 0
         self._optimizer = optimizer
         self._buffers = [Named("buffer", str(i), tensor) for i, tensor in enumerate(buffers)]
         self._extras = extras
@@ -269,6 +271,7 @@ class Engine:
         else:
             base, saved = receive_state(self.transport, donor)
             if takes:
+                self.takeovers += 1
                 self._optimizer.load_state_dict(base)
                 self.restore({**saved, "in_flight": False})
 

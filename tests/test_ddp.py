@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +328,38 @@ def test_the_others_train_on_without_a_rank_that_dies() -> None:
         assert all(map(math.isfinite, results[rank][1]))
         moved = torch.tensor(results[rank][1]) - flat(make_model())
         assert moved.abs().max() > 1e-2
+
+
+def stand_still(rank: int, world_size: int, store: Store, report: Any, views: bool) -> Any:
+    options: Any = {"rank": rank, "world_size": world_size, "store": store, "timeout": 3.0}
+    options["param_as_bucket_view"] = views
+    model = wrap(make_model(), None, topology="greedy", on_peer_failure="continue", **options)
+    while not store.check(["finish"]) or model.optimizer.round < int(store.get("finish")):
+        round = model.optimizer.round
+        train(model, rank, range(round, round + 1))
+        if model.optimizer.round % 10 == 0:
+            report(f"round {model.optimizer.round}", None)
+        time.sleep(0.005)
+    takeovers = model.optimizer._engine.takeovers
+    model.global_avg(will_revert=False)
+    return model.optimizer.members, takeovers, flat(model).tolist()
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+def test_a_backward_pass_in_which_its_rank_comes_back_ends_well(views: bool) -> None:
+    with CrewOfProcesses(3, stand_still, views) as crew:
+        crew.wait_for(2, "round 20")
+        crew.signal(2, signal.SIGSTOP)
+        time.sleep(6)
+        crew.signal(2, signal.SIGCONT)
+        time.sleep(4)
+        crew.finish(margin=200)
+        results = [crew.wait_for(rank, "result") for rank in range(3)]
+    assert [members for members, _, _ in results] == [(0, 1, 2)] * 3
+    assert results[2][1] == 1
+    for _, _, values in results:
+        assert values == pytest.approx(results[0][2], abs=1e-12)
+        assert all(map(math.isfinite, values))
 
 
 def in_processes(rank: int) -> tuple[list[float], int]:
