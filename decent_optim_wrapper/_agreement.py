@@ -129,7 +129,7 @@ class Agreement:
             raise ValueError(
                 f"the ranks disagree: rank {differing[0]} has {difference(there, here, 'rank 0')}; "
                 f"build the same model, optimizer and wrapper in the same order on every rank "
-                f"(seen on rank {self._transport.rank}; ranks unlike rank 0: {differing})"
+                f"(seen on rank {self._transport.name}; ranks unlike rank 0: {differing})"
             )
 
     def broadcast(self, tensors: Iterable[Named], source: int, keep: bool = False) -> None:

@@ -85,9 +85,10 @@ class WorldAverage:
             return [[True] * self._transport.world_size for _ in buckets]
         own = torch.tensor([bucket.is_finite() for bucket in buckets], dtype=torch.uint8)
         told = self._transport.all_gather(own).bool()
-        bad = (~told.all(dim=1)).nonzero().flatten().tolist()
-        if bad and self._rules.on_nonfinite == "raise":
-            raise nonfinite_error(bad, self._transport.rank, "global_avg()")
+        places = (~told.all(dim=1)).nonzero().flatten().tolist()
+        if places and self._rules.on_nonfinite == "raise":
+            bad = [self._transport.members[place] for place in places]
+            raise nonfinite_error(bad, self._transport.name, "global_avg()")
         return told.T.tolist()
 
     @property
@@ -98,7 +99,7 @@ class WorldAverage:
         """Restore the own values and free the snapshot."""
         if self._snapshot is None:
             raise RuntimeError(
-                f"rank {self._transport.rank}: revert_global_avg() expects an average in place "
+                f"rank {self._transport.name}: revert_global_avg() expects an average in place "
                 f"that may be reverted; call global_avg(may_revert=True) first, and revert it "
                 f"before the next step()"
             )

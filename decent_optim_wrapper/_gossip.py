@@ -133,7 +133,7 @@ class Gossip:
         """Gossip these buckets from the next launch on; the round in flight keeps its own."""
         self._buckets = list(buckets)
         for index, bucket in enumerate(self._buckets):
-            logger.info("rank {} bucket {}: {!r}", self._transport.rank, index, bucket)
+            logger.info("rank {} bucket {}: {!r}", self._transport.name, index, bucket)
 
     def launch(self) -> None:
         """Start the next round with the parameters as they are now."""
@@ -240,9 +240,8 @@ class Gossip:
 
     def _next_round(self) -> Round:
         meeting = self._timetable.meeting(self._round, self.mixing_rate)
-        logger.debug(
-            "rank {} round {}: group {}", self._transport.rank, self._round, meeting.group.ranks
-        )
+        names = [self._transport.members[rank] for rank in meeting.group.ranks]
+        logger.debug("rank {} round {}: group {}", self._transport.name, self._round, names)
         return self._round_of(Call.STEP, meeting)
 
     def _round_of(self, call: Call, meeting: Meeting) -> Round:
@@ -262,6 +261,6 @@ def _close(in_flight: list[Round], transport: Transport) -> None:
         for flying in in_flight:
             flying.receive()
     except RuntimeError as error:
-        logger.debug("rank {}: the last round was dropped: {}", transport.rank, error)
+        logger.debug("rank {}: the last round was dropped: {}", transport.name, error)
     in_flight.clear()
     transport.close()

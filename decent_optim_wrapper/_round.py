@@ -44,7 +44,7 @@ class Rules(NamedTuple):
         logger.warning(
             'rank {}: on_nonfinite needs a CPU backend in the process group ("cpu:gloo,cuda:nccl")'
             "; parameters are not looked at",
-            transport.rank,
+            transport.name,
         )
         return self._replace(on_nonfinite="ignore")
 
@@ -202,14 +202,15 @@ class Round:
 
     def _judge(self) -> None:
         """Raise or report where parameters are not finite."""
-        bad = sorted(rank for rank, finite in self._finite_of.items() if not all(finite))
-        if not bad:
+        places = sorted(rank for rank, finite in self._finite_of.items() if not all(finite))
+        if not places:
             return
+        bad = [self._transport.members[place] for place in places]
         if self._rules.on_nonfinite == "raise":
-            raise nonfinite_error(bad, self._transport.rank, f"round {self._header.round}")
+            raise nonfinite_error(bad, self._transport.name, f"round {self._header.round}")
         logger.warning(
             "rank {} round {}: the parameters of ranks {} are not finite and are left out",
-            *(self._transport.rank, self._header.round, bad),
+            *(self._transport.name, self._header.round, bad),
         )
 
     def _tell(self, message: Tensor, tag: int) -> list[Heard]:
@@ -228,7 +229,7 @@ class Round:
 
     def _compare(self, message: list[int], rank: int) -> None:
         try:
-            self._header.check(message, rank, self._transport.rank)
+            self._header.check(message, self._transport.members[rank], self._transport.name)
         except CallOrderError:
             # The others wait for this rank in vain from now on: let them notice.
             self.abandon()

@@ -50,7 +50,7 @@ def receive_text(transport: Transport, source: int) -> str:
     transport.broadcast(announced, source)
     size = int(announced.item())
     if not 0 <= size <= _LONGEST_TEXT:
-        raise ValueError(f"rank {transport.rank}: rank {source} announced a text of {size} bytes")
+        raise ValueError(f"rank {transport.name}: rank {source} announced a text of {size} bytes")
     data = torch.empty(size, dtype=torch.uint8, device=device)
     transport.broadcast(data, source)
     return bytes(data.cpu().tolist()).decode(errors="replace")

@@ -15,7 +15,7 @@ from crews import CrewOfProcesses
 from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from decent_optim_wrapper import DecentOptimWrapper, PeerError
+from decent_optim_wrapper import CallOrderError, DecentOptimWrapper, NonFiniteError, PeerError
 
 PATIENCE = 5.0
 
@@ -128,6 +128,44 @@ def test_a_rank_lost_before_the_first_beats_takes_nobody_with_it() -> None:
     with CrewOfProcesses(4, train_a_few_steps) as crew:
         results = [crew.wait_for(rank, "result") for rank in range(4)]
     assert results == [(0, 2, 3), None, (0, 2, 3), (0, 2, 3)]
+
+
+def overflow_after_a_loss(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
+) -> tuple[str, str]:
+    params = make_params()
+    optimizer = DecentOptimWrapper(
+        *(sgd(params), rank, world_size, None, "complete", TINY_CAP_MB),
+        store=store,
+        timeout=PATIENCE,
+        on_peer_failure="continue",
+    )
+    while len(optimizer.members) == 3 or optimizer.round < 20:
+        if (rank, optimizer.round) == (0, 4):
+            os._exit(1)
+        backward(params, rank, optimizer.round)
+        optimizer.step()
+    if rank == 2:
+        params[0].data.fill_(float("nan"))
+    with pytest.raises(NonFiniteError) as overflow:
+        optimizer.global_avg()
+    optimizer.mixing_rate = 0.5 if rank == 1 else 1.0
+    params[0].data.fill_(0.0)
+    optimizer.step()
+    with pytest.raises(CallOrderError) as disorder:
+        optimizer.step()
+    return str(overflow.value), str(disorder.value)
+
+
+@pytest.mark.timeout(60)
+def test_errors_after_a_loss_name_ranks_as_at_the_start() -> None:
+    with CrewOfProcesses(3, overflow_after_a_loss) as crew:
+        (overflow, disorder), (same, back) = (crew.wait_for(rank, "result") for rank in (1, 2))
+    assert overflow.startswith("rank 1: expected finite parameters in global_avg(), but those of")
+    assert "ranks [2] hold" in overflow
+    assert same.startswith("rank 2: ")
+    assert disorder.startswith("rank 1: expected rank 2 to mix")
+    assert back.startswith("rank 2: expected rank 1 to mix")
 
 
 @pytest.mark.timeout(120)
