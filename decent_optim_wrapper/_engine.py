@@ -84,7 +84,9 @@ class Engine:
         self._rules = Rules(settings.on_nonfinite, repr(self.topology))
         self._rules = self._rules.for_transport(self.transport)
         self._aftermath = Aftermath(
-            StatePolicy(settings.average_state, optimizer, self.transport, self.layout),
+            StatePolicy(
+                *(settings.average_state, optimizer, self.transport, self.layout, self.meter)
+            ),
             Outer(settings.outer, optimizer) if settings.outer else None,
         )
         self.gossip = Gossip(

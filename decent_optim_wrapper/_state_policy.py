@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 
 from decent_optim_wrapper._average import average
 from decent_optim_wrapper._bucket import Layout, plan_buckets
+from decent_optim_wrapper._meter import Meter
 from decent_optim_wrapper._transport import Transport
+from decent_optim_wrapper.topo import Group
 
 
 class StatePolicy:
@@ -21,14 +23,21 @@ class StatePolicy:
         optimizer: the base.
         transport: the ranks and how to reach them.
         layout: cap and wire of the buckets.
+        meter: told of all bytes.
     """
 
     def __init__(
-        self, choice: str, optimizer: Optimizer, transport: Transport, layout: Layout
+        self,
+        choice: str,
+        optimizer: Optimizer,
+        transport: Transport,
+        layout: Layout,
+        meter: Meter,
     ) -> None:
         self._choice = choice
         self._optimizer = optimizer
         self._transport = transport
+        self._meter = meter
         self._layout = Layout(layout.cap_mb, layout.wire_device)
 
     def apply(self, params: Iterable[Tensor]) -> None:
@@ -51,7 +60,10 @@ class StatePolicy:
             t for each, is_shared in zip(tensors, shared, strict=True) if is_shared for t in each
         ]
         for bucket in plan_buckets(of_all, self._layout):
-            bucket.unpack_(average(bucket, self._transport))
+            mean = average(bucket, self._transport)
+            everyone = Group(range(self._transport.world_size))
+            self._meter.bytes_sent += int(everyone.copies_sent * mean.data.nbytes)
+            bucket.unpack_(mean)
 
     def _tensors(self, param: Tensor) -> Iterator[Tensor]:
         """What is kept per element; counters are not averaged."""

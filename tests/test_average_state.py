@@ -168,6 +168,21 @@ def test_scheduled_averages_follow_the_oracle(policy: str, overlap: bool) -> Non
     assert (rows[0] - rows[1]).abs().max() > 1e-3
 
 
+def test_the_bytes_of_averaged_momenta_are_counted() -> None:
+    def main(rank: int, group: dist.ProcessGroup, policy: str) -> int:
+        _, optimizer = trained(
+            rank, group, sgd, 3, overlap=False, global_avg_every=3, average_state=policy
+        )
+        return optimizer.stats().bytes_sent
+
+    copy_bytes = 8 * flatten(make_params()).numel()
+    kept = run_threads(4, partial(main, policy="keep"))
+    averaged = run_threads(4, partial(main, policy="average"))
+    # As by a ring of 4, in whole bytes bucket by bucket: 2 * 3 / 4 copies of one momentum.
+    for one, other in zip(kept, averaged, strict=True):
+        assert other - one == pytest.approx(1.5 * copy_bytes, abs=8)
+
+
 def test_what_one_rank_has_no_momentum_for_is_left_alone() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> list[float]:
         params = make_params()
