@@ -187,6 +187,9 @@ class Gossip:
     def _pay(self) -> None:
         """Launch the round that was in flight when the state was saved."""
         if self._owed:
+            # synchronize() may come before any step(), and the state may be of a run without an
+            # outer optimizer: it would miss its start when the round is mixed.
+            self._aftermath.begin(self._buckets)
             self._owed = False
             self._round -= 1
             rate, self.mixing_rate = self.mixing_rate, self._last_rate

@@ -290,6 +290,31 @@ def test_an_average_that_is_kept_is_where_the_outer_step_starts_anew() -> None:
         torch.testing.assert_close(row, expected)
 
 
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+def test_a_state_without_an_outer_optimizer_can_be_synchronised_at_once(views: bool) -> None:
+    plan = Plan(outer_momentum=OuterNesterov(0.5, 1.0))
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params()
+        plain = wrap(sgd(params), group, "ring", Plan())
+        for step in range(2):
+            advance(plain, params, rank, step, Plan())
+        fresh = [param.detach().clone().requires_grad_() for param in params]
+        optimizer = wrap(
+            sgd(fresh), group, "ring", plan, param_as_bucket_view=views, sync_at_start=False
+        )
+        optimizer.load_state_dict(plain.state_dict())
+        before = flatten(fresh)
+        plain.synchronize()
+        optimizer.synchronize()
+        # m = g = x - mixed: the outer step goes 1.5 times as far as the mixing.
+        return flatten(fresh), before + 1.5 * (flatten(params) - before)
+
+    for ours, expected in run_threads(2, main):
+        torch.testing.assert_close(ours, expected)
+        assert (ours - flatten(make_params())).abs().max() > 1e-2
+
+
 def test_rounds_of_rest_send_nothing() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> list[int]:
         params = make_params()
