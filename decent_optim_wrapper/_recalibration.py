@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,12 +29,24 @@ def recalibrated(
     model, batches = given
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     own = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
-    device = next((param.device for param in model.parameters()), torch.device("cpu"))
     try:
-        update_bn(batches, model, device)
+        _estimate(model, norms, batches)
         yield
     finally:
         if restores():
             with torch.no_grad():
                 for buffer, value in own:
                     buffer.copy_(value)
+
+
+def _estimate(model: nn.Module, norms: Sequence[_BatchNorm], batches: Iterable[Any]) -> None:
+    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    momenta = [norm.momentum for norm in norms]
+    training = model.training
+    try:
+        update_bn(batches, model, device)
+    finally:
+        # Where a batch raises, update_bn leaves them at None: means over all batches to come.
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        model.train(training)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -267,6 +268,25 @@ def test_statistics_stay_where_a_step_keeps_the_average() -> None:
         optimizer.step()
     assert torch.equal(found, kept)
     assert kept.abs().max() > 0.1
+
+
+def test_a_batch_that_raises_leaves_batch_norms_as_they_were() -> None:
+    model = built_alike().eval()
+    optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def broken() -> Iterator[tuple[Tensor, Tensor]]:
+        yield batches(0, 1)[0]
+        assert not torch.equal(model.get_buffer("norm.running_mean"), own["norm.running_mean"])
+        raise OSError("the disk")
+
+    failing = optimizer.averaged(recalibrate=(model, broken()))
+    with pytest.raises(OSError, match="the disk"), failing:
+        pass
+    assert model.norm.momentum == 0.1
+    assert not model.training
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in own.items())
 
 
 def built_alike() -> Normed:
