@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from loguru import logger
 from torch import Tensor
 
 from decent_optim_wrapper._bucket import Bucket
@@ -19,11 +20,13 @@ class Aftermath:
     Args:
         policy: what becomes of the base's state at exact averages.
         outer: the outer optimizer; None if there is none.
+        heals: whether parameters that are not finite get better by mixing.
     """
 
-    def __init__(self, policy: StatePolicy, outer: Outer | None) -> None:
+    def __init__(self, policy: StatePolicy, outer: Outer | None, heals: bool) -> None:
         self._policy = policy
         self._outer = outer
+        self._heals = heals
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """A step begins, and nothing of it is done yet."""
@@ -37,7 +40,12 @@ class Aftermath:
 
     def mix(self, kind: Kind, bucket: Bucket) -> None:
         """A bucket that was posted has been mixed; also where the rank was alone in the round."""
-        if self._outer:
+        if self._outer is None:
+            return
+        if self._heals and not bucket.is_finite():
+            # Neither must they get into its momentum, where no mixing reaches them.
+            self._outer.forget(bucket.members)
+        else:
             self._outer.step(bucket.members, kind)
 
     def keep(self, buckets: Sequence[Bucket]) -> None:
@@ -54,6 +62,11 @@ class Aftermath:
         """Continue from a state dict, which may lack everything."""
         if self._outer:
             self._outer.load_state_dict(state.get("outer"))
+        elif "outer" in state:
+            logger.warning(
+                "the state of an outer optimizer is dropped: pass slow_momentum or outer_momentum, "
+                "as in the run that was saved, to go on with it"
+            )
 
 
 def _members(buckets: Sequence[Bucket]) -> list[Tensor]:

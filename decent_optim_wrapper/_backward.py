@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from decent_optim_wrapper._agreement import check_gradients, named_parameters
 from decent_optim_wrapper._bucket import Bucket
 from decent_optim_wrapper._settings import Extras
+from decent_optim_wrapper._treatment import Treatment, params_of
 from decent_optim_wrapper._update import Scaling, step_hooks
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
@@ -29,17 +29,25 @@ class BackwardOptimizer(DecentOptimWrapper):
         model: its parameters are in the order of the forward pass. What the base does not hold of
             them starts alike on all ranks, too.
         average_buffers: the floating-point ones of the model, with `global_avg`.
+        parts: have a state that belongs to the training, such as a scheduler.
         options: those of `DecentOptimWrapper`.
     """
 
     def __init__(
-        self, optimizer: Optimizer, model: nn.Module, average_buffers: bool, **options: Any
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        average_buffers: bool,
+        parts: Iterable[Any] = (),
+        **options: Any,
     ) -> None:
-        trained = set(map(id, _params(optimizer)))
+        trained = set(map(id, params_of(optimizer)))
         params, buffers = list(model.parameters()), list(model.buffers())
         others = [param for param in params if id(param) not in trained]
         self._extras = Extras(
-            tuple(reversed(params)), (*others, *([] if average_buffers else buffers))
+            tuple(reversed(params)),
+            (*others, *([] if average_buffers else buffers)),
+            tuple(parts),
         )
         super().__init__(optimizer, buffers=buffers if average_buffers else (), **options)
 
@@ -47,53 +55,6 @@ class BackwardOptimizer(DecentOptimWrapper):
     def splits(self) -> bool:
         """Whether a step may be made in parts now: nothing waits for a call of `step()`."""
         return self._local_update.splits and not step_hooks(self)
-
-
-class Treatment:
-    """What is done to gradients before the update, by whatever has `param_groups` and `step()`.
-
-    Args:
-        scaler: the gradients are multiplied by its scale; None means they are as they are.
-        clip_norm: bound of the norm of all gradients together; 0 means none.
-    """
-
-    def __init__(self, scaler: GradScaler | None, clip_norm: float) -> None:
-        self._scaler = scaler
-        self._clip_norm = clip_norm
-        # GradScaler knows them by their id until its update().
-        self._scaled: list[Any] = []
-
-    def step(self, target: Any) -> None:
-        """Unscale, clip, and step unless a gradient has overflowed."""
-        params = [p for p in _params(target) if p.grad is not None]
-        scaler = self._scaler if params else None
-        if scaler is not None:
-            self._scaled.append(target)
-            scaler.unscale_(target)
-        if self._clip_norm and params:
-            nn.utils.clip_grad_norm_(params, self._clip_norm)
-        if scaler is not None:
-            scaler.step(target)
-        else:
-            target.step()
-
-    def step_part(self, bucket: Bucket, update: Callable[[], None]) -> None:
-        """As `step`, with one bucket's gradients."""
-        self.step(_Part(bucket.members, update))
-
-    def end(self) -> None:
-        """Let the scale follow what was found in the gradients since the last call."""
-        if self._scaled and self._scaler is not None:
-            self._scaler.update()
-        self._scaled.clear()
-
-
-class _Part:
-    """A bucket's parameters and their update, as an optimizer to GradScaler."""
-
-    def __init__(self, params: Iterable[Tensor], step: Callable[[], None]) -> None:
-        self.param_groups = [{"params": list(params)}]
-        self.step = step
 
 
 class _Step(Protocol):
@@ -240,9 +201,14 @@ class BackwardStepper:
             return
         self.check()
         if self._step is None:
-            make = _StepInParts if self._in_parts and self._optimizer.splits else _StepAtEnd
-            self._step = make(self._optimizer, self._treatment)
+            self._step = self._begin()
         self._step.take(param)
+
+    def idle(self) -> None:
+        """A step without any gradient."""
+        self.check()
+        self._step = self._begin()
+        self.on_end()
 
     def on_end(self) -> None:
         """Finish the step; a backward pass without any gradient, as of an input alone, is none."""
@@ -251,7 +217,7 @@ class BackwardStepper:
         self._step.close()
         self._step = None
         self._treatment.end()
-        for param in _params(self._optimizer):
+        for param in params_of(self._optimizer):
             param.grad = None
         if self._scheduler is not None:
             self._scheduler.step()
@@ -261,12 +227,15 @@ class BackwardStepper:
         if self._step is not None:
             self._torn = self._step.abort()
             self._step = None
+            if not self._torn:
+                # A later pass may go on, with a scaler that is ready for it.
+                self._treatment.end()
+
+    def _begin(self) -> _Step:
+        make = _StepInParts if self._in_parts and self._optimizer.splits else _StepAtEnd
+        return make(self._optimizer, self._treatment)
 
 
 def _free(bucket: Bucket) -> None:
     for member in bucket.members:
         member.grad = None
-
-
-def _params(target: Any) -> list[Tensor]:
-    return [param for group in target.param_groups for param in group["params"]]

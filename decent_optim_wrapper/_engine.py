@@ -29,7 +29,7 @@ from decent_optim_wrapper._round import Rules
 from decent_optim_wrapper._settings import Extras, Settings
 from decent_optim_wrapper._state_policy import StatePolicy
 from decent_optim_wrapper._timetable import Timetable
-from decent_optim_wrapper._transfer import receive_state, send_state
+from decent_optim_wrapper._transfer import receive_state, send_state, sendable
 from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.outer import Outer
 from decent_optim_wrapper.topo import Topology
@@ -60,6 +60,8 @@ class Engine:
         self.meter = Meter()
         # How often this rank has taken over the others' state.
         self.takeovers = 0
+        # Whether an average was in place when the state was saved from which this run goes on.
+        self._kept = False
         self._optimizer = optimizer
         self._buffers = [Named("buffer", str(i), tensor) for i, tensor in enumerate(buffers)]
         self._extras = extras
@@ -88,6 +90,7 @@ class Engine:
                 *(settings.average_state, optimizer, self.transport, self.layout, self.meter)
             ),
             Outer(settings.outer, optimizer) if settings.outer else None,
+            heals=self._rules.on_nonfinite == "skip",
         )
         self.gossip = Gossip(
             self.transport,
@@ -146,7 +149,7 @@ class Engine:
     def before_step(self) -> None:
         """Notice what was done to parameters, averages and members since the last step."""
         self.check_parameters()
-        if self.average.revertible:
+        if self.average.revertible or self._kept:
             self.keep_average()
         if self._survival and self._survival.wanted:
             self._survival.recover("another rank has lost a peer, or comes back")
@@ -161,6 +164,7 @@ class Engine:
 
     def keep_average(self) -> None:
         """Accept the average in place as the ranks' own parameters; collective."""
+        self._kept = False
         self.average.keep()
         self.gossip.discard()
         try:
@@ -172,11 +176,11 @@ class Engine:
 
     def gossip_state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the base's state."""
-        state = self.gossip.state
+        state = self.gossip.state._asdict()
         if self.average.revertible:
             # What a step() would do with the parameters that are saved now.
-            state = state._replace(in_flight=False)
-        return {**state._asdict(), **self._aftermath.state_dict()}
+            state |= {"in_flight": False, "kept": True}
+        return {**state, **self._aftermath.state_dict()}
 
     def restore(self, saved: dict[str, Any] | None) -> None:
         """Continue from `gossip_state()`; None is the start of the training."""
@@ -187,6 +191,7 @@ class Engine:
             GossipState(int(saved["round"]), bool(saved["in_flight"]), rate, last_rate)
         )
         self.average.keep()
+        self._kept = bool(saved.get("kept", False))
         self._aftermath.load_state_dict(saved)
 
     def idle_step(self) -> None:
@@ -269,13 +274,29 @@ class Engine:
         everything = [*parameters, *self._others]
         self._agreement.broadcast(everything, donor, keep=not takes)
         if self.transport.rank == donor:
-            send_state([self._optimizer.state_dict(), self.gossip_state()], self.transport)
+            parts = [self._state_of(part) for part in self._extras.parts]
+            state = [self._optimizer.state_dict(), self.gossip_state(), parts]
+            send_state(state, self.transport)
         else:
-            base, saved = receive_state(self.transport, donor)
+            base, saved, parts = receive_state(self.transport, donor)
             if takes:
                 self.takeovers += 1
                 self._optimizer.load_state_dict(base)
-                self.restore({**saved, "in_flight": False})
+                self.restore({**saved, "in_flight": False, "kept": False})
+                for part, state in zip(self._extras.parts, parts, strict=True):
+                    if state is not None:
+                        part.load_state_dict(state)
+
+    def _state_of(self, part: Any) -> Any | None:
+        state = part.state_dict()
+        if sendable(state):
+            return state
+        logger.warning(
+            "rank {}: the state of {} holds more than tensors, numbers and texts, and is not given "
+            "to the rank that comes back, where it begins anew",
+            *(self.transport.name, type(part).__name__),
+        )
+        return None
 
     def _warn_of_wide_groups(self) -> None:
         if self.settings.comm_dtype is not None and self.gossip.widest_group > 2:

@@ -208,10 +208,11 @@ class Gossip:
 
     def _receive_to_mix(self) -> Round | None:
         arrived = self._receive()
-        if arrived:
-            # Where a rank is lost only now, the round can be mixed all the same.
-            self._wait_for(partial(self._aftermath.arrive, arrived.meeting.kind, self._buckets))
-        return arrived
+        if arrived is None:
+            return None
+        # A rank that is lost only now may have cost this one its parameters: they are the others'.
+        arrive = partial(self._aftermath.arrive, arrived.meeting.kind, self._buckets)
+        return arrived if self._wait_for(arrive) else None
 
     def _wait_for(self, arrival: Callable[[], None]) -> bool:
         """Whether something has come; not where a loss was met by `on_loss`, which drops rounds."""

@@ -45,9 +45,17 @@ class BackwardPasses:
         self._lock = threading.RLock()
         self._in_pass = False
         self._begin_hook = _weakly(self._begin)
-        hook = _weakly(self._on_gradient)
+        self._gradient_hook = _weakly(self._on_gradient)
+        self._watched: set[int] = set()
+        self.watch(params)
+
+    def watch(self, params: Iterable[Tensor]) -> None:
+        """Tell of these parameters, too, if they want gradients."""
         for param in params:
-            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            if param.requires_grad and id(param) not in self._watched:
+                self._watched.add(id(param))
+                hook = self._gradient_hook
+                param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def follow(self, outputs: Any) -> None:
@@ -61,9 +69,9 @@ class BackwardPasses:
     def _begin(self, _: Tensor) -> None:
         with self._lock:
             if not self._in_pass:
-                self._in_pass = True
                 end = _End(self._on_end, self._on_drop)
                 Variable._execution_engine.queue_callback(end)
+                self._in_pass = True
 
     def _on_gradient(self, param: Tensor) -> None:
         self._begin(param)

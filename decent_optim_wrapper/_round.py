@@ -13,7 +13,7 @@ from decent_optim_wrapper._bucket import Bucket
 from decent_optim_wrapper._flat import Flat, is_finite
 from decent_optim_wrapper._header import Header
 from decent_optim_wrapper._meter import Meter
-from decent_optim_wrapper._timetable import Meeting
+from decent_optim_wrapper._timetable import Kind, Meeting
 from decent_optim_wrapper._transport import Heard, Transport
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 
@@ -83,6 +83,8 @@ class Round:
         self._transport = transport
         self._rules = rules
         self._meter = meter
+        # An exact average is the same number on all ranks, of two as well, and is not rounded.
+        self._sums = self.group.size > 2 or meeting.kind is Kind.AVERAGE
         self._unmixed: list[Bucket] = []
         self._exchanges: dict[Bucket, _Exchange] = {}
         # 1 for each bucket that leaves with finite values, and the same of every rank of the group.
@@ -106,7 +108,7 @@ class Round:
         if self.group.size == 1 or not bucket.numel or self._failure:
             return
         with self._meter.launch:
-            post = self._post_pair if self.group.size == 2 else self._post_group
+            post = self._post_group if self._sums else self._post_pair
             try:
                 self._exchanges[bucket] = post(bucket)
             except RuntimeError as error:
@@ -148,14 +150,14 @@ class Round:
         with self._meter.mix:
             flags = self._finite_of.items()
             left_out = [rank for rank, finite in flags if not finite[exchange.position]]
-            if self.group.size > 2:
+            if self._sums:
                 exchange.arriving.data.div_(max(1, self.group.size - len(left_out)))
             if len(left_out) == self.group.size:
                 return
             weight = exchange.weight * self.meeting.mixing_rate
             if self._transport.rank in left_out:
                 bucket.unpack_(exchange.arriving)
-            elif self.group.size == 2 and left_out:
+            elif left_out and not self._sums:
                 return
             elif exchange.rounded is None:
                 bucket.mix_(exchange.arriving, weight)

@@ -106,10 +106,12 @@ class Extras(NamedTuple):
         order: the parameters as buckets are filled with them, others last; empty means the order
             of the groups.
         carried: what else the ranks have in common at the start, and tell one that comes back.
+        parts: have a `state_dict` that one that comes back takes over.
     """
 
     order: tuple[Tensor, ...] = ()
     carried: tuple[Tensor, ...] = ()
+    parts: tuple[Any, ...] = ()
 
     def places(self, tensors: Iterable[Tensor]) -> list[int]:
         """Where each of them stands in the order."""

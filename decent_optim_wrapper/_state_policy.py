@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from decent_optim_wrapper._bucket import Layout, plan_buckets
 from decent_optim_wrapper._meter import Meter
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper.topo import Group
+
+# Of torch's optimizers and ours; their shape is that of a parameter without dimensions.
+_COUNTERS = frozenset({"step", "position", "mu_product", "eta", "mu"})
 
 
 class StatePolicy:
@@ -68,10 +72,12 @@ class StatePolicy:
     def _tensors(self, param: Tensor) -> Iterator[Tensor]:
         """What is kept per element; counters are not averaged."""
         state = self._optimizer.state.get(param, {})
-        for _, value in sorted(state.items()):
-            if isinstance(value, Tensor) and value.shape == param.shape and _averages(value):
+        for name, value in sorted(state.items()):
+            if name not in _COUNTERS and _is_like(value, param):
                 yield value
 
 
-def _averages(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _is_like(value: Any, param: Tensor) -> bool:
+    if not isinstance(value, Tensor) or value.shape != param.shape:
+        return False
+    return value.is_floating_point() or value.is_complex()

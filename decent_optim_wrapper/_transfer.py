@@ -26,6 +26,15 @@ def send_state(state: Any, transport: Transport) -> None:
         transport.broadcast(tensor.detach().cpu().contiguous().reshape(-1), transport.rank)
 
 
+def sendable(state: Any) -> bool:
+    """Whether a state holds only what can be sent."""
+    try:
+        json.dumps(_describe(state, []))
+    except TypeError:
+        return False
+    return True
+
+
 def receive_state(transport: Transport, source: int) -> Any:
     """Take what rank `source` sends; collective. Tensors are on the CPU."""
     return _rebuild(json.loads(receive_text(transport, source)), transport, source)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -38,11 +40,11 @@ SPLITTABLE: tuple[type[Optimizer], ...] = (
 )
 
 
-# Decides whether the update of a bucket's parameters, the second argument, is made.
-Apply = Callable[[Bucket, Callable[[], None]], None]
+# Decides whether the update of some parameters, the second argument, is made.
+Apply = Callable[[Sequence[Tensor], Callable[[], None]], None]
 
 
-def apply_update(bucket: Bucket, update: Callable[[], None]) -> None:
+def apply_update(params: Sequence[Tensor], update: Callable[[], None]) -> None:
     """Make it."""
     update()
 
@@ -111,11 +113,11 @@ class LocalUpdate:
 
     @contextmanager
     def by_bucket(
-        self, scaling: Scaling, buckets: Sequence[Bucket]
+        self, scaling: Scaling, buckets: Sequence[Bucket], apply: Apply = apply_update
     ) -> Iterator[Callable[[Bucket], None]]:
         """Step once, in parts: yields the update of one bucket.
 
-        What is in no bucket is updated at the end.
+        What is in no bucket is updated at the end. `apply` has the last word on each.
         """
         home = {id(member): bucket for bucket in buckets for member in bucket.members}
         groups = self._optimizer.param_groups
@@ -127,7 +129,8 @@ class LocalUpdate:
 
         def update(bucket: Bucket | None) -> None:
             if applies and (part := parts.get(id(bucket))):
-                self._step_part(groups, part)
+                params = list(chain.from_iterable(part))
+                apply(params, partial(self._step_part, groups, part))
 
         with self._scaled(scaling) as applies:
             # A scheduler on the base looks for a step by this mark.

@@ -14,9 +14,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from decent_optim_wrapper._backward import BackwardOptimizer, BackwardStepper, Treatment
+from decent_optim_wrapper._backward import BackwardOptimizer, BackwardStepper
 from decent_optim_wrapper._passes import BackwardPasses
 from decent_optim_wrapper._settings import check_base
+from decent_optim_wrapper._treatment import Treatment, params_of
 from decent_optim_wrapper._update import steps_alone
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
@@ -31,10 +32,11 @@ class DecentralizedDataParallel(Module):
     """Trains a module by gossip: the backward pass updates, mixes and launches bucket by bucket.
 
     Every backward pass is one step of `DecentOptimWrapper` with ``overlap=True``,
-    ``x <- W_t x - u(x)``, and follows the same trajectory: bit for bit where the base's update is
-    per parameter. As soon as all gradients of a bucket are there, the bucket is mixed with what
-    has arrived, updated and launched, and its gradients are freed: at no time are there many more
-    than those of one bucket. There is no `step()` and no `zero_grad()` to call:
+    ``x <- W_t x - u(x)``, and follows the same trajectory where the base's update is per parameter:
+    bit for bit in pairs, and to rounding in larger groups, whose buckets hold other parameters. As
+    soon as all gradients of a bucket are there, the bucket is mixed with what has arrived, updated
+    and launched, and its gradients are freed: at no time are there many more than those of one
+    bucket. There is no `step()` and no `zero_grad()` to call:
 
         model = DecentralizedDataParallel(model, optim_fn, topology="ring")
         for batch in loader:
@@ -44,8 +46,8 @@ class DecentralizedDataParallel(Module):
     of the backward pass. With ``retain_graph=True`` a second pass through the same graph needs
     values that the first has changed, and torch refuses it. ``torch.autograd.grad`` makes no step.
 
-    All ranks make equally many backward passes. A rank without a batch takes part in a round with
-    ``optimizer.step()``. Move and convert the model before.
+    All ranks make equally many backward passes; a rank without a batch calls `idle_step()`. Move
+    and convert the model before.
 
     Args:
         model: the module; trained in place, reachable as ``module``.
@@ -104,10 +106,13 @@ class DecentralizedDataParallel(Module):
         check_base(base, overlap=True)
         if update_in_backward and not steps_alone(type(base)):
             raise _not_in_parts(base)
+        self.lr_scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(base)
+        _check_scheduler(self.lr_scheduler)
         self.optimizer = wrapper = BackwardOptimizer(
             base,
             model,
             sync_buffer_in_global_avg,
+            [part for part in (self.lr_scheduler, scaler) if part is not None],
             topology=topology,
             bucket_cap_mb=bucket_size_in_mb,
             overlap=True,
@@ -119,16 +124,13 @@ class DecentralizedDataParallel(Module):
             if update_in_backward:
                 raise _not_in_parts(base)
             logger.warning("rank {}: {}", wrapper.rank, _not_in_parts(base))
-        self.lr_scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(base)
-        _check_scheduler(self.lr_scheduler)
         self._stepper = BackwardStepper(
             wrapper,
             Treatment(scaler, float(grad_clip_norm)),
             self.lr_scheduler,
             update_in_backward is not False,
         )
-        live = [p for group in base.param_groups for p in group["params"] if p.requires_grad]
-        self._passes = BackwardPasses(live, self._stepper)
+        self._passes = BackwardPasses(params_of(base), self._stepper)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model.
@@ -137,9 +139,18 @@ class DecentralizedDataParallel(Module):
             RuntimeError: a backward pass has failed in the middle of a step.
         """
         self._stepper.check()
+        # What was added to the optimizer or unfrozen since.
+        self._passes.watch(params_of(self.optimizer))
         outputs = self.module(*args, **kwargs)
         self._passes.follow(outputs)
         return outputs
+
+    def idle_step(self) -> None:
+        """Take part in a round without a batch: no local update, and the scheduler steps.
+
+        For a rank whose data has ended before the others'.
+        """
+        self._stepper.idle()
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
         """Let the backward passes from now on only accumulate gradients, or step again.
@@ -198,7 +209,9 @@ class DecentralizedDataParallel(Module):
         """The model's own buffers and names; `buffers()` follows it."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """All that a resumed run needs to continue bit for bit, the round in flight included.
 
         Each rank saves its own, between two steps; ``module.state_dict()`` is the model alone.
@@ -206,7 +219,16 @@ class DecentralizedDataParallel(Module):
         Returns:
             the states of "model", "optimizer" (base and round), "scheduler" and "scaler", None for
             what there is not.
+
+        Raises:
+            TypeError: a module that holds this one asks for its part.
         """
+        if args or kwargs:
+            raise TypeError(
+                f"rank {self.optimizer.rank}: a DecentralizedDataParallel holds optimizer and "
+                f"round beside the model, and is no part of another module's state; wrap the "
+                f"outermost module, or take module.state_dict()"
+            )
         self._stepper.check()
         return {
             name: None if part is None else part.state_dict() for name, part in self._parts.items()

@@ -81,6 +81,12 @@ class Outer:
         """Start anew from the parameters of the next step; the momentum stays."""
         self._anchors.clear()
 
+    def forget(self, params: Iterable[Tensor]) -> None:
+        """Start these parameters anew in the next step, without momentum."""
+        for param in params:
+            self._anchors.pop(param, None)
+            self._momenta.pop(param, None)
+
     @torch.no_grad()
     def step(self, params: Sequence[Tensor], kind: Kind) -> None:
         """Take the outer step, if this kind of meeting has one.
@@ -112,11 +118,17 @@ class Outer:
         return Kind.AVERAGE if isinstance(self._rule, SlowMomentum) else Kind.GOSSIP
 
     def state_dict(self) -> dict[str, Any]:
-        """Anchor and momentum of every parameter, in the order of the groups."""
+        """Anchor and momentum of every parameter, in the order of the groups.
+
+        Both of all of them: torch.distributed.checkpoint loads only into what is there.
+        """
         params = list(self._params())
         return {
-            "anchor": [self._anchors.get(param) for param in params],
-            "momentum": [self._momenta.get(param) for param in params],
+            "anchor": [self._anchors.get(param, param).detach().clone() for param in params],
+            "momentum": [
+                self._momenta[param].clone() if param in self._momenta else torch.zeros_like(param)
+                for param in params
+            ],
         }
 
     @torch.no_grad()
@@ -125,9 +137,8 @@ class Outer:
         params = list(self._params())
         for name, own in (("anchor", self._anchors), ("momentum", self._momenta)):
             own.clear()
-            saved = [None] * len(params) if state is None else state[name]
-            for param, tensor in zip(params, saved, strict=True):
-                if tensor is not None:
+            if state is not None:
+                for param, tensor in zip(params, state[name], strict=True):
                     own[param] = torch.empty_like(param).copy_(tensor)
 
     def _slow_step(

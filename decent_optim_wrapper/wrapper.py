@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -367,12 +366,13 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         """A step in parts: yields what mixes, updates and launches a bucket, to call for each."""
         with self._turn() as engine:
             relay = engine.gossip.relay()
-            with self._local_update.by_bucket(scaling, engine.gossip.buckets) as update:
+            buckets = engine.gossip.buckets
+            with self._local_update.by_bucket(scaling, buckets, apply) as update:
 
                 def pass_on(bucket: Bucket) -> None:
                     relay.mix(bucket)
                     with engine.meter.update:
-                        apply(bucket, partial(update, bucket))
+                        update(bucket)
                     relay.post(bucket)
 
                 yield pass_on

@@ -1,0 +1,61 @@
+"""What is done to gradients inside and after a backward pass: unscaled, clipped, stepped with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+
+class Treatment:
+    """What is done to gradients before the update, by whatever has `param_groups` and `step()`.
+
+    Args:
+        scaler: the gradients are multiplied by its scale; None means they are as they are.
+        clip_norm: bound of the norm of all gradients together; 0 means none.
+    """
+
+    def __init__(self, scaler: GradScaler | None, clip_norm: float) -> None:
+        self._scaler = scaler
+        self._clip_norm = clip_norm
+        # GradScaler knows them by their id until its update().
+        self._scaled: list[Any] = []
+
+    def step(self, target: Any) -> None:
+        """Unscale, clip, and step unless a gradient has overflowed."""
+        params = [p for p in params_of(target) if p.grad is not None]
+        scaler = self._scaler if params else None
+        if scaler is not None:
+            scaler.unscale_(target)
+            self._scaled.append(target)
+        if self._clip_norm and params:
+            nn.utils.clip_grad_norm_(params, self._clip_norm)
+        if scaler is not None:
+            scaler.step(target)
+        else:
+            target.step()
+
+    def step_part(self, params: Sequence[Tensor], update: Callable[[], None]) -> None:
+        """As `step`, with the gradients of these parameters only."""
+        self.step(_Part(params, update))
+
+    def end(self) -> None:
+        """Let the scale follow what was found in the gradients since the last call."""
+        if self._scaled and self._scaler is not None:
+            self._scaler.update()
+        self._scaled.clear()
+
+
+class _Part:
+    """Some parameters and their update, as an optimizer to GradScaler."""
+
+    def __init__(self, params: Sequence[Tensor], step: Callable[[], None]) -> None:
+        self.param_groups = [{"params": list(params)}]
+        self.step = step
+
+
+def params_of(target: Any) -> list[Tensor]:
+    """The parameters of an optimizer, or of what looks like one."""
+    return [param for group in target.param_groups for param in group["params"]]
