@@ -67,6 +67,18 @@ def check_tensors(named: Sequence[Named]) -> None:
         )
 
 
+def check_buffers(buffers: Sequence[Named]) -> None:
+    """Make sure that buffers are tensors.
+
+    Raises:
+        TypeError: one is not.
+    """
+    for each in buffers:
+        if not isinstance(each.tensor, Tensor):
+            kind = type(each.tensor).__name__
+            raise TypeError(f"buffers expects tensors (model.buffers()), got a {kind}")
+
+
 def check_gradients(param_groups: Sequence[dict[str, Any]], rank: int) -> None:
     """Make sure that there are no sparse gradients.
 

@@ -217,8 +217,7 @@ class BackwardStepper:
         self._step.close()
         self._step = None
         self._treatment.end()
-        for param in params_of(self._optimizer):
-            param.grad = None
+        self._free_all()
         if self._scheduler is not None:
             self._scheduler.step()
 
@@ -228,8 +227,13 @@ class BackwardStepper:
             self._torn = self._step.abort()
             self._step = None
             if not self._torn:
-                # A later pass may go on, with a scaler that is ready for it.
+                # A later pass may go on, with a scaler and gradients that are ready for it.
                 self._treatment.end()
+                self._free_all()
+
+    def _free_all(self) -> None:
+        for param in params_of(self._optimizer):
+            param.grad = None
 
     def _begin(self) -> _Step:
         make = _StepInParts if self._in_parts and self._optimizer.splits else _StepAtEnd

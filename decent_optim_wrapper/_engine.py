@@ -15,6 +15,7 @@ from decent_optim_wrapper._aftermath import Aftermath
 from decent_optim_wrapper._agreement import (
     Agreement,
     Named,
+    check_buffers,
     check_gradients,
     check_tensors,
     named_parameters,
@@ -64,6 +65,7 @@ class Engine:
         self._kept = False
         self._optimizer = optimizer
         self._buffers = [Named("buffer", str(i), tensor) for i, tensor in enumerate(buffers)]
+        check_buffers(self._buffers)
         self._extras = extras
         others = [Named("tensor", str(i), tensor) for i, tensor in enumerate(extras.carried)]
         self._others = [*self._buffers, *others]

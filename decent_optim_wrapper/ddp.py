@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import numbers
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from loguru import logger
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -52,7 +53,8 @@ class DecentralizedDataParallel(Module):
     Args:
         model: the module; trained in place, reachable as ``module``.
         optim_fn: makes the base optimizer from ``[(name, parameter), ...]``, those of the model
-            that want a gradient, in its order; called once.
+            that want a gradient, in its order; called once. What is unfrozen later goes to
+            ``optimizer.add_param_group``, on all ranks.
         lr_scheduler_fn: makes a scheduler from the base; it is stepped after every step.
         topology: a name known to `TopologyFactory`, or an instance.
         scaler: scales the loss before the backward pass; never call its `step` or `update`. Inside
@@ -100,6 +102,7 @@ class DecentralizedDataParallel(Module):
     ) -> None:
         super().__init__()
         _check(model, grad_clip_norm, update_in_backward)
+        _check_parts(optim_fn, scaler, options)
         self.module = model
         self.scaler = scaler
         base = optim_fn([(n, p) for n, p in model.named_parameters() if p.requires_grad])
@@ -123,7 +126,7 @@ class DecentralizedDataParallel(Module):
         if update_in_backward is not False and not wrapper.splits:
             if update_in_backward:
                 raise _not_in_parts(base)
-            logger.warning("rank {}: {}", wrapper.rank, _not_in_parts(base))
+            warnings.warn(f"rank {wrapper.rank}: {_not_in_parts(base)}", stacklevel=2)
         self._stepper = BackwardStepper(
             wrapper,
             Treatment(scaler, float(grad_clip_norm)),
@@ -265,6 +268,8 @@ class DecentralizedDataParallel(Module):
 def _check(model: Any, grad_clip_norm: Any, update_in_backward: Any) -> None:
     if not isinstance(model, Module):
         raise TypeError(f"model expects a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, (DecentralizedDataParallel, DistributedDataParallel)):
+        raise TypeError(f"model expects a module that is not wrapped yet, got a {type(model)}")
     real = isinstance(grad_clip_norm, numbers.Real) and not isinstance(grad_clip_norm, bool)
     if not real:
         raise TypeError(f"grad_clip_norm expects a number, got {grad_clip_norm!r}")
@@ -274,6 +279,29 @@ def _check(model: Any, grad_clip_norm: Any, update_in_backward: Any) -> None:
         raise TypeError(
             f"update_in_backward expects True, False or None, got {update_in_backward!r}"
         )
+
+
+# What the wrapper calls otherwise, or what is settled here.
+_OTHERWISE = {
+    "overlap": "always True here; use DecentOptimWrapper for a base that needs False",
+    "bucket_cap_mb": "bucket_size_in_mb",
+    "buffers": "sync_buffer_in_global_avg=True",
+    "split_update": "update_in_backward",
+    "_local_world_size": "local_world_size",
+}
+
+
+def _check_parts(optim_fn: Any, scaler: Any, options: dict[str, Any]) -> None:
+    if not callable(optim_fn):
+        raise TypeError(
+            f"optim_fn expects a function from [(name, parameter), ...] to an optimizer, got "
+            f"{type(optim_fn).__name__}"
+        )
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler expects a torch.amp.GradScaler or None, got {scaler!r}")
+    for name in options:
+        if name in _OTHERWISE:
+            raise TypeError(f"DecentralizedDataParallel takes no {name}: {_OTHERWISE[name]}")
 
 
 def _check_scheduler(scheduler: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decent_optim_wrapper._flat import is_finite
 from decent_optim_wrapper._timetable import Kind
 
 
@@ -72,9 +73,9 @@ class Outer:
 
     @torch.no_grad()
     def anchor(self, params: Iterable[Tensor]) -> None:
-        """Start from here wherever there is no start yet."""
+        """Start from here wherever there is no start yet, and something to start from."""
         for param in params:
-            if param not in self._anchors:
+            if param not in self._anchors and is_finite(param):
                 self._anchors[param] = param.detach().clone()
 
     def rebase(self) -> None:
@@ -97,12 +98,18 @@ class Outer:
         """
         if kind is not self.kind:
             return
+        known = [param for param in params if param in self._anchors]
+        self.anchor(params)
+        if known:
+            self._step(known)
+
+    def _step(self, params: list[Tensor]) -> None:
         anchors = [self._anchors[param] for param in params]
         for param in params:
             if param not in self._momenta:
                 self._momenta[param] = torch.zeros_like(param)
         momenta = [self._momenta[param] for param in params]
-        away = torch._foreach_sub(anchors, list(params))
+        away = torch._foreach_sub(anchors, params)
         if isinstance(self._rule, SlowMomentum):
             self._slow_step(self._rule, anchors, momenta, away, self._rates(params))
         else:
@@ -110,7 +117,7 @@ class Outer:
             torch._foreach_add_(momenta, away)
             torch._foreach_add_(anchors, away, alpha=-self._rule.lr)
             torch._foreach_add_(anchors, momenta, alpha=-self._rule.lr * self._rule.momentum)
-        torch._foreach_copy_(list(params), anchors)
+        torch._foreach_copy_(params, anchors)
 
     @property
     def kind(self) -> Kind:

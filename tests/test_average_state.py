@@ -293,3 +293,51 @@ def built_alike() -> Normed:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Normed()
+
+
+def test_counters_of_parameters_without_dimensions_are_not_averaged() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[float]:
+        params = [torch.tensor(1.0 + rank, requires_grad=True), torch.ones(3, requires_grad=True)]
+        base = torch.optim.Adam(params, lr=0.1)
+        optimizer = DecentOptimWrapper(
+            base, process_group=group, average_state="average", bucket_cap_mb=4 / 2**20
+        )
+        for step in range(3):
+            for param in params:
+                param.grad = None if (rank, step) == (0, 1) else torch.ones_like(param)
+            optimizer.step()
+        optimizer.global_avg(may_revert=False)
+        return [base.state[param]["step"].item() for param in params]
+
+    assert run_threads(2, main) == [[2.0, 2.0], [3.0, 3.0]]
+
+
+def test_recalibration_leaves_the_random_numbers_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.BatchNorm1d(6)).double()
+    optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = torch.get_rng_state()
+    with optimizer.averaged(recalibrate=(model, batches(0, 2))):
+        pass
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("given", [nn.Linear(1, 1), ([], nn.Linear(1, 1)), (nn.Linear(1, 1), 3)])
+def test_what_cannot_be_recalibrated_is_refused(given: Any) -> None:
+    optimizer = DecentOptimWrapper(sgd(make_params()))
+    with (
+        pytest.raises(TypeError, match=r"recalibrate expects \(model, batches\)"),
+        optimizer.averaged(recalibrate=given),
+    ):
+        pass
+
+
+def test_no_batches_are_refused() -> None:
+    model = built_alike()
+    optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    with (
+        pytest.raises(ValueError, match="reach every batch norm"),
+        optimizer.averaged(recalibrate=(model, [])),
+    ):
+        pass
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in own.items())

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from loguru import logger
 from modules import (
     adamw,
     backward,
@@ -484,15 +483,8 @@ def test_an_unknown_base_is_updated_at_the_end_with_a_warning() -> None:
     def make(named: Any) -> Doubled:
         return Doubled(named, lr=0.1)
 
-    lines: list[str] = []
-    sink = logger.add(lines.append, level="WARNING", format="{message}")
-    logger.enable("decent_optim_wrapper")
-    try:
+    with pytest.warns(UserWarning, match="got Doubled.*updated at the end"):
         model = wrap(make_model(), None, make)
-    finally:
-        logger.disable("decent_optim_wrapper")
-        logger.remove(sink)
-    assert any("got Doubled" in line and "updated at the end" in line for line in lines)
     train(model, 0, range(2))
     assert all(p.grad is None for p in model.parameters())
     # Forced, it is updated in parts.
@@ -622,3 +614,110 @@ def test_a_module_that_is_dropped_leaves_its_model_alone() -> None:
     again = wrap(module, None, adamw)
     train(again, 0, range(1, 3))
     assert again.optimizer.round == 2
+
+
+@pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
+def test_what_is_in_no_bucket_is_unscaled_and_clipped(in_backward: bool | None) -> None:
+    model = make_model(dtype=torch.float32)
+    weight = next(model.parameters())
+    model[0].requires_grad_(False)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    wrapped = wrap(
+        model,
+        None,
+        lambda named: torch.optim.SGD(model.parameters(), lr=1.0),
+        scaler=scaler,
+        grad_clip_norm=0.1,
+        update_in_backward=in_backward,
+    )
+    model[0].requires_grad_(True)
+    before = weight.detach().clone()
+    backward(scaler.scale(1000 * loss_of(wrapped, 0, 0)))
+    assert 0 < (weight - before).norm().item() <= 0.1 + 1e-5
+
+
+def test_a_layer_that_is_added_later_steps_alone() -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    wrapped = wrap(model, None)
+    model.requires_grad_(False)
+    model[0].requires_grad_(True)
+    group = {"params": [*model[0].named_parameters(prefix="0")]}
+    wrapped.optimizer.add_param_group(group)
+    before = flat(model)
+    train(wrapped, 0, range(2))
+    assert wrapped.optimizer.round == 2
+    moved = (flat(model) != before).sum().item()
+    assert moved == sum(param.numel() for param in model[0].parameters())
+
+
+def test_an_idle_step_is_a_round_without_an_update_and_a_step_of_the_schedule() -> None:
+    def schedule(base: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(base, 1, gamma=0.5)
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[float, int, Tensor]:
+        model = wrap(make_model(), group, topology="complete", lr_scheduler_fn=schedule)
+        train(model, rank, range(1))
+        if rank:
+            train(model, rank, range(1, 2))
+        else:
+            model.idle_step()
+        before = flat(model)
+        model.optimizer.synchronize()
+        assert not torch.equal(flat(model), before)
+        return model.get_lr(), model.optimizer.round, flat(model)
+
+    (rate, rounds, one), (same, also, other) = run_threads(2, main)
+    assert rate == same == 0.0125
+    assert rounds == also == 2
+    torch.testing.assert_close(one, other)
+
+
+def test_a_pass_that_fails_before_anything_is_done_leaves_no_gradients() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ArithmeticError("out of luck")
+
+    model = make_model(dtype=torch.float32)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    wrapped = wrap(model, None, scaler=scaler, update_in_backward=False)
+    train(wrapped, 0, range(1))
+    hidden = model[:3](batch(0, 1, dtype=torch.float32))
+    with pytest.raises(ArithmeticError, match="out of luck"):
+        backward(scaler.scale(model[3:](Fails.apply(hidden)).sum()))
+    assert all(param.grad is None for param in model.parameters())
+    before = flat(model)
+    train(wrapped, 0, range(1, 2))
+    assert wrapped.optimizer.round == 2
+    assert not torch.equal(flat(model), before)
+
+
+def test_it_is_no_part_of_another_modules_state() -> None:
+    holder = nn.ModuleDict({"inner": wrap(make_model(), None)})
+    with pytest.raises(TypeError, match="wrap the outermost module"):
+        holder.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"optim_fn": torch.optim.SGD(make_model().parameters(), lr=0.1)}, "optim_fn expects a"),
+        ({"scaler": True}, "scaler expects"),
+        ({"overlap": False}, "takes no overlap"),
+        ({"bucket_cap_mb": 5}, "takes no bucket_cap_mb: bucket_size_in_mb"),
+        ({"_local_world_size": 2}, "local_world_size"),
+    ],
+)
+def test_arguments_of_others_are_refused_by_name(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        wrap(make_model(), None, **arguments)
+
+
+def test_a_module_is_wrapped_once() -> None:
+    with pytest.raises(TypeError, match="not wrapped yet"):
+        wrap(wrap(make_model(), None), None)

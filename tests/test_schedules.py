@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from loguru import logger
 from problem import TINY_CAP_MB, MakeOptimizer, adamw, backward, flatten, make_params, mix, sgd
 from ranks import run_threads
 from torch import Tensor
@@ -427,3 +429,91 @@ def test_the_rate_can_be_set_and_is_checked() -> None:
     assert optimizer.mixing_rate == 1.0
     with pytest.raises(ValueError, match="at most 1"):
         optimizer.mixing_rate = 2
+
+
+@pytest.mark.parametrize("policy", ["keep", "average", "reset"])
+@pytest.mark.parametrize(
+    "plan", [PLANS["slow momentum"], PLANS["outer Nesterov"]], ids=["slow", "outer"]
+)
+def test_a_run_saved_on_an_average_continues_as_if_it_had_stepped_there(
+    plan: Plan, policy: str
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup, resumes: bool) -> Tensor:
+        params = make_params()
+        optimizer = wrap(sgd(params), group, "ring", plan, average_state=policy)
+        for step in range(5):
+            advance(optimizer, params, rank, step, plan)
+        optimizer.global_avg()
+        if resumes:
+            values, state = [p.detach().clone() for p in params], optimizer.state_dict()
+            params = make_params(seed=9)
+            optimizer = wrap(sgd(params), group, "ring", plan, average_state=policy)
+            optimizer.load_state_dict(state)
+            with torch.no_grad():
+                for param, value in zip(params, values, strict=True):
+                    param.copy_(value)
+        for step in range(5, 10):
+            advance(optimizer, params, rank, step, plan)
+        optimizer.synchronize()
+        return flatten(params)
+
+    stepped = run_threads(4, partial(main, resumes=False))
+    resumed = run_threads(4, partial(main, resumes=True))
+    assert all(map(torch.equal, stepped, resumed))
+    assert not torch.equal(stepped[0], stepped[1])
+
+
+def test_what_is_not_finite_heals_under_outer_momentum_too() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[bool]:
+        params = make_params()
+        optimizer = wrap(
+            SGD(params, lr=0.01), group, "ring", Plan(outer_momentum=0.5), on_nonfinite="skip"
+        )
+        finite = []
+        for step in range(8):
+            backward(params, rank, step)
+            if step == 2 and rank < 2:
+                for param in params:
+                    param.data.fill_(float("nan"))
+            for param in params:
+                assert param.grad is not None
+                param.grad.nan_to_num_()
+            optimizer.step()
+            finite.append(bool(flatten(params).isfinite().all()))
+        optimizer.synchronize()
+        return finite
+
+    for rank, finite in enumerate(run_threads(4, main)):
+        assert all(finite[:2])
+        assert finite[2] == (rank > 1)
+        assert all(finite[-2:])
+
+
+def test_an_exact_average_of_two_ranks_is_not_rounded() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params()
+        plan = Plan(global_avg_every=3)
+        optimizer = wrap(sgd(params), group, "complete", plan, comm_dtype=torch.bfloat16)
+        for step in range(3):
+            backward(params, rank, step)
+            optimizer.step()
+        before = flatten(params)
+        optimizer.synchronize()
+        assert not torch.equal(flatten(params), before)
+        return flatten(params)
+
+    one, other = run_threads(2, main)
+    assert torch.equal(one, other)
+
+
+def test_an_outer_state_that_nobody_wants_is_dropped_with_a_warning() -> None:
+    saved = wrap(sgd(make_params()), None, "complete", PLANS["outer Nesterov"]).state_dict()
+    lines: list[str] = []
+    sink = logger.add(lines.append, level="WARNING", format="{message}")
+    logger.enable("decent_optim_wrapper")
+    try:
+        DecentOptimWrapper(sgd(make_params())).load_state_dict(saved)
+    finally:
+        logger.disable("decent_optim_wrapper")
+        logger.remove(sink)
+    assert any("outer optimizer is dropped" in line for line in lines)
