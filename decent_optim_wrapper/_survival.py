@@ -125,9 +125,9 @@ class Survival:
         """Bring the members to the same round, and those that come back to the same state."""
         resume = max(note.round for note in self._notes if not note.fresh)
         self._gossip.rewire(self.topology, resume)
-        fresh = [note.fresh for note in self._notes]
-        if any(fresh):
-            self._hand_over(fresh.index(False), self.joins)
+        if any(note.fresh for note in self._notes):
+            # From a rank that is there already: another one still has a step to make until then.
+            self._hand_over(self._notes.index(Note(resume, False)), self.joins)
         if self.joins:
             self._gossip.restore(self._gossip.state._replace(round=resume, in_flight=False))
             self._note = Note(resume, False)

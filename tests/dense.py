@@ -76,17 +76,18 @@ class Oracle(Player):
         sent = torch.zeros(self.world.size, dtype=torch.float64)
         for ranks, _ in parts:
             size = len(ranks)
-            sent[ranks] = sum(self.on_wire(i, size) for i in self.flying) * 2 * (size - 1) / size
+            sums = size > 2 or averages(self.world, round)
+            sent[ranks] = sum(self.on_wire(i, sums) for i in self.flying) * 2 * (size - 1) / size
         return sent
 
-    def on_wire(self, index: int, size: int) -> float:
-        """Bytes of a parameter in a group of so many ranks, without the gaps that align views."""
+    def on_wire(self, index: int, sums: bool) -> float:
+        """Bytes of a parameter that is summed or exchanged, without the gaps that align views."""
         dtype = self.world.spec(index).dtype
         elements = self.values[index][0].numel()
         real = dtype.to_real()
         if real == torch.bfloat16:
-            return elements * (4 if size > 2 else 2)
-        narrow = self.world.options["comm_dtype"] is not None and size == 2
+            return elements * (4 if sums else 2)
+        narrow = self.world.options["comm_dtype"] is not None and not sums
         return elements * (dtype.itemsize // real.itemsize) * (2 if narrow else real.itemsize)
 
     def synchronize(self) -> None:
@@ -138,13 +139,18 @@ class Oracle(Player):
 def due(world: World, round: int) -> tuple[list[Part], float]:
     """Who mixes in a round, and how far."""
     steps, every = round + 1, world.options.get("gossip_every", 1)
-    averages = world.options.get("global_avg_every")
-    if averages and steps % averages == 0:
+    if averages(world, round):
         return [Part(list(range(world.size)), None)], 1.0
     if steps % every:
         return [Part([rank], None) for rank in range(world.size)], 1.0
     phase = round // every % len(world.phases)
     return world.phases[phase], world.options.get("mixing_rate", 1.0)
+
+
+def averages(world: World, round: int) -> bool:
+    """Whether an exact average is due."""
+    every = world.options.get("global_avg_every")
+    return every is not None and (round + 1) % every == 0
 
 
 def dense(world: World, round: int) -> Tensor:

@@ -127,17 +127,21 @@ class Trained(NamedTuple):
             self.optimizer.step()
 
 
-def fresh(seed: int) -> Trained:
+def fresh(seed: int, **options: Any) -> Trained:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     base = torch.optim.AdamW(model.parameters(), lr=0.05)
-    return Trained(model, DecentOptimWrapper(base, topology="ring", bucket_cap_mb=TINY_CAP_MB))
+    return Trained(
+        model, DecentOptimWrapper(base, topology="ring", bucket_cap_mb=TINY_CAP_MB, **options)
+    )
 
 
-def resume_by_distributed_checkpoint(rank: int, folder: str) -> tuple[list[float], list[float]]:
+def resume_by_distributed_checkpoint(
+    rank: int, folder: str, options: dict[str, Any]
+) -> tuple[list[float], list[float]]:
     """The README's recipe: a key per rank, and state to load into."""
     dist.init_process_group("gloo")
-    whole = fresh(seed=0)
+    whole = fresh(seed=0, **options)
     whole.advance(rank, range(3))
     state: dict[str, Any] = {
         f"model_{rank}": whole.model.state_dict(),
@@ -146,7 +150,7 @@ def resume_by_distributed_checkpoint(rank: int, folder: str) -> tuple[list[float
     dcp.state_dict_saver.save(state, checkpoint_id=folder)
     whole.advance(rank, range(3, 6))
 
-    resumed = fresh(seed=1)
+    resumed = fresh(seed=1, **options)
     get_optimizer_state_dict(resumed.model, resumed.optimizer.optimizer)
     state = {f"model_{rank}": resumed.model.state_dict(), f"optim_{rank}": resumed.optimizer}
     dcp.state_dict_loader.load(state, checkpoint_id=folder)
@@ -158,8 +162,11 @@ def resume_by_distributed_checkpoint(rank: int, folder: str) -> tuple[list[float
     return rows[0], rows[1]
 
 
-def test_distributed_checkpoint_resumes_every_rank_bit_for_bit(tmp_path: Path) -> None:
-    rows = run_processes(2, resume_by_distributed_checkpoint, str(tmp_path))
+@pytest.mark.parametrize("options", [{}, {"outer_momentum": 0.5}], ids=["plain", "outer"])
+def test_distributed_checkpoint_resumes_every_rank_bit_for_bit(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    rows = run_processes(2, resume_by_distributed_checkpoint, str(tmp_path), options)
     for whole, resumed in rows:
         assert whole == resumed
     assert rows[0] != rows[1]
