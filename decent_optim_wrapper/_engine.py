@@ -85,23 +85,7 @@ class Engine:
         self._agreement = Agreement(self.transport, self.topology, self.layout, lines)
         self._agree([*parameters, *self._others])
 
-        self._rules = Rules(settings.on_nonfinite, repr(self.topology))
-        self._rules = self._rules.for_transport(self.transport)
-        self._aftermath = Aftermath(
-            StatePolicy(
-                *(settings.average_state, optimizer, self.transport, self.layout, self.meter)
-            ),
-            Outer(settings.outer, optimizer) if settings.outer else None,
-            heals=self._rules.on_nonfinite == "skip",
-        )
-        self.gossip = Gossip(
-            self.transport,
-            self._timetable(),
-            self._rules,
-            self.meter,
-            self._aftermath,
-            settings.mixing_rate,
-        )
+        self.gossip = self._make_gossip()
         if isinstance(topology, str):
             # The schedules of all ranks are needed no more; a user's own topology is left alone.
             self.topology.release()
@@ -239,6 +223,20 @@ class Engine:
                 f"values in place"
             )
         check_gradients(groups, self.transport.name)
+
+    def _make_gossip(self) -> Gossip:
+        rules = Rules(self.settings.on_nonfinite, repr(self.topology))
+        self._rules = rules.for_transport(self.transport)
+        base, choice = self._optimizer, self.settings.average_state
+        self._aftermath = Aftermath(
+            StatePolicy(choice, base, self.transport, self.layout, self.meter),
+            Outer(self.settings.outer, base) if self.settings.outer else None,
+            heals=self._rules.on_nonfinite == "skip",
+        )
+        return Gossip(
+            *(self.transport, self._timetable(), self._rules, self.meter, self._aftermath),
+            self.settings.mixing_rate,
+        )
 
     def _timetable(self) -> Timetable:
         return Timetable(

@@ -357,7 +357,7 @@ def test_a_backward_pass_in_which_its_rank_comes_back_ends_well(views: bool) -> 
         crew.finish(margin=200)
         results = [crew.wait_for(rank, "result") for rank in range(3)]
     assert [members for members, *_ in results] == [(0, 1, 2)] * 3
-    assert results[2][1] == 1
+    assert results[2][1] >= 1
     # The schedule is that of the others, also on the rank that has missed some of their steps.
     assert len({rate for *_, rate in results}) == 1
     for _, _, values, _ in results:

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from decent_optim_wrapper import DecentOptimWrapper, Group, Topology, TopologyFactory
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
+from decent_optim_wrapper.topo._base import REGISTRY
 
 STEPS = 12
 # Several buckets, of one and of several parameters, in both libraries and dtypes.
@@ -264,6 +265,17 @@ def same(ours: Tensor, theirs: Tensor, case: Case, which: str) -> None:
     )
 
 
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """What is registered in the test is gone after it."""
+    pairs = [(kinds, dict(kinds)) for kinds in (REGISTRY, TopologyReg.registry)]
+    yield
+    for kinds, before in pairs:
+        kinds.clear()
+        kinds.update(before)
+
+
+@pytest.mark.usefixtures("registries")
 @pytest.mark.parametrize(
     ("name", "world_size", "local"),
     [
@@ -307,7 +319,6 @@ def code(title: str) -> str:
     return found[1]
 
 
-@cache
 def register_lazy_ring() -> None:
     for title in ("a topology in decent-dp", "a topology here"):
         exec(code(title), {})
