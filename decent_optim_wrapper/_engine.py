@@ -153,12 +153,7 @@ class Engine:
         self._kept = False
         self.average.keep()
         self.gossip.discard()
-        try:
-            self._aftermath.keep(self.gossip.buckets)
-        except PeerError as error:
-            if self._survival is None:
-                raise
-            self._survival.recover(error)
+        self.gossip.survive(lambda: self._aftermath.keep(self.gossip.buckets))
 
     def gossip_state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the base's state."""

@@ -166,7 +166,21 @@ class Gossip:
     def arrive(self) -> None:
         """Wait for the round in flight, if there is one; nothing is mixed yet."""
         for flying in self._in_flight:
-            self._wait_for(flying.receive)
+            self.survive(flying.receive)
+
+    def survive(self, action: Callable[[], None]) -> bool:
+        """Do something that waits for peers; whether it was done.
+
+        It was not where a peer was lost and `on_loss` has dealt with that, dropping the round.
+        """
+        try:
+            action()
+        except PeerError as error:
+            if self.on_loss is None:
+                raise
+            self.on_loss(error)
+            return False
+        return True
 
     def announce(self, call: Call) -> None:
         """Make sure that the ranks of the next round's group are in the same method as this one.
@@ -204,7 +218,7 @@ class Gossip:
         if not self._in_flight:
             return None
         flying = self._in_flight.pop()
-        return flying if self._wait_for(flying.receive) else None
+        return flying if self.survive(flying.receive) else None
 
     def _receive_to_mix(self) -> Round | None:
         arrived = self._receive()
@@ -212,18 +226,7 @@ class Gossip:
             return None
         # A rank that is lost only now may have cost this one its parameters: they are the others'.
         arrive = partial(self._aftermath.arrive, arrived.meeting.kind, self._buckets)
-        return arrived if self._wait_for(arrive) else None
-
-    def _wait_for(self, arrival: Callable[[], None]) -> bool:
-        """Whether something has come; not where a loss was met by `on_loss`, which drops rounds."""
-        try:
-            arrival()
-        except PeerError as error:
-            if self.on_loss is None:
-                raise
-            self.on_loss(error)
-            return False
-        return True
+        return arrived if self.survive(arrive) else None
 
     def _take_off(self, launched: Round) -> None:
         self._in_flight.append(launched)

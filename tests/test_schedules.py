@@ -213,6 +213,24 @@ def test_follows_the_oracle_whatever_the_engine(plan: Plan, split: bool, views: 
     check(topology, plan, True, adamw, split_update=split, param_as_bucket_view=views)
 
 
+def reborn(
+    params: list[Tensor],
+    optimizer: DecentOptimWrapper,
+    group: dist.ProcessGroup,
+    plan: Plan,
+    **options: Any,
+) -> tuple[list[Tensor], DecentOptimWrapper]:
+    """New parameters and a new wrapper, from what a checkpoint would hold now."""
+    values, state = [param.detach().clone() for param in params], optimizer.state_dict()
+    params = make_params(seed=9)
+    optimizer = wrap(sgd(params), group, "ring", plan, **options)
+    optimizer.load_state_dict(state)
+    with torch.no_grad():
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
+    return params, optimizer
+
+
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 @pytest.mark.parametrize("stop", [3, 5, 8])
@@ -222,13 +240,9 @@ def test_a_resumed_run_continues_bit_for_bit(plan: Plan, stop: int, views: bool)
         optimizer = wrap(sgd(params), group, "ring", plan, param_as_bucket_view=views)
         for step in range(STEPS):
             if step == stop:
-                values, state = [p.detach().clone() for p in params], optimizer.state_dict()
-                params = make_params(seed=9)
-                optimizer = wrap(sgd(params), group, "ring", plan, param_as_bucket_view=views)
-                optimizer.load_state_dict(state)
-                with torch.no_grad():
-                    for param, value in zip(params, values, strict=True):
-                        param.copy_(value)
+                params, optimizer = reborn(
+                    params, optimizer, group, plan, param_as_bucket_view=views
+                )
             advance(optimizer, params, rank, step, plan)
         optimizer.synchronize()
         return flatten(params)
@@ -445,13 +459,7 @@ def test_a_run_saved_on_an_average_continues_as_if_it_had_stepped_there(
             advance(optimizer, params, rank, step, plan)
         optimizer.global_avg()
         if resumes:
-            values, state = [p.detach().clone() for p in params], optimizer.state_dict()
-            params = make_params(seed=9)
-            optimizer = wrap(sgd(params), group, "ring", plan, average_state=policy)
-            optimizer.load_state_dict(state)
-            with torch.no_grad():
-                for param, value in zip(params, values, strict=True):
-                    param.copy_(value)
+            params, optimizer = reborn(params, optimizer, group, plan, average_state=policy)
         for step in range(5, 10):
             advance(optimizer, params, rank, step, plan)
         optimizer.synchronize()
