@@ -208,7 +208,12 @@ class BackwardStepper:
         """A step without any gradient."""
         self.check()
         self._step = self._begin()
-        self.on_end()
+        try:
+            self.on_end()
+        except BaseException:
+            # No backward pass tells of it; the next one must not go on with this step.
+            self.on_failure()
+            raise
 
     def on_end(self) -> None:
         """Finish the step; a backward pass without any gradient, as of an input alone, is none."""

@@ -721,3 +721,19 @@ def test_arguments_of_others_are_refused_by_name(arguments: dict[str, Any], text
 def test_a_module_is_wrapped_once() -> None:
     with pytest.raises(TypeError, match="not wrapped yet"):
         wrap(wrap(make_model(), None), None)
+
+
+def test_an_idle_step_that_fails_leaves_nothing_to_the_next_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise ArithmeticError("out of luck")
+
+    model = wrap(make_model(), None)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.optimizer._engine, "before_step", fail)
+        with pytest.raises(ArithmeticError, match="out of luck"):
+            model.idle_step()
+    train(model, 0, range(1))
+    assert model.optimizer.round == 1
+    assert not torch.equal(flat(model), flat(make_model()))
