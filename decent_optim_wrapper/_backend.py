@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
+
+# Of a receive that nobody sends for.
+_ABORT_TAG = (1 << 20) - 1
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
@@ -92,6 +96,23 @@ def new_backend(like: Any, store: Any, rank: int, size: int, timeout: timedelta)
         f"rank {rank} of {size}: communicators of our own work with gloo and nccl, not with "
         f"{like.name()}; use a topology of pairs, or complete, and no timeout"
     )
+
+
+def abort(communicator: Any) -> None:
+    """End everything in flight on a communicator made by `new_backend`, here and at the other ends.
+
+    gloo's own `abort` does nothing, but a receive that is given up closes the connections to all
+    ranks: works that wait on them raise at once, on other threads too.
+    """
+    if communicator.name() != "gloo":
+        communicator.abort()
+        return
+    for peer in range(communicator.size()):
+        # Each peer is tried: a connection that is closed already says nothing to the other ones.
+        if peer != communicator.rank():
+            with suppress(RuntimeError):
+                nothing = torch.empty(1, device="cpu")
+                communicator.recv([nothing], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
 
 def prefixed(prefix: str, store: Any) -> Any:

@@ -127,8 +127,6 @@ class _StepInParts:
             return False
         error = RuntimeError("the backward pass has failed")
         self._open.__exit__(RuntimeError, error, None)
-        # The others wait for this rank in vain from now on: let them notice.
-        self._optimizer._engine.transport.hang_up()
         return True
 
     def _finish(self, bucket: Bucket) -> None:

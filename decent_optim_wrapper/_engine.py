@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
@@ -31,7 +32,7 @@ from decent_optim_wrapper._settings import Extras, Settings
 from decent_optim_wrapper._state_policy import StatePolicy
 from decent_optim_wrapper._timetable import Timetable
 from decent_optim_wrapper._transfer import receive_state, send_state, sendable
-from decent_optim_wrapper.errors import PeerError
+from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.outer import Outer
 from decent_optim_wrapper.topo import Topology
 
@@ -134,6 +135,7 @@ class Engine:
 
     def before_step(self) -> None:
         """Notice what was done to parameters, averages and members since the last step."""
+        self.transport.check_open()
         self.check_parameters()
         if self.average.revertible or self._kept:
             self.keep_average()
@@ -178,9 +180,28 @@ class Engine:
     def idle_step(self) -> None:
         """One round without a local update."""
         self.before_step()
-        self.gossip.finish()
-        self.gossip.launch()
-        self.after_launch()
+        with self.failing_together():
+            self.gossip.finish()
+            self.gossip.launch()
+            self.after_launch()
+
+    @contextmanager
+    def failing_together(self, *shared: type[Exception]) -> Iterator[None]:
+        """Tell the others if the body fails on this rank, since they would wait for it in vain.
+
+        Args:
+            shared: further errors that all ranks raise together, and that change nothing.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, (PeerError, CallOrderError, NonFiniteError, *shared)):
+                raise
+            self.gossip.abandon()
+            self.transport.fail(error)
+            if self._survival:
+                self._survival.leave()
+            raise
 
     def after_launch(self) -> None:
         """End the step: with its round, too, where that is not left to overlap."""
@@ -195,11 +216,13 @@ class Engine:
             call: the method that this rank is in.
             action: may be repeated.
         """
+        self.transport.check_open()
         self.check_parameters()
         while True:
             try:
-                self.gossip.announce(call)
-                return action()
+                with self.failing_together(ValueError):
+                    self.gossip.announce(call)
+                    return action()
             except PeerError as error:
                 if self._survival is None:
                     raise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ from decent_optim_wrapper._timetable import Meeting, Timetable
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.topo import Topology
+
+# How long a wrapper that is dropped waits for peers that still have to launch its last round.
+_CLOSE_TIMEOUT = timedelta(seconds=5)
 
 
 class GossipState(NamedTuple):
@@ -262,12 +266,18 @@ class Gossip:
 def _close(in_flight: list[Round], transport: Transport) -> None:
     """See a round that nobody will mix off the wire, and let go of the process group.
 
-    The peers launch the same round sooner or later, unless they are gone, which raises.
+    The peers launch the same round sooner or later, unless they are gone; a script that ends, or a
+    wrapper that is replaced, does not wait for them for as long as a step would.
     """
+    transport.limit_waits(_CLOSE_TIMEOUT)
     try:
         for flying in in_flight:
             flying.receive()
     except RuntimeError as error:
-        logger.debug("rank {}: the last round was dropped: {}", transport.name, error)
+        logger.warning(
+            "rank {}: the wrapper was dropped with a round in flight, which did not arrive within "
+            "{}: {}; call synchronize() at the end of the training",
+            *(transport.name, _CLOSE_TIMEOUT, error),
+        )
     in_flight.clear()
     transport.close()

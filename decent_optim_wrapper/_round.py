@@ -14,7 +14,7 @@ from decent_optim_wrapper._flat import Flat, is_finite
 from decent_optim_wrapper._header import Header
 from decent_optim_wrapper._meter import Meter
 from decent_optim_wrapper._timetable import Kind, Meeting
-from decent_optim_wrapper._transport import Heard, Transport
+from decent_optim_wrapper._transport import Heard, Transport, WireError
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 
 # Tags of an exchange: two for small messages, then one for each bucket.
@@ -90,8 +90,9 @@ class Round:
         # 1 for each bucket that leaves with finite values, and the same of every rank of the group.
         self._finite: list[int] = []
         self._finite_of: dict[int, list[int]] = {}
-        # What could not be posted is told when the round is received: there it can be handled.
-        self._failure: RuntimeError | None = None
+        # A connection that is closed already is told when the round is received: there it can be
+        # handled. Everything else that fails here is this rank's own error.
+        self._failure: WireError | None = None
         self._failed_bucket = 0
         # Before the buckets: a group that sums would take anything for the first of them.
         self._headers = self._tell(self._header.encode(), _HEADER_TAG)
@@ -111,7 +112,7 @@ class Round:
             post = self._post_group if self._sums else self._post_pair
             try:
                 self._exchanges[bucket] = post(bucket)
-            except RuntimeError as error:
+            except WireError as error:
                 self._failure, self._failed_bucket = error, len(self._exchanges)
 
     def seal(self) -> None:
@@ -129,7 +130,9 @@ class Round:
         """
         with self._meter.wait:
             if self._failure:
-                raise self._lost(self._failed_bucket, self._peers) from self._failure
+                raise self._lost(
+                    self._failed_bucket, self._peers, self._failure.silent
+                ) from self._failure
             for rank, message in self._hear(self._headers, 0).items():
                 self._compare(message, rank)
             self._headers = []
@@ -220,7 +223,7 @@ class Round:
             return []
         try:
             return self._transport.tell(message, self.group.ranks, tag)
-        except RuntimeError as error:
+        except WireError as error:
             self._failure, self._failed_bucket = error, max(0, len(self._exchanges) - 1)
             return []
 
@@ -235,30 +238,26 @@ class Round:
         except CallOrderError:
             # The others wait for this rank in vain from now on: let them notice.
             self.abandon()
-            self._transport.hang_up()
+            self._transport.abort("the ranks called different methods")
             raise
 
     def _wait(self, works: list[dist.Work], bucket: int, suspects: tuple[int, ...]) -> None:
         try:
             self._transport.wait(works)
-        except RuntimeError as error:
-            raise self._lost(bucket, suspects) from error
+        except WireError as error:
+            raise self._lost(bucket, suspects, error.silent) from error
 
-    def _lost(self, bucket: int, suspects: tuple[int, ...]) -> PeerError:
+    def _lost(self, bucket: int, suspects: tuple[int, ...], silent: bool) -> PeerError:
         """The error of a round whose bucket did not arrive."""
-        # Those who wait for this rank need not wait for their timeout.
         self.abandon()
-        self._transport.hang_up()
-        names = self._transport.members
-        lost = [names[rank] for rank in self._transport.missing(suspects, self._header.round)]
-        named = f"rank {lost[0]}" if len(lost) == 1 else f"one of the ranks {lost}"
-        group = tuple(names[rank] for rank in self.group.ranks)
+        loss = self._transport.lose(suspects, silent)
+        group = tuple(self._transport.members[rank] for rank in self.group.ranks)
         return PeerError(
-            f"rank {self._transport.name}: lost {named} in round {self._header.round}, bucket "
+            f"rank {self._transport.name}: lost {loss} in round {self._header.round}, bucket "
             f"{bucket}, group {group} of {self._rules.topology}; look there for the first error. "
             f"The parameters are as they were before this round was mixed: restart from a "
             f'checkpoint, or let the others go on with on_peer_failure="continue"',
-            rank=lost[0] if len(lost) == 1 else None,
+            rank=loss.ranks[0] if len(loss.ranks) == 1 else None,
             round=self._header.round,
             bucket=bucket,
         )

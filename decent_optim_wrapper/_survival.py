@@ -56,6 +56,10 @@ class Survival:
         """Whether a rank asks to gather again."""
         return self._crew.wanted
 
+    def leave(self) -> None:
+        """Stay away from now on: the others go on at once, and not after a timeout."""
+        self._crew.leave()
+
     def agree(self, text: str) -> None:
         """Compare a description with that of the members, or leave it for those that come later.
 
@@ -96,7 +100,7 @@ class Survival:
 
     def _leave_round(self) -> None:
         self._gossip.abandon()
-        self._transport.hang_up()
+        self._transport.abort("the members gather again")
 
     def _meet(self) -> list[Note]:
         """Gather, and build what depends on who came; what they say of themselves, in their order.

@@ -356,8 +356,9 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         Join.notify_join_context(self)
         self._engine.meter.reset()
         self._engine.before_step()
-        yield self._engine
-        self._engine.after_launch()
+        with self._engine.failing_together():
+            yield self._engine
+            self._engine.after_launch()
 
     @contextmanager
     def _by_bucket(

@@ -1,0 +1,315 @@
+"""Lost ranks are named, local errors stay local, and closed connections raise."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from crews import CrewOfProcesses
+from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
+from ranks import run_processes, run_threads
+from torch._C._distributed_c10d import TCPStore
+
+from decent_optim_wrapper import DecentOptimWrapper, PeerError
+
+PATIENCE = 20.0
+
+
+def wrap(params: Any, group: Any = None, **options: Any) -> DecentOptimWrapper:
+    options = {"topology": "ring", "timeout": PATIENCE, "bucket_cap_mb": TINY_CAP_MB, **options}
+    return DecentOptimWrapper(sgd(params), process_group=group, **options)
+
+
+class OutOfMemoryError(RuntimeError):
+    """What an allocator raises, which is a RuntimeError like those of gloo."""
+
+
+def break_at(optimizer: DecentOptimWrapper, bucket: int) -> None:
+    """Let the packing of one bucket fail from now on."""
+    buckets = optimizer._engine.gossip.buckets
+    assert len(buckets) > bucket
+
+    def pack(flat: object) -> object:
+        raise OutOfMemoryError("expected 25 MiB, but they are not there")
+
+    buckets[bucket].pack = pack  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("call", ["step", "global_avg"])
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_a_local_error_is_raised_as_it_is_and_named_by_the_others(topology: str, call: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[str, int | None, str, float]:
+        params = make_params()
+        optimizer = wrap(params, group, topology=topology)
+        for step in range(2):
+            backward(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        if rank == 2:
+            break_at(optimizer, 1)
+
+        def go_on() -> None:
+            for step in range(2, 9):
+                if call == "global_avg":
+                    optimizer.global_avg()
+                backward(params, rank, step)
+                optimizer.step()
+
+        start = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            go_on()
+        seconds = time.monotonic() - start
+        kind = type(caught.value).__name__
+        with pytest.raises(RuntimeError, match="restart from the last checkpoint") as again:
+            optimizer.step()
+        assert isinstance(again.value, PeerError) == (rank != 2)
+        return kind, getattr(caught.value, "rank", None), str(caught.value), seconds
+
+    results = run_threads(4, main)
+    assert results[2][:2] == ("OutOfMemoryError", None)
+    for rank in (0, 1, 3):
+        kind, lost, text, seconds = results[rank]
+        assert (kind, lost) == ("PeerError", 2), text
+        assert "rank 2, which failed with OutOfMemoryError: expected 25 MiB" in text
+        assert seconds < PATIENCE / 2
+
+
+def break_in_the_middle(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
+) -> tuple[str, Any]:
+    params = make_params()
+    optimizer = wrap(
+        params, rank=rank, world_size=world_size, store=store, on_peer_failure="continue"
+    )
+    while optimizer.round < 200 or len(optimizer.members) == world_size:
+        if rank == 2 and optimizer.round == 20:
+            break_at(optimizer, 1)
+        backward(params, rank, optimizer.round)
+        try:
+            optimizer.step()
+        except OutOfMemoryError as error:
+            with pytest.raises(RuntimeError, match="this rank failed with OutOfMemoryError"):
+                optimizer.step()
+            report("result", (str(error), optimizer.round))
+            # The process lives on, and the others do not wait for it.
+            time.sleep(60)
+    optimizer.global_avg(may_revert=False)
+    return "went on", (optimizer.members, flatten(params).tolist())
+
+
+@pytest.mark.timeout(60)
+def test_the_others_go_on_without_a_rank_that_failed_by_itself() -> None:
+    with CrewOfProcesses(4, break_in_the_middle) as crew:
+        assert crew.wait_for(2, "result") == ("expected 25 MiB, but they are not there", 20)
+        results = [crew.wait_for(rank, "result") for rank in (0, 1, 3)]
+    for word, (members, params) in results:
+        assert (word, members) == ("went on", (0, 1, 3))
+        assert params == pytest.approx(results[0][1][1], abs=1e-12)
+    assert results[0][1][1] != flatten(make_params()).tolist()
+
+
+def die_in_a_ring(rank: int) -> tuple[int | None, str, float]:
+    dist.init_process_group("gloo")
+    params = make_params()
+    optimizer = wrap(params)
+    for step in range(100):
+        if rank == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        backward(params, rank, step)
+        start = time.monotonic()
+        try:
+            optimizer.step()
+        except PeerError as error:
+            return error.rank, str(error), time.monotonic() - start
+    raise AssertionError("nothing failed")
+
+
+@pytest.mark.timeout(60)
+def test_every_survivor_of_a_ring_names_the_rank_that_died() -> None:
+    for rank, text, seconds in run_processes(6, die_in_a_ring, lost={1}):
+        assert rank == 1, text
+        assert "lost rank 1 in round" in text
+        assert seconds < PATIENCE / 2
+
+
+def die_with_the_store(rank: int, port: int) -> str:
+    """Rank 0 holds the store and dies while its bytes are on the wire."""
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    params = [torch.zeros(2_500_000).requires_grad_() for _ in range(4)]
+    optimizer = DecentOptimWrapper(torch.optim.SGD(params, lr=0.1), timeout=PATIENCE)
+    for step in range(100):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        try:
+            optimizer.step()
+        except PeerError as error:
+            return str(error)
+        if rank == 0 and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("nothing failed")
+
+
+@pytest.mark.timeout(60)
+def test_the_death_of_the_rank_that_holds_the_store_is_a_peer_error() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    texts = run_processes(4, die_with_the_store, port, lost={0})
+    assert len(texts) == 3
+    assert all("lost" in text and "restart from a checkpoint" in text for text in texts)
+
+
+def slow_rank(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], topology: str
+) -> tuple[int, list[Any], float]:
+    params = make_params(seed=rank)
+    changes: list[Any] = []
+    recoveries = 0
+    optimizer = wrap(
+        params,
+        rank=rank,
+        world_size=world_size,
+        topology=topology,
+        store=store,
+        sync_at_start=False,
+        on_peer_failure="continue",
+        on_membership_change=lambda old, new: changes.append((old, new)),
+    )
+    recover = optimizer._engine._survival.recover  # type: ignore[union-attr]
+
+    def count(reason: object) -> None:
+        nonlocal recoveries
+        recoveries += 1
+        recover(reason)
+
+    optimizer._engine.gossip.on_loss = count
+    optimizer._engine._survival.recover = count  # type: ignore[method-assign, union-attr]
+    for step in range(12):
+        backward(params, rank, step)
+        time.sleep(0.2 * (rank == 1))
+        optimizer.step()
+    distance = optimizer.consensus_distance()
+    return recoveries, changes, distance
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_a_slow_rank_is_waited_for_and_not_given_up(topology: str) -> None:
+    with CrewOfProcesses(4, slow_rank, topology) as crew:
+        results = [crew.wait_for(rank, "result") for rank in range(4)]
+    for recoveries, changes, distance in results:
+        assert (recoveries, changes) == (0, [])
+        # Ranks that never mix drift apart: they start from other parameters.
+        assert 0 < distance < 2.0
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_a_dropped_wrapper_waits_a_few_seconds_and_leaves_the_users_connections_alone(
+    topology: str,
+) -> None:
+    dropped = threading.Event()
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[float, float]:
+        params = make_params()
+        optimizer = wrap(params, group, topology=topology, timeout=60.0)
+        for step in range(2 + (rank == 0)):
+            backward(params, rank, step)
+            if step < 2:
+                optimizer.step()
+            else:
+                # Its last round is one that the others never launch.
+                optimizer._engine.gossip.finish()
+                optimizer._engine.gossip.launch()
+        start = time.monotonic()
+        if rank:
+            optimizer.synchronize()
+            dropped.wait(PATIENCE)
+        del optimizer
+        gc.collect()
+        dropped.set()
+        seconds = time.monotonic() - start
+        total = torch.ones(3)
+        group.allreduce([total]).wait(timedelta(seconds=PATIENCE))
+        return seconds, total.sum().item()
+
+    results = run_threads(4, main)
+    assert [total for _, total in results] == [12.0] * 4
+    assert 4 < results[0][0] < 15
+
+
+def test_after_a_loss_nothing_takes_this_rank_for_a_world_of_one() -> None:
+    stopped = threading.Event()
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[str]:
+        params = make_params()
+        optimizer = wrap(params, group, topology="complete", timeout=1.5)
+        for step in range(2 - rank):
+            backward(params, rank, step)
+            optimizer.step()
+        if rank == 1:
+            stopped.wait(PATIENCE)
+            return []
+        before = flatten(params)
+        with pytest.raises(PeerError):
+            optimizer.step()
+        assert torch.equal(flatten(params), before)
+        texts = []
+        for call in (
+            optimizer.step,
+            optimizer.global_avg,
+            optimizer.consensus_distance,
+            lambda: optimizer._engine.transport.all_gather(torch.ones(1)),
+            lambda: optimizer._engine.transport.sum_(torch.ones(1)),
+            lambda: optimizer._engine.transport.broadcast(torch.ones(1), 0),
+        ):
+            with pytest.raises(PeerError) as caught:
+                call()
+            texts.append(str(caught.value))
+        stopped.set()
+        return texts
+
+    texts = run_threads(2, main)[0]
+    assert len(texts) == 6
+    for text in texts:
+        assert "expected connections to the other ranks, but this rank has closed them" in text
+        assert "rank 1 was lost" in text
+
+
+def go_on_after_a_loss(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
+) -> tuple[float, tuple[int, ...]]:
+    params = make_params()
+    optimizer = wrap(
+        params, rank=rank, world_size=world_size, store=store, on_peer_failure="continue"
+    )
+    longest = 0.0
+    while optimizer.round < 40:
+        if (rank, optimizer.round) == (1, 5):
+            report("result", (0.0, ()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        backward(params, rank, optimizer.round)
+        start = time.monotonic()
+        optimizer.step()
+        longest = max(longest, time.monotonic() - start)
+    optimizer.synchronize()
+    return longest, optimizer.members
+
+
+@pytest.mark.timeout(60)
+def test_ranks_whose_neighbours_close_for_anothers_sake_do_not_wait_for_their_timeout() -> None:
+    with CrewOfProcesses(6, go_on_after_a_loss) as crew:
+        results = [crew.wait_for(rank, "result") for rank in (0, 2, 3, 4, 5)]
+    for longest, members in results:
+        assert members == (0, 2, 3, 4, 5)
+        assert 0 < longest < PATIENCE / 2
