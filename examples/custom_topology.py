@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from decent_optim_wrapper import DecentOptimWrapper, Group, Topology, TopologyFactory
-from decent_optim_wrapper.analysis import consensus_rate, steady_error
+from decent_optim_wrapper.planning import consensus_rate, steady_error
 
 
 class Star(Topology):

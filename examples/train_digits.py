@@ -27,8 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from decent_optim_wrapper import DecentOptimWrapper, Topology, TopologyFactory
-from decent_optim_wrapper.mixing import mixing_rate_from_lr
-from decent_optim_wrapper.optim import QGSGD
+from decent_optim_wrapper.optim import QGSGD, mixing_rate_from_lr
 
 TEST_SHARE = 0.2
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from decent_optim_wrapper import Group, TopologyFactory
-from decent_optim_wrapper.analysis import (
-    Figures,
+from decent_optim_wrapper.planning import (
     bytes_per_round,
     consensus_rate,
     rounds_to_consensus,
     steady_error,
+    suggest,
 )
 from decent_optim_wrapper.topo import Hierarchical, RandomMatching, Topology
 
@@ -153,7 +153,7 @@ def test_ranks_that_never_hear_of_each_other_drift_apart() -> None:
 
 def test_suggestions_fit_and_start_with_the_best_per_byte() -> None:
     for sizes in ((7, 1), (8, 2), (12, 4)):
-        names = TopologyFactory.suggest(*sizes)
+        names = suggest(*sizes)
         kinds = dict(TopologyFactory.registered())
         assert set(names) == {name for name, kind in kinds.items() if kind.fits(*sizes)}
         costs = []
@@ -232,6 +232,10 @@ def test_rounds_to_consensus_are_those_of_fractions(name: str, n: int) -> None:
     assert (consensus_rate(topology) == 0) == (rounds_to_consensus(topology) is not None)
 
 
+def test_the_rate_is_found_where_eigenvalues_do_not_converge() -> None:
+    assert consensus_rate(TopologyFactory.create("greedy", 48)) == pytest.approx(math.sqrt(0.5))
+
+
 @pytest.mark.parametrize("weight", [0.5 + 1e-7, 0.5 - 1e-4, 0.501])
 def test_a_fast_contraction_is_not_taken_for_an_exact_average(weight: float) -> None:
     pair = Listed([Group([0, 1], weight)])
@@ -262,9 +266,8 @@ def test_the_figures_of_256_ranks_take_no_matrix_per_phase(monkeypatch: pytest.M
     topology = RandomMatching(256, period=32)
     monkeypatch.delattr(Topology, "mixing_matrix")
     start = time.process_time()
-    figures = Figures(topology)
-    assert figures.rounds_to_consensus is None
-    assert 0 < figures.consensus_rate < 1 < figures.steady_error < 2
+    assert rounds_to_consensus(topology) is None
+    assert 0 < consensus_rate(topology) < 1 < steady_error(topology) < 2
     # 1.2 s where nothing else runs.
     assert time.process_time() - start < 20
 
@@ -274,6 +277,6 @@ def test_analysis_works_whatever_the_default_device() -> None:
     try:
         assert steady_error(TopologyFactory.create("greedy", 7)) == pytest.approx(1.195, abs=1e-3)
         assert consensus_rate(TopologyFactory.create("ring", 8)) == pytest.approx(0.5**0.5)
-        assert TopologyFactory.suggest(7)[0] == "greedy"
+        assert suggest(7)[0] == "greedy"
     finally:
         torch.set_default_device(None)

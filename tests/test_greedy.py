@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decent_optim_wrapper import TopologyFactory
-from decent_optim_wrapper.analysis import steady_error
+from decent_optim_wrapper.planning import steady_error
 from decent_optim_wrapper.topo import Greedy
 from decent_optim_wrapper.topo._matching import match
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decent_optim_wrapper import TopologyFactory
-from decent_optim_wrapper.simulation import Pace, Simulation, simulate
+from decent_optim_wrapper.planning import Pace, Simulation, simulate
 from decent_optim_wrapper.topo import Topology
 
 

@@ -17,7 +17,7 @@ from decent_optim_wrapper.optim._accum_update import (
     update_foreach,
     update_single,
 )
-from decent_optim_wrapper.optim._gradient import dense_grad
+from decent_optim_wrapper.optim.gradients import dense_grad
 
 
 class AccumAdam(Optimizer):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from decent_optim_wrapper.optim._gradient import dense_grad
+from decent_optim_wrapper.optim.gradients import dense_grad
 
 
 class QGSGD(Optimizer):

@@ -60,22 +60,6 @@ class TopologyFactory:
         return REGISTRY[name](world_size, local_world_size)
 
     @classmethod
-    def suggest(cls, world_size: int, local_world_size: int = 1) -> tuple[str, ...]:
-        """The names that fit, best first by mixing per byte.
-
-        The order is that of steady error times mean bytes per round (`analysis`): how far apart
-        noise keeps the ranks, and what holding them together costs.
-
-        Raises:
-            ValueError: the sizes make no world.
-        """
-        from decent_optim_wrapper.analysis import Figures
-
-        sizes = (world_size, local_world_size)
-        fitting = [name for name, kind in cls.registered() if kind.accepts(*sizes)]
-        return tuple(sorted(fitting, key=lambda name: Figures(cls.create(name, *sizes)).cost))
-
-    @classmethod
     def add_topology(cls, name: str, kind: type[Topology], overwrite: bool = False) -> None:
         """Make `kind` available as `name`.
 

@@ -1,4 +1,4 @@
-"""How far a round mixes, as a function of the learning rate."""
+"""The mixing rate as a function of the learning rate."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ def mixing_rate_from_lr(
     """γ = (lr / lr_max)^p: mix less when the steps, which drive the ranks apart, get smaller.
 
     ``optimizer.mixing_rate = mixing_rate_from_lr(optimizer, lr_max=0.1)`` after every step of the
-    learning rate's schedule, alike on all ranks.
+    learning rate's schedule, the same on all ranks.
 
     Args:
-        optimizer: the base or the wrapper, of which the first group's learning rate counts.
+        optimizer: the base or the wrapper; the learning rate of its first group counts.
         lr_max: the rate at which γ is 1, above 0; γ stays 1 beyond it.
         power: p; 0 mixes in full.
-        at_least: what γ does not fall below, in (0, 1].
+        at_least: lower bound of γ, in (0, 1].
 
     Raises:
         ValueError: an argument is out of range.

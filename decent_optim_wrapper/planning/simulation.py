@@ -1,4 +1,4 @@
-"""Step times before the machines are rented: a max-plus clock over the ranks of a topology."""
+"""Simulated step times: a max-plus clock over the ranks of a topology."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Pace(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """The paces of the three methods on the same draws of compute time."""
+    """The paces of the three methods with the same random compute times."""
 
     overlap: Pace
     no_overlap: Pace
@@ -81,7 +81,7 @@ def simulate(
 
     Raises:
         ValueError: a negative time, a bandwidth or number of steps that is not positive, or any
-            that is infinite or not a number.
+            of them infinite or not a number.
     """
     figures = (compute_time, jitter, bandwidth, latency, parameter_bytes, steps)
     positive = min(bandwidth, steps) > 0 and min(figures) >= 0
@@ -113,7 +113,9 @@ def simulate(
         reduced = (all_reduce + _FORWARD_SHARE * compute).max() + ring_seconds
         all_reduce = torch.maximum((all_reduce + compute).max(), reduced).expand(n)
     return Simulation(
-        *(_pace(clock, computed, steps) for clock in (overlap, no_overlap, all_reduce))
+        overlap=_pace(overlap, computed, steps),
+        no_overlap=_pace(no_overlap, computed, steps),
+        all_reduce=_pace(all_reduce, computed, steps),
     )
 
 
@@ -121,7 +123,8 @@ def _pace(clock: Tensor, computed: Tensor, steps: int) -> Pace:
     end = clock.mean().item()
     if not math.isfinite(end):
         raise ValueError("the simulated times add up to more than a float can hold; make them less")
-    return Pace(end / steps, 1 - computed.mean().item() / end if end else 0.0)
+    waiting = 1 - computed.mean().item() / end if end else 0.0
+    return Pace(step_time=end / steps, waiting_share=waiting)
 
 
 def _exchange_seconds(group: Group, bandwidth: float, latency: float, copy_bytes: float) -> float:
@@ -139,8 +142,8 @@ def _phase(
         for rank in group.ranks:
             group_of[rank], seconds[rank] = number, taken
     return _Phase(
-        torch.tensor(group_of, device="cpu"),
-        torch.tensor(seconds, dtype=torch.float64, device="cpu"),
+        group_of=torch.tensor(group_of, device="cpu"),
+        seconds=torch.tensor(seconds, dtype=torch.float64, device="cpu"),
     )
 
 

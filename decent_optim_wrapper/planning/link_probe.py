@@ -1,4 +1,4 @@
-"""Measures the links between the ranks, so that a simulation can be fed with real figures."""
+"""Measures the links between the ranks; the results are the options of a simulation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from decent_optim_wrapper._report import Report, columns
 from decent_optim_wrapper._transport import Transport
+from decent_optim_wrapper.planning.tables import Report, columns
 
 _MIB = 1024 * 1024
 _LEAST_MIB = 0.001
@@ -22,7 +22,12 @@ _SLOW = 0.7
 
 
 class _AllReduce(NamedTuple):
-    """Of all ranks: bytes of the reduced tensor per second, and seconds for 8 bytes."""
+    """An all-reduce of all ranks.
+
+    Args:
+        bytes_per_second: bytes of the reduced tensor per second.
+        latency: seconds for 8 bytes.
+    """
 
     bytes_per_second: float
     latency: float
@@ -33,14 +38,14 @@ def run(mib: float, repeats: int) -> Report | None:
 
     Args:
         mib: size of the large message in MiB; latency is that of 8 bytes.
-        repeats: the median of so many counts.
+        repeats: number of measurements, of which the median counts.
 
     Returns:
         The report on rank 0, None on the others.
 
     Raises:
-        ValueError: a size or number of repeats that cannot be, not started by torchrun, or a
-            single rank.
+        ValueError: a size or a number of repeats is out of range, or there is a single rank,
+            as without torchrun.
     """
     if not _LEAST_MIB <= mib < math.inf or repeats < 1:
         raise ValueError(
@@ -84,7 +89,8 @@ def _measure(mib: float, repeats: int, device: torch.device) -> Report | None:
     bandwidth, latency = (everything[:, k].amax(dim=0) for k in (0, 1))
     if transport.rank:
         return None
-    return _report(bandwidth, latency, _AllReduce(large.nbytes / reduce_large, reduce_small))
+    all_reduce = _AllReduce(bytes_per_second=large.nbytes / reduce_large, latency=reduce_small)
+    return _report(bandwidth, latency, all_reduce)
 
 
 def _pair_seconds(transport: Transport, data: torch.Tensor, a: int, b: int, repeats: int) -> float:
@@ -140,4 +146,4 @@ def _report(bandwidth: torch.Tensor, latency: torch.Tensor, all_reduce: _AllRedu
         "all_reduce_latency": all_reduce.latency,
         "slow_pairs": slow,
     }
-    return Report("\n".join(lines), data)
+    return Report(text="\n".join(lines), data=data)

@@ -1,0 +1,23 @@
+"""Plan a run before the machines are rented: which topology, what it costs, how fast it steps."""
+
+from decent_optim_wrapper.planning.analysis import (
+    BytesSent,
+    bytes_per_round,
+    consensus_rate,
+    rounds_to_consensus,
+    steady_error,
+    suggest,
+)
+from decent_optim_wrapper.planning.simulation import Pace, Simulation, simulate
+
+__all__ = [
+    "BytesSent",
+    "Pace",
+    "Simulation",
+    "bytes_per_round",
+    "consensus_rate",
+    "rounds_to_consensus",
+    "simulate",
+    "steady_error",
+    "suggest",
+]

@@ -1,0 +1,139 @@
+"""The command line: which topologies fit, their phases, their costs, and the speed of the links.
+
+python -m decent_optim_wrapper topologies --world-size 12
+python -m decent_optim_wrapper show greedy --world-size 7 -o greedy.png
+python -m decent_optim_wrapper simulate --world-size 8 64 --parameters 25e6
+torchrun --nproc-per-node 4 -m decent_optim_wrapper comm
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from decent_optim_wrapper.planning import tables
+from decent_optim_wrapper.topo import TopologyFactory
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports an error in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: as on the command line; None takes those of the process.
+
+    Returns:
+        The exit status: 0, or 2 for bad arguments.
+    """
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    try:
+        report: tables.Report | None = args.command(args)
+    except (ValueError, ModuleNotFoundError, OSError) as error:
+        parser.error(str(error))
+    if report is not None:
+        text = json.dumps(report.data, indent=1, allow_nan=False) if args.json else report.text
+        sys.stdout.write(text + "\n")
+    return 0
+
+
+def _topologies(args: argparse.Namespace) -> tables.Report:
+    return tables.topologies(args.world_size, args.local_world_size, args.topology)
+
+
+def _show(args: argparse.Namespace) -> tables.Report:
+    topology = TopologyFactory.create(args.name, args.world_size, args.local_world_size)
+    if args.output is not None:
+        from decent_optim_wrapper.planning import plots
+
+        plots.phases(topology, args.name, args.output)
+    return tables.phases(topology, args.name)
+
+
+def _simulate(args: argparse.Namespace) -> tables.Report:
+    report = tables.simulations(
+        args.world_size,
+        args.local_world_size,
+        tables.Cluster(
+            compute_time=args.compute_time,
+            jitter=args.jitter,
+            bandwidth=args.bandwidth,
+            latency=args.latency,
+            parameter_bytes=args.parameters * args.bytes_per_parameter,
+            steps=args.steps,
+            seed=args.seed,
+        ),
+        args.topology,
+    )
+    if args.output is not None:
+        from decent_optim_wrapper.planning import plots
+
+        plots.speedups(report.data, args.output)
+    return report
+
+
+def _comm(args: argparse.Namespace) -> tables.Report | None:
+    from decent_optim_wrapper.planning import link_probe
+
+    return link_probe.run(args.mib, args.repeats)
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"expected a finite number, got {text!r}")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="decent_optim_wrapper", description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(required=True, parser_class=_Parser)
+
+    def add(name: str, command: Callable[..., object], about: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=about, description=about)
+        sub.add_argument("--json", action="store_true", help="print JSON instead of a table")
+        sub.set_defaults(command=command)
+        return sub
+
+    table = add("topologies", _topologies, "the topologies that fit, and why others do not")
+    table.add_argument("--world-size", type=int, default=8)
+    table.add_argument("--local-world-size", type=int, default=1)
+    table.add_argument("--topology", nargs="+", metavar="NAME", help="only these")
+
+    show = add("show", _show, "draw the phases of a topology")
+    show.add_argument("name")
+    show.add_argument("--world-size", type=int, required=True)
+    show.add_argument("--local-world-size", type=int, default=1)
+    show.add_argument("-o", "--output", type=Path, help="a .png or .svg file")
+
+    simulate = add("simulate", _simulate, "step times, and the speed-up over all-reduce (DDP)")
+    simulate.add_argument("--world-size", type=int, nargs="+", default=[8])
+    simulate.add_argument("--local-world-size", type=int, default=1)
+    simulate.add_argument("--topology", nargs="+", metavar="NAME", help="only these")
+    simulate.add_argument("--compute-time", type=_number, default=0.3, help="seconds per step")
+    simulate.add_argument(
+        "--jitter", type=_number, default=0.03, help="standard deviation, seconds"
+    )
+    simulate.add_argument("--bandwidth", type=_number, default=125e6, help="bytes per second")
+    simulate.add_argument("--latency", type=_number, default=1e-4, help="seconds per message")
+    simulate.add_argument("--parameters", type=_number, default=25e6, help="number of parameters")
+    simulate.add_argument("--bytes-per-parameter", type=_number, default=4)
+    simulate.add_argument("--steps", type=int, default=500)
+    simulate.add_argument("--seed", type=int, default=0)
+    simulate.add_argument("-o", "--output", type=Path, help="a .png or .svg file")
+
+    comm = add("comm", _comm, "measure the links between the ranks; start it with torchrun")
+    comm.add_argument("--mib", type=_number, default=8, help="size of the large message")
+    comm.add_argument("--repeats", type=int, default=5)
+    return parser
