@@ -12,7 +12,7 @@ from decent_optim_wrapper._crew import Crew, Note
 from decent_optim_wrapper._gossip import Gossip
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper.errors import PeerError
-from decent_optim_wrapper.topo import Complete, Greedy, Topology
+from decent_optim_wrapper.topo import Complete, Greedy, RandomMatching, Topology
 
 OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
 # Gives the state of the rank at that place to those that have none, and takes it there; collective.
@@ -143,7 +143,7 @@ class Survival:
 
 
 def fitting(full: Topology, members: tuple[int, ...]) -> Topology:
-    """The topology for those members: of the same kind where it fits, else greedy or complete.
+    """The topology for those members: of the same kind where it fits, else one that fits any size.
 
     Args:
         full: the topology of all ranks.
@@ -161,6 +161,7 @@ def fitting(full: Topology, members: tuple[int, ...]) -> Topology:
             return kind(size, local)
         except (TypeError, ValueError) as error:
             logger.warning("{} cannot be rebuilt for {} ranks: {}", kind.__name__, size, error)
-    other = Complete(size) if size < 3 else Greedy(size)
+    general = Greedy if Greedy.accepts(size) else RandomMatching
+    other = Complete(size) if size < 3 else general(size)
     logger.warning("{!r} does not fit {} ranks: {!r} takes its place", full, size, other)
     return other

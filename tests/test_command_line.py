@@ -190,6 +190,15 @@ def test_nothing_to_compute_and_to_send_is_not_an_error(capsys: pytest.CaptureFi
     assert {row["speedup"] for row in rows} == {1.0}
 
 
+def test_greedy_is_for_at_most_256_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = printed(capsys, "topologies", "--world-size", "257")
+    assert "greedy does not fit: it needs at most 256 ranks" in text
+    assert "random" in text
+    assert "random" in printed(capsys, "simulate", "--world-size", "1024", "--steps", "2")
+
+
 def test_the_table_of_128_ranks_does_not_take_long(capsys: pytest.CaptureFixture[str]) -> None:
     # Of this thread: others of the test's process may be waiting busily.
     start = time.thread_time()
