@@ -168,9 +168,14 @@ class Gossip:
             self._mix_all(arrived)
 
     def arrive(self) -> None:
-        """Wait for the round in flight, if there is one; nothing is mixed yet."""
+        """Wait for the round in flight, if there is one; nothing is mixed yet.
+
+        Raises:
+            NonFiniteError: it must not be mixed; it stays in flight, and whoever mixes it raises.
+        """
         for flying in self._in_flight:
-            self.survive(flying.receive)
+            if self.survive(flying.receive):
+                flying.check_finite()
 
     def survive(self, action: Callable[[], None]) -> bool:
         """Do something that waits for peers; whether it was done.
@@ -198,7 +203,7 @@ class Gossip:
         self._round_of(call, meeting).receive()
 
     def discard(self) -> None:
-        """Drop the round in flight, if there is one: its bytes arrive and are not mixed."""
+        """Drop the round in flight, if there is one, whatever it holds: it is not mixed."""
         self._owed = False
         self._receive()
 
@@ -228,6 +233,7 @@ class Gossip:
         arrived = self._receive()
         if arrived is None:
             return None
+        arrived.check_finite()
         # A rank that is lost only now may have cost this one its parameters: they are the others'.
         arrive = partial(self._aftermath.arrive, arrived.meeting.kind, self._buckets)
         return arrived if self.survive(arrive) else None

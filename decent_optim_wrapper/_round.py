@@ -126,7 +126,6 @@ class Round:
         Raises:
             PeerError: a peer's part did not come.
             CallOrderError: a peer is in another method or round.
-            NonFiniteError: there are parameters that are not finite, and the rules say so.
         """
         with self._meter.wait:
             if self._failure:
@@ -142,7 +141,17 @@ class Round:
                 self._finite_of = self._hear(self._flags, len(self._exchanges) - 1)
                 self._finite_of[self._transport.rank] = self._finite
                 self._flags = []
-                self._judge()
+                self._warn_of_those_left_out()
+
+    def check_finite(self) -> None:
+        """Make sure that what has arrived may be mixed, as often as this is called.
+
+        Raises:
+            NonFiniteError: there are parameters that are not finite, and the rules say so.
+        """
+        bad = self._nonfinite_ranks()
+        if bad and self._rules.on_nonfinite == "raise":
+            raise nonfinite_error(bad, self._transport.name, f"round {self._header.round}")
 
     def mix(self, bucket: Bucket) -> None:
         """Mix in what has arrived for the bucket, once."""
@@ -205,18 +214,17 @@ class Round:
         self._finite.append(int(finite))
         return finite
 
-    def _judge(self) -> None:
-        """Raise or report where parameters are not finite."""
+    def _nonfinite_ranks(self) -> list[int]:
         places = sorted(rank for rank, finite in self._finite_of.items() if not all(finite))
-        if not places:
-            return
-        bad = [self._transport.members[place] for place in places]
-        if self._rules.on_nonfinite == "raise":
-            raise nonfinite_error(bad, self._transport.name, f"round {self._header.round}")
-        logger.warning(
-            "rank {} round {}: the parameters of ranks {} are not finite and are left out",
-            *(self._transport.name, self._header.round, bad),
-        )
+        return [self._transport.members[place] for place in places]
+
+    def _warn_of_those_left_out(self) -> None:
+        bad = self._nonfinite_ranks()
+        if bad and self._rules.on_nonfinite == "skip":
+            logger.warning(
+                "rank {} round {}: the parameters of ranks {} are not finite and are left out",
+                *(self._transport.name, self._header.round, bad),
+            )
 
     def _tell(self, message: Tensor, tag: int) -> list[Heard]:
         if self.group.size == 1 or self._failure or not self._transport.tells:

@@ -195,7 +195,8 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         Raises:
             PeerError: a peer was lost; nothing of the round was mixed.
             CallOrderError: a peer is in another method or round.
-            NonFiniteError: a rank of the group has NaN or infinity in its parameters.
+            NonFiniteError: a rank of the group has NaN or infinity in its parameters. Nothing of
+                the round was mixed, and it is dropped.
         """
         splits = self._local_update.splits
         loss = None
@@ -240,6 +241,11 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
 
         Args:
             may_revert: keep a snapshot for `revert_global_avg()`, one copy of the parameters.
+
+        Raises:
+            NonFiniteError: a rank has NaN or infinity in its parameters; nothing was averaged. A
+                round in flight that holds them makes the next `step()` raise, too, unless
+                `load_state_dict()` drops it.
         """
         self._engine.global_avg(may_revert)
 

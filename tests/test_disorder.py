@@ -184,6 +184,69 @@ def test_an_average_takes_in_only_what_is_finite(policy: str) -> None:
         assert all(torch.equal(row, rows[0]) and row.isfinite().all() for row in rows)
 
 
+def averaged(optimizer: DecentOptimWrapper) -> None:
+    with optimizer.averaged():
+        pass
+
+
+AVERAGES: dict[str, Callable[[DecentOptimWrapper], object]] = {
+    "averaged": averaged,
+    "global_avg": lambda optimizer: optimizer.global_avg(),
+    "global_avg to keep": lambda optimizer: optimizer.global_avg(may_revert=False),
+}
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize(("world_size", "topology"), [(3, "complete"), (2, "ring")])
+def test_a_round_that_was_refused_is_refused_again_until_it_is_dropped(
+    world_size: int, topology: str, average: str, views: bool
+) -> None:
+    bad = world_size - 1
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params()
+        optimizer = wrap(params, group, topology=topology, param_as_bucket_view=views)
+        assert len(optimizer._engine.gossip.buckets) > 1
+        good = optimizer.state_dict()
+        start = flatten(params)
+        for step in range(2):
+            backward(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        assert not torch.equal(flatten(params), start)
+        if rank == bad:
+            spoil(params)
+        optimizer.step()
+        before = flatten(params)
+        refusal = rf"those of ranks \[{bad}\] hold NaN"
+        for call in (AVERAGES[average], AVERAGES[average], DecentOptimWrapper.step):
+            with pytest.raises(NonFiniteError, match=refusal):
+                call(optimizer)
+            torch.testing.assert_close(flatten(params), before, rtol=0, atol=0, equal_nan=True)
+        # That step has dropped the round, and this one launches another.
+        optimizer.step()
+        with pytest.raises(NonFiniteError, match=refusal):
+            optimizer.synchronize()
+        assert bool(flatten(params).isfinite().all()) == (rank != bad)
+        assert not torch.equal(flatten(params), before)
+        # A checkpoint ends it at once, whatever is in flight.
+        optimizer.step()
+        with pytest.raises(NonFiniteError):
+            AVERAGES[average](optimizer)
+        with torch.no_grad():
+            for param, value in zip(params, make_params(), strict=True):
+                param.copy_(value)
+        optimizer.load_state_dict(good)
+        backward(params, rank, 0)
+        optimizer.step()
+        optimizer.global_avg(may_revert=False)
+        assert flatten(params).isfinite().all()
+        assert not torch.equal(flatten(params), start)
+
+    run_threads(world_size, main)
+
+
 def test_without_the_check_nan_spreads() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> bool:
         params = make_params()
