@@ -139,9 +139,6 @@ class _StepInParts:
             # Gradients at parameters that this rank has lost to the others' meanwhile.
             _free(bucket)
         self._pass_on(bucket)
-        # Autograd must notice if it still wants the values from before: views of the bucket's
-        # storage change behind its back.
-        torch.autograd.graph.increment_version(bucket.members)
         _free(bucket)
 
     def _late(self, param: Tensor) -> RuntimeError:

@@ -153,11 +153,13 @@ class Bucket:
     def unpack_(self, flat: Flat) -> None:
         """Copy `flat` into the tensors."""
         torch._foreach_copy_(self._tensors(), flat.views)
+        self._notify_autograd()
 
     @torch.no_grad()
     def mix_(self, flat: Flat, weight: float) -> None:
         """In place, x <- x + weight * (flat - x); what already agrees stays bit for bit."""
         torch._foreach_lerp_(self._tensors(), self._near(flat).views, weight)
+        self._notify_autograd()
 
     @torch.no_grad()
     def shift_(self, theirs: Flat, ours: Flat, weight: float) -> None:
@@ -174,6 +176,7 @@ class Bucket:
             part = slice(start, start + _SLICE)
             away = self._difference(theirs.data[part], ours.data[part])
             self._storage.data[part].add_(away, alpha=weight)
+        self._notify_autograd()
 
     def is_finite(self) -> bool:
         """Whether the tensors hold neither NaN nor infinity."""
@@ -186,6 +189,14 @@ class Bucket:
             pairs = zip(self._members, self._places, strict=True)
             moved = [member for member, place in pairs if _Place.of(member) != place]
         return moved
+
+    def _notify_autograd(self) -> None:
+        """Count a change of the members, which those that are views do not notice themselves.
+
+        A backward pass that wants their old values would take the new ones in silence.
+        """
+        if self._storage is not None:
+            torch.autograd.graph.increment_version(self._members)
 
     @property
     def _flat_numel(self) -> int:

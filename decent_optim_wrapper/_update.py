@@ -131,6 +131,8 @@ class LocalUpdate:
             if applies and (part := parts.get(id(bucket))):
                 params = list(chain.from_iterable(part))
                 apply(params, partial(self._step_part, groups, part))
+                # Fused kernels do not count the change, and a backward pass may not be over yet.
+                torch.autograd.graph.increment_version(params)
 
         with self._scaled(scaling) as applies:
             # A scheduler on the base looks for a step by this mark.
