@@ -182,6 +182,15 @@ class Bucket:
         """Whether the tensors hold neither NaN nor infinity."""
         return all(map(is_finite, self._tensors()))
 
+    def versions(self) -> list[tuple[Tensor, int]]:
+        """The members that lie in the bucket's storage, with their version counters.
+
+        What is changed through `.data` is not counted, and an inference tensor has no counter.
+        """
+        if self._storage is None:
+            return []
+        return [(member, member._version) for member in self._members if not member.is_inference()]
+
     def strays(self) -> list[Tensor]:
         """The members that were converted or moved since, and views whose storage was replaced."""
         moved = [m for m in self._members if _Kind(m.device, m.dtype) != self._kind]

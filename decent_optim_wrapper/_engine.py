@@ -145,6 +145,7 @@ class Engine:
 
     def global_avg(self, may_revert: bool) -> None:
         """Put the average in place; collective."""
+        self.check_parameters()
         self.gossip.arrive()
         self.meet(Call.GLOBAL_AVG, lambda: self.average.apply(may_revert))
         if not may_revert:
@@ -230,17 +231,27 @@ class Engine:
 
     def check_parameters(self) -> None:
         """Notice what was done to the parameters since the wrapper was built."""
-        strays = {id(tensor) for bucket in self.gossip.buckets for tensor in bucket.strays()}
-        groups = self._optimizer.param_groups
-        if strays:
-            names = [p.name for p in named_parameters(groups) if id(p.tensor) in strays]
+        if strays := [tensor for bucket in self.gossip.buckets for tensor in bucket.strays()]:
             raise RuntimeError(
                 f"rank {self.transport.name}: expected the parameters as they were when the "
-                f"wrapper was built, but the storage of {', '.join(names)} was replaced or "
+                f"wrapper was built, but the storage of {self._names(strays)} was replaced or "
                 f"converted; move and convert the model before building the wrapper, and change "
                 f"values in place"
             )
-        check_gradients(groups, self.transport.name)
+        if changed := self.gossip.changed_in_flight():
+            raise RuntimeError(
+                f"rank {self.transport.name}: expected the parameters as the last step() left "
+                f"them, but the values of {self._names(changed)} were changed while they were "
+                f"being sent to other ranks, which may have received either; call synchronize() "
+                f"before changing values by hand, or pass param_as_bucket_view=False. To go on "
+                f"from here, load a checkpoint on all ranks"
+            )
+        check_gradients(self._optimizer.param_groups, self.transport.name)
+
+    def _names(self, tensors: Iterable[Tensor]) -> str:
+        wanted = set(map(id, tensors))
+        named = named_parameters(self._optimizer.param_groups)
+        return ", ".join(each.name for each in named if id(each.tensor) in wanted)
 
     def _make_gossip(self) -> Gossip:
         rules = Rules(self.settings.on_nonfinite, repr(self.topology))

@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from loguru import logger
+from torch import Tensor
 
 from decent_optim_wrapper._aftermath import Aftermath
 from decent_optim_wrapper._bucket import Bucket
@@ -99,6 +100,10 @@ class Gossip:
         """What to save now."""
         in_flight = self._owed or bool(self._in_flight)
         return GossipState(self._round, in_flight, self.mixing_rate, self._last_rate)
+
+    def changed_in_flight(self) -> list[Tensor]:
+        """Parameters whose values were changed while they are on the wire themselves."""
+        return [param for flying in self._in_flight for param in flying.changed_in_flight()]
 
     @property
     def widest_group(self) -> int:

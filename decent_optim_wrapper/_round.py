@@ -90,6 +90,8 @@ class Round:
         # 1 for each bucket that leaves with finite values, and the same of every rank of the group.
         self._finite: list[int] = []
         self._finite_of: dict[int, list[int]] = {}
+        # Parameters that are views of what is on the wire, with their version counters.
+        self._posted: list[tuple[Tensor, int]] = []
         # A connection that is closed already is told when the round is received: there it can be
         # handled. Everything else that fails here is this rank's own error.
         self._failure: WireError | None = None
@@ -112,6 +114,7 @@ class Round:
             post = self._post_group if self._sums else self._post_pair
             try:
                 self._exchanges[bucket] = post(bucket)
+                self._posted += bucket.versions()
             except WireError as error:
                 self._failure, self._failed_bucket = error, len(self._exchanges)
 
@@ -137,6 +140,7 @@ class Round:
             self._headers = []
             for index, exchange in enumerate(self._exchanges.values()):
                 self._wait(exchange.works, index, self._peers)
+            self._posted.clear()
             if self._flags:
                 self._finite_of = self._hear(self._flags, len(self._exchanges) - 1)
                 self._finite_of[self._transport.rank] = self._finite
@@ -152,6 +156,10 @@ class Round:
         bad = self._nonfinite_ranks()
         if bad and self._rules.on_nonfinite == "raise":
             raise nonfinite_error(bad, self._transport.name, f"round {self._header.round}")
+
+    def changed_in_flight(self) -> list[Tensor]:
+        """Views of what is on the wire whose values were changed since they were posted."""
+        return [param for param, version in self._posted if param._version != version]
 
     def mix(self, bucket: Bucket) -> None:
         """Mix in what has arrived for the bucket, once."""
@@ -180,6 +188,7 @@ class Round:
         """Let go of everything on the wire, whatever becomes of it."""
         self._unmixed.clear()
         self._exchanges.clear()
+        self._posted.clear()
         self._headers = self._flags = []
 
     def _post_pair(self, bucket: Bucket) -> _Exchange:

@@ -67,7 +67,8 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
             two sum in the parameters' own dtype and save nothing, which the log says.
         param_as_bucket_view: make the parameters views of the buckets: a copy less in time and
             memory. Their storage must not be replaced afterwards, nor their values changed by
-            hand without `synchronize()` before.
+            hand without `synchronize()` before: the next call raises (changes made through
+            ``.data`` are not noticed).
         split_update: update bucket by bucket, each as soon as it has arrived; None does so for
             those optimizers of torch for which it is the same computation. A base with step hooks
             or a replaced `step` is always updated in one call.

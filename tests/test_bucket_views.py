@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from modules import fill
+from modules import fill, flat, make_model, train
+from modules import wrap as wrap_module
 from problem import MODES, TINY_CAP_MB, backward, flatten, make_params, sgd
 from ranks import run_threads
 from torch import Tensor, nn, optim
@@ -56,7 +57,7 @@ def test_a_backward_pass_notices_that_values_it_saved_were_mixed(
     def main(rank: int, group: dist.ProcessGroup) -> None:
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
         fill(model, seed=rank)
-        params = list(model.parameters())
+        params: list[Tensor] = list(model.parameters())
         optimizer = wrap(
             params,
             group,
@@ -105,3 +106,185 @@ def test_averages_and_mixing_work_under_inference_mode(mode: str) -> None:
         return torch.equal(flatten(params), before)
 
     assert run_threads(2, main) == [False, False]
+
+
+def clamp(param: Tensor) -> None:
+    with torch.no_grad():
+        param.clamp_(-0.01, 0.01)
+
+
+def swap(param: Tensor) -> None:
+    """As an average of the values does that is put in place and taken out again."""
+    with torch.no_grad():
+        own = param.clone()
+        param.mul_(2)
+        param.copy_(own)
+
+
+def change_a_part(param: Tensor) -> None:
+    param.detach()[0] = 1
+
+
+def change_in_a_list(param: Tensor) -> None:
+    with torch.no_grad():
+        torch._foreach_add_([param], 1.0)
+
+
+CHANGES = [clamp, swap, change_a_part, change_in_a_list]
+NOTICED = r"the values of 0\.2 were changed .* call synchronize\(\) before"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_values_changed_while_they_travel_are_named_by_whatever_comes_next(
+    topology: str, change: Callable[[Tensor], None]
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params(seed=rank)
+        optimizer = wrap(
+            params, group, topology=topology, sync_at_start=False, param_as_bucket_view=True
+        )
+        saved = optimizer.state_dict()
+        for step in range(2):
+            backward(params, rank, step)
+            optimizer.step()
+        change(params[2])
+        before = flatten(params)
+        for call in (
+            optimizer.step,
+            optimizer.synchronize,
+            optimizer.global_avg,
+            optimizer.consensus_distance,
+            optimizer.step,
+        ):
+            with pytest.raises(RuntimeError, match=rf"rank {rank}: .*{NOTICED}"):
+                call()
+        assert torch.equal(flatten(params), before)
+        optimizer.load_state_dict(saved)
+        backward(params, rank, 0)
+        optimizer.step()
+        optimizer.synchronize()
+        assert not torch.equal(flatten(params), before)
+
+    run_threads(4, main)
+
+
+def test_values_changed_before_a_backward_pass_that_steps_are_named_in_it() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        model = wrap_module(make_model(), group, topology="ring")
+        train(model, rank, range(2))
+        clamp(model.module.get_parameter("2.weight"))
+        before = flat(model)
+        with pytest.raises(RuntimeError, match=r"the values of 2\.weight were changed"):
+            train(model, rank, range(2, 3))
+        assert torch.equal(flat(model), before)
+        model.load_state_dict(model.state_dict())
+        train(model, rank, range(3, 5))
+        assert not torch.equal(flat(model), before)
+
+    run_threads(2, main)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (2, {"param_as_bucket_view": False}),
+        (2, {"param_as_bucket_view": False, "comm_dtype": torch.bfloat16}),
+        (2, {"param_as_bucket_view": True, "overlap": False}),
+        (2, {"param_as_bucket_view": True, "gossip_every": 2}),
+        (1, {"param_as_bucket_view": True}),
+    ],
+    ids=["copies", "copies in bf16", "no overlap", "rest", "alone"],
+)
+@pytest.mark.parametrize("change", CHANGES)
+def test_values_may_be_changed_where_none_of_them_travel(
+    change: Callable[[Tensor], None], world_size: int, options: dict[str, Any]
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params()
+        optimizer = wrap(params, group, **options)
+        assert len(optimizer._engine.gossip.buckets) > 1
+        for step in range(4):
+            before = flatten(params)
+            backward(params, rank, step)
+            optimizer.step()
+            assert not torch.equal(flatten(params), before)
+            if step % 2 == 0:
+                change(params[2])
+        optimizer.synchronize()
+        change(params[2])
+        optimizer.step()
+
+    run_threads(world_size, main)
+
+
+def test_values_may_be_changed_after_synchronize_and_on_an_average() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, base=optim.SGD(params, lr=0.0), param_as_bucket_view=True)
+        for change in CHANGES:
+            optimizer.step()
+            optimizer.synchronize()
+            change(params[2])
+            optimizer.step()
+            with optimizer.averaged():
+                change(params[2])
+        optimizer.synchronize()
+        return flatten(params)
+
+    one, other = run_threads(2, main)
+    torch.testing.assert_close(one, other)
+    assert not torch.equal(one, flatten(make_params()))
+
+
+BASES: dict[str, Callable[[list[Tensor]], optim.Optimizer]] = {
+    "sgd": sgd,
+    "fused": lambda params: optim.AdamW(params, lr=0.02, fused=True),
+    "foreach": lambda params: optim.AdamW(params, lr=0.02, foreach=True),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "whole update": {"split_update": False},
+    "bf16": {"comm_dtype": torch.bfloat16},
+    "averages": {"global_avg_every": 2, "slow_momentum": 0.5, "average_state": "average"},
+    "outer": {"outer_momentum": 0.5},
+    "skip": {"on_nonfinite": "skip"},
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_what_the_library_writes_itself_is_no_change_by_hand(options: str, base: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params, late = make_params(seed=rank), make_params(seed=9)
+        optimizer = wrap(
+            params,
+            group,
+            base=BASES[base](params),
+            sync_at_start=False,
+            param_as_bucket_view=True,
+            **OPTIONS[options],
+        )
+        for step in range(8):
+            before = flatten([*params, *late])
+            backward([*params, *late], rank, step)
+            optimizer.step()
+            assert not torch.equal(flatten([*params, *late]), before)
+            if step == 1:
+                with optimizer.averaged():
+                    optimizer.consensus_distance()
+            elif step == 2:
+                optimizer.global_avg(may_revert=False)
+            elif step == 3:
+                optimizer.global_avg()
+            elif step == 4:
+                optimizer.add_param_group({"params": late})
+            elif step == 5:
+                optimizer.load_state_dict(optimizer.state_dict())
+            elif step == 6 and options == "skip" and rank == 0:
+                optimizer.synchronize()
+                with torch.no_grad():
+                    params[0][0, 0] = float("nan")
+        optimizer.synchronize()
+
+    run_threads(2, main)
