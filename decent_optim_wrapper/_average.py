@@ -62,34 +62,20 @@ class WorldAverage:
         elif self._snapshot is not None:
             # Tensors may have come since, and the snapshot must hold theirs, too.
             self.revert()
-        finite = self._finite()
+        finite = finite_shares(
+            self._buckets, self._transport, self._rules, "global_avg()", "parameters"
+        )
         if may_revert:
             self._snapshot = [(bucket, bucket.pack(bucket.new_flat())) for bucket in self._buckets]
         try:
             for bucket, shares in zip(self._buckets, finite, strict=True):
-                bucket.unpack_(average(bucket, self._transport, shares))
+                if any(shares):
+                    bucket.unpack_(average(bucket, self._transport, shares))
         except BaseException:
             # Half an average is neither the one thing nor the other.
             if self._snapshot is not None:
                 self.revert()
             raise
-
-    def _finite(self) -> list[list[bool]]:
-        """Bucket by bucket, whose values are finite and count.
-
-        Raises:
-            NonFiniteError: there are others, and the rules say so.
-        """
-        buckets = self._buckets
-        if not self._rules.checks or not buckets:
-            return [[True] * self._transport.world_size for _ in buckets]
-        own = torch.tensor([bucket.is_finite() for bucket in buckets], dtype=torch.uint8)
-        told = self._transport.all_gather(own).bool()
-        places = (~told.all(dim=1)).nonzero().flatten().tolist()
-        if places and self._rules.on_nonfinite == "raise":
-            bad = [self._transport.members[place] for place in places]
-            raise nonfinite_error(bad, self._transport.name, "global_avg()")
-        return told.T.tolist()
 
     @property
     def _buckets(self) -> tuple[Bucket, ...]:
@@ -123,6 +109,32 @@ class WorldAverage:
         self._snapshot = None
 
 
+def finite_shares(
+    buckets: Sequence[Bucket], transport: Transport, rules: Rules, where: str, what: str
+) -> list[list[bool]]:
+    """Bucket by bucket, the ranks whose values are finite and count; collective.
+
+    Args:
+        buckets: what is to be averaged, the same on every rank.
+        transport: the ranks and how to reach them.
+        rules: what happens to values that are not finite.
+        where: what an error calls the average.
+        what: what an error calls the values.
+
+    Raises:
+        NonFiniteError: on every rank; there are others, and the rules say so.
+    """
+    if not rules.checks or not buckets:
+        return [[True] * transport.world_size for _ in buckets]
+    own = torch.tensor([bucket.is_finite() for bucket in buckets], dtype=torch.uint8)
+    told = transport.all_gather(own).bool()
+    places = (~told.all(dim=1)).nonzero().flatten().tolist()
+    if places and rules.on_nonfinite == "raise":
+        bad = [transport.members[place] for place in places]
+        raise nonfinite_error(bad, transport.name, where, what)
+    return told.T.tolist()
+
+
 def average(bucket: Bucket, transport: Transport, shares: Sequence[bool] | None = None) -> Flat:
     """The bucket's average over the ranks, in a new flat vector; collective.
 
@@ -131,12 +143,12 @@ def average(bucket: Bucket, transport: Transport, shares: Sequence[bool] | None 
     Args:
         bucket: untouched by the call.
         transport: the ranks and how to reach them.
-        shares: which ranks' values count; None means all.
+        shares: which ranks' values count, one at least; None means all.
     """
     dtype = torch.promote_types(bucket.dtype, torch.float32)
     total = bucket.pack(bucket.new_flat(bucket.wire_device, dtype))
-    if shares is not None and not shares[transport.rank] and any(shares):
+    if shares is not None and not shares[transport.rank]:
         total.data.zero_()
     transport.sum_(total.data)
-    total.data.div_(sum(shares) if shares and any(shares) else transport.world_size)
+    total.data.div_(transport.world_size if shares is None else sum(shares))
     return total

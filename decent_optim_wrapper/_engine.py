@@ -258,7 +258,7 @@ class Engine:
         self._rules = rules.for_transport(self.transport)
         base, choice = self._optimizer, self.settings.average_state
         self._aftermath = Aftermath(
-            StatePolicy(choice, base, self.transport, self.layout, self.meter),
+            StatePolicy(choice, base, self.transport, self.layout, self._rules, self.meter),
             Outer(self.settings.outer, base) if self.settings.outer else None,
             heals=self._rules.on_nonfinite == "skip",
         )

@@ -280,12 +280,14 @@ class Round:
         )
 
 
-def nonfinite_error(bad: list[int], own_rank: int, where: str) -> NonFiniteError:
+def nonfinite_error(
+    bad: list[int], own_rank: int, where: str, what: str = "parameters"
+) -> NonFiniteError:
     """The error on every rank that would have taken them in."""
     return NonFiniteError(
-        f"rank {own_rank}: expected finite parameters in {where}, but those of ranks {bad} hold "
-        f"NaN or infinity, or more than comm_dtype can; nothing was mixed. Look for the overflow "
-        f"there (learning rate, loss scale, data), or leave such ranks out of a round with "
-        f'on_nonfinite="skip"',
+        f"rank {own_rank}: expected finite {what} in {where}, but those of ranks {bad} hold "
+        f"NaN or infinity, or more than comm_dtype can; none of them were mixed. Look for the "
+        f"overflow there (learning rate, loss scale, data), or leave such ranks out of a round "
+        f'with on_nonfinite="skip"',
         bad,
     )

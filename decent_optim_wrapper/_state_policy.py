@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from decent_optim_wrapper._average import average
+from decent_optim_wrapper._average import average, finite_shares
 from decent_optim_wrapper._bucket import Layout, plan_buckets
 from decent_optim_wrapper._meter import Meter
+from decent_optim_wrapper._round import Rules
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper.topo import Group
 
@@ -27,6 +28,7 @@ class StatePolicy:
         optimizer: the base.
         transport: the ranks and how to reach them.
         layout: cap and wire of the buckets.
+        rules: what happens to values that are not finite.
         meter: told of all bytes.
     """
 
@@ -36,16 +38,22 @@ class StatePolicy:
         optimizer: Optimizer,
         transport: Transport,
         layout: Layout,
+        rules: Rules,
         meter: Meter,
     ) -> None:
         self._choice = choice
         self._optimizer = optimizer
         self._transport = transport
+        self._rules = rules
         self._meter = meter
         self._layout = Layout(layout.cap_mb, layout.wire_device)
 
     def apply(self, params: Iterable[Tensor]) -> None:
-        """Do as chosen with the state of these parameters; collective where it averages."""
+        """Do as chosen with the state of these parameters; collective where it averages.
+
+        Raises:
+            NonFiniteError: what is to be averaged is not finite on a rank, and the rules say so.
+        """
         match self._choice:
             case "average":
                 self._average(list(params))
@@ -63,9 +71,15 @@ class StatePolicy:
         of_all = [
             t for each, is_shared in zip(tensors, shared, strict=True) if is_shared for t in each
         ]
-        for bucket in plan_buckets(of_all, self._layout):
-            mean = average(bucket, self._transport)
-            everyone = Group(range(self._transport.world_size))
+        buckets = plan_buckets(of_all, self._layout)
+        finite = finite_shares(
+            buckets, self._transport, self._rules, 'average_state="average"', "momenta"
+        )
+        everyone = Group(range(self._transport.world_size))
+        for bucket, shares in zip(buckets, finite, strict=True):
+            if not any(shares):
+                continue
+            mean = average(bucket, self._transport, shares)
             self._meter.bytes_sent += int(everyone.copies_sent * mean.data.nbytes)
             bucket.unpack_(mean)
 

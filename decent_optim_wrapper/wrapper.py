@@ -89,7 +89,8 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         slow_momentum: outer momentum β at these averages, or a `SlowMomentum`.
         outer_momentum: outer momentum μ at every meeting of gossip, or an `OuterNesterov`.
         average_state: what becomes of the base's state (momenta) when an exact average is kept or
-            scheduled: "keep" it, "average" it too, or "reset" it.
+            scheduled: "keep" it, "average" it too (`on_nonfinite` holds for it as for parameters),
+            or "reset" it.
 
     Raises:
         TypeError: an argument of the wrong type.

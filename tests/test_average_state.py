@@ -14,7 +14,7 @@ from ranks import run_threads
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, TopologyFactory
 
 BASES = [sgd, adamw]
 
@@ -205,6 +205,103 @@ def test_what_one_rank_has_no_momentum_for_is_left_alone() -> None:
     assert first == [1.0, 1.0, 1.5, 1.5, 1.5]
     assert torch.tensor(second[:2]).isnan().all()
     assert second[2:] == [1.5, 1.5, 1.5]
+
+
+def poison(base: Optimizer, params: list[Tensor]) -> None:
+    """As a single bad batch may leave it: the parameters themselves stay finite."""
+    for index, value in ((1, float("nan")), (2, float("inf"))):
+        base.state[params[index]]["exp_avg"].view(-1)[0] = value
+
+
+def overflow(base: Optimizer, params: list[Tensor]) -> None:
+    """Make a step with finite gradients whose squares are not."""
+    for param in params:
+        param.grad = torch.full_like(param, 1e25)
+    base.step()
+    assert all(base.state[param]["exp_avg_sq"].isinf().all() for param in params)
+    assert flatten(params).isfinite().all()
+
+
+def average_at_once(optimizer: DecentOptimWrapper, rank: int, params: list[Tensor]) -> None:
+    optimizer.global_avg(may_revert=False)
+
+
+def average_in_a_step(optimizer: DecentOptimWrapper, rank: int, params: list[Tensor]) -> None:
+    # The fourth step launches the scheduled average, and synchronize() finishes it.
+    for param in params:
+        param.grad = None
+    optimizer.step()
+    optimizer.synchronize()
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+@pytest.mark.parametrize("average", [average_at_once, average_in_a_step])
+@pytest.mark.parametrize("spoil", [poison, overflow])
+def test_momenta_that_are_not_finite_reach_nobody(spoil: Any, average: Any, policy: str) -> None:
+    bad, world_size = 1, 3
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params(dtype=torch.float32)
+        base = adamw(params)
+        optimizer = DecentOptimWrapper(
+            base,
+            bucket_cap_mb=TINY_CAP_MB,
+            process_group=group,
+            average_state="average",
+            global_avg_every=4,
+            on_nonfinite=policy,
+        )
+        assert len(optimizer._engine.gossip.buckets) > 1
+        for step in range(3):
+            backward(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        if rank == bad:
+            spoil(base, params)
+
+        def moments() -> Tensor:
+            kept = [base.state[param] for param in params]
+            return flatten([each[name] for name in ("exp_avg", "exp_avg_sq") for each in kept])
+
+        own = moments()
+        if policy == "raise":
+            refusal = r"finite momenta in average_state=.*those of ranks \[1\] hold NaN"
+            with pytest.raises(NonFiniteError, match=refusal) as caught:
+                average(optimizer, rank, params)
+            assert caught.value.ranks == (bad,)
+            torch.testing.assert_close(moments(), own, rtol=0, atol=0, equal_nan=True)
+            optimizer.load_state_dict(optimizer.state_dict())
+        else:
+            average(optimizer, rank, params)
+        assert flatten(params).isfinite().all()
+        return own, moments()
+
+    rows = run_threads(world_size, main)
+    assert not rows[bad][0].isfinite().all()
+    if policy == "skip":
+        good = torch.stack([own for rank, (own, _) in enumerate(rows) if rank != bad]).mean(dim=0)
+        everyone = torch.stack([own for own, _ in rows]).mean(dim=0)
+        for own, averaged in rows:
+            assert torch.equal(averaged, rows[0][1])
+            # A bucket that is finite everywhere is averaged over all.
+            close = torch.isclose(averaged, good, rtol=1e-6)
+            assert (close | torch.isclose(averaged, everyone, rtol=1e-6)).all()
+            assert close[~rows[bad][0].isfinite()].all()
+            assert not torch.equal(own, averaged)
+
+
+def test_where_nobody_has_finite_momenta_each_keeps_its_own() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params, optimizer = trained(rank, group, sgd, average_state="average", on_nonfinite="skip")
+        for param in params:
+            optimizer.state[param]["momentum_buffer"].view(-1)[rank % param.numel()] = float("nan")
+        own = momenta(optimizer, params)
+        optimizer.global_avg(may_revert=False)
+        return own, momenta(optimizer, params)
+
+    for own, after in run_threads(2, main):
+        torch.testing.assert_close(after, own, rtol=0, atol=0, equal_nan=True)
+        assert own.isfinite().any()
 
 
 class Normed(nn.Module):
