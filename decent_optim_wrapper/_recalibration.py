@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.swa_utils import update_bn
 
 
 @contextmanager
 def recalibrated(
     given: tuple[nn.Module, Iterable[Any]] | None, restores: Callable[[], bool]
 ) -> Iterator[None]:
-    """Run the body with the statistics that a model has on these batches.
+    """Run the body with the statistics that a model's batch norms have on these batches.
+
+    Norms that stay in evaluation mode while the model is in training mode are frozen, and keep
+    theirs. All other buffers, and the mode of every module, are as before when the body begins.
 
     Args:
         given: a model and batches (tensors, or tuples whose first element is the input); None
@@ -27,37 +29,100 @@ def recalibrated(
         yield
         return
     model, batches = _checked(given)
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    own = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
+    own = _Buffers(model)
     try:
-        _estimate(model, norms, batches)
+        with _in_training_mode(model):
+            norms = [module for module in model.modules() if _is_estimated(module)]
+            if norms:
+                _estimate(model, norms, batches)
+        # A forward pass in training mode moves other statistics, too, such as those of instance
+        # norms and the vectors of spectral norms.
+        own.restore(but=norms)
         yield
     finally:
         if restores():
-            with torch.no_grad():
-                for buffer, value in own:
-                    buffer.copy_(value)
+            own.restore()
+
+
+class _Buffers:
+    """The buffers of a model as they are now.
+
+    Args:
+        model: whose.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owned = [(module, dict(module._buffers)) for module in model.modules()]
+        self._values = {b: b.clone() for b in model.buffers() if _is_writable(b)}
+
+    @torch.no_grad()
+    def restore(self, but: Sequence[nn.Module] = ()) -> None:
+        """Put them back with their values, except those of some modules."""
+        for module, buffers in self._owned:
+            if module in but:
+                continue
+            # A forward pass may have put others in their place.
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            for buffer in buffers.values():
+                if buffer is not None and buffer in self._values:
+                    buffer.copy_(self._values[buffer])
+
+
+def _is_writable(buffer: Tensor) -> bool:
+    """Whether the values can be changed in place: elements of an expanded tensor share memory."""
+    if buffer.layout != torch.strided:
+        return True
+    return all(
+        size < 2 or stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+    )
+
+
+def _is_estimated(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    tracks = isinstance(module, _BatchNorm) and module.num_batches_tracked is not None
+    return tracks and module.training
+
+
+@contextmanager
+def _in_training_mode(model: nn.Module) -> Iterator[None]:
+    """Run the body in training mode, and leave every module in the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        if not model.training:
+            # A model's own train() may leave frozen norms as they are.
+            model.train()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _estimate(model: nn.Module, norms: Sequence[_BatchNorm], batches: Iterable[Any]) -> None:
+    """Set the statistics of these norms to their means over the batches.
+
+    `torch.optim.swa_utils.update_bn` resets all norms and puts all modules into training mode.
+    """
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     momenta = [norm.momentum for norm in norms]
-    training = model.training
     devices = [device] if device.type == "cuda" else []
     try:
-        # In training mode dropout draws numbers that the training after it would miss.
-        with torch.random.fork_rng(devices):
-            update_bn(batches, model, device)
+        for norm in norms:
+            norm.reset_running_stats()
+            # The mean over all batches to come.
+            norm.momentum = None
+        # Dropout draws numbers that the training after it would miss.
+        with torch.random.fork_rng(devices), torch.no_grad():
+            for batch in batches:
+                inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
+                model(inputs.to(device))
         if any(norm.num_batches_tracked == 0 for norm in norms):
             raise ValueError(
                 "recalibrate expects batches that reach every batch norm, but one saw none; pass "
                 "what can be gone through again, such as a DataLoader"
             )
     finally:
-        # Where a batch raises, update_bn leaves them at None: means over all batches to come.
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-        model.train(training)
 
 
 def _checked(given: Any) -> tuple[nn.Module, Iterable[Any]]:

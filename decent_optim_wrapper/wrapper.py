@@ -270,9 +270,9 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
 
         Args:
             recalibrate: a model and batches, from which this rank estimates the statistics of the
-                model's batch norms anew on the average (`torch.optim.swa_utils.update_bn`): the
-                average of running statistics is not that of the averaged model. They are restored
-                with the parameters.
+                model's batch norms anew on the average, in training mode: the average of running
+                statistics is not that of the averaged model. Norms in evaluation mode in a model
+                in training mode are left alone. All buffers are restored with the parameters.
         """
         average = self._engine.average
         nested = average.revertible

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -324,7 +325,7 @@ def batches(rank: int, count: int) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("with_buffers", [True, False])
 def test_batch_norms_are_recalibrated_on_the_average_and_restored(with_buffers: bool) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        model = built_alike()
+        model = built_alike(Normed)
         optimizer = DecentOptimWrapper(
             torch.optim.SGD(model.parameters(), lr=0.1),
             process_group=group,
@@ -353,7 +354,7 @@ def test_batch_norms_are_recalibrated_on_the_average_and_restored(with_buffers: 
 
 
 def test_statistics_stay_where_a_step_keeps_the_average() -> None:
-    model = built_alike()
+    model = built_alike(Normed)
     optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     (x, y), *_ = probe = batches(3, 2)
     with optimizer.averaged(recalibrate=(model, probe)):
@@ -368,7 +369,7 @@ def test_statistics_stay_where_a_step_keeps_the_average() -> None:
 
 
 def test_a_batch_that_raises_leaves_batch_norms_as_they_were() -> None:
-    model = built_alike().eval()
+    model = built_alike(Normed).eval()
     optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     own = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -386,10 +387,119 @@ def test_a_batch_that_raises_leaves_batch_norms_as_they_were() -> None:
     assert all(torch.equal(after[name], value) for name, value in own.items())
 
 
-def built_alike() -> Normed:
-    with torch.random.fork_rng():
+Built = TypeVar("Built", bound=nn.Module)
+# Ranks are threads here and share torch's global generator.
+BUILDING = threading.Lock()
+
+
+def built_alike(kind: Callable[[], Built]) -> Built:
+    with BUILDING, torch.random.fork_rng():
         torch.manual_seed(0)
-        return Normed()
+        return kind()
+
+
+class Buffered(nn.Module):
+    """All kinds of buffers that a forward pass in training mode changes, or replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6))
+        self.second = nn.utils.spectral_norm(nn.Linear(6, 6))
+        self.instance = nn.InstanceNorm1d(6, track_running_stats=True)
+        self.frozen, self.norm = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.2)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("row", torch.arange(6.0).expand(8, 6))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen = self.seen + 1
+            self.register_buffer("cache", x)
+        hidden = self.drop(self.norm(self.frozen(self.second(self.first(x)))))
+        return self.instance(hidden.T.unsqueeze(0))[0].T + self.row  # type: ignore[no-any-return]
+
+    def buffer_values(self) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in self.named_buffers()}
+
+    def modes(self) -> dict[str, bool]:
+        return {name: module.training for name, module in self.named_modules()}
+
+
+class KeepsFrozen(Buffered):
+    def train(self, mode: bool = True) -> KeepsFrozen:
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+
+@pytest.mark.parametrize("evaluating", [False, True], ids=["training", "evaluating"])
+@pytest.mark.parametrize("with_buffers", [True, False])
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+def test_recalibration_leaves_everything_else_as_it_was(
+    views: bool, with_buffers: bool, evaluating: bool
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        model = built_alike(KeepsFrozen)
+        model.frozen.running_mean.fill_(0.5)  # type: ignore[union-attr]
+        optimizer = DecentOptimWrapper(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            process_group=group,
+            topology="ring",
+            buffers=[b for b in model.buffers() if b is not model.row] if with_buffers else (),
+            param_as_bucket_view=views,
+            bucket_cap_mb=TINY_CAP_MB,
+        )
+        assert len(optimizer._engine.gossip.buckets) > 1
+        model.train()
+        for x, _ in batches(rank, 3):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        del model._buffers["cache"]
+        model.drop.eval()
+        if evaluating:
+            model.eval()
+        buffers, modes = model.buffer_values(), model.modes()
+        objects = dict(model.named_buffers())
+        with optimizer.averaged():
+            on_average = model.buffer_values()
+        with optimizer.averaged(recalibrate=(model, batches(7, 3))):
+            assert model.modes() == modes
+            inside = model.buffer_values()
+            assert {n for n, value in inside.items() if not torch.equal(value, on_average[n])} == {
+                "norm.running_mean",
+                "norm.running_var",
+            }
+            assert inside["norm.num_batches_tracked"] == 3
+            model.train()
+            model(batches(8, 1)[0][0])
+            model.eval()
+            for name, module in model.named_modules():
+                module.training = modes[name]
+        after = model.buffer_values()
+        assert after.keys() == buffers.keys()
+        assert all(torch.equal(after[name], value) for name, value in buffers.items())
+        assert all(value is objects[name] for name, value in model.named_buffers())
+        assert model.modes() == modes
+        assert any(modes.values()) != evaluating
+
+    run_threads(2, main)
+
+
+def test_a_model_whose_norms_are_all_frozen_is_not_run() -> None:
+    model = built_alike(Normed)
+    model.norm.eval()
+    optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    calls: list[object] = []
+    model.register_forward_hook(lambda *_: calls.append(None))
+    with optimizer.averaged(recalibrate=(model, batches(0, 2))):
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in own.items())
+    assert not calls
+    assert model.training
+    assert not model.norm.training
 
 
 def test_counters_of_parameters_without_dimensions_are_not_averaged() -> None:
@@ -429,7 +539,7 @@ def test_what_cannot_be_recalibrated_is_refused(given: Any) -> None:
 
 
 def test_no_batches_are_refused() -> None:
-    model = built_alike()
+    model = built_alike(Normed)
     optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     own = {name: value.clone() for name, value in model.state_dict().items()}
     with (
