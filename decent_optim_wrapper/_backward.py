@@ -15,7 +15,7 @@ from decent_optim_wrapper._agreement import check_gradients, named_parameters
 from decent_optim_wrapper._bucket import Bucket
 from decent_optim_wrapper._settings import Extras
 from decent_optim_wrapper._treatment import Treatment, params_of
-from decent_optim_wrapper._update import Scaling, step_hooks
+from decent_optim_wrapper._update import Scaling, global_step_hooks, step_hooks
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 
@@ -54,7 +54,7 @@ class BackwardOptimizer(DecentOptimWrapper):
     @property
     def splits(self) -> bool:
         """Whether a step may be made in parts now: nothing waits for a call of `step()`."""
-        return self._local_update.splits and not step_hooks(self)
+        return self._local_update.splits and not step_hooks(self) and not global_step_hooks()
 
 
 class _Step(Protocol):

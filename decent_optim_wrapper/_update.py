@@ -108,8 +108,8 @@ class LocalUpdate:
         with self._scaled(scaling) as applies:
             if not applies:
                 return None
-            step = self._optimizer.step
-            return step() if closure is None else step(closure)  # type: ignore[no-any-return]
+            result: float | None = self._call_step(*(() if closure is None else (closure,)))
+            return result
 
     @contextmanager
     def by_bucket(
@@ -154,6 +154,27 @@ class LocalUpdate:
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
 
+    def _call_step(self, *args: Any) -> Any:
+        """Call the base's step with its own hooks.
+
+        Those on all optimizers run around the wrapper's step, and would run again in torch's
+        wrapper around the base's.
+        """
+        base = self._optimizer
+        hooked = getattr(type(base).step, "hooked", False)
+        if not hooked or not global_step_hooks() or self._step_is_replaced():
+            return base.step(*args)
+        base._opt_called = True
+        call: tuple[Any, ...] = (base, *args)
+        kwargs: dict[str, Any] = {}
+        for hook in tuple(base._optimizer_step_pre_hooks.values()):
+            changed = hook(base, call, kwargs)
+            call, kwargs = (call, kwargs) if changed is None else changed
+        result = type(base).step.__wrapped__(*call, **kwargs)
+        for hook in tuple(base._optimizer_step_post_hooks.values()):
+            hook(base, call, kwargs)
+        return result
+
     def _step_is_replaced(self) -> bool:
         own = vars(self._optimizer).get("step")
         if own is None:
@@ -194,12 +215,14 @@ def steps_alone(kind: Any) -> bool:
 
 
 def step_hooks(optimizer: Optimizer) -> bool:
-    """Whether something else happens before or after the optimizer's step."""
+    """Whether something else happens before or after the steps of this optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def global_step_hooks() -> bool:
+    """Whether something else happens before or after the steps of all optimizers."""
     return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
+        torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
     )
 
 

@@ -22,6 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import decent_optim_wrapper
 from decent_optim_wrapper import DecentOptimWrapper
@@ -131,6 +135,77 @@ def test_step_hooks_fire_once_on_wrapper_and_base() -> None:
     backward(params, 0, 0)
     wrapper.step()
     assert calls == ["wrapper pre", "base pre", "base post", "wrapper post"]
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("own_hooks", [False, True])
+@pytest.mark.parametrize("options", [{}, {"split_update": False}, {"overlap": False}])
+def test_hooks_on_all_optimizers_run_once_per_step_around_the_wrappers(
+    options: dict[str, Any], own_hooks: bool, scheduled: bool
+) -> None:
+    params, reference = make_params(), make_params()
+    wrapper, plain = wrap(params, **options), sgd(reference)
+    base = wrapper.optimizer
+    schedulers = [StepLR(each, 1) for each in (base, plain) if scheduled]
+    calls: list[tuple[str, Optimizer]] = []
+
+    def recording(name: str) -> Any:
+        def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            assert args[0] is optimizer
+            calls.append((name, optimizer))
+
+        return hook
+
+    handles = [
+        register_optimizer_step_pre_hook(recording("all pre")),
+        register_optimizer_step_post_hook(recording("all post")),
+    ]
+    if own_hooks:
+        base.register_step_pre_hook(recording("own pre"))
+        base.register_step_post_hook(recording("own post"))
+    expected = [("all pre", wrapper), ("all post", wrapper)]
+    if own_hooks:
+        expected[1:1] = [("own pre", base), ("own post", base)]
+    try:
+        for step in range(2):
+            backward(params, 0, step)
+            calls.clear()
+            wrapper.step()
+            assert calls == expected
+            backward(reference, 0, step)
+            plain.step()
+            assert calls[-1] == ("all post", plain)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                for scheduler in schedulers:
+                    scheduler.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert torch.equal(flatten(params), flatten(reference))
+    assert not torch.equal(flatten(params), flatten(make_params()))
+
+
+def test_a_hook_of_the_base_may_change_its_arguments_beside_hooks_on_all_optimizers() -> None:
+    params = make_params()
+    wrapper = wrap(params, overlap=False)
+    losses: list[float] = []
+
+    def closure() -> float:
+        losses.append(1.0)
+        return 1.0
+
+    def hand_over(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        return (optimizer,), {"closure": closure}
+
+    wrapper.optimizer.register_step_pre_hook(hand_over)
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        backward(params, 0, 0)
+        assert wrapper.step() == 1.0
+    finally:
+        handle.remove()
+    assert losses == [1.0]
 
 
 def test_state_dict_hooks_of_the_wrapper_are_the_bases() -> None:
