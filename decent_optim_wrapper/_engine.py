@@ -204,11 +204,15 @@ class Engine:
                 self._survival.leave()
             raise
 
-    def after_launch(self) -> None:
-        """End the step: with its round, too, where that is not left to overlap."""
+    def after_launch(self, skipped: Tensor | int = False) -> None:
+        """End the step: with its round, too, where that is not left to overlap.
+
+        Args:
+            skipped: whether an overflow has skipped the local update.
+        """
         if not self.settings.overlap:
             self.gossip.finish()
-        self.meter.close(len(self.gossip.buckets), self.gossip.state.round)
+        self.meter.close(len(self.gossip.buckets), self.gossip.state.round, skipped)
 
     def meet(self, call: Call, action: Callable[[], Any]) -> Any:
         """Do something in which all ranks take part, again with those that are left if one is lost.

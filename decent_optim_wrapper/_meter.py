@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.profiler import record_function
 
 
@@ -21,6 +22,8 @@ class StepStats(NamedTuple):
         update_seconds: the base optimizer's local update.
         buckets: number of buckets.
         rounds: number of rounds launched so far.
+        skipped: whether an overflow of gradients, as GradScaler finds it, has skipped the local
+            update; inside a backward pass, that of a bucket at least.
     """
 
     bytes_sent: int
@@ -29,6 +32,7 @@ class StepStats(NamedTuple):
     update_seconds: float
     buckets: int
     rounds: int
+    skipped: bool = False
 
 
 class Clock:
@@ -63,7 +67,13 @@ class Meter:
         self.update = Clock("decent::update")
         self.launch = Clock("decent::launch")
         self.bytes_sent = 0
-        self.last = StepStats(0, 0.0, 0.0, 0.0, 0, 0)
+        self._last = StepStats(0, 0.0, 0.0, 0.0, 0, 0)
+        self._skipped: Tensor | int = False
+
+    @property
+    def last(self) -> StepStats:
+        """The step that was closed last; waits for the GPU if that has to say what was skipped."""
+        return self._last._replace(skipped=bool(self._skipped))
 
     def reset(self) -> None:
         """Start a new step."""
@@ -71,9 +81,10 @@ class Meter:
             clock.seconds = 0.0
         self.bytes_sent = 0
 
-    def close(self, buckets: int, rounds: int) -> None:
+    def close(self, buckets: int, rounds: int, skipped: Tensor | int) -> None:
         """End the step: what comes until the next one is not counted."""
-        self.last = StepStats(
+        self._skipped = skipped
+        self._last = StepStats(
             bytes_sent=self.bytes_sent,
             wait_seconds=self.wait.seconds,
             mix_seconds=self.mix.seconds + self.launch.seconds,

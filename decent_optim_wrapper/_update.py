@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -85,6 +84,9 @@ class LocalUpdate:
             )
         self._optimizer: Any = optimizer
         self._split = type(optimizer) in SPLITTABLE if split is None else split
+        # Whether an overflow has skipped any of the last update; true or false as a tensor is, of
+        # which a GPU may not know yet.
+        self.skipped: Tensor | int = False
 
     @property
     def splits(self) -> bool:
@@ -130,7 +132,14 @@ class LocalUpdate:
         def update(bucket: Bucket | None) -> None:
             if applies and (part := parts.get(id(bucket))):
                 params = list(chain.from_iterable(part))
-                apply(params, partial(self._step_part, groups, part))
+                made: list[bool] = []
+
+                def make() -> None:
+                    made.append(True)
+                    self._step_part(groups, part)
+
+                apply(params, make)
+                self.skipped = self.skipped or not made
                 # Fused kernels do not count the change, and a backward pass may not be over yet.
                 torch.autograd.graph.increment_version(params)
 
@@ -185,17 +194,20 @@ class LocalUpdate:
     @contextmanager
     def _scaled(self, scaling: Scaling) -> Iterator[bool]:
         """Hand the scaling on, or undo it; yields whether the update applies."""
+        self.skipped = False
         if scaling.found_inf is None:
             yield True
         elif getattr(self._optimizer, "_step_supports_amp_scaling", False):
             # A fused kernel unscales and skips by itself, from these two attributes.
             self._optimizer.found_inf, self._optimizer.grad_scale = scaling
+            self.skipped = scaling.found_inf
             try:
                 yield True
             finally:
                 del self._optimizer.found_inf, self._optimizer.grad_scale
         elif float(scaling.found_inf):
             logger.debug("gradients overflowed: this rank's local update is skipped")
+            self.skipped = True
             yield False
         else:
             if scaling.grad_scale is not None:

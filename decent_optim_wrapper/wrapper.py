@@ -160,6 +160,11 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         return self._engine.gossip.state.round
 
     @property
+    def is_averaged(self) -> bool:
+        """Whether an average is in place that `revert_global_avg()` would take out again."""
+        return self._engine.average.revertible
+
+    @property
     def mixing_rate(self) -> float:
         """How far the rounds launched from now on mix; to be set alike on all ranks."""
         return self._engine.gossip.mixing_rate
@@ -366,7 +371,7 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         self._engine.before_step()
         with self._engine.failing_together():
             yield self._engine
-            self._engine.after_launch()
+            self._engine.after_launch(self._local_update.skipped)
 
     @contextmanager
     def _by_bucket(

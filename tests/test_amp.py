@@ -67,6 +67,7 @@ def train(
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         scaler.step(optimizer)
+        assert optimizer.stats().skipped is (rank == overflowing and step == BAD_STEP)
         scaler.update()
     optimizer.synchronize()
     assert not hasattr(optimizer.optimizer, "found_inf")
@@ -156,6 +157,7 @@ def test_a_rank_without_any_gradient_takes_part(fused: bool) -> None:
                 scaler.scale(loss_of(model, rank, step)).backward()  # type: ignore[no-untyped-call]
             scaler.scale(unwrapped(torch.ones(1)).sum()).backward()
             scaler.step(optimizer)
+            assert not optimizer.stats().skipped
             scaler.step(other)
             scaler.update()
         optimizer.synchronize()

@@ -188,10 +188,12 @@ def test_an_average_inside_an_average_and_a_step_inside_are_no_errors() -> None:
             with optimizer.averaged():
                 assert torch.equal(flatten(params), average)
             assert torch.equal(flatten(params), average)
+            assert optimizer.is_averaged
         assert torch.equal(flatten(params), own)
         with optimizer.averaged():
             optimizer.zero_grad()
             optimizer.step()
+            assert not optimizer.is_averaged
         optimizer.synchronize()
         assert not torch.equal(flatten(params), own)
 
@@ -216,9 +218,12 @@ def test_a_second_average_keeps_the_first_snapshot() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params, optimizer = trained(rank, group, 2, topology="ring")
         own = flatten(params)
+        assert not optimizer.is_averaged
         optimizer.global_avg()
         optimizer.global_avg()
+        assert optimizer.is_averaged
         optimizer.revert_global_avg()
+        assert not optimizer.is_averaged
         assert torch.equal(flatten(params), own)
 
     run_threads(2, main)

@@ -428,6 +428,7 @@ def test_an_overflow_on_one_rank_skips_an_update_there_and_halves_its_scale_once
             backward(loss)
             hook.remove()
             scales.append(scaler.get_scale())
+            assert model.optimizer.stats().skipped is overflows
             assert all(p.isfinite().all() for p in module.parameters())
             if step == 1:
                 # Ranks agree before the second step up to their first updates.
