@@ -18,7 +18,7 @@ _SEAL = struct.Struct("<q32s")
 _CHUNK = 1 << 20
 
 
-class DamagedFileError(Exception):
+class DamagedFileError(OSError):
     """The bytes of a file are not those that were written under its name."""
 
 
@@ -37,7 +37,8 @@ def write(path: Path, state: Any, stamp: int) -> None:
 
     Raises:
         TypeError: `state` holds objects that could not be loaded again.
-        OSError: the disk is full, or the folder cannot be written to.
+        OSError: the disk is full, the folder cannot be written to, or the file is not what was
+            written when it is read again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -55,6 +56,9 @@ def write(path: Path, state: Any, stamp: int) -> None:
     # A name is on the disk only when the folder that holds it is.
     for folder in (path.parent, path.parent.parent):
         _sync_folder(folder)
+    # Older files are removed in reliance on this one.
+    if read_stamp(path) != stamp:
+        raise DamagedFileError("another process has written it at the same time")
 
 
 def read_stamp(path: Path) -> int:

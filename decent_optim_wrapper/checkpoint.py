@@ -13,6 +13,7 @@ from loguru import logger
 from torch import Tensor
 
 from decent_optim_wrapper import _sealed_file
+from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 __all__ = ["Checkpoint", "Checkpoints"]
@@ -45,23 +46,28 @@ class Checkpoints:
     when every rank finds its file whole and one `save()` wrote them all: a process that is killed
     at any moment leaves the set before usable.
 
+    Where ranks are lost and come back, sets of different numbers of ranks stand side by side. They
+    are counted apart: the sets of fewer ranks never displace those that a full restart needs.
+
     Args:
         folder: one for each run. It may lie on a disk that all ranks share or on one of each node:
             a rank looks at its own files only.
         optimizer: the wrapper whose ranks save together.
-        keep: how many of the newest complete sets stay; older files go only then.
+        keep: how many of the newest complete sets of each number of ranks stay; older files are
+            removed only then.
 
     Raises:
         ValueError: `keep` is below 1.
     """
 
     def __init__(self, folder: str | Path, optimizer: DecentOptimWrapper, keep: int = 2) -> None:
-        if keep < 1:
+        self._keep = keep
+        if self._keep < 1:
             raise ValueError(f"keep must be 1 or more sets, got {keep}")
         self._folder = Path(folder)
         self._optimizer = optimizer
-        self._keep = keep
-        self._complete: list[int] = []
+        # Steps of the newest sets that are known to be whole on all ranks, by number of ranks.
+        self._complete: dict[int, list[int]] = {}
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write this rank's file and wait for those of the others; collective.
@@ -74,21 +80,20 @@ class Checkpoints:
             ValueError: on every rank; `step` is not above the last one, or the ranks' differ.
             TypeError: `state` could not be loaded again with ``weights_only=True``.
             OSError: this rank could not write; the others log it, and the old sets stay.
+            PeerError: a rank is lost; the old sets stay. No rank saves alone.
         """
-        stamp = self._agree_to_save(step)
-        failure = None
         try:
-            _sealed_file.write(self._path(step), state, stamp)
-        except Exception as error:
-            failure = error
-        written = self._gather(int(failure is None)).flatten() == 1
-        if failure:
-            raise failure
-        if not written.all():
-            self._tell(step, "is not complete: could not write", ~written)
-            return
-        self._complete = [*self._complete, step][-self._keep :]
-        self._prune()
+            if self._save_together(step, state):
+                steps = [*self._steps(), step][-self._keep :]
+                self._complete[self._optimizer.world_size] = steps
+                self._prune()
+        except PeerError as error:
+            last = f"of step {self._steps()[-1]}" if self._steps() else "that was there before"
+            raise PeerError(
+                f"{error}. No rank saves step {step} alone: the set {last} stays, and load() of a "
+                f"new run takes the newest that is whole on all ranks. torch.save() writes an "
+                f"emergency copy of this rank's state"
+            ) from error
 
     def load(self, map_location: torch.device | str | None = None) -> Checkpoint | None:
         """Read this rank's file of the newest complete set; collective.
@@ -102,28 +107,46 @@ class Checkpoints:
             None where no set of this world size is complete: start at step 0.
         """
         step = self._agree()
+        self._complete = {}
         if step == _MISSING:
-            self._complete = []
             self._tell_nothing_found()
             return None
-        self._complete = [step]
+        self._complete[self._optimizer.world_size] = [step]
         state = torch.load(self._path(step), map_location=map_location, weights_only=True)
         return Checkpoint(step, state)
 
+    def _save_together(self, step: int, state: dict[str, Any]) -> bool:
+        """Write this rank's file; whether every rank says that its own is whole on its disk."""
+        stamp = self._agree_to_save(step)
+        try:
+            _sealed_file.write(self._path(step), state, stamp)
+        except Exception:
+            # This rank's own error comes first, also where the others are lost.
+            with suppress(PeerError):
+                self._gather(0)
+            raise
+        written = self._gather(1).flatten() == 1
+        if not written.all():
+            self._tell(step, "is not complete: could not write", ~written)
+        return bool(written.all())
+
     def _agree_to_save(self, step: int) -> int:
         """A number for the set that is about to be written, drawn by rank 0."""
+        newest = max((steps[-1] for steps in self._complete.values()), default=_MISSING)
         # Not torch's generator: a run that writes the set once more is seeded alike, and files of
         # the two must not pass for one set.
-        everywhere = self._gather(step, secrets.randbits(62))
-        newest = self._complete[-1] if self._complete else _MISSING
+        everywhere = self._gather(step, newest, secrets.randbits(62))
         steps = everywhere[:, 0].tolist()
+        # A rank that was cut off from the last save() does not know that its set is complete on
+        # the others, and must not write over its file.
+        newest = int(everywhere[:, 1].max())
         if len(set(steps)) > 1 or step <= newest:
             raise ValueError(
                 f"rank {self._optimizer.rank}: save() expects one step on every rank, above "
                 f"{newest}, that of the last set, got {steps} by rank; call it at the same place "
                 f"everywhere, and once for each step"
             )
-        return int(everywhere[0, 1])
+        return int(everywhere[0, 2])
 
     def _agree(self) -> int:
         """The newest step of which all ranks hold a whole file of one set."""
@@ -150,7 +173,7 @@ class Checkpoints:
                 continue
             try:
                 return _Held(step, _sealed_file.read_stamp(self._path(step)))
-            except (OSError, _sealed_file.DamagedFileError) as error:
+            except OSError as error:
                 logger.warning(
                     "rank {}: checkpoint {} cannot be used: {}; looking for an older one",
                     self._optimizer.rank,
@@ -179,16 +202,21 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Remove this rank's files of older sets than those to keep, and of incomplete ones."""
-        if len(self._complete) < self._keep:
+        complete = self._steps()
+        if len(complete) < self._keep:
             return
         for pattern in (self._name(), _sealed_file.partial(Path(self._name())).name):
             for step, path in self._files(pattern).items():
                 # Other ranks may be at work on a newer one.
-                if step < self._complete[-1] and step not in self._complete:
+                if step < complete[-1] and step not in complete:
                     # The last rank to come removes the folder. What cannot go only takes room.
                     with suppress(OSError):
                         path.unlink()
                         path.parent.rmdir()
+
+    def _steps(self) -> list[int]:
+        """The newest complete sets of as many ranks as there are."""
+        return self._complete.get(self._optimizer.world_size, [])
 
     def _name(self, rank: int | None = None) -> str:
         rank = self._optimizer.rank if rank is None else rank
@@ -198,5 +226,17 @@ class Checkpoints:
         return self._folder / f"step_{step:08d}" / self._name()
 
     def _gather(self, *numbers: int) -> Tensor:
-        """The numbers of every rank, shape (world_size, len(numbers))."""
-        return self._optimizer._engine.transport.all_gather(torch.tensor(numbers))
+        """The numbers of every rank, shape (world_size, len(numbers)).
+
+        Raises:
+            PeerError: not every rank answers.
+        """
+        optimizer = self._optimizer
+        answers = optimizer._engine.transport.all_gather(torch.tensor(numbers))
+        if len(answers) != optimizer.world_size:
+            raise PeerError(
+                f"rank {optimizer.rank}: expected all {optimizer.world_size} ranks to take part in "
+                f"a checkpoint, but {len(answers)} answered: a rank was lost before; look at the "
+                f"other ranks for the first error"
+            )
+        return answers

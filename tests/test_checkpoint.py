@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from crews import CrewOfProcesses
 from loguru import logger
 from problem import TINY_CAP_MB, adamw, backward, flatten, make_params
-from ranks import run_threads
+from ranks import run_processes, run_threads
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from decent_optim_wrapper import DecentOptimWrapper, _sealed_file
+from decent_optim_wrapper import DecentOptimWrapper, PeerError, _sealed_file
 from decent_optim_wrapper.checkpoint import Checkpoints
 
 STEPS = 7
@@ -60,10 +61,12 @@ class Run(NamedTuple):
         return saved.step
 
 
-def start(group: dist.ProcessGroup, folder: Path, seed: int = 0, keep: int = 2) -> Run:
+def start(
+    group: dist.ProcessGroup, folder: Path, seed: int = 0, keep: int = 2, topology: str = "ring"
+) -> Run:
     params = make_params(seed=seed)
     optimizer = DecentOptimWrapper(
-        adamw(params), process_group=group, topology="ring", bucket_cap_mb=TINY_CAP_MB
+        adamw(params), process_group=group, topology=topology, bucket_cap_mb=TINY_CAP_MB
     )
     scheduler = CosineAnnealingLR(optimizer, T_max=STEPS)
     return Run(params, optimizer, scheduler, Checkpoints(folder, optimizer, keep))
@@ -401,3 +404,206 @@ def test_a_process_killed_while_it_writes_leaves_the_previous_set_usable(
     run_threads(WORLD, resumed)
     assert resume(tmp_path) == [6, 6]
     assert not partial.exists()
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_and_die(path: Path, state: Any, stamp: int, write: Any = _sealed_file.write) -> None:
+    write(path, state, stamp)
+    die()
+
+
+# When rank 1 is killed around its third save(), and the set that a new run finds.
+MOMENTS: dict[str, tuple[Any, str, Callable[..., None]]] = {
+    "before": (Checkpoints, "save", die),
+    "write": (_sealed_file, "write", die),
+    "agreement": (_sealed_file, "write", write_and_die),
+    "removal": (Path, "unlink", die),
+}
+
+
+def step_on(optimizer: DecentOptimWrapper, times: int) -> None:
+    for _ in range(times):
+        optimizer.step()
+
+
+def save_after_a_loss(
+    rank: int, folder: str, moment: str, timeout: float | None
+) -> tuple[int, list[str]]:
+    dist.init_process_group("gloo")
+    params = make_params()
+    optimizer = DecentOptimWrapper(
+        adamw(params), topology="ring", bucket_cap_mb=TINY_CAP_MB, timeout=timeout
+    )
+    checkpoints = Checkpoints(folder, optimizer, keep=1)
+    saved, errors = 0, []
+    try:
+        for step in range(1, 10):
+            backward(params, rank, step)
+            optimizer.step()
+            if rank == 1 and step == 3:
+                owner, name, fault = MOMENTS[moment]
+                setattr(owner, name, fault)
+            checkpoints.save(step, {"params": flatten(params)})
+            saved = step
+    except PeerError as error:
+        errors = [str(error)]
+        # A round that fails closes the connections made here; the first still mixes what arrived.
+        with pytest.raises(PeerError):
+            step_on(optimizer, 3)
+    for step in (saved + 1, saved + 2):
+        with pytest.raises(PeerError) as caught:
+            checkpoints.save(step, {"params": flatten(params)})
+        errors.append(str(caught.value))
+    return saved, errors
+
+
+@pytest.mark.parametrize("timeout", [1.5, None], ids=["own_timeout", "the_groups"])
+@pytest.mark.parametrize(
+    ("moment", "saved", "found"),
+    [("before", 2, 2), ("write", 2, 2), ("agreement", 2, 3), ("removal", 3, 3)],
+)
+def test_a_survivor_saves_nothing_alone_and_a_new_run_finds_the_last_complete_set(
+    moment: str, saved: int, found: int, timeout: float | None, tmp_path: Path
+) -> None:
+    ((last, errors),) = run_processes(
+        2, save_after_a_loss, str(tmp_path), moment, timeout, lost={1}
+    )
+    assert last == saved
+    for text in errors:
+        assert "expected all 2 ranks to take part" in text or "lost rank 1" in text
+    for text in errors[-2:]:
+        assert f"the set of step {saved} stays" in text
+        assert "torch.save() writes an emergency copy" in text
+
+    def load(rank: int, group: dist.ProcessGroup) -> int:
+        saved = start(group, tmp_path).checkpoints.load()
+        assert saved is not None
+        assert not torch.equal(saved.state["params"], flatten(make_params()))
+        return saved.step
+
+    assert run_threads(WORLD, load) == [found, found]
+
+
+def test_a_rank_cut_off_from_the_last_agreement_does_not_write_over_a_complete_set(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 has removed the older set, and rank 1 does not know that the new one is complete."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        run = start(group, tmp_path, keep=1)
+        run.advance(rank, range(2))
+        if rank == 1:
+            gather = run.checkpoints._gather
+
+            def lose_the_answer(*numbers: int) -> Tensor:
+                answers = gather(*numbers)
+                if len(numbers) == 1:
+                    raise PeerError("the answer did not come")
+                return answers
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(run.checkpoints, "_gather", lose_the_answer)
+                with pytest.raises(PeerError, match="the set of step 2 stays"):
+                    run.advance(rank, range(2, 3))
+        else:
+            run.advance(rank, range(2, 3))
+        with pytest.raises(ValueError, match="above 3, that of the last set"):
+            run.checkpoints.save(3, run.state())
+
+    run_threads(WORLD, main)
+    assert resume(tmp_path) == [3, 3]
+
+
+def save_while_ranks_go_and_come(
+    rank: int,
+    world_size: int,
+    store: Any,
+    report: Callable[[str, Any], None],
+    folder: str,
+) -> int:
+    """Save with all ranks, with those that are left, and with all again."""
+    params = make_params()
+    optimizer = DecentOptimWrapper(
+        *(adamw(params), rank, world_size, None, "complete", TINY_CAP_MB),
+        store=store,
+        timeout=5,
+        on_peer_failure="continue",
+    )
+    checkpoints = Checkpoints(folder, optimizer, keep=2)
+    report("joined", optimizer.members)
+    alone = False
+    while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
+        backward(params, rank, optimizer.round)
+        optimizer.step()
+        if len(optimizer.members) == 3 and optimizer.round in (2, 4):
+            checkpoints.save(optimizer.round, {"params": flatten(params)})
+        elif len(optimizer.members) == 3 and optimizer.round == 6:
+            if rank == 2:
+                die()
+            # The next step() goes on without the lost rank.
+            with pytest.raises(PeerError, match="the set of step 4 stays"):
+                checkpoints.save(6, {"params": flatten(params)})
+        elif len(optimizer.members) == 2 and not alone:
+            checkpoints.save(optimizer.round, {"params": flatten(params)})
+            alone = True
+            report("alone", optimizer.round)
+        report(f"round {optimizer.round}", optimizer.members)
+        time.sleep(0.01)
+    checkpoints.save(optimizer.round, {"params": flatten(params)})
+    return optimizer.round
+
+
+def test_sets_of_fewer_ranks_never_displace_those_of_all(tmp_path: Path) -> None:
+    with CrewOfProcesses(3, save_while_ranks_go_and_come, str(tmp_path)) as crew:
+        alone = crew.wait_for(0, "alone")
+        crew.wait_for(1, "alone")
+        crew.reports.pop((2, "joined"))
+        crew.start(2)
+        assert crew.wait_for(2, "joined") == (0, 1, 2)
+        crew.finish(margin=30)
+        (last,) = {crew.wait_for(rank, "result") for rank in range(3)}
+    assert 4 < alone < last
+    kept = [(4, 3, (0, 1, 2)), (alone, 2, (0, 1)), (last, 3, (0, 1, 2))]
+    expected = [
+        str(file_of(tmp_path, step, rank, size).relative_to(tmp_path))
+        for step, size, ranks in kept
+        for rank in ranks
+    ]
+    # The rank that came back does not know of the sets before, and removes nothing yet.
+    assert files(tmp_path) == sorted([*expected, "step_00000002/rank_2_of_3.pt"])
+
+    def load(rank: int, group: dist.ProcessGroup) -> int:
+        saved = start(group, tmp_path, topology="complete").checkpoints.load()
+        return saved.step if saved else 0
+
+    assert run_threads(3, load) == [last] * 3
+    flip_a_bit(file_of(tmp_path, last, 1, 3))
+    assert run_threads(3, load) == [4, 4, 4]
+
+
+def test_a_file_that_is_damaged_while_it_is_written_is_noticed_before_older_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    replace = Path.replace
+
+    def damage(path: Path, target: Path) -> Path:
+        if str(target).endswith("step_00000003/rank_1_of_2.pt"):
+            flip_a_bit(path)
+        return replace(path, target)
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        run = start(group, tmp_path, keep=1)
+        run.advance(rank, range(2))
+        if rank == 1:
+            with pytest.raises(OSError, match="its bytes do not match its seal"):
+                run.advance(rank, range(2, 3))
+        else:
+            run.advance(rank, range(2, 3))
+
+    monkeypatch.setattr(Path, "replace", damage)
+    run_threads(WORLD, main)
+    assert "step_00000003 is not complete: could not write rank_1_of_2.pt" in "".join(log)
+    assert resume(tmp_path) == [2, 2]
