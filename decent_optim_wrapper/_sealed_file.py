@@ -43,7 +43,7 @@ def write(path: Path, state: Any, stamp: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with partial(path).open("w+b") as file:
-            torch.save(state, file)
+            _serialize(state, file)
             size = file.tell()
             _check_loadable(file)
             file.write(_SEAL.pack(stamp, _digest(file, size, path, stamp)))
@@ -65,9 +65,12 @@ def read_stamp(path: Path) -> int:
     """Check the whole file and return its stamp.
 
     Raises:
-        DamagedFileError: torn, altered or renamed.
+        DamagedFileError: torn, altered or renamed, or no file at all.
         OSError: it cannot be read.
     """
+    if path.exists() and not path.is_file():
+        # Opening a FIFO would wait for somebody to write into it.
+        raise DamagedFileError("it is not a regular file")
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - _SEAL.size
         if size < 0:
@@ -87,6 +90,16 @@ def _digest(file: BinaryIO, size: int, path: Path, stamp: int) -> bytes:
         digest.update(chunk)
         size -= len(chunk)
     return digest.digest()
+
+
+def _serialize(state: Any, file: BinaryIO) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        # torch's writer covers what the disk said with a complaint about its own position.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _check_loadable(file: BinaryIO) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
+import resource
+import shutil
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -582,6 +587,102 @@ def test_sets_of_fewer_ranks_never_displace_those_of_all(tmp_path: Path) -> None
     assert run_threads(3, load) == [last] * 3
     flip_a_bit(file_of(tmp_path, last, 1, 3))
     assert run_threads(3, load) == [4, 4, 4]
+
+
+def become_a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def become_a_socket(path: Path) -> None:
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):
+        server.bind(path.name)
+
+
+def become_a_device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("become", [become_a_fifo, become_a_socket, become_a_device])
+def test_what_is_no_file_under_a_checkpoints_name_is_passed_over(
+    become: Callable[[Path], None], tmp_path: Path, log: list[str]
+) -> None:
+    train(tmp_path, 4)
+    become(file_of(tmp_path, 4, rank=1))
+    assert resume(tmp_path) == [3, 3]
+    assert "rank_1_of_2.pt cannot be used: it is not a regular file" in "".join(log)
+
+
+FULL_MB = 2
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk that is soon full, where the test may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={FULL_MB}m", "tmpfs", str(folder)]
+    if os.getuid() or shutil.which("mount") is None or subprocess.run(mount).returncode:
+        pytest.skip("mounting a small disk takes root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def save_without_room(rank: int, folders: list[str], limited: bool) -> tuple[str, list[str]]:
+    """Rank 1 has no room for the second set; both save a third that is small again."""
+    dist.init_process_group("gloo")
+    folder = Path(folders[rank])
+    lines: list[str] = []
+    logger.add(lambda message: lines.append(str(message)), level="WARNING")
+    logger.enable("decent_optim_wrapper")
+    optimizer = DecentOptimWrapper(adamw(make_params()), bucket_cap_mb=TINY_CAP_MB)
+    checkpoints = Checkpoints(folder, optimizer, keep=1)
+    state = {"step": torch.ones(100)}
+    checkpoints.save(1, state)
+    error = ""
+    if rank == 1:
+        if limited:
+            # The next best thing to a full disk that needs no rights.
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_MB << 20, resource.RLIM_INFINITY))
+        with pytest.raises(OSError, match=r"No space left on device|File too large") as caught:
+            checkpoints.save(2, {**state, "large": torch.ones(FULL_MB << 20)})
+        error = errno.errorcode[caught.value.errno or 0]
+        assert caught.value.__cause__ is None
+    else:
+        checkpoints.save(2, state)
+    assert len(lines) == int(rank == 0)
+    assert not list(folder.rglob("*.part"))
+    assert torch.load(file_of(folder, 1, rank), weights_only=True)["step"].sum() == 100
+    checkpoints.save(3, state)
+    dist.destroy_process_group()
+    return error, lines
+
+
+def run_out_of_room(folders: list[Path], limited: bool, expected: str) -> None:
+    (_, lines), (error, _) = run_processes(
+        WORLD, save_without_room, [str(folder) for folder in folders], limited
+    )
+    assert error == expected
+    assert "step_00000002 is not complete: could not write rank_1_of_2.pt" in lines[0]
+    for rank, folder in enumerate(folders):
+        assert f"step_00000003/rank_{rank}_of_2.pt" in files(folder)
+        assert not file_of(folder, 1, rank).exists()
+
+
+def test_a_full_disk_raises_what_the_system_says_and_leaves_the_set_before(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    run_out_of_room([tmp_path / "large", small_disk], limited=False, expected="ENOSPC")
+
+
+def test_a_file_beyond_the_limit_raises_what_the_system_says_and_leaves_the_set_before(
+    tmp_path: Path,
+) -> None:
+    run_out_of_room([tmp_path, tmp_path], limited=True, expected="EFBIG")
 
 
 def test_a_file_that_is_damaged_while_it_is_written_is_noticed_before_older_ones_go(
