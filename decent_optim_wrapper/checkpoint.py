@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import secrets
 from contextlib import suppress
@@ -57,11 +58,18 @@ class Checkpoints:
             removed only then.
 
     Raises:
+        TypeError: `optimizer` is not the wrapper, or `keep` is not a whole number.
         ValueError: `keep` is below 1.
     """
 
     def __init__(self, folder: str | Path, optimizer: DecentOptimWrapper, keep: int = 2) -> None:
-        self._keep = keep
+        if not isinstance(optimizer, DecentOptimWrapper):
+            raise TypeError(
+                f"optimizer expects the DecentOptimWrapper whose ranks save together, got "
+                f"{type(optimizer).__name__}; pass the wrapper, not the optimizer inside it "
+                f"(of a DecentralizedDataParallel its .optimizer)"
+            )
+        self._keep = _whole("keep", keep)
         if self._keep < 1:
             raise ValueError(f"keep must be 1 or more sets, got {keep}")
         self._folder = Path(folder)
@@ -78,10 +86,12 @@ class Checkpoints:
 
         Raises:
             ValueError: on every rank; `step` is not above the last one, or the ranks' differ.
-            TypeError: `state` could not be loaded again with ``weights_only=True``.
+            TypeError: `step` is not a whole number, or `state` could not be loaded again with
+                ``weights_only=True``.
             OSError: this rank could not write; the others log it, and the old sets stay.
             PeerError: a rank is lost; the old sets stay. No rank saves alone.
         """
+        step = _whole("step", step)
         try:
             if self._save_together(step, state):
                 steps = [*self._steps(), step][-self._keep :]
@@ -240,3 +250,10 @@ class Checkpoints:
                 f"other ranks for the first error"
             )
         return answers
+
+
+def _whole(name: str, number: Any) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} expects a whole number, got {number!r}") from None

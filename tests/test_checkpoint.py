@@ -708,3 +708,19 @@ def test_a_file_that_is_damaged_while_it_is_written_is_noticed_before_older_ones
     run_threads(WORLD, main)
     assert "step_00000003 is not complete: could not write rank_1_of_2.pt" in "".join(log)
     assert resume(tmp_path) == [2, 2]
+
+
+def test_arguments_of_the_wrong_type_are_refused(tmp_path: Path) -> None:
+    base = adamw(make_params())
+    alone = DecentOptimWrapper(base)
+    with pytest.raises(TypeError, match=r"expects the DecentOptimWrapper .*, got AdamW"):
+        Checkpoints(tmp_path, base)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="keep expects a whole number, got '2'"):
+        Checkpoints(tmp_path, alone, keep="2")  # type: ignore[arg-type]
+    checkpoints = Checkpoints(tmp_path, alone)
+    for step in (1.5, "1", None):
+        with pytest.raises(TypeError, match=rf"step expects a whole number, got {step!r}"):
+            checkpoints.save(step, {})  # type: ignore[arg-type]
+    assert files(tmp_path) == []
+    checkpoints.save(torch.tensor(1), {})  # type: ignore[arg-type]
+    assert files(tmp_path) == ["step_00000001/rank_0_of_1.pt"]
