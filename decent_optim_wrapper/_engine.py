@@ -110,6 +110,12 @@ class Engine:
         """The ranks that take part, as numbered at the start."""
         return self.transport.members
 
+    @property
+    def differs(self) -> bool:
+        """Whether a round is in flight, and the values in place differ by rank."""
+        alone = self.transport.world_size == 1
+        return self.gossip.state.in_flight and not self.average.revertible and not alone
+
     def add(self, parameters: list[Named], late: list[Named]) -> None:
         """Gossip the parameters from the next round on, of which `late` are new; collective."""
         check_tensors(parameters)

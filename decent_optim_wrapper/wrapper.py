@@ -25,6 +25,7 @@ from decent_optim_wrapper._join import IdleRounds
 from decent_optim_wrapper._meter import StepStats
 from decent_optim_wrapper._place import Place
 from decent_optim_wrapper._recalibration import recalibrated
+from decent_optim_wrapper._replicas import warn_of_mixtures
 from decent_optim_wrapper._settings import Extras, Settings, check_base, check_mixing_rate
 from decent_optim_wrapper._survival import OnChange
 from decent_optim_wrapper._update import Apply, LocalUpdate, Scaling, apply_update
@@ -147,6 +148,7 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
             *(rank, world_size, local_world_size, process_group, store, on_membership_change)
         )
         self._engine = Engine(optimizer, settings, place, topology, buffers, self._extras)
+        warn_of_mixtures(self, self._engine)
         logger.info("{!r}", self)
 
     @property

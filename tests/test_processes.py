@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +17,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from problem import TINY_CAP_MB, backward, flatten, make_params, oracle, sgd
 from ranks import run_processes
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 
 from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
 
@@ -136,6 +142,14 @@ def fresh(seed: int, **options: Any) -> Trained:
     )
 
 
+def parameters(run: Trained) -> Tensor:
+    return flatten(list(run.model.parameters()))
+
+
+def states(run: Trained) -> dict[str, Any]:
+    return {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+
+
 def resume_by_distributed_checkpoint(
     rank: int, folder: str, options: dict[str, Any]
 ) -> tuple[list[float], list[float]]:
@@ -143,33 +157,125 @@ def resume_by_distributed_checkpoint(
     dist.init_process_group("gloo")
     whole = fresh(seed=0, **options)
     whole.advance(rank, range(3))
-    state: dict[str, Any] = {
-        f"model_{rank}": whole.model.state_dict(),
-        f"optim_{rank}": whole.optimizer,
-    }
-    dcp.state_dict_saver.save(state, checkpoint_id=folder)
+    with warnings.catch_warnings(action="error"):
+        dcp.state_dict_saver.save({f"rank_{rank}": states(whole)}, checkpoint_id=folder)
     whole.advance(rank, range(3, 6))
 
     resumed = fresh(seed=1, **options)
     get_optimizer_state_dict(resumed.model, resumed.optimizer.optimizer)
-    state = {f"model_{rank}": resumed.model.state_dict(), f"optim_{rank}": resumed.optimizer}
-    dcp.state_dict_loader.load(state, checkpoint_id=folder)
-    resumed.model.load_state_dict(state[f"model_{rank}"])
+    saved = states(resumed)
+    dcp.state_dict_loader.load({f"rank_{rank}": saved}, checkpoint_id=folder)
+    resumed.model.load_state_dict(saved["model"])
+    resumed.optimizer.load_state_dict(saved["optimizer"])
     assert resumed.optimizer.round == 3
+    assert resumed.optimizer.state_dict()["gossip"]["in_flight"]
     resumed.advance(rank, range(3, 6))
-    rows = [list(flatten(list(run.model.parameters())).tolist()) for run in (whole, resumed)]
     dist.destroy_process_group()
-    return rows[0], rows[1]
+    return parameters(whole).tolist(), parameters(resumed).tolist()
 
 
 @pytest.mark.parametrize("options", [{}, {"outer_momentum": 0.5}], ids=["plain", "outer"])
 def test_distributed_checkpoint_resumes_every_rank_bit_for_bit(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    rows = run_processes(2, resume_by_distributed_checkpoint, str(tmp_path), options)
+    rows = run_processes(4, resume_by_distributed_checkpoint, str(tmp_path), options)
     for whole, resumed in rows:
         assert whole == resumed
-    assert rows[0] != rows[1]
+    assert len({tuple(whole) for whole, _ in rows}) == 4
+
+
+def plain_states(run: Trained) -> dict[str, Any]:
+    """What torch's manual saves."""
+    base = run.optimizer.optimizer
+    return {
+        "model": get_model_state_dict(run.model),
+        "optim": get_optimizer_state_dict(run.model, base),
+    }
+
+
+def save_with_equal_keys(rank: int, folder: str) -> dict[str, list[float]]:
+    dist.init_process_group("gloo")
+    run = fresh(seed=0)
+    run.advance(rank, range(3))
+    seen = {"own": parameters(run).tolist()}
+    with pytest.warns(UserWarning, match=r"it would store a mixture .* inside `with"):
+        dcp.state_dict_saver.save(plain_states(run), checkpoint_id=f"{folder}/own")
+    with warnings.catch_warnings(action="error"), run.optimizer.averaged():
+        dcp.state_dict_saver.save(plain_states(run), checkpoint_id=f"{folder}/average")
+        seen["average"] = parameters(run).tolist()
+    for name in ("own", "average"):
+        loaded = fresh(seed=1)
+        state = plain_states(loaded)
+        dcp.state_dict_loader.load(state, checkpoint_id=f"{folder}/{name}")
+        set_model_state_dict(loaded.model, state["model"])
+        seen[f"{name} loaded"] = parameters(loaded).tolist()
+    dist.destroy_process_group()
+    return seen
+
+
+def test_distributed_checkpoint_stores_the_average_inside_averaged_and_warns_outside(
+    tmp_path: Path,
+) -> None:
+    ranks = run_processes(4, save_with_equal_keys, str(tmp_path))
+    own = [seen["own"] for seen in ranks]
+    assert len({tuple(row) for row in own}) == 4
+    for seen in ranks:
+        assert seen["average loaded"] == seen["average"] == ranks[0]["average"]
+        assert seen["average"] not in own
+        # One state for all, whatever torch takes from which rank.
+        assert seen["own loaded"] == ranks[0]["own loaded"] != seen["average"]
+
+
+class App(NamedTuple):
+    """The object with a state that torch's tutorial saves."""
+
+    run: Trained
+
+    def state_dict(self) -> dict[str, Any]:
+        return plain_states(self.run)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def save_objects(rank: int, folder: str) -> list[tuple[str, bool]]:
+    """Whether a save of each form is warned of."""
+    dist.init_process_group("gloo")
+    run = fresh(seed=0)
+
+    def warned(name: str, state: dict[str, Any]) -> tuple[str, bool]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dcp.state_dict_saver.save(state, checkpoint_id=f"{folder}/{name}")
+        return name, any("a mixture" in str(each.message) for each in caught)
+
+    seen = [warned("before the first step", {"optim": run.optimizer})]
+    run.advance(rank, range(3))
+    seen.append(warned("optimizer", {"optim": run.optimizer}))
+    seen.append(warned("optimizer by rank", {f"optim_{rank}": run.optimizer}))
+    seen.append(warned("object", {"app": App(run)}))
+    seen.append(warned("object by rank", {f"app_{rank}": App(run)}))
+    with run.optimizer.averaged():
+        seen.append(warned("optimizer on the average", {"optim": run.optimizer}))
+    run.optimizer.global_avg(may_revert=False)
+    seen.append(warned("optimizer on an average that stays", {"optim": run.optimizer}))
+    with warnings.catch_warnings(action="error"):
+        torch.save(run.optimizer.state_dict(), f"{folder}/{rank}.pt")
+    base = run.optimizer.optimizer
+    hooks = len(base._optimizer_state_dict_pre_hooks)
+    del run
+    gc.collect()
+    assert len(base._optimizer_state_dict_pre_hooks) == hooks - 1
+    dist.destroy_process_group()
+    return seen
+
+
+def test_objects_saved_with_equal_keys_are_warned_of_and_with_keys_by_rank_are_not(
+    tmp_path: Path,
+) -> None:
+    for seen in run_processes(2, save_objects, str(tmp_path)):
+        assert [name for name, warned in seen if warned] == ["optimizer", "object"]
+        assert len(seen) == 7
 
 
 SCRIPT = """
