@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
+from loguru import logger
 from torch import Tensor
 
 from decent_optim_wrapper._bucket import Layout, plan_buckets
@@ -144,27 +145,52 @@ class Agreement:
                 f"(seen on rank {self._transport.name}; ranks unlike rank 0: {differing})"
             )
 
-    def broadcast(self, tensors: Iterable[Named], source: int, keep: bool = False) -> None:
+    def synchronize(self, tensors: Sequence[Named]) -> None:
+        """Start all ranks from the values of rank 0, and log which ranks had others; collective."""
+        replaced = self._transport.all_gather(torch.tensor([self.broadcast(tensors, source=0)]))
+        counts = zip(self._transport.members, replaced.flatten().tolist(), strict=True)
+        by_rank = {rank: count for rank, count in counts if count}
+        if by_rank and self._transport.rank == 0:
+            logger.info(
+                "the values of rank 0 have replaced others, tensors by rank: {} (of {}); load "
+                "weights on rank 0 or on all ranks before the wrapper is built",
+                *(by_rank, len(tensors)),
+            )
+
+    def broadcast(self, tensors: Iterable[Named], source: int, keep: bool = False) -> int:
         """Overwrite the tensors with those of one rank, bucket by bucket; collective.
 
         Args:
             tensors: the same on every rank.
             source: whose values are taken.
             keep: hear them and keep one's own.
+
+        Returns:
+            How many tensors had other values here.
         """
         layout = Layout(self._layout.cap_mb, self._layout.wire_device)
+        replaced = 0
         # Behind autograd's back: a backward pass in which this happens can still come to its end.
         for bucket in plan_buckets((named.tensor.data for named in tensors), layout):
-            flat = bucket.pack(bucket.new_flat(bucket.wire_device))
+            own = bucket.pack(bucket.new_flat(bucket.wire_device))
+            flat = bucket.view(own.data.clone())
             self._transport.broadcast(flat.data, source)
+            pairs = zip(own.views, flat.views, strict=True)
+            replaced += sum(not _same_bytes(*pair) for pair in pairs)
             if not keep:
                 bucket.unpack_(flat)
+        return replaced
 
     def _text_of(self, text: str, source: int) -> str:
         if self._transport.rank == source:
             send_text(text, self._transport)
             return text
         return receive_text(self._transport, source)
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same, NaN included."""
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def difference(theirs: str, ours: str, whose: str) -> str:

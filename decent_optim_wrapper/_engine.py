@@ -92,7 +92,7 @@ class Engine:
             self.topology.release()
         self._warn_of_wide_groups()
         if settings.sync_at_start and not self._joins:
-            self._agreement.broadcast([*parameters, *self._others], source=0)
+            self._agreement.synchronize([*parameters, *self._others])
         self.take_in(parameters)
         self.average = WorldAverage(
             self.transport, self.gossip, self._rules, self._plan_extra(parameters)

@@ -62,7 +62,8 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         process_group: gossip among its ranks only; None means the default group.
         buffers: tensors of which `global_avg` averages the floating-point ones, too
             (``model.buffers()``).
-        sync_at_start: broadcast parameters and buffers from rank 0.
+        sync_at_start: broadcast parameters and buffers from rank 0; what another rank alone has
+            loaded before is lost.
         comm_dtype: torch.bfloat16 or torch.float16 halves the bytes between pairs; own parameters
             stay as they are: x_i + (1 - w) (q(x_j) - q(x_i)), q the rounding. Groups of more than
             two sum in the parameters' own dtype and save nothing, which the log says.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from loguru import logger
 from problem import TINY_CAP_MB, flatten, make_params, sgd
 from ranks import run_threads
 from torch import Tensor, nn
@@ -171,3 +172,41 @@ def test_without_synchronising_the_ranks_keep_their_own() -> None:
 
     for rank, row in enumerate(run_threads(2, main)):
         assert torch.equal(row, flatten(make_params(seed=rank)))
+
+
+def lines_of_a_start(change: Callable[[int, list[Tensor]], object]) -> list[str]:
+    """What the log says of values that rank 0's have replaced, when every rank has built."""
+    lines: list[str] = []
+    sink = logger.add(lines.append, level="INFO", format="{message}")
+    logger.enable("decent_optim_wrapper")
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params()
+        frozen = torch.full((3,), float("nan"))
+        change(rank, params)
+        wrap(params, group, buffers=[frozen])
+        return flatten(params)
+
+    try:
+        rows = run_threads(3, main)
+    finally:
+        logger.disable("decent_optim_wrapper")
+        logger.remove(sink)
+    assert all(torch.equal(row, flatten(make_params())) for row in rows)
+    return [line.strip() for line in lines if "have replaced others" in line]
+
+
+def test_weights_that_one_rank_alone_has_loaded_are_told_when_they_are_replaced() -> None:
+    def load(rank: int, params: list[Tensor]) -> None:
+        if rank == 2:
+            for param in params[1:4]:
+                param.data.add_(1)
+
+    (line,) = lines_of_a_start(load)
+    assert line.startswith(
+        "the values of rank 0 have replaced others, tensors by rank: {2: 3} (of 6)"
+    )
+
+
+def test_ranks_that_start_from_the_same_values_are_told_nothing() -> None:
+    assert lines_of_a_start(lambda rank, params: None) == []
