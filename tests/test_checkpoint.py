@@ -478,7 +478,7 @@ def test_a_survivor_saves_nothing_alone_and_a_new_run_finds_the_last_complete_se
     )
     assert last == saved
     for text in errors:
-        assert "expected all 2 ranks to take part" in text or "lost rank 1" in text
+        assert "lost rank 1" in text or "rank 1 was lost" in text
     for text in errors[-2:]:
         assert f"the set of step {saved} stays" in text
         assert "torch.save() writes an emergency copy" in text
