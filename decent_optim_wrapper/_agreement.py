@@ -135,7 +135,8 @@ class Agreement:
                 which it does.
         """
         digest = hashlib.sha256(text.encode()).digest()
-        digests = self._transport.all_gather(torch.tensor(list(digest), dtype=torch.uint8))
+        own = torch.tensor(list(digest), dtype=torch.uint8, device="cpu")
+        digests = self._transport.all_gather(own)
         differing = (digests != digests[0]).any(dim=1).nonzero().flatten().tolist()
         if differing:
             there, here = (self._text_of(text, source) for source in (differing[0], 0))

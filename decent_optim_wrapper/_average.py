@@ -96,7 +96,7 @@ class WorldAverage:
     @torch.no_grad()
     def distance(self) -> float:
         """||x_i - mean(x)||_2 over the parameters, of the own values to the average in place."""
-        square = torch.zeros((), dtype=torch.float64)
+        square = torch.zeros((), dtype=torch.float64, device="cpu")
         gossiped = set(self._owner.buckets)
         for bucket, own in self._snapshot or []:
             if bucket in gossiped:
@@ -126,7 +126,8 @@ def finite_shares(
     """
     if not rules.checks or not buckets:
         return [[True] * transport.world_size for _ in buckets]
-    own = torch.tensor([bucket.is_finite() for bucket in buckets], dtype=torch.uint8)
+    finite = [bucket.is_finite() for bucket in buckets]
+    own = torch.tensor(finite, dtype=torch.uint8, device="cpu")
     told = transport.all_gather(own).bool()
     places = (~told.all(dim=1)).nonzero().flatten().tolist()
     if places and rules.on_nonfinite == "raise":

@@ -193,7 +193,7 @@ class Crew:
             prefixed("world", store), place, len(self.members), patience
         )
         try:
-            world.allreduce([torch.ones(1)]).wait(patience)
+            world.allreduce([torch.ones(1, device="cpu")]).wait(patience)
         except RuntimeError:
             # A collective that hangs holds the group until the timeout.
             threading.Thread(target=[world].clear, daemon=True).start()

@@ -41,7 +41,8 @@ class Header(NamedTuple):
 
     def encode(self) -> Tensor:
         """As a message: int64 of shape (3,), the rate by its bits."""
-        return torch.tensor([self.call, self.round, _bits(self.mixing_rate)], dtype=torch.int64)
+        numbers = [self.call, self.round, _bits(self.mixing_rate)]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def check(self, message: list[int], rank: int, own_rank: int) -> None:
         """Compare with the message of another rank.

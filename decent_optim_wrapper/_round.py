@@ -121,7 +121,7 @@ class Round:
     def seal(self) -> None:
         """Tell the group which buckets left with finite values, once all are posted."""
         if self._exchanges and self._rules.checks and not self._failure:
-            self._flags = self._tell(torch.tensor(self._finite), _FLAGS_TAG)
+            self._flags = self._tell(torch.tensor(self._finite, device="cpu"), _FLAGS_TAG)
 
     def receive(self) -> None:
         """Wait until everything has arrived; nothing is mixed. A second call returns at once.

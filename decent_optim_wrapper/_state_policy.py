@@ -66,7 +66,7 @@ class StatePolicy:
     def _average(self, params: list[Tensor]) -> None:
         tensors = [list(self._tensors(param)) for param in params]
         # A rank may have nothing yet for what had no gradient there.
-        counts = torch.tensor([len(each) for each in tensors], dtype=torch.int64)
+        counts = torch.tensor([len(each) for each in tensors], dtype=torch.int64, device="cpu")
         shared = (self._transport.all_gather(counts) == counts).all(dim=0).tolist()
         of_all = [
             t for each, is_shared in zip(tensors, shared, strict=True) if is_shared for t in each

@@ -86,7 +86,7 @@ def _rebuild(shape: Any, transport: Transport, source: int) -> Any:
     ((kind, content),) = shape.items()
     if kind == "tensor":
         dtype = getattr(torch, content[0])
-        data = torch.empty(content[1], dtype=dtype)
+        data = torch.empty(content[1], dtype=dtype, device="cpu")
         flat = data.view(-1)
         transport.broadcast(flat, source)
         return data

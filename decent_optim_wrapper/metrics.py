@@ -27,7 +27,7 @@ def consensus_distance(buckets: Iterable[Bucket], transport: Transport) -> float
     Returns:
         The distance in the parameters' own unit, the same on every rank.
     """
-    square = torch.zeros((), dtype=torch.float64)
+    square = torch.zeros((), dtype=torch.float64, device="cpu")
     for bucket in buckets:
         own = bucket.pack(bucket.new_flat(bucket.wire_device)).data
         away = average(bucket, transport).data.double() - own.double()

@@ -74,8 +74,8 @@ def _measure(mib: float, repeats: int, device: torch.device) -> Report | None:
     n = transport.world_size
     large = torch.zeros(int(mib * _MIB / 4), device=device)
     small = torch.zeros(2, device=device)
-    bandwidth = torch.zeros(n, n, dtype=torch.float64)
-    latency = torch.zeros(n, n, dtype=torch.float64)
+    bandwidth = torch.zeros(n, n, dtype=torch.float64, device="cpu")
+    latency = torch.zeros(n, n, dtype=torch.float64, device="cpu")
     for a in range(n):
         for b in range(a + 1, n):
             seconds = [_pair_seconds(transport, t, a, b, repeats) for t in (small, large)]
