@@ -148,7 +148,9 @@ class Agreement:
 
     def synchronize(self, tensors: Sequence[Named]) -> None:
         """Start all ranks from the values of rank 0, and log which ranks had others; collective."""
-        replaced = self._transport.all_gather(torch.tensor([self.broadcast(tensors, source=0)]))
+        replaced = self._transport.all_gather(
+            torch.tensor([self.broadcast(tensors, source=0)], device="cpu")
+        )
         counts = zip(self._transport.members, replaced.flatten().tolist(), strict=True)
         by_rank = {rank: count for rank, count in counts if count}
         if by_rank and self._transport.rank == 0:

@@ -62,6 +62,8 @@ class Engine:
         self.meter = Meter()
         # How often this rank has taken over the others' state.
         self.takeovers = 0
+        # torch.distributed.algorithms.Join's, whether it is entered or not.
+        self.join_config: Any = None
         # Whether an average was in place when the state was saved from which this run goes on.
         self._kept = False
         self._optimizer = optimizer

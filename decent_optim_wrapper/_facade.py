@@ -25,7 +25,9 @@ class OptimizerFacade(Optimizer):
             "_optimizer_load_state_dict_pre_hooks",
             "_optimizer_load_state_dict_post_hooks",
         ):
-            setattr(self, table, getattr(self._optimizer, table))
+            # A base that skips Optimizer.__init__, as one in front of another does, has none.
+            if table in vars(self._optimizer):
+                setattr(self, table, getattr(self._optimizer, table))
 
     @property
     def optimizer(self) -> Optimizer:
@@ -64,6 +66,12 @@ class OptimizerFacade(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as the base does."""
         self._optimizer.zero_grad(set_to_none)
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the base has; public, since flags such as those for GradScaler are not ours."""
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._optimizer, name)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

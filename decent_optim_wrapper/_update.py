@@ -228,7 +228,11 @@ def steps_alone(kind: Any) -> bool:
 
 def step_hooks(optimizer: Optimizer) -> bool:
     """Whether something else happens before or after the steps of this optimizer."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    # A base that skips Optimizer.__init__ has no tables.
+    return bool(
+        getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        or getattr(optimizer, "_optimizer_step_post_hooks", None)
+    )
 
 
 def global_step_hooks() -> bool:

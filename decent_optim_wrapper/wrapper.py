@@ -143,12 +143,12 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         ).check()
         check_base(optimizer, overlap)
         super().__init__(optimizer)
-        Joinable.__init__(self)
         self._local_update = LocalUpdate(optimizer, split_update)
         place = Place(
             *(rank, world_size, local_world_size, process_group, store, on_membership_change)
         )
         self._engine = Engine(optimizer, settings, place, topology, buffers, self._extras)
+        Joinable.__init__(self)
         warn_of_mixtures(self, self._engine)
         logger.info("{!r}", self)
 
@@ -356,6 +356,16 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         """What torch.distributed.algorithms.Join runs on a rank whose data has ended."""
         return IdleRounds(self._engine.idle_step)
 
+    # In the engine: Join sets it on whatever it is given, such as Fabric's proxy of this wrapper,
+    # and steps look for it here.
+    @property
+    def _join_config(self) -> Any:
+        return self._engine.join_config
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self._engine.join_config = config
+
     @property
     def join_device(self) -> torch.device:
         """Where Join counts the ranks that still have data."""
@@ -396,5 +406,5 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
             relay.close()
 
     def _scaling(self) -> Scaling:
-        # GradScaler sets the two attributes around its call of step().
-        return Scaling(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
+        # GradScaler sets the two attributes here around its call of step().
+        return Scaling(vars(self).get("found_inf"), vars(self).get("grad_scale"))

@@ -9,6 +9,8 @@ import io
 import pickle
 import warnings
 import weakref
+from collections import OrderedDict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
-from ranks import run_threads
+from ranks import run_processes, run_threads
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
@@ -579,3 +582,195 @@ def test_the_log_is_silent_until_enabled_and_then_reads_well() -> None:
     assert "topology: Ring(world_size=1" in text
     assert "bucket 1: 1 parameter, torch.float64" in text
     assert "round 0" in text
+
+
+class Inner(Optimizer):
+    """Stands in front of another optimizer and skips Optimizer.__init__, as Accelerate's does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.modes: list[str] = []
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> Any:
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: Any) -> None:
+        self.optimizer.defaults = defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        self.optimizer.zero_grad(set_to_none is not False)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def train(self) -> None:
+        self.modes.append("train")
+
+    def eval(self) -> None:
+        self.modes.append("eval")
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return False
+
+
+class Lookahead(Optimizer):
+    """Slow weights that follow those of another optimizer; skips Optimizer.__init__, as timm's."""
+
+    _step_supports_amp_scaling = True
+    is_second_order = False
+
+    def __init__(self, base: Optimizer, alpha: float = 0.5, k: int = 2) -> None:
+        self._optimizer_step_pre_hooks: Any = OrderedDict()
+        self._optimizer_step_post_hooks: Any = OrderedDict()
+        self._base_optimizer = base
+        self.param_groups = base.param_groups
+        self.defaults = {**base.defaults, "alpha": alpha, "k": k}
+        self.state: Any = {}
+        self._steps = 0
+
+    @torch.no_grad()
+    def sync_lookahead(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                slow = self.state.setdefault(param, {}).setdefault("slow", param.clone())
+                slow.lerp_(param, self.defaults["alpha"])
+                param.copy_(slow)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self._base_optimizer.step(closure)
+        self._steps += 1
+        if self._steps % self.defaults["k"] == 0:
+            self.sync_lookahead()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Inner, Lookahead])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_base_that_skips_torchs_constructor_is_wrapped(
+    kind: type[Inner | Lookahead], overlap: bool
+) -> None:
+    def run(group: dist.ProcessGroup | None, rank: int, bare: bool) -> Tensor:
+        params = make_params()
+        base: Any = kind(sgd(params))
+        optimizer = base if bare else wrap_base(base, group, overlap)
+        StepLR(optimizer, step_size=1, gamma=0.9)
+        for step in range(5):
+            optimizer.zero_grad()
+            backward(params, rank, step)
+            optimizer.step()
+        return flatten(params)
+
+    def wrap_base(base: Any, group: dist.ProcessGroup | None, overlap: bool) -> Any:
+        wrapper = DecentOptimWrapper(
+            base, process_group=group, overlap=overlap, bucket_cap_mb=TINY_CAP_MB
+        )
+        assert not wrapper._local_update.splits
+        wrapper.register_step_post_hook(lambda *_: None)
+        wrapper.register_state_dict_pre_hook(lambda *_: None)
+        return wrapper
+
+    assert torch.equal(run(None, 0, bare=True), run(None, 0, bare=False))
+    rows = run_threads(2, lambda rank, group: run(group, rank, bare=False))
+    assert not torch.equal(rows[0], run(None, 0, bare=True)), "they mixed"
+
+
+def test_public_attributes_of_the_base_are_reached_through_the_wrapper() -> None:
+    params = make_params()
+    schedule_free, lookahead = Inner(sgd(params)), Lookahead(sgd(params))
+    wrapper: Any = DecentOptimWrapper(schedule_free)
+    wrapper.eval()
+    wrapper.train()
+    assert schedule_free.modes == ["eval", "train"]
+    assert wrapper.step_was_skipped is False
+    wrapper = DecentOptimWrapper(lookahead)
+    assert hasattr(wrapper, "is_second_order")
+    before = flatten(params)
+    wrapper.sync_lookahead()
+    with torch.no_grad():
+        params[0].add_(1.0)
+    wrapper.sync_lookahead()
+    assert (flatten(params) - before).max() == 0.5
+    # What the wrapper has itself stays its own, and assignments do not reach the base.
+    assert wrapper.optimizer is lookahead
+    wrapper.note = "mine"
+    assert not hasattr(lookahead, "note")
+
+
+def test_underscore_names_and_unknown_names_do_not_reach_the_base() -> None:
+    base: Any = Lookahead(sgd(make_params()))
+    wrapper: Any = DecentOptimWrapper(base)
+    assert base._steps == 0
+    for name in ("_steps", "_base_optimizer", "__fspath__", "anything_else"):
+        assert not hasattr(wrapper, name)
+    with pytest.raises(AttributeError, match="anything_else"):
+        _ = wrapper.anything_else
+    # GradScaler's flag is the wrapper's own, whatever the base says.
+    base._step_supports_amp_scaling = False
+    assert wrapper._step_supports_amp_scaling is True
+    # The scaler's numbers are those it gives to the wrapper, not some that the base still has.
+    base.found_inf, base.grad_scale = torch.ones(1), torch.full((1,), 2.0)
+    assert wrapper._scaling() == (None, None)
+    empty = DecentOptimWrapper.__new__(DecentOptimWrapper)
+    assert not hasattr(empty, "is_second_order"), "as while it is unpickled"
+    for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"state_dict\(\)"):
+            attempt(wrapper)
+
+
+class Proxy:
+    """What Lightning Fabric puts in front of an optimizer: a copy of its attributes."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.__dict__ = dict(optimizer.__dict__)
+        self.__class__ = type("Fabric", (Proxy, type(optimizer)), {})
+        self._optimizer = optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self._optimizer.step() if closure is None else self._optimizer.step(closure)
+
+
+def join_through_a_proxy(rank: int) -> tuple[int, list[float]]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    params = make_params()
+    optimizer = wrap(params)
+    proxy: Any = Proxy(optimizer)
+    with Join([proxy]):
+        for step in range(3 + 2 * rank):
+            backward(params, rank, step)
+            proxy.step()
+    optimizer.synchronize()
+    rounds = optimizer.round
+    dist.destroy_process_group()
+    return rounds, list(flatten(params).tolist())
+
+
+def test_join_reaches_the_wrapper_through_fabrics_proxy() -> None:
+    rows = run_processes(2, join_through_a_proxy)
+    assert [rounds for rounds, _ in rows] == [5, 5]
+    assert rows[0][1] == pytest.approx(rows[1][1], rel=1e-12)
+    assert rows[0][1] != pytest.approx(flatten(make_params()).tolist(), rel=1e-3)
