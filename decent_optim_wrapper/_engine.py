@@ -25,6 +25,7 @@ from decent_optim_wrapper._average import WorldAverage
 from decent_optim_wrapper._bucket import Layout, plan_buckets
 from decent_optim_wrapper._gossip import Gossip, GossipState
 from decent_optim_wrapper._header import Call
+from decent_optim_wrapper._identical import IdenticalRanks
 from decent_optim_wrapper._meter import Meter
 from decent_optim_wrapper._place import Place, find_world
 from decent_optim_wrapper._round import Rules
@@ -266,7 +267,11 @@ class Engine:
         return ", ".join(each.name for each in named if id(each.tensor) in wanted)
 
     def _make_gossip(self) -> Gossip:
-        rules = Rules(self.settings.on_nonfinite, repr(self.topology))
+        rules = Rules(
+            on_nonfinite=self.settings.on_nonfinite,
+            topology=repr(self.topology),
+            identical=IdenticalRanks(self.transport.name),
+        )
         self._rules = rules.for_transport(self.transport)
         base, choice = self._optimizer, self.settings.average_state
         self._aftermath = Aftermath(

@@ -12,6 +12,7 @@ from torch import Tensor
 from decent_optim_wrapper._bucket import Bucket
 from decent_optim_wrapper._flat import Flat, is_finite
 from decent_optim_wrapper._header import Header
+from decent_optim_wrapper._identical import IdenticalRanks
 from decent_optim_wrapper._meter import Meter
 from decent_optim_wrapper._timetable import Kind, Meeting
 from decent_optim_wrapper._transport import Heard, Transport, WireError
@@ -27,10 +28,12 @@ class Rules(NamedTuple):
     Args:
         on_nonfinite: what happens to parameters that are not finite: "raise", "skip" or "ignore".
         topology: what errors call the topology.
+        identical: notices that all ranks stay the same.
     """
 
     on_nonfinite: str
     topology: str
+    identical: IdenticalRanks
 
     @property
     def checks(self) -> bool:
@@ -165,8 +168,12 @@ class Round:
         """Mix in what has arrived for the bucket, once."""
         self._unmixed.remove(bucket)
         exchange = self._exchanges.get(bucket)
-        if exchange is None:
-            return
+        if exchange is not None:
+            self._mix(bucket, exchange)
+        if not self._unmixed:
+            self._rules.identical.end_round()
+
+    def _mix(self, bucket: Bucket, exchange: _Exchange) -> None:
         with self._meter.mix:
             flags = self._finite_of.items()
             left_out = [rank for rank, finite in flags if not finite[exchange.position]]
@@ -174,6 +181,10 @@ class Round:
                 exchange.arriving.data.div_(max(1, self.group.size - len(left_out)))
             if len(left_out) == self.group.size:
                 return
+            if not left_out:
+                self._rules.identical.compare(
+                    bucket, exchange.arriving, exchange.rounded, self.group.size
+                )
             weight = exchange.weight * self.meeting.mixing_rate
             if self._transport.rank in left_out:
                 bucket.unpack_(exchange.arriving)

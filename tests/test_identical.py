@@ -1,0 +1,173 @@
+"""Ranks that stay the same although they train are warned of, and nobody else is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problem import MODES, TINY_CAP_MB, backward, flatten, make_params
+from ranks import run_processes, run_threads
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper._bucket import Bucket
+
+WORDS = "the peers have sent what this rank has itself"
+
+
+@contextmanager
+def caught() -> Iterator[Callable[[], int]]:
+    """The number of warnings so far; those of all threads."""
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        yield lambda: sum(WORDS in str(each.message) for each in record)
+
+
+def train(
+    rank: int,
+    group: dist.ProcessGroup,
+    data: Callable[[int], int],
+    steps: int = 8,
+    lr: Callable[[int], float] = lambda step: 0.05,
+    **options: Any,
+) -> Tensor:
+    """Train on the data of rank `data(rank)`."""
+    params = make_params(dtype=options.pop("dtype", torch.float32))
+    base = torch.optim.SGD(params, lr=0.05)
+    optimizer = DecentOptimWrapper(base, process_group=group, bucket_cap_mb=TINY_CAP_MB, **options)
+    assert len(optimizer._engine.gossip.buckets) >= 2
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = lr(step)
+        backward(params, data(rank), step)
+        optimizer.step()
+    optimizer.synchronize()
+    return flatten(params)
+
+
+def same(rank: int) -> int:
+    return 0
+
+
+def own(rank: int) -> int:
+    return rank
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("topology", "size"), [("ring", 4), ("complete", 3), ("greedy", 5)])
+def test_the_same_data_on_every_rank_is_warned_of_once(
+    topology: str, size: int, mode: str, overlap: bool
+) -> None:
+    options = {"topology": topology, "overlap": overlap, **MODES[mode]}
+    with caught() as count:
+        rows = run_threads(size, lambda rank, group: train(rank, group, same, **options))
+        assert count() == 1
+        for row in rows:
+            torch.testing.assert_close(row, rows[0], rtol=1e-6, atol=0)
+        assert not torch.equal(rows[0], flatten(make_params(dtype=torch.float32)))
+        rows = run_threads(size, lambda rank, group: train(rank, group, own, **options))
+        assert count() == 1, "ordinary training is not warned of"
+
+
+def test_the_warning_comes_with_the_third_round() -> None:
+    with caught() as count:
+        run_threads(2, lambda rank, group: train(rank, group, same, steps=2, overlap=False))
+        assert count() == 0
+        run_threads(2, lambda rank, group: train(rank, group, same, steps=3, overlap=False))
+        assert count() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_sums_of_many_ranks_do_not_hide_that_they_are_the_same(dtype: torch.dtype) -> None:
+    with caught() as count:
+        run_threads(7, lambda rank, group: train(rank, group, same, dtype=dtype))
+    assert count() == 1
+
+
+@pytest.mark.parametrize("start", [1, 30])
+def test_parameters_that_do_not_change_are_no_reason_to_warn(start: int) -> None:
+    """A warm-up that starts at 0, of ranks with data of their own."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        return train(rank, group, own, start + 6, lambda step: 0.01 * (step >= start))
+
+    with caught() as count:
+        rows = run_threads(2, main)
+    assert count() == 0
+    assert not torch.equal(rows[0], flatten(make_params(dtype=torch.float32)))
+
+
+@pytest.mark.parametrize("gradients", ["none", "zero"])
+def test_steps_without_gradients_are_no_reason_to_warn(gradients: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params()
+        optimizer = DecentOptimWrapper(
+            torch.optim.SGD(params, lr=0.1), process_group=group, bucket_cap_mb=TINY_CAP_MB
+        )
+        for _ in range(6):
+            for param in params:
+                param.grad = torch.zeros_like(param) if gradients == "zero" else None
+            optimizer.step()
+
+    with caught() as count:
+        run_threads(2, main)
+    assert count() == 0
+
+
+def test_updates_below_the_rounding_of_the_wire_are_no_reason_to_warn() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        return train(rank, group, own, lr=lambda step: 1e-6, comm_dtype=torch.bfloat16)
+
+    with caught() as count:
+        rows = run_threads(2, main)
+    assert count() == 0
+    assert not torch.equal(rows[0], rows[1])
+
+
+def test_looking_ends_with_the_first_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    equals = Bucket.equals
+
+    def counted(*args: Any, **kwargs: Any) -> bool:
+        looks.append(1)
+        return equals(*args, **kwargs)
+
+    monkeypatch.setattr(Bucket, "equals", counted)
+    run_threads(2, lambda rank, group: train(rank, group, own))
+    assert len(looks) == 1
+    looks.clear()
+    run_threads(2, lambda rank, group: train(rank, group, own, 30, lambda step: 0.0))
+    assert 0 < len(looks) <= 20 * 5
+
+
+def train_under_ddp(rank: int, wraps: bool) -> tuple[int, list[float]]:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    network: nn.Module = DistributedDataParallel(model) if wraps else model
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DecentOptimWrapper(base, topology="ring", bucket_cap_mb=TINY_CAP_MB)
+    generator = torch.Generator().manual_seed(rank)
+    with caught() as count:
+        for _ in range(6):
+            optimizer.zero_grad()
+            network(torch.randn(8, 4, generator=generator)).square().mean().backward()
+            optimizer.step()
+        values = flatten(list(model.parameters())).tolist()
+        optimizer.synchronize()
+        warned = count()
+    dist.destroy_process_group()
+    return warned, list(values)
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+def test_ddp_left_around_the_model_is_warned_of_on_rank_0(wraps: bool) -> None:
+    rows = run_processes(2, train_under_ddp, wraps)
+    assert [warned for warned, _ in rows] == [int(wraps), 0]
+    assert (rows[0][1] == rows[1][1]) == wraps
