@@ -6,6 +6,7 @@ Nothing that arrives is unpickled: descriptions travel as UTF-8 bytes in tensors
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -13,10 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from loguru import logger
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from decent_optim_wrapper._bucket import Layout, plan_buckets
 from decent_optim_wrapper._flat import overlapping
-from decent_optim_wrapper._transfer import receive_text, send_text
+from decent_optim_wrapper._start import exchange
+from decent_optim_wrapper._transfer import share_text
 from decent_optim_wrapper._transport import Transport
 from decent_optim_wrapper._version import __version__
 from decent_optim_wrapper.topo import Topology
@@ -45,19 +48,31 @@ def named_parameters(param_groups: Sequence[dict[str, Any]]) -> list[Named]:
     return named
 
 
+def named_buffers(buffers: Any) -> list[Named]:
+    """The tensors by number.
+
+    Raises:
+        TypeError: they are no iterable of tensors.
+    """
+    if isinstance(buffers, Tensor) or not isinstance(buffers, Iterable):
+        kind = "a single one" if isinstance(buffers, Tensor) else repr(buffers)
+        raise TypeError(f"buffers expects several tensors (model.buffers()), got {kind}")
+    named = [Named("buffer", str(number), tensor) for number, tensor in enumerate(buffers)]
+    for each in named:
+        if not isinstance(each.tensor, Tensor):
+            kind = type(each.tensor).__name__
+            raise TypeError(f"buffers expects tensors (model.buffers()), got a {kind}")
+    return named
+
+
 def check_tensors(named: Sequence[Named]) -> None:
     """Make sure that every parameter is a dense tensor with memory of its own.
 
     Raises:
-        ValueError: names one that is not, or two that overlap and would be mixed twice.
+        TypeError: one is made of other tensors.
+        ValueError: names one that is not dense, or two that overlap and would be mixed twice.
     """
-    for each in named:
-        if each.tensor.layout != torch.strided or each.tensor.is_meta:
-            kind = "on the meta device" if each.tensor.is_meta else f"{each.tensor.layout}"
-            raise ValueError(
-                f"expected dense parameters with values, but {each.name} is {kind}; materialise "
-                f"the model (to_empty, to_dense) before building the wrapper"
-            )
+    check_dense(named)
     distinct = list({id(each.tensor): each for each in named}.values())
     found = overlapping([each.tensor for each in distinct])
     if found is not None:
@@ -68,16 +83,27 @@ def check_tensors(named: Sequence[Named]) -> None:
         )
 
 
-def check_buffers(buffers: Sequence[Named]) -> None:
-    """Make sure that buffers are tensors.
+def check_dense(named: Sequence[Named]) -> None:
+    """Make sure that every tensor is a dense one of its own kind.
 
     Raises:
-        TypeError: one is not.
+        TypeError: one is made of other tensors.
+        ValueError: one is sparse, or has no values.
     """
-    for each in buffers:
-        if not isinstance(each.tensor, Tensor):
-            kind = type(each.tensor).__name__
-            raise TypeError(f"buffers expects tensors (model.buffers()), got a {kind}")
+    for each in named:
+        if is_traceable_wrapper_subclass(each.tensor):
+            raise TypeError(
+                f"expected {each.kind}s that are plain tensors, but {each.kind} {each.name} "
+                f"is a {type(each.tensor).__name__}, which gossip cannot exchange yet; build the "
+                f"wrapper on a model that is whole on every rank, without FSDP or tensor "
+                f"parallelism"
+            )
+        if each.tensor.layout != torch.strided or each.tensor.is_meta:
+            kind = "on the meta device" if each.tensor.is_meta else f"{each.tensor.layout}"
+            raise ValueError(
+                f"expected dense {each.kind}s with values, but {each.kind} {each.name} is {kind}; "
+                f"materialise the model (to_empty, to_dense) before building the wrapper"
+            )
 
 
 def check_gradients(param_groups: Sequence[dict[str, Any]], rank: int) -> None:
@@ -114,7 +140,7 @@ class Agreement:
         self._layout = layout
         self._settings = [
             f"decent_optim_wrapper {__version__}",
-            f"topology {topology!r} with schedule {topology.digest}",
+            f"topology {type(topology).__name__} with schedule {topology.digest}",
             *settings,
         ]
 
@@ -135,11 +161,12 @@ class Agreement:
                 which it does.
         """
         digest = hashlib.sha256(text.encode()).digest()
-        own = torch.tensor(list(digest), dtype=torch.uint8, device="cpu")
-        digests = self._transport.all_gather(own)
+        digests = exchange(self._transport, struct.unpack("<4q", digest))
         differing = (digests != digests[0]).any(dim=1).nonzero().flatten().tolist()
         if differing:
-            there, here = (self._text_of(text, source) for source in (differing[0], 0))
+            there, here = (
+                share_text(text, self._transport, source) for source in (differing[0], 0)
+            )
             raise ValueError(
                 f"the ranks disagree: rank {differing[0]} has {difference(there, here, 'rank 0')}; "
                 f"build the same model, optimizer and wrapper in the same order on every rank "
@@ -183,12 +210,6 @@ class Agreement:
             if not keep:
                 bucket.unpack_(flat)
         return replaced
-
-    def _text_of(self, text: str, source: int) -> str:
-        if self._transport.rank == source:
-            send_text(text, self._transport)
-            return text
-        return receive_text(self._transport, source)
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:

@@ -16,9 +16,10 @@ from decent_optim_wrapper._aftermath import Aftermath
 from decent_optim_wrapper._agreement import (
     Agreement,
     Named,
-    check_buffers,
+    check_dense,
     check_gradients,
     check_tensors,
+    named_buffers,
     named_parameters,
 )
 from decent_optim_wrapper._average import WorldAverage
@@ -27,9 +28,10 @@ from decent_optim_wrapper._gossip import Gossip, GossipState
 from decent_optim_wrapper._header import Call
 from decent_optim_wrapper._identical import IdenticalRanks
 from decent_optim_wrapper._meter import Meter
-from decent_optim_wrapper._place import Place, find_world
+from decent_optim_wrapper._place import find_world
 from decent_optim_wrapper._round import Rules
 from decent_optim_wrapper._settings import Extras, Settings
+from decent_optim_wrapper._start import Start
 from decent_optim_wrapper._state_policy import StatePolicy
 from decent_optim_wrapper._timetable import Timetable
 from decent_optim_wrapper._transfer import receive_state, send_state, sendable
@@ -44,7 +46,7 @@ class Engine:
     Args:
         optimizer: the base.
         settings: checked.
-        place: see there.
+        start: the way to the other ranks.
         topology: a name or an instance.
         buffers: what is averaged beside the parameters.
         extras: see there.
@@ -54,7 +56,7 @@ class Engine:
         self,
         optimizer: Optimizer,
         settings: Settings,
-        place: Place,
+        start: Start,
         topology: str | Topology,
         buffers: Iterable[Tensor],
         extras: Extras,
@@ -68,15 +70,16 @@ class Engine:
         # Whether an average was in place when the state was saved from which this run goes on.
         self._kept = False
         self._optimizer = optimizer
-        self._buffers = [Named("buffer", str(i), tensor) for i, tensor in enumerate(buffers)]
-        check_buffers(self._buffers)
         self._extras = extras
-        others = [Named("tensor", str(i), tensor) for i, tensor in enumerate(extras.carried)]
-        self._others = [*self._buffers, *others]
-        parameters = named_parameters(optimizer.param_groups)
-        check_tensors(parameters)
+        with start.failing_together():
+            self._buffers = named_buffers(buffers)
+            others = [Named("tensor", str(i), tensor) for i, tensor in enumerate(extras.carried)]
+            self._others = [*self._buffers, *others]
+            check_dense(self._others)
+            parameters = named_parameters(optimizer.param_groups)
+            check_tensors(parameters)
 
-        found = find_world(place, topology, settings)
+        found = find_world(start, topology, settings)
         self.process_group, self.transport = found.process_group, found.transport
         self._topology, self._survival = found.topology, found.survival
         self.layout = Layout(
@@ -85,8 +88,9 @@ class Engine:
             settings.comm_dtype,
             settings.param_as_bucket_view,
         )
-        lines = [*settings.lines(), f"optimizer {type(optimizer).__name__}"]
-        self._agreement = Agreement(self.transport, self.topology, self.layout, lines)
+        with start.failing_together():
+            lines = [*settings.lines(), f"optimizer {type(optimizer).__name__}"]
+            self._agreement = Agreement(self.transport, self.topology, self.layout, lines)
         self._agree([*parameters, *self._others])
 
         self.gossip = self._make_gossip()

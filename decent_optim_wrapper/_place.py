@@ -5,22 +5,23 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from decent_optim_wrapper._crew import Crew
+from decent_optim_wrapper._nodes import (
+    agree_on_local_world_size,
+    launched_local_world_size,
+    node_name,
+    ranks_per_node,
+)
 from decent_optim_wrapper._settings import Settings
-from decent_optim_wrapper._survival import OnChange, Survival
+from decent_optim_wrapper._start import Start
+from decent_optim_wrapper._survival import Survival
 from decent_optim_wrapper._transport import Transport
-from decent_optim_wrapper._world import resolve_crew, resolve_process_group, resolve_topology
+from decent_optim_wrapper._world import (
+    check_place,
+    check_sizes,
+    resolve_crew,
+    resolve_topology,
+)
 from decent_optim_wrapper.topo import Topology
-
-
-class Place(NamedTuple):
-    """Where this rank is among the others; what the fields mean is in `DecentOptimWrapper`."""
-
-    rank: int | None
-    world_size: int | None
-    local_world_size: int | None
-    process_group: Any | None
-    store: Any | None
-    on_membership_change: OnChange | None
 
 
 class Found(NamedTuple):
@@ -39,24 +40,42 @@ class Found(NamedTuple):
     survival: Survival | None
 
 
-def find_world(place: Place, topology: str | Topology, settings: Settings) -> Found:
+def find_world(start: Start, topology: str | Topology, settings: Settings) -> Found:
     """Meet the other ranks, in the process group or in the store; collective there.
 
     Args:
-        place: what the user says.
+        start: what the user says of them.
         topology: a name or an instance.
         settings: checked.
     """
-    if settings.on_peer_failure == "raise":
-        group = resolve_process_group(place.process_group, place.rank, place.world_size)
-        transport = Transport(group, settings.patience)
-        resolved = resolve_topology(topology, transport.world_size, place.local_world_size)
-        return Found(group, transport, resolved, None)
+    return (_in_store if start.elastic else _in_process_group)(start, topology, settings)
+
+
+def _in_process_group(start: Start, topology: str | Topology, settings: Settings) -> Found:
+    place = start.place
+    with start.failing_together():
+        check_place(place)
+        group, transport = start.process_group, start.transport
+        check_sizes(group, place.rank, place.world_size)
+        node = node_name(place.local_world_size or launched_local_world_size(), transport.rank)
+    local_world_size = agree_on_local_world_size(place.local_world_size, node, transport)
+    with start.failing_together():
+        resolved = resolve_topology(topology, transport.world_size, place, local_world_size)
+    return Found(group, transport, resolved, None)
+
+
+def _in_store(start: Start, topology: str | Topology, settings: Settings) -> Found:
+    place = start.place
+    check_place(place)
     found = resolve_crew(place.process_group, place.store, place.rank, place.world_size)
-    resolved = resolve_topology(topology, found.world_size, place.local_world_size)
+    # Nobody is there to agree with yet: every rank takes its own node for the size of all.
+    local_world_size = place.local_world_size
+    if local_world_size is None:
+        size = launched_local_world_size()
+        local_world_size = ranks_per_node([rank // size for rank in found.launched_as])
+    resolved = resolve_topology(topology, found.world_size, place, local_world_size)
     timeout = settings.patience or found.timeout
     transport = Transport(None, timeout)
     crew = Crew(found.store, found.rank, found.world_size, timeout)
-    return Found(
-        None, transport, resolved, Survival(crew, transport, resolved, place.on_membership_change)
-    )
+    survival = Survival(crew, transport, resolved, place.on_membership_change)
+    return Found(None, transport, resolved, survival)

@@ -15,6 +15,9 @@ from torch.optim import LBFGS, Optimizer
 from decent_optim_wrapper._facade import OptimizerFacade
 from decent_optim_wrapper.outer import OuterNesterov, Rule, SlowMomentum
 
+# What torch's stores and backends can wait for: whole milliseconds, counted in 32 bits.
+_SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 0.001, 2_000_000
+
 _CHOICES = {
     "on_nonfinite": ("raise", "skip", "ignore"),
     "on_peer_failure": ("raise", "continue"),
@@ -42,9 +45,7 @@ class Settings(NamedTuple):
     @property
     def patience(self) -> timedelta | None:
         """The timeout as a timedelta."""
-        if self.timeout is None or isinstance(self.timeout, timedelta):
-            return self.timeout
-        return timedelta(seconds=self.timeout)
+        return read_timeout(self.timeout)
 
     def lines(self) -> list[str]:
         """A line for each option."""
@@ -60,32 +61,26 @@ class Settings(NamedTuple):
         for name in ("overlap", "sync_at_start", "param_as_bucket_view"):
             flag = getattr(self, name)
             _expect(isinstance(flag, bool), f"{name} expects a bool", flag)
-        _check_positive("bucket_cap_mb", "MiB", self.bucket_cap_mb)
+        cap_mb = _positive("bucket_cap_mb", "MiB", self.bucket_cap_mb)
         _check_steps("gossip_every", self.gossip_every)
         if self.global_avg_every is not None:
             _check_steps("global_avg_every", self.global_avg_every)
         self._check_outer()
-        if self.timeout is not None:
-            _expect(
-                isinstance(self.timeout, (timedelta, numbers.Real)),
-                "timeout expects a timedelta, seconds or None",
-                self.timeout,
-            )
-            seconds = self.timeout
-            if isinstance(seconds, timedelta):
-                seconds = seconds.total_seconds()
-            _check_positive("timeout", "seconds", seconds)
-        if self.comm_dtype not in (None, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"comm_dtype expects torch.bfloat16, torch.float16 or None, got {self.comm_dtype}"
-            )
+        read_timeout(self.timeout)
+        if self.comm_dtype is not None:
+            is_dtype = isinstance(self.comm_dtype, torch.dtype)
+            _expect(is_dtype, "comm_dtype expects a torch.dtype or None", self.comm_dtype)
+            if self.comm_dtype not in (torch.bfloat16, torch.float16):
+                raise ValueError(
+                    f"comm_dtype expects torch.bfloat16, torch.float16 or None, got "
+                    f"{self.comm_dtype}"
+                )
         for name, choices in _CHOICES.items():
             choice = getattr(self, name)
+            _expect(isinstance(choice, str), f"{name} expects one of {choices}", choice)
             if choice not in choices:
                 raise ValueError(f"{name} expects one of {choices}, got {choice!r}")
-        return self._replace(
-            bucket_cap_mb=float(self.bucket_cap_mb), mixing_rate=check_mixing_rate(self.mixing_rate)
-        )
+        return self._replace(bucket_cap_mb=cap_mb, mixing_rate=check_mixing_rate(self.mixing_rate))
 
     def _check_outer(self) -> None:
         if isinstance(self.outer, SlowMomentum) and self.global_avg_every is None:
@@ -133,6 +128,29 @@ def check_mixing_rate(rate: Any) -> float:
     return float(rate)
 
 
+def read_timeout(timeout: Any) -> timedelta | None:
+    """The timeout as a timedelta; None takes the process group's.
+
+    Raises:
+        TypeError: neither a timedelta nor a number.
+        ValueError: out of range.
+    """
+    if timeout is None:
+        return None
+    seconds = timeout
+    if isinstance(timeout, timedelta):
+        seconds = timeout.total_seconds()
+    elif not isinstance(timeout, numbers.Real):
+        raise TypeError(f"timeout expects a timedelta, seconds or None, got {timeout!r}")
+    number = _positive("timeout", "seconds", seconds)
+    if not _SHORTEST_TIMEOUT <= number <= _LONGEST_TIMEOUT:
+        raise ValueError(
+            f"timeout must be {_SHORTEST_TIMEOUT} to {_LONGEST_TIMEOUT} seconds (which torch "
+            f"counts in milliseconds of 32 bits), got {number}"
+        )
+    return timedelta(seconds=number)
+
+
 def check_base(optimizer: Any, overlap: bool) -> None:
     """Make sure that the base can be wrapped.
 
@@ -168,8 +186,13 @@ def _check_steps(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be 1 step or more, got {value}")
 
 
-def _check_positive(name: str, unit: str, value: Any) -> None:
+def _positive(name: str, unit: str, value: Any) -> float:
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     _expect(real, f"{name} expects a number of {unit}", value)
-    if not value > 0 or math.isinf(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not number > 0 or math.isinf(number):
         raise ValueError(f"{name} must be above 0 {unit} and finite, got {value}")
+    return number

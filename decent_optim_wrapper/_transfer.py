@@ -48,6 +48,14 @@ def send_text(text: str, transport: Transport) -> None:
     transport.broadcast(data.to(device), transport.rank)
 
 
+def share_text(text: str, transport: Transport, source: int) -> str:
+    """The `text` of rank `source`, on every rank; collective."""
+    if transport.rank == source:
+        send_text(text, transport)
+        return text
+    return receive_text(transport, source)
+
+
 def receive_text(transport: Transport, source: int) -> str:
     """Take the text that rank `source` sends; collective.
 

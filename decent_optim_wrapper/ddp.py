@@ -18,8 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from decent_optim_wrapper._backward import BackwardOptimizer, BackwardStepper
 from decent_optim_wrapper._passes import BackwardPasses
 from decent_optim_wrapper._settings import check_base
+from decent_optim_wrapper._start import Start
 from decent_optim_wrapper._treatment import Treatment, params_of
 from decent_optim_wrapper._update import steps_alone
+from decent_optim_wrapper._world import Place
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
@@ -101,16 +103,18 @@ class DecentralizedDataParallel(Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        _check(model, grad_clip_norm, update_in_backward)
-        _check_parts(optim_fn, scaler, options)
+        with Start(Place.of(options)).failing_together():
+            _check(model, grad_clip_norm, update_in_backward)
+            _check_parts(optim_fn, scaler, options)
+            base = optim_fn([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+            check_base(base, overlap=True)
+            if update_in_backward and not steps_alone(type(base)):
+                raise _not_in_parts(base)
+            scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(base)
+            _check_scheduler(scheduler)
         self.module = model
         self.scaler = scaler
-        base = optim_fn([(n, p) for n, p in model.named_parameters() if p.requires_grad])
-        check_base(base, overlap=True)
-        if update_in_backward and not steps_alone(type(base)):
-            raise _not_in_parts(base)
-        self.lr_scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(base)
-        _check_scheduler(self.lr_scheduler)
+        self.lr_scheduler = scheduler
         self.optimizer = wrapper = BackwardOptimizer(
             base,
             model,

@@ -23,12 +23,13 @@ from decent_optim_wrapper._facade import OptimizerFacade
 from decent_optim_wrapper._header import Call
 from decent_optim_wrapper._join import IdleRounds
 from decent_optim_wrapper._meter import StepStats
-from decent_optim_wrapper._place import Place
 from decent_optim_wrapper._recalibration import recalibrated
 from decent_optim_wrapper._replicas import warn_of_mixtures
 from decent_optim_wrapper._settings import Extras, Settings, check_base, check_mixing_rate
+from decent_optim_wrapper._start import Start
 from decent_optim_wrapper._survival import OnChange
 from decent_optim_wrapper._update import Apply, LocalUpdate, Scaling, apply_update
+from decent_optim_wrapper._world import Place
 from decent_optim_wrapper.outer import OuterNesterov, SlowMomentum, find_rule
 from decent_optim_wrapper.topo import Topology
 
@@ -55,7 +56,8 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         optimizer: the base optimizer.
         rank: this rank in the process group; None asks the process group.
         world_size: its number of ranks; None asks the process group.
-        local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE.
+        local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE. Where nodes have different
+            numbers of ranks, or hold ranks that are not consecutive, every rank counts as a node.
         topology: a name known to `TopologyFactory`, or an instance.
         bucket_cap_mb: upper bound of a bucket in MiB.
         overlap: exchange under the next forward and backward pass, see above.
@@ -97,7 +99,8 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: an argument contradicts the process group, does not fit the topology or the
-            base optimizer, or the ranks' parameters differ.
+            base optimizer, or the ranks' parameters differ; and on all other ranks, if a rank
+            raises any of these errors.
         RuntimeError: a world of more than one rank and no process group.
     """
 
@@ -136,18 +139,28 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         outer_momentum: float | OuterNesterov | None = None,
         average_state: str = "keep",
     ) -> None:
-        settings = Settings(
-            *(bucket_cap_mb, overlap, sync_at_start, comm_dtype, param_as_bucket_view),
-            *(timeout, on_nonfinite, on_peer_failure, gossip_every, global_avg_every),
-            *(find_rule(slow_momentum, outer_momentum), average_state, mixing_rate),
-        ).check()
-        check_base(optimizer, overlap)
-        super().__init__(optimizer)
-        self._local_update = LocalUpdate(optimizer, split_update)
-        place = Place(
-            *(rank, world_size, local_world_size, process_group, store, on_membership_change)
+        start = Start(
+            Place(
+                rank=rank,
+                world_size=world_size,
+                local_world_size=local_world_size,
+                process_group=process_group,
+                store=store,
+                on_membership_change=on_membership_change,
+                on_peer_failure=on_peer_failure,
+                timeout=timeout,
+            )
         )
-        self._engine = Engine(optimizer, settings, place, topology, buffers, self._extras)
+        with start.failing_together():
+            settings = Settings(
+                *(bucket_cap_mb, overlap, sync_at_start, comm_dtype, param_as_bucket_view),
+                *(timeout, on_nonfinite, on_peer_failure, gossip_every, global_avg_every),
+                *(find_rule(slow_momentum, outer_momentum), average_state, mixing_rate),
+            ).check()
+            check_base(optimizer, overlap)
+            super().__init__(optimizer)
+            self._local_update = LocalUpdate(optimizer, split_update)
+        self._engine = Engine(optimizer, settings, start, topology, buffers, self._extras)
         Joinable.__init__(self)
         warn_of_mixtures(self, self._engine)
         logger.info("{!r}", self)
