@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Iterable
@@ -156,7 +157,7 @@ def check_base(optimizer: Any, overlap: bool) -> None:
 
     Raises:
         TypeError: not an optimizer.
-        ValueError: it has no parameters, or does not work with `overlap`.
+        ValueError: it has no parameters, exchanges them itself, or does not work with `overlap`.
     """
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, OptimizerFacade):
         raise TypeError(
@@ -167,11 +168,36 @@ def check_base(optimizer: Any, overlap: bool) -> None:
         raise ValueError(
             f"optimizer expects parameters to train, got a {type(optimizer).__name__} without any"
         )
-    if overlap and isinstance(optimizer, LBFGS):
+    kind = type(optimizer)
+    # By name: importing them takes longer than all else here.
+    if any(each.__name__ == "ZeroRedundancyOptimizer" for each in kind.__mro__):
         raise ValueError(
-            "LBFGS evaluates its closure several times per step, which overlap=True cannot do: the "
-            "gradient belongs to the parameters before the mixing; pass overlap=False"
+            f"optimizer expects one that updates all parameters of this rank, got a "
+            f"{kind.__name__}: each rank updates a part of them and broadcasts it, which would "
+            f"undo the gossip; wrap the plain optimizer"
         )
+    if overlap and (reason := _reason_against_overlap(optimizer)):
+        raise ValueError(
+            f"{kind.__name__} {reason}, which overlap=True cannot do: the gradient belongs to the "
+            f"parameters before the mixing; pass overlap=False"
+        )
+
+
+def _reason_against_overlap(optimizer: Optimizer) -> str | None:
+    """What the optimizer does at the parameters of the gradient, once they are mixed already."""
+    kind = type(optimizer)
+    if isinstance(optimizer, LBFGS):
+        return "evaluates its closure several times per step"
+    if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
+        # The interface of SAM (Foret et al., 2021) and its kin.
+        return "evaluates its closure at parameters that it has moved"
+    second_order = bool(getattr(optimizer, "is_second_order", False))
+    if second_order or kind.__name__.lower() == "adahessian":
+        return "differentiates the gradient once more in its step"
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        return "evaluates its closure inside its step"
+    return None
 
 
 def _expect(condition: bool, text: str, value: Any) -> None:
