@@ -58,6 +58,15 @@ class Aftermath:
         """What a checkpoint needs to know."""
         return {"outer": self._outer.state_dict()} if self._outer else {}
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Make sure that a state dict can be loaded.
+
+        Raises:
+            ValueError: it is that of other parameters.
+        """
+        if self._outer and "outer" in state:
+            self._outer.check_state_dict(state["outer"])
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state dict, which may lack everything."""
         if self._outer:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from operator import itemgetter
-from typing import Any
+from operator import index, itemgetter
+from typing import Any, NamedTuple
 
 from loguru import logger
 from torch import Tensor
@@ -30,7 +30,7 @@ from decent_optim_wrapper._identical import IdenticalRanks
 from decent_optim_wrapper._meter import Meter
 from decent_optim_wrapper._place import find_world
 from decent_optim_wrapper._round import Rules
-from decent_optim_wrapper._settings import Extras, Settings
+from decent_optim_wrapper._settings import Extras, Settings, check_mixing_rate
 from decent_optim_wrapper._start import Start
 from decent_optim_wrapper._state_policy import StatePolicy
 from decent_optim_wrapper._timetable import Timetable
@@ -38,6 +38,20 @@ from decent_optim_wrapper._transfer import receive_state, send_state, sendable
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.outer import Outer
 from decent_optim_wrapper.topo import Topology
+
+
+class SavedState(NamedTuple):
+    """What a state dict holds beside the base's state, checked.
+
+    Args:
+        gossip: the counter and the rates.
+        kept: whether an average was in place, which the next step keeps.
+        aftermath: the state of an outer optimizer, if there is one.
+    """
+
+    gossip: GossipState
+    kept: bool
+    aftermath: dict[str, Any]
 
 
 class Engine:
@@ -179,17 +193,34 @@ class Engine:
             state |= {"in_flight": False, "kept": True}
         return {**state, **self._aftermath.state_dict()}
 
-    def restore(self, saved: dict[str, Any] | None) -> None:
-        """Continue from `gossip_state()`; None is the start of the training."""
-        saved = saved or {"round": 0, "in_flight": False}
-        rate = float(saved.get("mixing_rate", self.settings.mixing_rate))
-        last_rate = float(saved.get("last_rate", rate))
-        self.gossip.restore(
-            GossipState(int(saved["round"]), bool(saved["in_flight"]), rate, last_rate)
-        )
+    def read(self, saved: Any) -> SavedState:
+        """Check what `gossip_state()` has returned; None is the start of the training.
+
+        Raises:
+            ValueError: it has not returned that, or not for these parameters.
+        """
+        saved = {"round": 0, "in_flight": False} if saved is None else saved
+        try:
+            rate = check_mixing_rate(saved.get("mixing_rate", self.settings.mixing_rate))
+            last_rate = check_mixing_rate(saved.get("last_rate", rate))
+            state = GossipState(index(saved["round"]), bool(saved["in_flight"]), rate, last_rate)
+            if state.round < state.in_flight:
+                raise ValueError(f"round must be 0 or more, and 1 in flight, got {state.round}")
+            self._aftermath.check_state_dict(saved)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"rank {self.transport.name}: load_state_dict expects what state_dict() of a "
+                f"DecentOptimWrapper around the same parameters has returned, but its key 'gossip' "
+                f"holds something else ({type(error).__name__}: {error}); nothing was loaded"
+            ) from error
+        return SavedState(state, bool(saved.get("kept", False)), saved)
+
+    def restore(self, saved: SavedState) -> None:
+        """Continue from a state that was saved."""
         self.average.keep()
-        self._kept = bool(saved.get("kept", False))
-        self._aftermath.load_state_dict(saved)
+        self._kept = saved.kept
+        self._aftermath.load_state_dict(saved.aftermath)
+        self.gossip.restore(saved.gossip)
 
     def idle_step(self) -> None:
         """One round without a local update."""
@@ -332,7 +363,7 @@ class Engine:
             if takes:
                 self.takeovers += 1
                 self._optimizer.load_state_dict(base)
-                self.restore({**saved, "in_flight": False, "kept": False})
+                self.restore(self.read({**saved, "in_flight": False, "kept": False}))
                 for part, state in zip(self._extras.parts, parts, strict=True):
                     if state is not None:
                         part.load_state_dict(state)

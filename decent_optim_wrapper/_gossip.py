@@ -134,9 +134,11 @@ class Gossip:
         self._transport.connect(self._timetable.groups)
 
     def restore(self, state: GossipState) -> None:
-        """Continue from `state`; a round in flight is dropped."""
-        self.discard()
-        self._round, self._owed, self.mixing_rate, self._last_rate = state
+        """Continue from `state`, also where the round in flight, which is dropped, has failed."""
+        try:
+            self.discard()
+        finally:
+            self._round, self._owed, self.mixing_rate, self._last_rate = state
 
     def replan(self, buckets: Iterable[Bucket]) -> None:
         """Gossip these buckets from the next launch on; the round in flight keeps its own."""

@@ -71,6 +71,8 @@ class Outer:
         self._anchors: dict[Tensor, Tensor] = {}
         self._momenta: dict[Tensor, Tensor] = {}
 
+    # What is made under inference_mode could not be written outside of it.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def anchor(self, params: Iterable[Tensor]) -> None:
         """Start from here wherever there is no start yet, and something to start from."""
@@ -88,6 +90,7 @@ class Outer:
             self._anchors.pop(param, None)
             self._momenta.pop(param, None)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def step(self, params: Sequence[Tensor], kind: Kind) -> None:
         """Take the outer step, if this kind of meeting has one.
@@ -138,6 +141,22 @@ class Outer:
             ],
         }
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Make sure that a state dict can be loaded.
+
+        Raises:
+            ValueError: it is that of other parameters.
+        """
+        expected = [param.shape for param in self._params()]
+        for name in ("anchor", "momentum"):
+            found = [tensor.shape for tensor in state[name]]
+            if found != expected:
+                raise ValueError(
+                    f"the {name} of the outer optimizer is of tensors of the shapes "
+                    f"{[*map(tuple, found)]}, not {[*map(tuple, expected)]}"
+                )
+
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue from a state dict; None starts from the parameters of the next step."""

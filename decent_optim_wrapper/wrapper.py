@@ -346,11 +346,21 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         """Continue where `state_dict()` was taken, or at round 0 with the bare base's state dict.
 
         A round that was in flight then is launched again by the next `step()`: the order in which
-        model and optimizer are loaded does not matter, and nothing is communicated here.
+        model and optimizer are loaded does not matter, and nothing is communicated here. A round
+        that is in flight now is dropped, whatever it holds.
+
+        Raises:
+            ValueError: a state dict of something else. Then nothing of it was loaded.
         """
-        base = {key: value for key, value in state_dict.items() if key != _STATE_KEY}
-        self._optimizer.load_state_dict(base)
-        self._engine.restore(state_dict.get(_STATE_KEY))
+        saved = self._engine.read(state_dict.get(_STATE_KEY))
+        before = self.state, self.param_groups
+        try:
+            base = {key: value for key, value in state_dict.items() if key != _STATE_KEY}
+            self._optimizer.load_state_dict(base)
+        except BaseException:
+            self.state, self.param_groups = before
+            raise
+        self._engine.restore(saved)
 
     def __repr__(self) -> str:
         buckets = self._engine.gossip.buckets

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +15,8 @@ from ranks import run_threads
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper import DecentOptimWrapper, PeerError
+from decent_optim_wrapper.optim import AccumAdam
 
 RATES = {"mixing_rate": 1.0, "last_rate": 1.0}
 STEPS = 6
@@ -205,3 +208,114 @@ def test_loading_drops_the_round_in_flight_and_the_snapshot() -> None:
             run.optimizer.revert_global_avg()
 
     run_threads(2, main)
+
+
+BROKEN: dict[str, dict[str, Any]] = {
+    "no rate": {"mixing_rate": None},
+    "rate that is no number": {"mixing_rate": float("nan")},
+    "rate out of range": {"mixing_rate": 0.0},
+    "rate in flight that is no number": {"last_rate": float("nan")},
+    "rate of text": {"last_rate": "fast"},
+    "no round": {"round": None},
+    "half a round": {"round": 1.5},
+    "negative round": {"round": -1},
+    "in flight before the first round": {"round": 0, "in_flight": True},
+    "no outer state": {"outer": None},
+    "outer state of fewer parameters": {"outer": {"anchor": [], "momentum": []}},
+    "outer state of other parameters": {
+        "outer": {"anchor": [torch.zeros(1)] * 5, "momentum": [torch.zeros(1)] * 5}
+    },
+}
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_state_that_is_refused_changes_nothing(broken: str, views: bool) -> None:
+    options = {"outer_momentum": 0.5, "topology": "ring", "param_as_bucket_view": views}
+
+    def main(rank: int, group: dist.ProcessGroup, loads: bool) -> Tensor:
+        run = start(group, seed=0, **options)
+        assert len(run.optimizer._engine.gossip.buckets) > 1
+        early = copy.deepcopy(run.optimizer.state_dict())
+        advance(run, rank, range(3))
+        if loads:
+            early["gossip"].update(BROKEN[broken])
+            early["param_groups"][0]["lr"] = 7.0
+            text = (
+                rf"rank {rank}: load_state_dict expects what state_dict\(\) .* nothing was loaded"
+            )
+            with pytest.raises(ValueError, match=text):
+                run.optimizer.load_state_dict(early)
+            assert run.optimizer.round == 3
+        advance(run, rank, range(3, STEPS))
+        run.optimizer.synchronize()
+        return flatten(run.params)
+
+    refused = run_threads(2, partial(main, loads=True))
+    undisturbed = run_threads(2, partial(main, loads=False))
+    assert all(map(torch.equal, refused, undisturbed))
+    assert not torch.equal(refused[0], flatten(make_params()))
+
+
+def test_a_state_that_the_base_refuses_changes_nothing_either() -> None:
+    params = make_params()
+    base = AccumAdam(params, lr=0.02)
+    optimizer = DecentOptimWrapper(base, bucket_cap_mb=TINY_CAP_MB)
+    for step in range(3):
+        backward(params, 0, step)
+        optimizer.step()
+    early = optimizer.state_dict()
+    early["gossip"]["round"] = 1
+    others = {"wrong sizes": {**early, "param_groups": [{"params": [0]}]}}
+    # As of Adam, which this base does not notice before it has taken over the groups.
+    state = {key: {"step": slots["step"]} for key, slots in early["state"].items()}
+    groups = [{**group, "lr": 7.0} for group in early["param_groups"]]
+    others["other state"] = {**early, "state": state, "param_groups": groups}
+    for refused in others.values():
+        before = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises((ValueError, KeyError)):
+            optimizer.load_state_dict(refused)
+        after = optimizer.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        assert after["gossip"] == before["gossip"]
+        for key, slots in before["state"].items():
+            for name, value in slots.items():
+                assert torch.equal(after["state"][key][name], value)
+        assert optimizer.param_groups is base.param_groups
+    optimizer.load_state_dict(early)
+    assert optimizer.round == 1
+
+
+def test_a_round_that_fails_while_it_is_dropped_leaves_all_of_the_state_loaded() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        run = start(group, seed=0, topology="ring", timeout=1.5, outer_momentum=0.5)
+        early = copy.deepcopy(run.optimizer.state_dict())
+        early["param_groups"][0]["lr"] = 7.0
+        advance(run, rank, range(2 + (rank == 0)))
+        if rank == 0:
+            with pytest.raises(PeerError):
+                run.optimizer.load_state_dict(early)
+            assert run.optimizer.round == 0
+            assert run.optimizer.param_groups[0]["lr"] == 7.0
+            assert not run.optimizer.state
+
+    run_threads(2, main)
+
+
+@pytest.mark.parametrize("outer", [{"outer_momentum": 0.5}, {}], ids=["outer", "plain"])
+def test_a_state_loaded_under_inference_mode_is_trained_on(outer: dict[str, Any]) -> None:
+    def main(rank: int, group: dist.ProcessGroup, inference: bool) -> Tensor:
+        run = start(group, seed=0, topology="ring", **outer)
+        advance(run, rank, range(3))
+        with torch.inference_mode(inference):
+            run.optimizer.synchronize()
+            run.optimizer.load_state_dict(run.optimizer.state_dict())
+        advance(run, rank, range(3, STEPS))
+        with torch.inference_mode(inference):
+            run.optimizer.synchronize()
+        advance(run, rank, range(2))
+        return flatten(run.params)
+
+    inside, outside = (run_threads(2, partial(main, inference=each)) for each in (True, False))
+    assert all(map(torch.equal, inside, outside))
+    assert not torch.equal(inside[0], flatten(make_params()))
