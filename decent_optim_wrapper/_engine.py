@@ -83,6 +83,8 @@ class Engine:
         self.join_config: Any = None
         # Whether an average was in place when the state was saved from which this run goes on.
         self._kept = False
+        # Of all parameters that the base had when their buckets were planned.
+        self._named: dict[int, str] = {}
         self._optimizer = optimizer
         self._extras = extras
         with start.failing_together():
@@ -147,6 +149,8 @@ class Engine:
 
     def take_in(self, parameters: Iterable[Named]) -> None:
         """Gossip those parameters that want a gradient, beside those that are gossiped already."""
+        parameters = list(parameters)
+        self._named |= {id(each.tensor): each.name for each in parameters}
         known = {id(tensor) for bucket in self.gossip.buckets for tensor in bucket.members}
         tensors = {id(p.tensor): p.tensor for p in parameters}
         live = [t for key, t in tensors.items() if t.requires_grad or key in known]
@@ -279,6 +283,7 @@ class Engine:
 
     def check_parameters(self) -> None:
         """Notice what was done to the parameters since the wrapper was built."""
+        self._check_identity()
         if strays := [tensor for bucket in self.gossip.buckets for tensor in bucket.strays()]:
             raise RuntimeError(
                 f"rank {self.transport.name}: expected the parameters as they were when the "
@@ -296,10 +301,22 @@ class Engine:
             )
         check_gradients(self._optimizer.param_groups, self.transport.name)
 
+    def _check_identity(self) -> None:
+        """Notice another Parameter in the place of one that is gossiped."""
+        here = {id(param) for group in self._optimizer.param_groups for param in group["params"]}
+        buckets = self.gossip.buckets
+        gone = [tensor for each in buckets for tensor in each.members if id(tensor) not in here]
+        # A group that was only taken out is gossiped on, as what is frozen.
+        if gone and here - self._named.keys():
+            raise RuntimeError(
+                f"rank {self.transport.name}: expected in param_groups the parameters that the "
+                f"wrapper knows, but {self._names(gone)} was replaced by another Parameter, which "
+                f"no other rank would get; change values in place (param.copy_() under "
+                f"torch.no_grad()), or build the optimizer and the wrapper again"
+            )
+
     def _names(self, tensors: Iterable[Tensor]) -> str:
-        wanted = set(map(id, tensors))
-        named = named_parameters(self._optimizer.param_groups)
-        return ", ".join(each.name for each in named if id(each.tensor) in wanted)
+        return ", ".join(self._named[id(tensor)] for tensor in tensors)
 
     def _make_gossip(self) -> Gossip:
         rules = Rules(

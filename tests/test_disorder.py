@@ -84,6 +84,42 @@ def test_a_skipped_step_is_found_at_the_next_average(topology: str) -> None:
 BAD = 2
 
 
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_parameter_replaced_in_its_group_is_named_by_whatever_comes_next(
+    named: bool, views: bool
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params()
+        names = [f"layer{index}" for index in range(len(params))]
+        base = torch.optim.SGD([*zip(names, params, strict=True)] if named else params, lr=0.1)
+        optimizer = wrap(params, group, base=base, param_as_bucket_view=views)
+        assert len(optimizer._engine.gossip.buckets) > 1
+        for step in range(2):
+            backward(params, rank, step)
+            optimizer.step()
+        before = flatten(params)
+        whole = optimizer.param_groups[0]["params"]
+        old, whole[2] = whole[2], params[2].detach().clone().requires_grad_()
+        name = "layer2" if named else r"0\.2"
+        for call in (optimizer.step, optimizer.synchronize, optimizer.consensus_distance):
+            with pytest.raises(RuntimeError, match=rf"rank {rank}: .* but {name} was replaced"):
+                call()
+        assert torch.equal(flatten(params), before)
+        whole[2] = old
+        backward(params, rank, 2)
+        optimizer.step()
+        # A group that is taken out is none that is replaced: it is gossiped on.
+        late = torch.ones(2, requires_grad=True)
+        optimizer.add_param_group({"params": [("late", late) if named else late]})
+        optimizer.param_groups.pop()
+        optimizer.step()
+        optimizer.synchronize()
+        assert not torch.equal(flatten(params), before)
+
+    run_threads(2, main)
+
+
 def spoil(params: list[Tensor]) -> None:
     with torch.no_grad():
         params[2][0, 0] = float("nan")
