@@ -268,7 +268,8 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         Raises:
             NonFiniteError: a rank has NaN or infinity in its parameters; nothing was averaged. A
                 round in flight that holds them makes the next `step()` raise, too, unless
-                `load_state_dict()` drops it.
+                `load_state_dict()` drops it. With ``may_revert=False`` also where momenta that are
+                to be averaged hold them: the parameters are averaged then, and the momenta are not.
         """
         self._engine.global_avg(may_revert)
 
