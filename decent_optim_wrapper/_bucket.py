@@ -178,20 +178,6 @@ class Bucket:
             self._storage.data[part].add_(away, alpha=weight)
         self._notify_autograd()
 
-    @torch.no_grad()
-    def equals(self, flat: Flat, ulps: int = 0) -> bool:
-        """Whether `flat` holds the values of the tensors, up to a few units in the last place."""
-        slack = ulps * torch.finfo(self.dtype).eps
-        pairs = zip(self._near(flat).views, self._tensors(), strict=True)
-        return all(torch.allclose(one, other, rtol=slack, atol=0.0) for one, other in pairs)
-
-    @torch.no_grad()
-    def fingerprint(self) -> int:
-        """A number that changes where the values do that leave."""
-        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        leaving = (tensor.to(self.wire_dtype) for tensor in self._tensors())
-        return sum(int(each.view(bits[each.itemsize]).sum()) for each in leaving)
-
     def is_finite(self) -> bool:
         """Whether the tensors hold neither NaN nor infinity."""
         return all(map(is_finite, self._tensors()))

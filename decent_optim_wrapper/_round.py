@@ -62,6 +62,7 @@ class _Exchange(NamedTuple):
     works: list[dist.Work]
     arriving: Flat
     weight: float
+    sent: Flat | None = None
     rounded: Flat | None = None
 
 
@@ -181,10 +182,8 @@ class Round:
                 exchange.arriving.data.div_(max(1, self.group.size - len(left_out)))
             if len(left_out) == self.group.size:
                 return
-            if not left_out:
-                self._rules.identical.compare(
-                    bucket, exchange.arriving, exchange.rounded, self.group.size
-                )
+            if self._rules.identical.looks and not left_out:
+                self._look(bucket, exchange)
             weight = exchange.weight * self.meeting.mixing_rate
             if self._transport.rank in left_out:
                 bucket.unpack_(exchange.arriving)
@@ -202,6 +201,12 @@ class Round:
         self._posted.clear()
         self._headers = self._flags = []
 
+    def _look(self, bucket: Bucket, exchange: _Exchange) -> None:
+        arriving = exchange.arriving.data
+        # A sum has taken the place of what was sent, which is still in the bucket itself.
+        sent = exchange.sent or bucket.pack(bucket.new_flat(arriving.device, arriving.dtype))
+        self._rules.identical.compare(sent.data, arriving, bucket.wire_dtype, self.group.size)
+
     def _post_pair(self, bucket: Bucket) -> _Exchange:
         outgoing, incoming = bucket.pair()
         bucket.pack(outgoing)
@@ -213,7 +218,8 @@ class Round:
         )
         self._meter.bytes_sent += outgoing.data.nbytes
         rounded = outgoing if bucket.quantised else None
-        return _Exchange(position, works, incoming, 1 - self.group.self_weight, rounded)
+        weight = 1 - self.group.self_weight
+        return _Exchange(position, works, incoming, weight, outgoing, rounded)
 
     def _post_group(self, bucket: Bucket) -> _Exchange:
         """Sum over the group, to mix with its mean.
