@@ -104,6 +104,11 @@ class Injector:
         self.there: set[int] = set()
         self.done: Counter[Kind] = Counter()
 
+    @property
+    def losses(self) -> int:
+        """How often a rank was away for so long that the others may have gone on without it."""
+        return sum(count for kind, count in self.done.items() if kind not in MILD)
+
     def inject(self, fault: Fault) -> None:
         """Do the fault as soon as it leaves enough ranks, and let the pause pass.
 

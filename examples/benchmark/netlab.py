@@ -62,7 +62,9 @@ def lab(hosts: int, rate: str) -> Iterator[Lab]:
         _down(tag, hosts)
 
 
-def run(where: Lab, world_size: int, main: Callable[..., Any], *args: Any, timeout: float) -> list:
+def run(
+    where: Lab, world_size: int, main: Callable[..., Any], *args: Any, timeout: float
+) -> list[Any]:
     """Fork the ranks, run `main` in each and return the results by rank.
 
     Args:
@@ -121,7 +123,7 @@ def _rank(
     torch.set_num_threads(1)
     try:
         if host is not None:
-            _enter(host)
+            enter(host)
         out.send((main(*args), None))
     except BaseException:
         out.send((None, traceback.format_exc()))
@@ -131,12 +133,34 @@ def _rank(
     os._exit(0)
 
 
-def _enter(host: str) -> None:
+def enter(host: str) -> None:
+    """Move the calling thread, and those that it starts from now on, into a namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(f"/run/netns/{host}", os.O_RDONLY)
     if libc.setns(descriptor, _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {host}")
     os.close(descriptor)
+
+
+def address(host: int) -> str:
+    """Where the host of that number is reached."""
+    return f"{_SUBNET}.{host + 1}"
+
+
+def cut(where: Lab, host: int, other: int | None = None) -> None:
+    """Let nothing of what a host sends arrive any more at another one, or at any.
+
+    Nobody is told: it goes to a hardware address that nobody has.
+    """
+    space = where.hosts[host]
+    for i in range(len(where.hosts)) if other is None else (other,):
+        _sh(f"ip -n {space} neigh replace {address(i)} lladdr 02:00:00:00:ff:ff dev eth0")
+
+
+def slow_down(where: Lab, host: int, rate: str) -> None:
+    """Let a host send no faster than that, as `tc` takes it."""
+    bucket = f"root tbf rate {rate} burst 2kb latency 2s"
+    _sh(f"tc -n {where.hosts[host]} qdisc replace dev eth0 {bucket}")
 
 
 def _up(tag: str, hosts: int, rate: str) -> None:
@@ -148,7 +172,7 @@ def _up(tag: str, hosts: int, rate: str) -> None:
         _sh(f"ip netns add {space}")
         _sh(f"ip link add {port} type veth peer name eth0 netns {space}")
         _sh(f"ip link set {port} master {tag}br up")
-        _sh(f"ip -n {space} addr add {_SUBNET}.{i + 1}/24 dev eth0")
+        _sh(f"ip -n {space} addr add {address(i)}/24 dev eth0")
         _sh(f"ip -n {space} link set eth0 up")
         _sh(f"ip -n {space} link set lo up")
         _sh(f"tc qdisc add dev {port} {bucket}")

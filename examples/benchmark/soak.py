@@ -1,10 +1,13 @@
 """Train for as long as asked while ranks are killed, stopped, held up and brought back.
 
-    python examples/benchmark/soak.py --minutes 5                # with faults
-    python examples/benchmark/soak.py --quiet-rounds 10000       # without
+    python examples/benchmark/soak.py --minutes 5                        # with faults
+    python examples/benchmark/soak.py --quiet-rounds 10000               # without
+    python examples/benchmark/soak.py --quiet-rounds 100 --slow 0.2      # with one slow rank
 
-Reports rounds, faults, recoveries and losses, and what every rank holds of memory, file descriptors
-and threads after warm-up and at the end. Ends with an error if a rank is lost for good.
+In the first quarter of the time ranks are only held up, for less than the timeout. Reports rounds,
+faults, recoveries and losses, and what every rank holds of memory, file descriptors and threads
+after warm-up and at the end. Ends with an error if a rank is lost for good, if the ranks recover
+more often than the faults explain, or if they do not agree on the average at the end.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from faults import LEAST, Injector, draw_faults
+from faults import LEAST, MILD, Injector, Kind, draw_faults
 from torch import nn
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper
 
@@ -34,8 +37,28 @@ PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])
 # Rounds of a process until it holds what it needs.
 WARM_UP = 500
+# Further than any rank gets between two reports, where one is slow.
+SLOW_MARGIN = 10
 REPORT_SECONDS = 0.25
-TIMEOUT = 5.0
+# The others go on without a rank, and later together with it.
+RECOVERIES_PER_LOSS = 2
+SLOW_RANK = 1
+
+
+class Job(NamedTuple):
+    """What the ranks do.
+
+    Args:
+        world_size: number of ranks.
+        topology: by name.
+        timeout: in seconds.
+        slow: seconds that one rank needs longer for each step.
+    """
+
+    world_size: int
+    topology: str
+    timeout: float
+    slow: float
 
 
 class Footprint(NamedTuple):
@@ -85,9 +108,7 @@ def footprint() -> Footprint:
     return Footprint(int(of["VmRSS"].split()[0]) / 1024, files, int(of["Threads"]))
 
 
-def train(
-    rank: int, world_size: int, store: Any, report: Callable[[Progress], None], topology: str
-) -> None:
+def train(rank: int, job: Job, store: Any, report: Callable[[Progress], None]) -> None:
     """Train until the launcher says up to which round."""
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4)).double()
@@ -100,11 +121,11 @@ def train(
 
     optimizer = DecentOptimWrapper(
         torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-        *(rank, world_size),
-        topology=topology,
+        *(rank, job.world_size),
+        topology=job.topology,
         bucket_cap_mb=0.01,
         store=store,
-        timeout=TIMEOUT,
+        timeout=job.timeout,
         on_peer_failure="continue",
         on_membership_change=note_change,
     )
@@ -114,6 +135,8 @@ def train(
 
     while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
         sleep_if_told(rank, store)
+        if rank == SLOW_RANK:
+            time.sleep(job.slow)
         optimizer.zero_grad()
         inputs = torch.randn(8, 32, dtype=torch.float64)
         (model(inputs) - inputs[:, :4].sin()).square().mean().backward()
@@ -126,11 +149,12 @@ def train(
             report(progress())
             stalls.clear()
             told = time.monotonic()
-    # A rank that has ended is a lost one to those that still average.
-    last = progress()
     optimizer.global_avg(may_revert=False)
     average = nn.utils.parameters_to_vector(model.parameters()).tolist()
-    report(last._replace(average=tuple(average)))
+    report(progress()._replace(average=tuple(average)))
+    # A rank that has ended is a lost one to those that have not.
+    while not store.check(["over"]):
+        time.sleep(REPORT_SECONDS)
 
 
 def sleep_if_told(rank: int, store: Any) -> None:
@@ -140,11 +164,11 @@ def sleep_if_told(rank: int, store: Any) -> None:
         store.delete_key(key)
 
 
-def work(rank: int, world_size: int, port: int, pipe: Connection, topology: str) -> None:
+def work(rank: int, job: Job, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     try:
-        train(rank, world_size, store, pipe.send, topology)
+        train(rank, job, store, pipe.send)
     except Exception:
         pipe.send(traceback.format_exc())
 
@@ -159,9 +183,13 @@ class Life(NamedTuple):
 class Fleet:
     """The ranks as processes, and what they have said; the store is this process's."""
 
-    def __init__(self, world_size: int, topology: str) -> None:
-        self._world_size, self._topology = world_size, topology
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # Where the ranks count how often they have gathered.
+        self._meetings = PrefixStore("decent_optim_wrapper/crew 0", self._store)
+        self._gathered = ""
+        self.gatherings = 0
         self._processes: dict[int, Any] = {}
         # A pipe for each life: reports of a killed process must not pass for those of the next.
         self._lives: dict[Connection, Life] = {}
@@ -171,14 +199,14 @@ class Fleet:
         # The stall of a rank that was stopped itself says nothing of the recovery.
         self._returning: set[int] = set()
         self.lost: dict[int, str] = {}
-        for rank in range(world_size):
+        for rank in range(job.world_size):
             self.start(rank)
 
     def start(self, rank: int) -> None:
         """Start the rank, for the first time or again."""
         ours, theirs = PROCESSES.Pipe(duplex=False)
         self.warm.pop(rank, None)
-        args = (rank, self._world_size, self._store.port, theirs, self._topology)
+        args = (rank, self._job, self._store.port, theirs)
         process = PROCESSES.Process(target=work, args=args, daemon=True)
         process.start()
         theirs.close()
@@ -211,12 +239,13 @@ class Fleet:
 
     def end(self, patience: float = 60) -> None:
         """Let the ranks end a little later, all after the same round, and compare them."""
-        self._store.set("finish", str(self.round + WARM_UP))
+        self._store.set("finish", str(self.round + (SLOW_MARGIN if self._job.slow else WARM_UP)))
         deadline = time.monotonic() + patience
         while not all(progress.average for progress in self.newest.values()):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not all ranks ended within {patience} s")
             self.listen(1)
+        self._store.set("over", "1")
         rows = torch.tensor([p.average for p in self.newest.values()], dtype=torch.float64)
         if not rows.isfinite().all() or (rows - rows[0]).abs().max() > 1e-12:
             raise ValueError("expected the same finite average on all ranks; they differ")
@@ -235,6 +264,7 @@ class Fleet:
     def listen(self, seconds: float) -> set[int]:
         """Take what comes within that time; the ranks that it came from."""
         heard = set()
+        self._count_gatherings()
         for pipe in wait(list(self._lives), timeout=seconds):
             life = self._lives[pipe]
             try:
@@ -249,6 +279,19 @@ class Fleet:
                 self._note(life.rank, said)
                 heard.add(life.rank)
         return heard
+
+    def _count_gatherings(self) -> None:
+        if (
+            self._meetings.check(["epoch"])
+            and (now := self._meetings.get("epoch")) != self._gathered
+        ):
+            self._gathered = now
+            self.gatherings += 1
+
+    @property
+    def recoveries(self) -> int:
+        """How often the ranks have gathered since the start."""
+        return max(0, self.gatherings - 1)
 
     def _look_at_end(self, life: Life) -> None:
         life.process.join()
@@ -266,8 +309,8 @@ class Fleet:
             self.warm.setdefault(rank, progress.footprint)
 
 
-def recoveries(stalls: list[Stall]) -> list[float]:
-    """The longest stall of each recovery: what ends together on several ranks is one."""
+def worst_stalls(stalls: list[Stall]) -> list[float]:
+    """The longest stall of each change: what ends together on several ranks is one."""
     ends, longest = -1.0, []
     for stall in sorted(stalls):
         if stall.end - ends > 0.5:
@@ -277,29 +320,56 @@ def recoveries(stalls: list[Stall]) -> list[float]:
     return longest
 
 
-def soak(fleet: Fleet, injector: Injector, args: argparse.Namespace) -> None:
-    """Do faults, or nothing, until time or rounds are over; then let everyone end."""
+def soak(fleet: Fleet, injector: Injector, args: argparse.Namespace) -> list[str]:
+    """Do faults, or nothing, until time or rounds are over; then let everyone end.
+
+    Returns:
+        What is wrong with the recoveries.
+    """
+    wrong = []
     injector.settle()
     if args.quiet_rounds:
         fleet.reach(args.quiet_rounds)
     else:
-        over = time.monotonic() + 60 * args.minutes
-        for fault in draw_faults(args.seed, args.ranks, TIMEOUT):
-            if time.monotonic() > over:
-                break
-            injector.inject(fault)
-        injector.settle()
+        inject(injector, args, MILD, 15 * args.minutes)
+    if fleet.recoveries:
+        wrong.append(f"expected no recovery before a rank was lost, got {fleet.recoveries}")
+    before = fleet.recoveries
+    if not args.quiet_rounds:
+        inject(injector, args, tuple(Kind), 45 * args.minutes)
     fleet.end()
+    recoveries, losses = fleet.recoveries - before, injector.losses
+    if recoveries > RECOVERIES_PER_LOSS * losses:
+        wrong.append(
+            f"expected at most {RECOVERIES_PER_LOSS} recoveries for each of {losses} losses, got "
+            f"{recoveries}"
+        )
+    return wrong
+
+
+def inject(
+    injector: Injector,
+    args: argparse.Namespace,
+    kinds: tuple[Kind, ...],
+    seconds: float,
+) -> None:
+    """Do faults of these kinds for so long, and bring everyone back."""
+    over = time.monotonic() + seconds
+    for fault in draw_faults(args.seed, args.ranks, args.timeout, kinds):
+        if time.monotonic() > over:
+            break
+        injector.inject(fault)
+    injector.settle()
 
 
 def tell(fleet: Fleet, injector: Injector, seconds: float) -> None:
     print(f"{fleet.round} rounds in {seconds:.0f} s")
     done = [f"{count} x {kind.value}" for kind, count in injector.done.items()]
     print("faults:", ", ".join(done) or "none")
-    stalls = recoveries(fleet.stalls)
-    if stalls:
+    print(f"recoveries: {fleet.recoveries}, of {injector.losses} losses")
+    if stalls := worst_stalls(fleet.stalls):
         middle, worst = statistics.median(stalls), max(stalls)
-        print(f"recoveries: {len(stalls)}, median stall {middle:.1f} s, longest {worst:.1f} s")
+        print(f"changes: {len(stalls)}, median stall {middle:.1f} s, longest {worst:.1f} s")
     print(f"losses: {len(fleet.stalls)} rounds in flight dropped, {len(fleet.lost)} ranks for good")
     print("| rank | MiB after warm-up | at the end | files | at the end | threads | at the end |")
     print("|---" * 7 + "|")
@@ -315,6 +385,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--topology", default="ring")
+    parser.add_argument("--timeout", type=float, default=5, help="of the ranks, in seconds")
+    parser.add_argument("--slow", type=float, default=0, help="seconds a rank needs longer")
     parser.add_argument("--quiet-rounds", type=int, default=0, help="that many rounds, no faults")
     args = parser.parse_args()
     if args.ranks <= LEAST:
@@ -325,18 +397,18 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     start = time.monotonic()
-    fleet = Fleet(args.ranks, args.topology)
+    fleet = Fleet(Job(args.ranks, args.topology, args.timeout, args.slow))
     injector = Injector(fleet, args.ranks)
-    failure = ""
     try:
-        soak(fleet, injector, args)
+        wrong = soak(fleet, injector, args)
     except (TimeoutError, ChildProcessError, ValueError) as error:
-        failure = f"failed: {error}\n"
+        wrong = [str(error)]
     finally:
         fleet.close()
     tell(fleet, injector, time.monotonic() - start)
-    print(failure, end="")
-    return int(bool(failure))
+    for failure in wrong:
+        print(f"failed: {failure}")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
