@@ -10,8 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
+from decent_optim_wrapper._store import within
+
 # Of a receive that nobody sends for.
 _ABORT_TAG = (1 << 20) - 1
+# How much later than at its timeout gloo may say which rank did not come.
+_CONNECT_SLACK_SECONDS = 1.0
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
@@ -85,13 +89,16 @@ def new_backend(like: Any, store: Any, rank: int, size: int, timeout: timedelta)
     Raises:
         ValueError: another backend.
         RuntimeError: not all members came.
+        TimeoutError: a link is dead, or the store does not answer.
     """
     if like.name() == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
     if like.name() == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+        # Where a link is dead, or the store does not answer, gloo's own bound does not hold.
+        seconds = timeout.total_seconds() + _CONNECT_SLACK_SECONDS
+        return within(seconds, lambda: dist.ProcessGroupGloo(store, rank, size, timeout))
     raise ValueError(
         f"rank {rank} of {size}: communicators of our own work with gloo and nccl, not with "
         f"{like.name()}; use a topology of pairs, or complete, and no timeout"

@@ -12,6 +12,7 @@ from loguru import logger
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decent_optim_wrapper import metrics
 from decent_optim_wrapper._aftermath import Aftermath
 from decent_optim_wrapper._agreement import (
     Agreement,
@@ -106,12 +107,14 @@ class Engine:
         )
         with start.failing_together():
             lines = [*settings.lines(), f"optimizer {type(optimizer).__name__}"]
-            self._agreement = Agreement(self.transport, self.topology, self.layout, lines)
+            # Of all ranks: one that comes back while another is away must find what it says.
+            self._agreement = Agreement(self.transport, self._topology, self.layout, lines)
         self._agree([*parameters, *self._others])
 
         self.gossip = self._make_gossip()
         if isinstance(topology, str):
             # The schedules of all ranks are needed no more; a user's own topology is left alone.
+            self._topology.release()
             self.topology.release()
         self._warn_of_wide_groups()
         if settings.sync_at_start and not self._joins:
@@ -121,7 +124,7 @@ class Engine:
             self.transport, self.gossip, self._rules, self._plan_extra(parameters)
         )
         if self._survival:
-            self._survival.begin(self.gossip, self._hand_over)
+            self._survival.begin(self.gossip, self._hand_over, self._mirror)
 
     @property
     def topology(self) -> Topology:
@@ -170,8 +173,8 @@ class Engine:
         self.check_parameters()
         if self.average.revertible or self._kept:
             self.keep_average()
-        if self._survival and self._survival.wanted:
-            self._survival.recover("another rank has lost a peer, or comes back")
+        if self._survival:
+            self._survival.begin_step()
         self._aftermath.begin(self.gossip.buckets)
 
     def global_avg(self, may_revert: bool) -> None:
@@ -187,7 +190,10 @@ class Engine:
         self._kept = False
         self.average.keep()
         self.gossip.discard()
-        self.gossip.survive(lambda: self._aftermath.keep(self.gossip.buckets))
+        if self._survival and self.settings.average_state == "average":
+            self._survival.meet(Call.KEEP_AVERAGE, self._keep_state)
+        else:
+            self._keep_state()
 
     def gossip_state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the base's state."""
@@ -258,6 +264,8 @@ class Engine:
         Args:
             skipped: whether an overflow has skipped the local update.
         """
+        if self._survival:
+            self._survival.end_step()
         if not self.settings.overlap:
             self.gossip.finish()
         self.meter.close(len(self.gossip.buckets), self.gossip.state.round, skipped)
@@ -271,15 +279,11 @@ class Engine:
         """
         self.transport.check_open()
         self.check_parameters()
-        while True:
-            try:
-                with self.failing_together(ValueError):
-                    self.gossip.announce(call)
-                    return action()
-            except PeerError as error:
-                if self._survival is None:
-                    raise
-                self._survival.recover(error)
+        with self.failing_together(ValueError):
+            if self._survival:
+                return self._survival.meet(call, action)
+            self.gossip.announce(call)
+            return action()
 
     def check_parameters(self) -> None:
         """Notice what was done to the parameters since the wrapper was built."""
@@ -365,6 +369,29 @@ class Engine:
             # Frozen parameters are then not the same everywhere.
             extra += [p.tensor for p in parameters if not p.tensor.requires_grad]
         return plan_buckets(extra, self.layout._replace(as_view=False))
+
+    def _keep_state(self) -> None:
+        self._aftermath.keep(self.gossip.buckets)
+
+    def _mirror(self, call: Call) -> None:
+        """Make a call with ranks that are in it, and take nothing from it; collective.
+
+        Raises:
+            CallOrderError: it changes what the ranks train.
+        """
+        match call:
+            case Call.GLOBAL_AVG:
+                self.average.apply(may_revert=True)
+                self.average.revert()
+            case Call.CONSENSUS_DISTANCE:
+                metrics.consensus_distance(self.gossip.buckets, self.transport)
+            case Call.KEEP_AVERAGE:
+                self._keep_state()
+            case _:
+                raise CallOrderError(
+                    f"rank {self.transport.name}: a rank comes back while others are in {call}, "
+                    f"and cannot make that call with them; restart it"
+                )
 
     def _hand_over(self, donor: int, takes: bool) -> None:
         """Give parameters, buffers and the base's state to those that have none; collective."""

@@ -19,10 +19,13 @@ class Call(IntEnum):
     GLOBAL_AVG = 2
     CONSENSUS_DISTANCE = 3
     REGROUP = 4
+    KEEP_AVERAGE = 5
 
     def __str__(self) -> str:
         if self is Call.REGROUP:
             return "add_param_group() or rebuild_buckets()"
+        if self is Call.KEEP_AVERAGE:
+            return "step() after an average"
         return f"{self.name.lower()}()"
 
 

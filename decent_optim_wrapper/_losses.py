@@ -9,13 +9,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+from decent_optim_wrapper._store import BoundedStore
+
+Result = TypeVar("Result")
 
 # How long to wait for a note of a rank whose connection is closed: gloo closes before it raises.
 _CLOSED_SECONDS = 0.3
 # And of one that did not answer in time, or of several of which one is lost.
 _SILENT_SECONDS = 1.5
 _POLL_SECONDS = 0.02
+# A store that does not answer is given up after this time: errors must not come late.
+_STORE_PATIENCE = timedelta(seconds=1.5)
 # A note is an explanation, not a transcript.
 _LONGEST_ERROR = 500
 
@@ -46,7 +53,7 @@ class Losses:
     """
 
     def __init__(self, store: Any | None, rank: int) -> None:
-        self._store = store
+        self._store = None if store is None else BoundedStore(store, _STORE_PATIENCE)
         self._rank = rank
 
     def note_error(self, error: BaseException) -> None:
@@ -81,14 +88,13 @@ class Losses:
 
     def error(self) -> Loss | None:
         """The rank that broke by itself, if one has said so."""
-        found: Loss | None = self._try(_read_error)
-        return found
+        return self._try(_read_error)
 
-    def _note_error(self, store: Any, text: str) -> None:
+    def _note_error(self, store: BoundedStore, text: str) -> None:
         if store.add("errors", 1) == 1:
             store.set("error", json.dumps([self._rank, text]))
 
-    def _look(self, store: Any, suspects: Sequence[int]) -> Loss:
+    def _look(self, store: BoundedStore, suspects: Sequence[int]) -> Loss:
         """Follow the notes from rank to rank, up to those that left none."""
         if broken := _read_error(store):
             return broken
@@ -105,7 +111,7 @@ class Losses:
         # Two ranks that waited for each other in vain both left a note.
         return Loss(sorted(silent or suspects))
 
-    def _try(self, call: Callable[[Any], Any]) -> Any:
+    def _try(self, call: Callable[[BoundedStore], Result]) -> Result | None:
         """Use the store, if there is one and it answers: it may be what was lost."""
         try:
             return None if self._store is None else call(self._store)
@@ -118,7 +124,7 @@ def _key(rank: int) -> str:
     return f"lost/{rank}"
 
 
-def _read_error(store: Any) -> Loss | None:
+def _read_error(store: BoundedStore) -> Loss | None:
     if not store.check(["error"]):
         return None
     rank, text = json.loads(store.get("error"))

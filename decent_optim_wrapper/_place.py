@@ -47,6 +47,10 @@ def find_world(start: Start, topology: str | Topology, settings: Settings) -> Fo
         start: what the user says of them.
         topology: a name or an instance.
         settings: checked.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: one that contradicts another, or does not fit.
     """
     return (_in_store if start.elastic else _in_process_group)(start, topology, settings)
 
@@ -66,14 +70,15 @@ def _in_process_group(start: Start, topology: str | Topology, settings: Settings
 
 def _in_store(start: Start, topology: str | Topology, settings: Settings) -> Found:
     place = start.place
-    check_place(place)
-    found = resolve_crew(place.process_group, place.store, place.rank, place.world_size)
-    # Nobody is there to agree with yet: every rank takes its own node for the size of all.
-    local_world_size = place.local_world_size
-    if local_world_size is None:
-        size = launched_local_world_size()
-        local_world_size = ranks_per_node([rank // size for rank in found.launched_as])
-    resolved = resolve_topology(topology, found.world_size, place, local_world_size)
+    with start.failing_together():
+        check_place(place)
+        found = resolve_crew(place.process_group, place.store, place.rank, place.world_size)
+        # Nobody is there to agree with yet: every rank takes its own node for the size of all.
+        local_world_size = place.local_world_size
+        if local_world_size is None:
+            size = launched_local_world_size()
+            local_world_size = ranks_per_node([rank // size for rank in found.launched_as])
+        resolved = resolve_topology(topology, found.world_size, place, local_world_size)
     timeout = settings.patience or found.timeout
     transport = Transport(None, timeout)
     crew = Crew(found.store, found.rank, found.world_size, timeout)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-import time
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
+from decent_optim_wrapper._store import BoundedStore
+
 BEAT_SECONDS = 0.25
-# Without a new beat for so long, a rank counts as dead: eight beats lost.
-STALE_SECONDS = 2.0
+# So many looks in a row without a new beat, and a rank counts as dead. Looks are counted, not
+# seconds: while the store does not answer, or this process stands still, nothing is known of
+# anybody, and nobody grows older.
+_LOOKS = 8
 
 
 class Pulse:
@@ -21,24 +26,25 @@ class Pulse:
         world_size: how many there may be.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        # A connection of its own: a call that waits in the main thread would hold up the beat.
-        self._store = store.clone() if hasattr(store, "clone") else store
+    def __init__(self, store: BoundedStore, rank: int, world_size: int) -> None:
+        self._store = store
         self._rank = rank
-        self._others = [other for other in range(world_size) if other != rank]
         self._life = uuid.uuid4().hex
         self._last: dict[int, bytes] = {}
-        # Who has not been heard of yet may have had no time to beat.
-        self._changed = dict.fromkeys(self._others, time.monotonic())
+        # Looks since the last new beat.
+        self._silent = {other: 0 for other in range(world_size) if other != rank}
         self._awaited = ""
         self._came = False
         self._stop = threading.Event()
-        self._beat(0)
         threading.Thread(target=self._run, daemon=True, name="decent-pulse").start()
 
     def alive(self, rank: int) -> bool:
         """Whether a beat of the rank has come lately."""
-        return time.monotonic() - self._changed[rank] < STALE_SECONDS
+        return self._silent.get(rank, 0) < _LOOKS
+
+    def expect(self, ranks: Iterable[int]) -> None:
+        """Take the ranks for alive, as they have just been heard of by other means."""
+        self._silent |= {rank: 0 for rank in ranks if rank != self._rank}
 
     def await_key(self, key: str) -> None:
         """Look for a key of the store with every beat from now on."""
@@ -55,30 +61,37 @@ class Pulse:
         self._stop.set()
 
     def _run(self) -> None:
-        count, last = 0, time.monotonic()
-        while not self._stop.wait(BEAT_SECONDS):
-            count += 1
-            now = time.monotonic()
-            if now - last > STALE_SECONDS / 2:
-                # This process was stopped or starved itself: it knows nothing of the others.
-                self._changed = dict.fromkeys(self._changed, now)
-            last = now
-            try:
-                self._beat(count)
-            except RuntimeError:
-                # The store has gone, and with it everything that could be agreed on.
-                return
+        try:
+            # A connection of its own: no call of the main thread holds up the beat.
+            store = self._store.clone()
+            for count in itertools.count():
+                self._beat(store, count)
+                self._store.note_answer()
+                if self._stop.wait(BEAT_SECONDS):
+                    return
+        except RuntimeError:
+            # The store has gone, and with it everything that could be agreed on.
+            return
 
-    def _beat(self, count: int) -> None:
-        self._store.set(f"pulse/{self._rank}", f"{self._life} {count}")
-        for other in self._others:
-            key = f"pulse/{other}"
-            if other not in self._last and not self._store.check([key]):
-                continue
-            beat = self._store.get(key)
-            if beat != self._last.get(other):
-                self._last[other] = beat
-                self._changed[other] = time.monotonic()
+    def _beat(self, store: Any, count: int) -> None:
+        """Beat once and look once, in few calls: the store's link may be a slow one."""
+        store.set(f"pulse/{self._rank}", f"{self._life} {count}")
+        keys = {
+            other: f"pulse/{other}"
+            for other in self._silent
+            if other in self._last or store.check([f"pulse/{other}"])
+        }
+        beats = dict(zip(keys, _get_all(store, list(keys.values())), strict=True))
+        for other in self._silent:
+            beat = beats.get(other)
+            self._silent[other] = self._silent[other] + 1 if beat == self._last.get(other) else 0
+        self._last |= beats
         awaited = self._awaited
-        if awaited and self._store.check([awaited]) and awaited == self._awaited:
+        if awaited and store.check([awaited]) and awaited == self._awaited:
             self._came = True
+
+
+def _get_all(store: Any, keys: list[str]) -> list[bytes]:
+    if keys and store.has_extended_api():
+        return list(store.multi_get(keys))
+    return [store.get(key) for key in keys]

@@ -15,10 +15,11 @@ import torch
 from loguru import logger
 from torch import Tensor
 
+from decent_optim_wrapper._crew import Crew, tell_failure
 from decent_optim_wrapper._settings import read_timeout
 from decent_optim_wrapper._transfer import share_text
 from decent_optim_wrapper._transport import Transport
-from decent_optim_wrapper._world import Place, resolve_process_group
+from decent_optim_wrapper._world import Place, resolve_crew, resolve_process_group
 
 # A SHA-256 digest. All exchanges have one size: a rank that fails does not know which one is next.
 _NUMBERS = 4
@@ -33,6 +34,7 @@ class Start:
 
     def __init__(self, place: Place) -> None:
         self.place = place
+        self._crews = Crew.built
 
     @property
     def elastic(self) -> bool:
@@ -66,7 +68,12 @@ class Start:
 
     def _tell(self, error: Exception) -> None:
         try:
-            exchange(self.transport, (), f"{type(error).__name__}: {error}")
+            if not self.elastic:
+                exchange(self.transport, (), f"{type(error).__name__}: {error}")
+            elif Crew.built == self._crews:
+                place = self.place
+                crew = resolve_crew(place.process_group, place.store, place.rank, place.world_size)
+                tell_failure(crew.store, crew.rank, error)
         except Exception as untold:
             # Where the process group itself is the error there is no way to the others.
             logger.debug("the other ranks could not be told of {!r}: {}", error, untold)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import DistError
 
 from decent_optim_wrapper._backend import (
     abort,
@@ -28,6 +29,7 @@ from decent_optim_wrapper._backend import (
     timeout_of,
 )
 from decent_optim_wrapper._losses import Loss, Losses
+from decent_optim_wrapper._store import cloned, within
 from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.topo import Group
 
@@ -105,8 +107,8 @@ class Transport:
         if process_group is not None:
             self.rank, self.world_size = process_group.rank(), process_group.size()
             self.members = tuple(range(self.world_size))
-            self._store = self._own_store(store_of(process_group))
             self._timeout = timeout or timeout_of(process_group)
+            self._store = self._own_store(store_of(process_group))
         self._losses = Losses(self._store, self.name)
 
     @property
@@ -398,8 +400,19 @@ class Transport:
         """A part of the store for this wrapper alone: ranks build wrappers in the same order."""
         if store is None:
             return None
-        store = prefixed("decent_optim_wrapper", store)
-        return prefixed(str(store.add(f"made by {self.rank}", 1)), store)
+
+        def connect() -> Any:
+            # What hangs on this connection holds up no call of the user.
+            part = prefixed("decent_optim_wrapper", cloned(store))
+            return prefixed(str(part.add(f"made by {self.rank}", 1)), part)
+
+        try:
+            return within(self._timeout.total_seconds(), connect)
+        except (TimeoutError, DistError) as error:
+            raise PeerError(
+                f"rank {self.rank}: the process group's store does not answer ({error}); look at "
+                f"the process that holds it"
+            ) from error
 
     def _wants_own_world(self) -> bool:
         """Whether all exchange goes over a communicator of our own.
@@ -421,7 +434,7 @@ class Transport:
         like = backend_of(self._world, self.exchange_device)
         try:
             return new_backend(like, store, ranks.index(self.rank), len(ranks), self._timeout)
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             raise PeerError(
                 f"rank {self.name}: ranks {[self.members[rank] for rank in ranks]} could not "
                 f"connect within {self._timeout} ({error}); look there for the first error"

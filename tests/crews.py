@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -116,6 +117,58 @@ class CrewOfProcesses:
             self.reports[rank, key] = value
             taken.add((rank, key))
         return taken
+
+
+class StoreProcess:
+    """A store in a process of its own, which can be stopped and killed.
+
+    Args:
+        host: what it listens on.
+        prepare: called in the process before it listens.
+    """
+
+    def __init__(
+        self, host: str = "127.0.0.1", prepare: Callable[..., Any] | None = None, *args: Any
+    ) -> None:
+        self._host = host
+        ours, theirs = PROCESSES.Pipe(duplex=False)
+        self._process = PROCESSES.Process(
+            target=_serve, args=(host, theirs, prepare, args), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self.port: int = ours.recv()
+
+    def __enter__(self) -> StoreProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def connect(self) -> TCPStore:
+        """A connection of this process."""
+        return TCPStore(self._host, self.port, is_master=False, timeout=timedelta(seconds=60))
+
+    def signal(self, number: signal.Signals) -> None:
+        """SIGSTOP or SIGCONT."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+
+def _serve(
+    host: str, pipe: Connection, prepare: Callable[..., Any] | None, args: tuple[Any, ...]
+) -> None:
+    if prepare is not None:
+        prepare(*args)
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    threading.Event().wait()
 
 
 def _work(

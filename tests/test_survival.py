@@ -15,7 +15,14 @@ from crews import CrewOfProcesses
 from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from decent_optim_wrapper import CallOrderError, DecentOptimWrapper, NonFiniteError, PeerError
+from decent_optim_wrapper import (
+    CallOrderError,
+    DecentOptimWrapper,
+    NonFiniteError,
+    PeerError,
+    Topology,
+)
+from decent_optim_wrapper._survival import fitting
 
 PATIENCE = 5.0
 
@@ -44,6 +51,7 @@ def train(
         **options,
     )
     report("joined", optimizer.round)
+    first = tuple(flatten(params).tolist())
     while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
         backward(params, rank, optimizer.round)
         optimizer.step()
@@ -58,6 +66,7 @@ def train(
         "mixing_rate": rate,
         "params": flatten(params).tolist(),
         "members": optimizer.members,
+        "first": first,
         "changes": changes,
         "round": optimizer.round,
         "topology": repr(optimizer.topology),
@@ -224,6 +233,106 @@ def test_a_killed_rank_is_started_again_and_takes_part(
 
 
 @pytest.mark.timeout(120)
+def test_a_rank_comes_back_while_another_one_is_away() -> None:
+    with CrewOfProcesses(4, train, "ring", {}) as crew:
+        for rank in range(4):
+            assert crew.wait_for(rank, "joined") == 0
+        crew.wait_for(1, "round 20")
+        crew.kill(1)
+        crew.kill(2)
+        time.sleep(3)
+        crew.start(1)
+        assert crew.wait_for(1, "joined") >= 20
+        crew.finish()
+        results = [crew.wait_for(rank, "result") for rank in (0, 1, 3)]
+    agree(results)
+    for result in results:
+        assert result["members"] == (0, 1, 3)
+        assert result["topology"].startswith("Greedy(world_size=3")
+
+
+class ForFour(Topology):
+    """A user's topology that looks beyond its table for any other number of ranks."""
+
+    def assign_groups(self) -> list[list[Any]]:
+        table = [(0, 1), (0, 1), (2, 3), (2, 3)]
+        return [[table[rank + 4 * (4 - self.world_size)]] for rank in range(self.world_size)]
+
+
+class Picky(ForFour):
+    """One that cannot even say whether it fits."""
+
+    @classmethod
+    def fits(cls, world_size: int, local_world_size: int = 1) -> bool:
+        return {4: True}[world_size]
+
+
+@pytest.mark.parametrize("kind", [ForFour, Picky])
+def test_a_topology_that_fails_for_fewer_ranks_is_replaced(kind: type[Topology]) -> None:
+    full = kind(4)
+    assert fitting(full, (0, 1, 2, 3)) is full
+    assert repr(fitting(full, (0, 1, 3))).startswith("Greedy(world_size=3")
+    assert repr(fitting(full, (0, 3))).startswith("Complete(world_size=2")
+
+
+def raise_at_changes(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
+) -> dict[str, Any]:
+    """Train with a callback that raises on rank 2 when the members change."""
+
+    def refuse(old: tuple[int, ...], new: tuple[int, ...]) -> None:
+        if rank == 2:
+            raise LookupError(f"no data for {new}")
+
+    params = make_params(seed=rank)
+    optimizer = DecentOptimWrapper(
+        *(sgd(params), rank, world_size, None, "ring", TINY_CAP_MB),
+        store=store,
+        timeout=PATIENCE,
+        on_peer_failure="continue",
+        on_membership_change=refuse,
+    )
+    caught = []
+    while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
+        backward(params, rank, optimizer.round)
+        try:
+            optimizer.step()
+        except LookupError as error:
+            caught.append((str(error), optimizer.members))
+            continue
+        if optimizer.round % 10 == 0:
+            report(f"round {optimizer.round}", optimizer.members)
+        time.sleep(0.005)
+    optimizer.global_avg(may_revert=False)
+    members = optimizer.members
+    return {"params": flatten(params).tolist(), "members": members, "caught": caught}
+
+
+@pytest.mark.timeout(60)
+def test_a_callback_that_raises_is_an_error_of_its_own_rank_only() -> None:
+    with CrewOfProcesses(4, raise_at_changes) as crew:
+        crew.wait_for(0, "round 20")
+        crew.kill(0)
+        crew.finish()
+        results = [crew.wait_for(rank, "result") for rank in (1, 2, 3)]
+    agree(results)
+    for rank, result in zip((1, 2, 3), results, strict=True):
+        assert result["members"] == (1, 2, 3)
+        own = [("no data for (1, 2, 3)", (1, 2, 3))]
+        assert result["caught"] == (own if rank == 2 else [])
+
+
+def test_the_callback_is_checked_at_the_start() -> None:
+    with pytest.raises(TypeError, match=r"on_membership_change expects a function .* got 5"):
+        DecentOptimWrapper(
+            *(sgd(make_params()), 0, 2),
+            on_peer_failure="continue",
+            store=HashStore(),
+            on_membership_change=cast(Any, 5),
+        )
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "options",
     [
@@ -309,6 +418,146 @@ def test_the_death_of_the_store_is_one_clear_error() -> None:
             text = crew.wait_for(rank, "result")
             assert f"rank {rank}: the store in which the ranks agree does not answer" in text
             assert "a process that outlives the ranks" in text
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_are_all_restarted_on_the_same_store_start_again() -> None:
+    with CrewOfProcesses(3, train, "complete", {}) as crew:
+        crew.wait_for(0, "round 20")
+        # One was lost before, so that the last members were fewer than all.
+        crew.kill(2)
+        crew.wait_for(0, "joined")
+        time.sleep(3)
+        for rank in (0, 1):
+            crew.kill(rank)
+        crew.reports.clear()
+        for rank in range(3):
+            crew.start(rank)
+        for rank in range(3):
+            assert crew.wait_for(rank, "joined") == 0
+        crew.wait_for(0, "round 20")
+        crew.finish()
+        results = [crew.wait_for(rank, "result") for rank in range(3)]
+    agree(results)
+    for result in results:
+        assert result["members"] == (0, 1, 2)
+        assert result["changes"] == []
+    assert len({result["first"] for result in results}) == 1
+
+
+def average_often(
+    rank: int,
+    world_size: int,
+    store: Any,
+    report: Callable[[str, Any], None],
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Train with an average in place every other step, kept every sixth, until told to end."""
+    params = make_params(seed=rank)
+    optimizer = DecentOptimWrapper(
+        *(sgd(params), rank, world_size, None, "ring", TINY_CAP_MB),
+        store=store,
+        timeout=PATIENCE,
+        on_peer_failure="continue",
+        **options,
+    )
+    report("joined", optimizer.round)
+    averages: dict[int, list[float]] = {}
+    while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
+        backward(params, rank, optimizer.round)
+        optimizer.step()
+        if optimizer.round % 2 == 0:
+            with optimizer.averaged():
+                seen = [float(param.detach().sum()) for param in params]
+                averages[optimizer.round] = [*seen, optimizer.consensus_distance()]
+        if optimizer.round % 6 == 0:
+            optimizer.global_avg(may_revert=False)
+        if optimizer.round % 10 == 0:
+            report(f"round {optimizer.round}", optimizer.members)
+    optimizer.global_avg(may_revert=False)
+    members = optimizer.members
+    return {"params": flatten(params).tolist(), "members": members, "averages": averages}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("options", [{}, {"average_state": "average"}], ids=["keep", "average"])
+def test_a_rank_comes_back_while_the_others_are_in_averages(options: dict[str, Any]) -> None:
+    with CrewOfProcesses(4, average_often, options) as crew:
+        for rank in range(4):
+            assert crew.wait_for(rank, "joined") == 0
+        crew.wait_for(0, "round 20")
+        for rank in (1, 3, 1):
+            crew.kill(rank)
+            crew.start(rank)
+            assert crew.wait_for(rank, "joined") > 0
+        crew.finish(margin=60)
+        results = [crew.wait_for(rank, "result") for rank in range(4)]
+    agree(results)
+    assert results[0]["members"] == (0, 1, 2, 3)
+    for theirs in results[1:]:
+        common = results[0]["averages"].keys() & theirs["averages"].keys()
+        assert len(common) > 10
+        for round in common:
+            # Both made the same calls, with the same members.
+            assert theirs["averages"][round] == pytest.approx(
+                results[0]["averages"][round], abs=1e-12
+            )
+
+
+def build_with_bad_arguments(
+    rank: int,
+    world_size: int,
+    store: Any,
+    report: Callable[[str, Any], None],
+    wrong: dict[str, Any],
+) -> tuple[str, str, float] | tuple[int, ...]:
+    """Rank 1 builds a wrapper that cannot be, at first; all build it again."""
+    options: dict[str, Any] = {"topology": "ring", "bucket_cap_mb": TINY_CAP_MB}
+    if rank == 1 and store.add(f"lives of {rank}", 1) == 1:
+        options |= wrong
+    start = time.monotonic()
+    try:
+        params = make_params(seed=rank)
+        optimizer = DecentOptimWrapper(
+            *(sgd(params), rank, world_size),
+            **options,
+            store=store,
+            timeout=30,
+            on_peer_failure="continue",
+        )
+    except (TypeError, ValueError) as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    backward(params, rank, 0)
+    optimizer.step()
+    optimizer.synchronize()
+    return optimizer.members
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("wrong", "kind", "text"),
+    [
+        ({"bucket_cap_mb": "x"}, "TypeError", "bucket_cap_mb expects a number of MiB, got 'x'"),
+        ({"topology": "rung"}, "ValueError", "rung"),
+    ],
+    ids=["type", "topology"],
+)
+def test_all_ranks_learn_why_one_cannot_start(wrong: dict[str, Any], kind: str, text: str) -> None:
+    with CrewOfProcesses(4, build_with_bad_arguments, wrong) as crew:
+        results = [crew.wait_for(rank, "result") for rank in range(4)]
+        assert results[1][0] == kind
+        assert text in results[1][1]
+        for rank in (0, 2, 3):
+            assert results[rank][0] == "ValueError"
+            assert f"rank {rank}: rank 1 could not start" in results[rank][1]
+            assert f"{kind}: " in results[rank][1]
+            assert text in results[rank][1]
+            # Not only when the timeout is over; starting takes as long as the last process does.
+            assert results[rank][2] < 20
+        for rank in range(4):
+            crew.start(rank)
+        # Once it is mended, all start on the same store.
+        assert [crew.wait_for(rank, "result") for rank in range(4)] == [(0, 1, 2, 3)] * 4
 
 
 def come_back_as_another(

@@ -1,0 +1,186 @@
+"""A store that is stopped, frozen for a while or cut off: every wait for it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from crews import CrewOfProcesses, StoreProcess
+from problem import TINY_CAP_MB, backward, make_params, sgd
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch.distributed import DistError
+
+from decent_optim_wrapper import DecentOptimWrapper, PeerError
+from decent_optim_wrapper._backend import new_backend
+from decent_optim_wrapper._store import BoundedStore, within
+
+PATIENCE = 1.5
+# What the promise adds to the timeout, and what two busy cores may.
+SLACK = 2.0 + 8.0
+
+
+def test_waiting_ends_with_the_action_the_deadline_or_when_it_is_pointless() -> None:
+    never = threading.Event()
+    assert within(30, lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        within(30, lambda: 1 // 0)
+    with pytest.raises(TimeoutError):
+        within(0.2, never.wait)
+    with pytest.raises(TimeoutError):
+        within(30, never.wait, pointless=lambda: True)
+    never.set()
+
+
+def test_calls_of_a_bounded_store_are_those_of_the_store() -> None:
+    plain = HashStore()
+    store = BoundedStore(PrefixStore("part", plain), timedelta(seconds=30))
+    assert not store.check(["a"])
+    store.set("a", "1")
+    store.claim("a", "2")
+    store.claim("b", "3")
+    assert (store.get("a"), store.get("b"), store.add("n", 2), store.add("n", 3)) == (*"13", 2, 5)
+    assert store.check(["a", "b"])
+    assert plain.get("part/a") == b"1"
+
+
+@pytest.mark.timeout(60)
+def test_a_call_to_a_stopped_store_ends_and_the_next_one_gets_its_own_answer() -> None:
+    with StoreProcess() as server:
+        store = BoundedStore(server.connect(), timedelta(seconds=PATIENCE))
+        store.set("old", "old")
+        store.set("new", "new")
+        server.signal(signal.SIGSTOP)
+        for call in (lambda: store.get("old"), lambda: store.check(["old"])):
+            start = time.monotonic()
+            with pytest.raises(DistError, match="no answer for"):
+                call()
+            assert time.monotonic() - start < PATIENCE + SLACK
+        server.signal(signal.SIGCONT)
+        assert store.get("new") == "new"
+        assert store.get("old") == "old"
+
+
+def train(
+    rank: int,
+    world_size: int,
+    store: Any,
+    report: Callable[[str, Any], None],
+    port: int,
+    end: str,
+) -> tuple[float, str]:
+    """Train over a store of its own until that fails."""
+    own = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    params = make_params(seed=rank)
+    arguments: dict[str, Any] = {"store": own, "on_peer_failure": "continue"}
+    if end == "raise":
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size)
+        arguments = {}
+    optimizer = DecentOptimWrapper(
+        *(sgd(params), rank, world_size, None, "complete", TINY_CAP_MB),
+        timeout=PATIENCE,
+        **arguments,
+    )
+    while True:
+        backward(params, rank, optimizer.round)
+        start = time.monotonic()
+        try:
+            optimizer.step()
+        except PeerError as error:
+            report("result", (time.monotonic() - start, str(error)))
+            # What hangs on the store must not hang this process, either.
+            os._exit(0)
+        if optimizer.round % 10 == 0:
+            report(f"round {optimizer.round}", optimizer.members)
+        time.sleep(0.005)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("end", ["continue", "raise"])
+def test_every_survivor_raises_in_time_when_the_store_is_stopped(
+    end: str, fault: signal.Signals
+) -> None:
+    with StoreProcess() as server, CrewOfProcesses(4, train, server.port, end) as crew:
+        for rank in range(4):
+            crew.wait_for(rank, "round 10")
+        server.signal(signal.SIGSTOP)
+        crew.signal(2, fault)
+        for rank in (0, 1, 3):
+            seconds, text = crew.wait_for(rank, "result", 40)
+            assert seconds < PATIENCE + SLACK
+            expected = "the store in which the ranks agree does not answer"
+            assert (expected if end == "continue" else f"rank {rank}: lost") in text
+
+
+def freeze_and_go_on(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], port: int
+) -> tuple[int, ...]:
+    own = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    params = make_params(seed=rank)
+    optimizer = DecentOptimWrapper(
+        *(sgd(params), rank, world_size, None, "complete", TINY_CAP_MB),
+        store=own,
+        timeout=8,
+        on_peer_failure="continue",
+    )
+    while len(optimizer.members) == world_size or not store.check(["finish"]):
+        backward(params, rank, optimizer.round)
+        optimizer.step()
+        if optimizer.round % 10 == 0:
+            report(f"round {optimizer.round}", optimizer.members)
+        time.sleep(0.005)
+    optimizer.synchronize()
+    return optimizer.members
+
+
+@pytest.mark.timeout(60)
+def test_nobody_is_taken_for_dead_because_the_store_stood_still() -> None:
+    with StoreProcess() as server, CrewOfProcesses(4, freeze_and_go_on, server.port) as crew:
+        for rank in range(4):
+            crew.wait_for(rank, "round 10")
+        server.signal(signal.SIGSTOP)
+        crew.kill(2)
+        # Longer than a rank may be silent, and not as long as the timeout.
+        time.sleep(4)
+        server.signal(signal.SIGCONT)
+        crew.put("finish")
+        assert [crew.wait_for(rank, "result") for rank in (0, 1, 3)] == [(0, 1, 3)] * 3
+
+
+@contextmanager
+def stopped(server: StoreProcess) -> Iterator[None]:
+    server.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.signal(signal.SIGCONT)
+
+
+@pytest.mark.timeout(60)
+def test_the_constructor_does_not_wait_for_ever_for_a_stopped_store() -> None:
+    with StoreProcess() as server:
+        own = server.connect()
+        with stopped(server), pytest.raises(PeerError, match=r"store .* does not answer"):
+            DecentOptimWrapper(
+                *(sgd(make_params()), 0, 2),
+                store=own,
+                timeout=PATIENCE,
+                on_peer_failure="continue",
+            )
+
+
+@pytest.mark.timeout(60)
+def test_communicators_are_not_waited_for_for_ever_when_the_store_is_stopped() -> None:
+    like = dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=PATIENCE))
+    with StoreProcess() as server:
+        own = server.connect()
+        with stopped(server), pytest.raises(TimeoutError):
+            new_backend(like, own, 0, 2, timedelta(seconds=PATIENCE))
