@@ -239,6 +239,7 @@ class Engine:
             self.gossip.finish()
             self.gossip.launch()
             self.after_launch()
+        self.tell_change()
 
     @contextmanager
     def failing_together(self, *shared: type[Exception]) -> Iterator[None]:
@@ -281,9 +282,17 @@ class Engine:
         self.check_parameters()
         with self.failing_together(ValueError):
             if self._survival:
-                return self._survival.meet(call, action)
-            self.gossip.announce(call)
-            return action()
+                result = self._survival.meet(call, action)
+            else:
+                self.gossip.announce(call)
+                result = action()
+        self.tell_change()
+        return result
+
+    def tell_change(self) -> None:
+        """Tell the user of a change of the members, once this rank has nothing left to do in it."""
+        if self._survival:
+            self._survival.tell_change()
 
     def check_parameters(self) -> None:
         """Notice what was done to the parameters since the wrapper was built."""

@@ -109,7 +109,6 @@ class Survival:
         if self._crew.wanted:
             self._gather_again("another rank has lost a peer, or comes back")
         self._assemble()
-        self._tell_change()
 
     def end_step(self) -> None:
         """The next round is launched: nobody waits any more for this rank to come to its step."""
@@ -131,7 +130,6 @@ class Survival:
                 done = self._make(call, lambda: results.append(action()))
         finally:
             self._call = None
-        self._tell_change()
         return results[-1]
 
     def recover(self, reason: object) -> None:
@@ -143,7 +141,6 @@ class Survival:
         self._gather_again(reason)
         if self._call is Call.STEP:
             self._assemble()
-        self._tell_change()
 
     def _make(self, call: Call, action: Callable[[], None]) -> bool:
         """Make a call with all ranks; whether it has been made, by all of them.
@@ -196,7 +193,8 @@ class Survival:
             self._note = self._note._replace(fresh=False)
         return calls
 
-    def _tell_change(self) -> None:
+    def tell_change(self) -> None:
+        """Call back if the members have changed; what the callback raises is the user's own."""
         before, self._told = self._told, self.members
         if self._on_change is not None and before != self._told:
             self._on_change(before, self._told)

@@ -409,6 +409,7 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         with self._engine.failing_together():
             yield self._engine
             self._engine.after_launch(self._local_update.skipped)
+        self._engine.tell_change()
 
     @contextmanager
     def _by_bucket(
