@@ -11,19 +11,20 @@ import os
 import torch
 import torch.distributed as dist
 
-from decent_optim_wrapper import DecentOptimWrapper, Group, Topology, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, Topology, TopologyFactory
 from decent_optim_wrapper.planning import consensus_rate, steady_error
 
 
 class Star(Topology):
-    """Rank 0 mixes with one other rank after the other; the rest stay idle meanwhile."""
+    """Rank 0 mixes with one other rank after the other; the rest stay idle meanwhile.
 
-    def assign_groups(self) -> list[list[Group]]:
-        groups: list[list[Group]] = [[] for _ in range(self.world_size)]
-        for leaf in range(1, self.world_size):
-            for rank in range(self.world_size):
-                groups[rank].append(Group([0, leaf]) if rank in (0, leaf) else Group([rank]))
-        return groups
+    `phases` lists the phases of one period, a phase is a list of groups, and a group a list of
+    ranks, which mix as their mean, or a `Group(ranks, self_weight)`. Ranks that a phase does not
+    name are idle in it.
+    """
+
+    def phases(self) -> list[list[list[int]]]:
+        return [[[0, leaf]] for leaf in range(1, self.world_size)]
 
 
 def main() -> None:

@@ -158,6 +158,76 @@ def test_a_custom_topology_mixes_with_its_own_weights(registry: None) -> None:
     torch.testing.assert_close(star.mixing_matrix(4)[0], expected)
 
 
+def topology_of(phases: object, world_size: int) -> Topology:
+    class FromPhases(Topology):
+        def phases(self) -> object:  # type: ignore[override]
+            return phases
+
+    return FromPhases(world_size)
+
+
+def test_phases_are_the_table_seen_from_the_other_side() -> None:
+    pair = Group([0, 2], 0.7)
+    by_phase = topology_of([[pair, (3, 1)], [range(1, 4)]], 4)
+    by_rank = table_topology(
+        [[pair, [0]], [[1, 3], [1, 2, 3]], [pair, [1, 2, 3]], [[1, 3], [1, 2, 3]]]
+    )
+    for rank in range(4):
+        assert by_phase.schedule(rank) == by_rank.schedule(rank)
+    assert by_phase.digest == by_rank.digest
+    assert by_phase.group_of(0, 1) == Group([0])
+
+
+def test_a_star_is_one_line() -> None:
+    star = topology_of([[[0, leaf]] for leaf in range(1, 4)], 4)
+    assert star.period == 3
+    assert star.groups(4) == (Group([0, 2]), Group([1]), Group([3]))
+
+
+@pytest.mark.parametrize(
+    ("phases", "words"),
+    [
+        ([[[0, 1], [1, 2]]], r"phase 0: rank 1 is in two groups, \(0, 1\) and \(1, 2\)"),
+        ([[[0, 1]], [[0, 1], [0, 1]]], "phase 1: rank 0 is in two groups"),
+        ([[[0, 3]]], r"phase 0: ranks \(0, 3\) reach beyond world size 3"),
+        ([[[0, -1]]], "phase 0: a group needs distinct ranks"),
+        ([[[0, 0]]], "phase 0: a group needs distinct ranks"),
+        ([[[]]], "phase 0: a group needs distinct ranks"),
+        ([[0, 1]], "phase 0: expected a Group or a list of ranks, got 0"),
+        ([[[0.5, 1]]], "phase 0: expected a Group or a list of ranks"),
+        ([Group([0, 1])], "phase 0: expected a list of groups, got Group"),
+        ([], "1 or more"),
+    ],
+)
+def test_phases_that_are_no_partitions_are_refused(phases: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        topology_of(phases, 3)
+
+
+def test_a_topology_is_defined_in_exactly_one_way() -> None:
+    class Neither(Topology):
+        pass
+
+    with pytest.raises(TypeError, match=r"Neither must define phases\(\) or assign_groups\(\)"):
+        Neither(2)
+
+    class Lonely(Topology):
+        def assign_groups(self) -> list[list[list[int]]]:
+            return [[[rank]] for rank in range(self.world_size)]
+
+    with pytest.raises(TypeError, match="Both defines phases"):
+
+        class Both(Lonely):
+            def phases(self) -> list[list[list[int]]]:
+                return [[[0, 1]]]
+
+    class LonelyRing(dict(TopologyFactory.registered())["ring"]):  # type: ignore[misc]
+        def assign_groups(self) -> list[list[list[int]]]:
+            return [[[rank]] for rank in range(self.world_size)]
+
+    assert LonelyRing(2).groups(0) == (Group([0]), Group([1]))
+
+
 @pytest.mark.parametrize(
     ("table", "words"),
     [

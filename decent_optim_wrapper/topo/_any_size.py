@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from decent_optim_wrapper.topo._base import REGISTRY, Topology, groups_by_rank
+from decent_optim_wrapper.topo._base import REGISTRY, Topology
 from decent_optim_wrapper.topo._classic import EvenSizes
 from decent_optim_wrapper.topo._group import Group
 
@@ -19,7 +19,7 @@ class Hypercuboid(Topology):
     Exact after as many rounds as there are factors, from any phase. A prime size is complete.
     """
 
-    def assign_groups(self) -> Sequence[Sequence[Group]]:
+    def phases(self) -> Sequence[Sequence[Sequence[int]]]:
         """One phase per prime factor."""
         phases = []
         stride = 1
@@ -27,7 +27,7 @@ class Hypercuboid(Topology):
             starts = (r for r in range(self._world_size) if r // stride % prime == 0)
             phases.append([range(s, s + prime * stride, stride) for s in starts])
             stride *= prime
-        return groups_by_rank(phases, self._world_size)
+        return phases
 
 
 class BipartiteExponential(EvenSizes):
@@ -36,12 +36,12 @@ class BipartiteExponential(EvenSizes):
     Beyond 1 these are +-(1 + 2^k); shifts that are the same modulo n count once.
     """
 
-    def assign_groups(self) -> Sequence[Sequence[Group]]:
+    def phases(self) -> Sequence[Sequence[Sequence[int]]]:
         """Two phases per hop, there and back."""
         n = self._world_size
         hops = [1, *(1 + 2**k for k in range(1, n.bit_length()) if 1 + 2**k < n)]
         shifts = dict.fromkeys(shift % n for hop in hops for shift in (hop, -hop))
-        return groups_by_rank([[(i, (i + s) % n) for i in range(0, n, 2)] for s in shifts], n)
+        return [[(i, (i + s) % n) for i in range(0, n, 2)] for s in shifts]
 
 
 class Base2(Topology):
@@ -53,7 +53,7 @@ class Base2(Topology):
     Topologies for Decentralized Learning via Finite-time Convergence" (2023).
     """
 
-    def assign_groups(self) -> Sequence[Sequence[Group]]:
+    def phases(self) -> Sequence[Sequence[Group]]:
         """The shorter of the two schedules."""
         n = self._world_size
         direct = _binary_split(n)
@@ -67,8 +67,7 @@ class Base2(Topology):
         for hop in (odd << bit for bit in range(blocks.bit_length() - 1)):
             lower = (r for r in range(n) if not r // odd & hop // odd)
             product.append([Group((r, r + hop)) for r in lower])
-        shorter = product if len(product) < len(direct) else direct
-        return _weighted_by_rank(shorter, n)
+        return product if len(product) < len(direct) else direct
 
 
 class RandomMatching(Topology):
@@ -91,7 +90,7 @@ class RandomMatching(Topology):
     def _parameters(self) -> dict[str, Any]:
         return {"seed": self._seed, "period": self._rounds}
 
-    def assign_groups(self) -> Sequence[Sequence[Group]]:
+    def phases(self) -> Sequence[Sequence[Sequence[int]]]:
         """`period` random matchings."""
         draw = random.Random(self._seed)
         ranks = list(range(self._world_size))
@@ -102,7 +101,7 @@ class RandomMatching(Topology):
             if len(ranks) % 2:
                 pairs[-1].append(ranks[-1])
             phases.append(pairs)
-        return groups_by_rank(phases, self._world_size)
+        return phases
 
 
 class Hierarchical(Topology):
@@ -137,7 +136,7 @@ class Hierarchical(Topology):
         """Two nodes or more."""
         return world_size % local_world_size == 0 and world_size > local_world_size
 
-    def assign_groups(self) -> Sequence[Sequence[Group]]:
+    def phases(self) -> Sequence[Sequence[Group]]:
         """A phase inside the nodes before every phase of the inner topology."""
         local = self._local_world_size
         nodes = self._nodes()
@@ -152,7 +151,7 @@ class Hierarchical(Topology):
                 for rank in range(local)
             ]
             phases += [inside, across] if local > 1 else [across]
-        return _weighted_by_rank(phases, self._world_size)
+        return phases
 
     def _parameters(self) -> dict[str, Any]:
         return {"inner": self._inner}
@@ -168,16 +167,6 @@ class Hierarchical(Topology):
                 f"unknown inner topology {self._inner!r}; the known ones are {', '.join(REGISTRY)}"
             )
         return REGISTRY[self._inner](count)
-
-
-def _weighted_by_rank(phases: Iterable[Iterable[Group]], world_size: int) -> list[list[Group]]:
-    """Turn groups per phase into `groups[rank][phase]`; who is in none is idle."""
-    table: list[list[Group]] = [[] for _ in range(world_size)]
-    for phase in phases:
-        group_of = {rank: group for group in phase for rank in group.ranks}
-        for rank, row in enumerate(table):
-            row.append(group_of.get(rank) or Group([rank]))
-    return table
 
 
 def _binary_split(n: int) -> list[list[Group]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -15,12 +14,19 @@ import torch
 from decent_optim_wrapper.topo._group import Group
 
 
-class Topology(ABC):
+class Topology:
     """A periodic schedule of groups: a partition of the ranks for every phase.
 
-    Subclasses implement `assign_groups`; the constructor validates what it returns. The mixing
-    matrix of every phase is then symmetric and doubly stochastic by construction. A world of one
-    rank has nobody to mix with: every topology accepts it, as one idle phase.
+    A subclass defines `phases`, the groups of one phase after the other::
+
+        class Star(Topology):
+            def phases(self):
+                return [[[0, leaf]] for leaf in range(1, self.world_size)]
+
+    or, where it is easier to say for each rank, `assign_groups`. The constructor checks that every
+    phase is a partition of the ranks. The mixing matrix of every phase is then symmetric and doubly
+    stochastic by construction. A world of one rank has nobody to mix with: every topology accepts
+    it, as one idle phase.
 
     Args:
         world_size: number of ranks.
@@ -28,6 +34,7 @@ class Topology(ABC):
 
     Raises:
         ValueError: the sizes do not fit the topology, or the groups are not a valid schedule.
+        TypeError: the class defines neither `phases` nor `assign_groups`.
     """
 
     condition: ClassVar[str] = "any world size"
@@ -40,14 +47,32 @@ class Topology(ABC):
         self._built_schedules: tuple[tuple[Group, ...], ...] | None = None
         self._phases_per_period = len(self._schedules[0])
 
-    @abstractmethod
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "phases" in vars(cls) and cls.assign_groups is not Topology.assign_groups:
+            raise TypeError(
+                f"{cls.__name__} defines phases(), but its assign_groups() would take precedence; "
+                f"define one of them"
+            )
+
+    def phases(self) -> Sequence[Sequence[Group | Sequence[int]]]:
+        """The groups of every phase of one period.
+
+        Returns:
+            A list of phases, each of them a list of groups: a list of ranks, which mix as their
+            mean, or a `Group` with a weight of its own. A rank that is in no group of a phase is
+            idle in it.
+        """
+        raise TypeError(f"{type(self).__name__} must define phases() or assign_groups()")
+
     def assign_groups(self) -> Sequence[Sequence[Group | Sequence[int]]]:
-        """The whole schedule.
+        """The same schedule rank by rank; by default made from `phases`.
 
         Returns:
             `groups[rank][phase]`: the ranks that mix with `rank` in that phase, itself included,
             as a list of ranks or a `Group`.
         """
+        return _rank_by_rank(self.phases(), self._world_size)
 
     @classmethod
     def fits(cls, world_size: int, local_world_size: int = 1) -> bool:
@@ -158,13 +183,26 @@ class Topology(ABC):
 REGISTRY: dict[str, type[Topology]] = {}
 
 
-def groups_by_rank(phases: Sequence[Iterable[Iterable[int]]], world_size: int) -> list[list[Group]]:
-    """Turn a partition per phase into the `groups[rank][phase]` of `assign_groups`."""
+def _rank_by_rank(
+    phases: Iterable[Iterable[Group | Iterable[int]]], world_size: int
+) -> list[list[Group]]:
+    """Turn the groups of every phase into the `groups[rank][phase]` of `assign_groups`."""
     table: list[list[Group]] = [[] for _ in range(world_size)]
-    for phase in phases:
-        for group in map(Group, phase):
+    for number, phase in enumerate(phases):
+        if not isinstance(phase, Iterable):
+            raise ValueError(f"phase {number}: expected a list of groups, got {phase!r}")
+        group_of: dict[int, Group] = {}
+        for entry in phase:
+            group = _as_group(entry, f"phase {number}", world_size)
             for rank in group.ranks:
-                table[rank].append(group)
+                if rank in group_of:
+                    raise ValueError(
+                        f"phase {number}: rank {rank} is in two groups, {group_of[rank].ranks} and "
+                        f"{group.ranks}; every rank can be in one group of a phase only"
+                    )
+                group_of[rank] = group
+        for rank, row in enumerate(table):
+            row.append(group_of.get(rank) or Group([rank]))
     return table
 
 
@@ -210,15 +248,20 @@ def _validated_phase(phase: int, entries: Sequence[Group | Sequence[int]]) -> li
     return column
 
 
-def _validated_entry(phase: int, rank: int, entry: Group | Sequence[int], world_size: int) -> Group:
+def _as_group(entry: Group | Iterable[int], place: str, world_size: int) -> Group:
     try:
         group = entry if isinstance(entry, Group) else Group(entry)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"phase {phase}, rank {rank}: {error}") from error
+    except TypeError as error:
+        raise ValueError(f"{place}: expected a Group or a list of ranks, got {entry!r}") from error
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
     if group.ranks[-1] >= world_size:
-        raise ValueError(
-            f"phase {phase}, rank {rank}: ranks {group.ranks} reach beyond world size {world_size}"
-        )
+        raise ValueError(f"{place}: ranks {group.ranks} reach beyond world size {world_size}")
+    return group
+
+
+def _validated_entry(phase: int, rank: int, entry: Group | Sequence[int], world_size: int) -> Group:
+    group = _as_group(entry, f"phase {phase}, rank {rank}", world_size)
     # By bisection: a scan of every rank's group would be quadratic for large groups.
     if group.ranks[bisect_left(group.ranks, rank, hi=group.size - 1)] != rank:
         raise ValueError(f"phase {phase}, rank {rank}: not a member of its group {group.ranks}")

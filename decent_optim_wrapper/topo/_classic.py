@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from decent_optim_wrapper.topo._base import Topology, groups_by_rank
-from decent_optim_wrapper.topo._group import Group
+from decent_optim_wrapper.topo._base import Topology
 
 
 class EvenSizes(Topology):
-    """What topologies have in common that pair every rank with one of the other parity."""
+    """Base of the topologies that pair every rank with one of the other parity."""
 
     condition = "an even world size"
 
@@ -22,19 +21,18 @@ class EvenSizes(Topology):
 class Complete(Topology):
     """All ranks average in every round: exact after one."""
 
-    def assign_groups(self) -> Sequence[Sequence[Group]]:
+    def phases(self) -> Sequence[Sequence[Sequence[int]]]:
         """One group of all ranks."""
-        return groups_by_rank([[range(self._world_size)]], self._world_size)
+        return [[range(self._world_size)]]
 
 
 class Ring(EvenSizes):
     """Neighbours on a ring: (0,1)(2,3)... in even rounds, (1,2)(3,4)...(n-1,0) in odd ones."""
 
-    def assign_groups(self) -> Sequence[Sequence[Group]]:
+    def phases(self) -> Sequence[Sequence[Sequence[int]]]:
         """Two phases of disjoint neighbour pairs."""
         n = self._world_size
-        phases = [[(i, (i + 1) % n) for i in range(start, n, 2)] for start in (0, 1)]
-        return groups_by_rank(phases, n)
+        return [[(i, (i + 1) % n) for i in range(start, n, 2)] for start in (0, 1)]
 
 
 class OnePeerExponential(Topology):
@@ -50,11 +48,11 @@ class OnePeerExponential(Topology):
         """Powers of two."""
         return is_power_of_two(world_size)
 
-    def assign_groups(self) -> Sequence[Sequence[Group]]:
+    def phases(self) -> Sequence[Sequence[Sequence[int]]]:
         """One phase per bit of the rank."""
         n = self._world_size
         hops = [1 << bit for bit in range(n.bit_length() - 1)]
-        return groups_by_rank([[(i, i ^ hop) for i in range(n) if not i & hop] for hop in hops], n)
+        return [[(i, i ^ hop) for i in range(n) if not i & hop] for hop in hops]
 
 
 class AlternatingExponentialRing(Topology):
@@ -75,24 +73,24 @@ class AlternatingExponentialRing(Topology):
         nodes, rest = divmod(world_size, local_world_size)
         return rest == 0 and nodes > 1 and is_power_of_two(nodes)
 
-    def assign_groups(self) -> Sequence[Sequence[Group]]:
+    def phases(self) -> Sequence[Sequence[Sequence[int]]]:
         """Two phases per bit of the node's number."""
         size = self._local_world_size
         count = self._world_size // size
         nodes = [range(node * size, (node + 1) * size) for node in range(count)]
-        phases: list[list[Iterable[int]]] = []
+        phases: list[list[Sequence[int]]] = []
         joint_in_second = True
         for hop in (1 << bit for bit in range(count.bit_length() - 1)):
-            first: list[Iterable[int]] = []
-            second: list[Iterable[int]] = []
+            first: list[Sequence[int]] = []
+            second: list[Sequence[int]] = []
             for j in (j for j in range(count) if not j & hop):
-                apart: list[Iterable[int]] = [nodes[j], nodes[j ^ hop]]
-                joint: list[Iterable[int]] = [[*nodes[j], *nodes[j ^ hop]]]
+                apart: list[Sequence[int]] = [nodes[j], nodes[j ^ hop]]
+                joint: list[Sequence[int]] = [[*nodes[j], *nodes[j ^ hop]]]
                 first += apart if joint_in_second else joint
                 second += joint if joint_in_second else apart
                 joint_in_second = not joint_in_second
             phases += [first, second]
-        return groups_by_rank(phases, self._world_size)
+        return phases
 
 
 def is_power_of_two(number: int) -> bool:

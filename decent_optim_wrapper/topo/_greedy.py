@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.topo._base import Topology, groups_by_rank
-from decent_optim_wrapper.topo._group import Group
+from decent_optim_wrapper.topo._base import Topology
 from decent_optim_wrapper.topo._matching import DIGITS, Matching, match
 
 _MOST_RANKS = 256
@@ -36,7 +35,7 @@ class Greedy(Topology):
         """Up to 256 ranks: beyond, a schedule takes minutes to work out."""
         return world_size <= _MOST_RANKS
 
-    def assign_groups(self) -> Sequence[Sequence[Group]]:
+    def phases(self) -> Sequence[Matching]:
         """The matchings of one period."""
         n = self._world_size
         noise = torch.eye(n, dtype=torch.float64, device="cpu") - 1 / n
@@ -50,12 +49,11 @@ class Greedy(Topology):
             # The matching is a function of the disagreement: the first repeat closes a cycle.
             start = next((t for t, other in enumerate(seen) if torch.equal(rounded, other)), None)
             if start is not None:
-                matchings = matchings[start:]
-                break
+                return matchings[start:]
             seen.append(rounded)
             matchings.append(match(disagreement.round(decimals=DIGITS).tolist()))
             covariance = _mixed(covariance, matchings[-1]) + noise
-        return groups_by_rank(matchings, n)
+        return matchings
 
 
 def _mixed(covariance: Tensor, matching: Matching) -> Tensor:
