@@ -477,7 +477,7 @@ def test_a_survivor_saves_nothing_alone_and_a_new_run_finds_the_last_complete_se
         2, save_after_a_loss, str(tmp_path), moment, timeout, lost={1}
     )
     assert last == saved
-        assert "lost rank 1" in text or "rank 1 was lost" in text
+    assert len(errors) == 3
     for text in errors[-2:]:
         assert f"the set of step {saved} stays" in text
         assert "torch.save() writes an emergency copy" in text

@@ -6,18 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from decent_optim_wrapper.optim._accum_update import (
-    Hyper,
-    Slot,
-    update_capturable,
-    update_foreach,
-    update_single,
-)
-from decent_optim_wrapper.optim.gradients import dense_grad
+from decent_optim_wrapper.optim.gradients import with_gradients
 
 
 class AccumAdam(Optimizer):
@@ -36,12 +29,15 @@ class AccumAdam(Optimizer):
     the noise of a batch s times as large. s = 1 is `torch.optim.Adam`, which holds one copy of the
     parameters less.
 
-    Weight decay is Adam's: λx is added to g, and so is part of b. The state is per parameter,
-    ``step`` the number of finished windows, one less than k, ``position`` that of the gradients in
-    the window in progress. A parameter without a gradient is skipped, and its window waits. A
-    state dict holds the window in progress; a resumed run continues it. When
-    ``group["accum_iter"]`` is changed, the window in progress ends as soon as it holds that many
+    Weight decay is Adam's: λx is added to g, and so is part of b. The state is per parameter:
+    ``step`` is the number of finished windows, one less than k, and ``position`` the number of
+    gradients in the current window. A parameter without a gradient is skipped, and its window
+    waits. A state dict holds the current window; a resumed run continues it. When
+    ``group["accum_iter"]`` is changed, the current window ends as soon as it holds that many
     gradients, and b is the average of those it holds.
+
+    All tensors of a group are updated by torch's foreach kernels. The counts are kept on the host:
+    no step waits for a GPU, unless `lr` is a tensor there, but a CUDA graph cannot capture one.
 
     Args:
         params: tensors, or parameter groups.
@@ -50,11 +46,7 @@ class AccumAdam(Optimizer):
         eps: added to the denominator.
         weight_decay: λ.
         accum_iter: s, the steps of a window.
-        foreach: a kernel for all tensors at once; None does so where all are off the CPU. The
-            results are the same but for rounding.
         maximize: ascend.
-        capturable: ask for no value on the host, so that a CUDA graph may hold `step`; `foreach`
-            is then not used, and `lr` must be a tensor to change between replays.
 
     Raises:
         ValueError: a number is out of range.
@@ -71,9 +63,7 @@ class AccumAdam(Optimizer):
         weight_decay: float = 0.0,
         accum_iter: int = 1,
         *,
-        foreach: bool | None = None,
         maximize: bool = False,
-        capturable: bool = False,
     ) -> None:
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not value >= 0:
@@ -90,17 +80,9 @@ class AccumAdam(Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "accum_iter": accum_iter,
-            "foreach": foreach,
             "maximize": maximize,
-            "capturable": capturable,
         }
         super().__init__(params, defaults)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for slots in self.state.values():
-            # torch's load_state_dict casts all but `step` to the parameter's dtype and device.
-            slots["position"] = slots["position"].to(slots["step"])
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -115,66 +97,57 @@ class AccumAdam(Optimizer):
             What the closure returned.
 
         Raises:
-            RuntimeError: a sparse gradient, or a graph capture without `capturable`.
+            RuntimeError: a gradient is sparse, or a CUDA graph is being captured.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            # A replay would repeat the counts of the captured step.
+            raise RuntimeError(
+                f"{type(self).__name__} cannot be captured in a CUDA graph; leave step() out of it"
+            )
         for group in self.param_groups:
             self._step_group(group)
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        slots = [self._slot(param, group) for param in group["params"] if param.grad is not None]
-        if not slots:
+        params, grads = with_gradients(group["params"])
+        if not params:
             return
-        beta1, beta2 = group["betas"]
-        hyper = Hyper(
-            group["lr"],
-            beta1,
-            beta2,
-            group["eps"],
-            group["weight_decay"],
-            self._decoupled,
-            group["accum_iter"],
-        )
-        if group["capturable"]:
-            for slot in slots:
-                update_capturable(slot, hyper)
-        elif slots[0].param.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{type(self).__name__} was built with capturable=False, and a CUDA graph is being "
-                f"captured; pass capturable=True"
-            )
-        elif _takes_foreach(group):
-            update_foreach(slots, hyper)
-        else:
-            for slot in slots:
-                update_single(slot, hyper)
+        states = [self._state_of(param) for param in params]
+        (beta1, beta2), lr, decay = group["betas"], float(group["lr"]), group["weight_decay"]
+        params, grads = _as_real(params), _as_real(grads)
+        if group["maximize"]:
+            grads = list(torch._foreach_neg(grads))
+        if decay and self._decoupled:
+            torch._foreach_mul_(params, 1 - lr * decay)
+        elif decay:
+            grads = list(torch._foreach_add(grads, params, alpha=decay))
+        windows = [state["step"] + 1 for state in states]
+        averages = torch._foreach_lerp(_each(states, "exp_avg"), grads, 1 - beta1)
+        roots = torch._foreach_mul(_each(states, "exp_avg_sq"), beta2)
+        torch._foreach_addcmul_(roots, grads, grads, 1 - beta2)
+        torch._foreach_sqrt_(roots)
+        torch._foreach_div_(roots, [(1 - beta2**k) ** 0.5 for k in windows])
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_addcdiv_(params, averages, roots, [-lr / (1 - beta1**k) for k in windows])
+        torch._foreach_add_(_each(states, "grad_sum"), grads)
+        for state in states:
+            state["position"] += 1
+        full = [state for state in states if state["position"] >= group["accum_iter"]]
+        if full:
+            _close_windows(full, beta1, beta2)
 
-    def _slot(self, param: Tensor, group: dict[str, Any]) -> Slot:
-        grad = dense_grad(param)
-        state = self.state[param]
+    def _state_of(self, param: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
         if not state:
-            # On the host unless captured, where reading them would wait for the device.
-            device = param.device if group["capturable"] else torch.device("cpu")
-            for name in ("step", "position"):
-                state[name] = torch.zeros((), dtype=torch.float32, device=device)
+            # Numbers: torch's load_state_dict would cast tensors to the parameter's dtype.
+            state["step"] = state["position"] = 0
             for name in ("exp_avg", "exp_avg_sq", "grad_sum"):
                 state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        if group["maximize"]:
-            grad = -grad
-        as_real = torch.view_as_real if param.is_complex() else _unchanged
-        return Slot(
-            as_real(param),
-            as_real(grad),
-            as_real(state["exp_avg"]),
-            as_real(state["exp_avg_sq"]),
-            as_real(state["grad_sum"]),
-            state["step"],
-            state["position"],
-        )
+        return state
 
 
 class AccumAdamW(AccumAdam):
@@ -194,29 +167,28 @@ class AccumAdamW(AccumAdam):
         weight_decay: float = 1e-2,
         accum_iter: int = 1,
         *,
-        foreach: bool | None = None,
         maximize: bool = False,
-        capturable: bool = False,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            accum_iter,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, accum_iter, maximize=maximize)
 
 
-def _takes_foreach(group: dict[str, Any]) -> bool:
-    if group["foreach"] is not None:
-        return bool(group["foreach"])
-    # Tensor subclasses need not know the foreach kernels.
-    return all(type(p) in (Tensor, nn.Parameter) and not p.is_cpu for p in group["params"])
+def _close_windows(states: list[dict[str, Any]], beta1: float, beta2: float) -> None:
+    """Let the moments follow the average gradients of the windows, and begin the next windows."""
+    sums, exp_avg_sqs = _each(states, "grad_sum"), _each(states, "exp_avg_sq")
+    means = torch._foreach_div(sums, [float(state["position"]) for state in states])
+    torch._foreach_lerp_(_each(states, "exp_avg"), means, 1 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, means, means, 1 - beta2)
+    torch._foreach_zero_(sums)
+    for state in states:
+        state["position"] = 0
+        state["step"] += 1
 
 
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
+def _each(states: list[dict[str, Any]], name: str) -> list[Tensor]:
+    return _as_real([state[name] for state in states])
+
+
+def _as_real(tensors: list[Tensor]) -> list[Tensor]:
+    """View complex tensors as real ones: a complex parameter is two real ones."""
+    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]

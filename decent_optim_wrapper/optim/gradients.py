@@ -1,26 +1,24 @@
-"""What the optimizers ask of a gradient."""
+"""What the optimizers read of a parameter group."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 
-def dense_grad(param: Tensor) -> Tensor:
-    """Return the gradient of a parameter that has one.
+def with_gradients(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parameters that have a gradient, and the gradients.
 
     Raises:
-        RuntimeError: it is sparse, or there is none.
+        RuntimeError: a gradient is sparse.
     """
-    grad = param.grad
-    if grad is None:
-        raise RuntimeError(
-            f"expected a gradient of a parameter of shape {tuple(param.shape)}, got None; leave "
-            f"parameters without one out"
-        )
-    if grad.layout != torch.strided:
-        raise RuntimeError(
-            f"expected dense gradients, got one of layout {grad.layout} for a parameter of shape "
-            f"{tuple(param.shape)}; build its layer with sparse=False"
-        )
-    return grad
+    pairs = [(param, param.grad) for param in params if param.grad is not None]
+    for param, grad in pairs:
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"expected dense gradients, got one of layout {grad.layout} for a parameter of "
+                f"shape {tuple(param.shape)}; build its layer with sparse=False"
+            )
+    return [param for param, _ in pairs], [grad for _, grad in pairs]

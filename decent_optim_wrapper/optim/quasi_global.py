@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from decent_optim_wrapper.optim.gradients import dense_grad
+from decent_optim_wrapper.optim.gradients import with_gradients
 
 
 class QGSGD(Optimizer):
@@ -100,13 +100,13 @@ class QGSGD(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            if params:
-                self._step_params(params, group)
+            self._step_group(group)
         return loss
 
-    def _step_params(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        grads = [dense_grad(param) for param in params]
+    def _step_group(self, group: dict[str, Any]) -> None:
+        params, grads = with_gradients(group["params"])
+        if not params:
+            return
         beta, lr = group["momentum"], float(group["lr"])
         buffers = self._follow(params, group["mu"], lr)
         if group["weight_decay"]:
