@@ -108,6 +108,9 @@ def _median(action: Callable[[], None], repeats: int) -> float:
     for _ in range(repeats + 1):
         start = time.perf_counter()
         action()
+        if torch.cuda.is_available():
+            # With NCCL, a wait orders the stream only.
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
 
@@ -115,8 +118,6 @@ def _median(action: Callable[[], None], repeats: int) -> float:
 def _wait(works: list[dist.Work]) -> None:
     for work in works:
         work.wait()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _report(bandwidth: torch.Tensor, latency: torch.Tensor, all_reduce: _AllReduce) -> Report:
