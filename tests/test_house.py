@@ -30,8 +30,8 @@ def modules(room: str) -> list[Path]:
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [ROOT / f"{room}.py"]
 
 
-def imported_rooms(path: Path, root: Path = ROOT) -> Iterator[tuple[str, int]]:
-    """The rooms that a module imports, anywhere in it, with the lines where it does."""
+def imports(path: Path, root: Path = ROOT) -> Iterator[tuple[list[str], int]]:
+    """What a module imports, anywhere in it, with the lines where it does."""
     package = (PACKAGE, *path.relative_to(root).parent.parts)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -43,8 +43,13 @@ def imported_rooms(path: Path, root: Path = ROOT) -> Iterator[tuple[str, int]]:
         else:
             continue
         for name in names:
-            if name[0] == PACKAGE:
-                yield (name[1] if len(name) > 1 else PACKAGE), node.lineno
+            yield name, node.lineno
+
+
+def imported_rooms(path: Path, root: Path = ROOT) -> Iterator[tuple[str, int]]:
+    for name, line in imports(path, root):
+        if name[0] == PACKAGE:
+            yield (name[1] if len(name) > 1 else PACKAGE), line
 
 
 @pytest.mark.parametrize("room", MAY_IMPORT)
@@ -60,6 +65,12 @@ def test_a_room_imports_only_from_rooms_below_it(room: str) -> None:
         if imported not in allowed
     ]
     assert not upwards
+
+
+def test_topologies_need_no_process_group() -> None:
+    names = [".".join(name) for path in modules("topo") for name, _ in imports(path)]
+    assert "torch" in names
+    assert not [name for name in names if "distributed" in name]
 
 
 def test_the_rooms_have_an_order() -> None:

@@ -34,8 +34,8 @@ def optim_fn_adam(
 ) -> Optimizer:
     """Build `torch.optim.Adam`, without weight decay on biases and norms.
 
-    Biases and norms are told by shape and name: tensors of at most one dimension, and those whose
-    name contains ``bias`` or ``norm`` or has a part ``bn``, ``bn1``, ….
+    Biases and norms are recognised by shape and name: tensors of at most one dimension, and those
+    whose name contains ``bias`` or ``norm`` or has a part ``bn``, ``bn1``, ….
 
     Args:
         params: pairs of name and parameter.

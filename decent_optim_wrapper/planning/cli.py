@@ -9,9 +9,7 @@ torchrun --nproc-per-node 4 -m decent_optim_wrapper comm
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -40,11 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         report: tables.Report | None = args.command(args)
+        text = "" if report is None else report.json() if args.json else report.text
     except (ValueError, ModuleNotFoundError, OSError) as error:
         parser.error(str(error))
-    if report is not None:
-        text = json.dumps(report.data, indent=1, allow_nan=False) if args.json else report.text
-        sys.stdout.write(text + "\n")
+    if text:
+        print(text)
     return 0
 
 

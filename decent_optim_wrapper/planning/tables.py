@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,10 @@ class Report(NamedTuple):
 
     text: str
     data: Any
+
+    def json(self) -> str:
+        """The data as JSON."""
+        return json.dumps(self.data, indent=1, allow_nan=False)
 
 
 class Cluster(NamedTuple):

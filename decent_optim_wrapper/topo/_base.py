@@ -118,7 +118,7 @@ class Topology:
         return self._built_schedules
 
     def release(self) -> None:
-        """Let go of all schedules; whatever is asked of the topology next builds them again."""
+        """Free all schedules; they are built again when they are needed."""
         self._built_schedules = None
 
     @cached_property
@@ -160,7 +160,7 @@ class Topology:
         return matrix
 
     def _parameters(self) -> dict[str, Any]:
-        """The parameters besides the sizes, for `repr`."""
+        """The parameters in addition to the sizes, for `repr`."""
         return {}
 
     def _misfit(self) -> str:
