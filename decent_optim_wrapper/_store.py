@@ -39,19 +39,27 @@ def within(
         TimeoutError: it was given up.
     """
     future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="decent-within").start()
+    thread = threading.Thread(target=_run, args=(future, action), daemon=True, name="decent-within")
+    thread.start()
     deadline = time.monotonic() + seconds
-    while not wait([future], min(_LOOK_SECONDS, seconds)).done:
-        if time.monotonic() > deadline or (pointless is not None and pointless()):
-            raise TimeoutError(f"given up within {seconds:.1f} s")
-    return future.result()
+    try:
+        while not wait([future], min(_LOOK_SECONDS, seconds)).done:
+            if time.monotonic() > deadline or (pointless is not None and pointless()):
+                raise TimeoutError(f"given up within {seconds:.1f} s")
+        return future.result()
+    finally:
+        # The future holds the error, whose traceback holds this frame: a cycle would keep alive
+        # what the action used, connections too, until the garbage is collected.
+        del future
+
+
+def _run(future: Future[Result], action: Callable[[], Result]) -> None:
+    try:
+        future.set_result(action())
+    except BaseException as error:
+        future.set_exception(error)
+    finally:
+        del future, action
 
 
 def cloned(store: Any) -> Any:

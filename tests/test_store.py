@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -37,6 +39,26 @@ def test_waiting_ends_with_the_action_the_deadline_or_when_it_is_pointless() -> 
     with pytest.raises(TimeoutError):
         within(30, never.wait, pointless=lambda: True)
     never.set()
+
+
+def test_an_error_keeps_nothing_alive_that_the_action_used() -> None:
+    class Connection:
+        def fail(self) -> None:
+            raise RuntimeError("lost")
+
+    connection = Connection()
+    watched = weakref.ref(connection)
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="lost"):
+            within(30, connection.fail)
+        del connection
+        deadline = time.monotonic() + 20
+        while watched() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert watched() is None
+    finally:
+        gc.enable()
 
 
 def test_calls_of_a_bounded_store_are_those_of_the_store() -> None:
