@@ -82,8 +82,10 @@ class BoundedStore:
         self._answered = time.monotonic()
 
     def set(self, key: str, value: str) -> None:
-        """Write a value."""
+        """Write a value; that it was sent says nothing of the store."""
+        answered = self._answered
         self._call(lambda store: store.set(key, value))
+        self._answered = answered
 
     def get(self, key: str) -> str:
         """The value of a key that is there."""
