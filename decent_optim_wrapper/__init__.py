@@ -1,8 +1,9 @@
 """Decentralised data-parallel training for PyTorch: an optimizer wrapper that gossips."""
 
+from importlib.metadata import version as _version
+
 from loguru import logger as _logger
 
-from decent_optim_wrapper._version import __version__
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
@@ -19,6 +20,8 @@ __all__ = [
     "TopologyFactory",
     "__version__",
 ]
+
+__version__ = _version("decent-optim-wrapper")
 
 # A library is silent until its user calls logger.enable("decent_optim_wrapper").
 _logger.disable(__name__)

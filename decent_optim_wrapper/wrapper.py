@@ -12,25 +12,24 @@ import torch.distributed as dist
 from loguru import logger
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from decent_optim_wrapper import metrics
-from decent_optim_wrapper._agreement import named_parameters
-from decent_optim_wrapper._bucket import MIB, Bucket
-from decent_optim_wrapper._engine import Engine
-from decent_optim_wrapper._facade import OptimizerFacade
-from decent_optim_wrapper._header import Call
-from decent_optim_wrapper._join import IdleRounds
-from decent_optim_wrapper._meter import StepStats
-from decent_optim_wrapper._recalibration import recalibrated
-from decent_optim_wrapper._replicas import warn_of_mixtures
-from decent_optim_wrapper._settings import Extras, Settings, check_base, check_mixing_rate
-from decent_optim_wrapper._start import Start
-from decent_optim_wrapper._survival import OnChange
-from decent_optim_wrapper._update import Apply, LocalUpdate, Scaling, apply_update
-from decent_optim_wrapper._world import Place
-from decent_optim_wrapper.outer import OuterNesterov, SlowMomentum, find_rule
+from decent_optim_wrapper.comm.call_order import Call
+from decent_optim_wrapper.config import Extras, Settings, check_base, check_mixing_rate
+from decent_optim_wrapper.gossip.average import consensus_distance
+from decent_optim_wrapper.gossip.batch_norms import recalibrated
+from decent_optim_wrapper.gossip.bucket import MIB, Bucket
+from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling, apply_update
+from decent_optim_wrapper.gossip.outer import OuterNesterov, SlowMomentum, find_rule
+from decent_optim_wrapper.gossip.timing import StepStats
+from decent_optim_wrapper.membership.arguments import Place
+from decent_optim_wrapper.membership.consistency import named_parameters
+from decent_optim_wrapper.membership.dcp_warning import warn_of_mixtures
+from decent_optim_wrapper.membership.recovery import OnChange
+from decent_optim_wrapper.membership.session import Engine
+from decent_optim_wrapper.membership.start import Start
+from decent_optim_wrapper.optim.delegating import OptimizerFacade
 from decent_optim_wrapper.topo import Topology
 
 _STATE_KEY = "gossip"
@@ -328,7 +327,7 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         return float(
             engine.meet(
                 Call.CONSENSUS_DISTANCE,
-                lambda: metrics.consensus_distance(engine.gossip.buckets, engine.transport),
+                lambda: consensus_distance(engine.gossip.buckets, engine.transport),
             )
         )
 
@@ -433,3 +432,18 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
     def _scaling(self) -> Scaling:
         # GradScaler sets the two attributes here around its call of step().
         return Scaling(vars(self).get("found_inf"), vars(self).get("grad_scale"))
+
+
+class IdleRounds(JoinHook):
+    """Takes part in the rounds of the others without local updates.
+
+    Args:
+        idle_step: one round without an update.
+    """
+
+    def __init__(self, idle_step: Callable[[], None]) -> None:
+        self._idle_step = idle_step
+
+    def main_hook(self) -> None:
+        """Run once for every step that another rank still makes."""
+        self._idle_step()

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from decent_optim_wrapper._backward import BackwardOptimizer
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
+from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer
 from decent_optim_wrapper.optim import AccumAdam
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper._bucket import MIB, Bucket, Layout, plan_buckets
+from decent_optim_wrapper.gossip.bucket import MIB, Bucket, Layout, plan_buckets
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 

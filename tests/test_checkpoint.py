@@ -26,8 +26,8 @@ from ranks import run_processes, run_threads
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from decent_optim_wrapper import DecentOptimWrapper, PeerError, _sealed_file
-from decent_optim_wrapper.checkpoint import Checkpoints
+from decent_optim_wrapper import DecentOptimWrapper, PeerError
+from decent_optim_wrapper.checkpoint import Checkpoints, sealed_file
 
 STEPS = 7
 WORLD = 2
@@ -319,10 +319,10 @@ def test_a_file_that_would_run_code_does_not(tmp_path: Path) -> None:
         run = start(group, tmp_path)
         run.checkpoints.save(1, {})
         path = file_of(tmp_path, 1, rank, world_size=1)
-        stamp = _sealed_file.read_stamp(path)
+        stamp = sealed_file.read_stamp(path)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_sealed_file, "_check_loadable", lambda file: None)
-            _sealed_file.write(path, Trap(), stamp)
+            patch.setattr(sealed_file, "_check_loadable", lambda file: None)
+            sealed_file.write(path, Trap(), stamp)
         with pytest.raises(Exception, match="mkdir"):
             run.checkpoints.load()
 
@@ -378,7 +378,7 @@ def write_and_stall(folder: str, moment: str) -> None:
     }
     pytest.MonkeyPatch().setattr(*stop_in[moment])
     state = {"model": torch.zeros(1_000_000)}
-    _sealed_file.write(file_of(Path(folder), 4, rank=1), state, stamp=1)
+    sealed_file.write(file_of(Path(folder), 4, rank=1), state, stamp=1)
 
 
 @pytest.mark.parametrize("moment", ["write", "flush", "rename"])
@@ -398,7 +398,7 @@ def test_a_process_killed_while_it_writes_leaves_the_previous_set_usable(
     os.kill(worker.pid or 0, signal.SIGKILL)
     worker.join(30)
     assert worker.exitcode == -signal.SIGKILL
-    partial = _sealed_file.partial(file_of(tmp_path, 4, rank=1))
+    partial = sealed_file.partial(file_of(tmp_path, 4, rank=1))
     assert partial.stat().st_size > 1_000_000
     assert resume(tmp_path) == [3, 3]
 
@@ -415,7 +415,7 @@ def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def write_and_die(path: Path, state: Any, stamp: int, write: Any = _sealed_file.write) -> None:
+def write_and_die(path: Path, state: Any, stamp: int, write: Any = sealed_file.write) -> None:
     write(path, state, stamp)
     die()
 
@@ -423,8 +423,8 @@ def write_and_die(path: Path, state: Any, stamp: int, write: Any = _sealed_file.
 # When rank 1 is killed around its third save(), and the set that a new run finds.
 MOMENTS: dict[str, tuple[Any, str, Callable[..., None]]] = {
     "before": (Checkpoints, "save", die),
-    "write": (_sealed_file, "write", die),
-    "agreement": (_sealed_file, "write", write_and_die),
+    "write": (sealed_file, "write", die),
+    "agreement": (sealed_file, "write", write_and_die),
     "removal": (Path, "unlink", die),
 }
 

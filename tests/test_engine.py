@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.profiler import ProfilerActivity, profile
 
 from decent_optim_wrapper import DecentOptimWrapper, Topology, TopologyFactory
-from decent_optim_wrapper._bucket import Layout, plan_buckets
-from decent_optim_wrapper._update import SPLITTABLE
+from decent_optim_wrapper.gossip.bucket import Layout, plan_buckets
+from decent_optim_wrapper.gossip.local_update import SPLITTABLE
 
 STEPS = 5
 BYTES = sum(param.nbytes for param in make_params())

@@ -16,7 +16,7 @@ from ranks import run_processes
 from torch import Tensor
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError
-from decent_optim_wrapper._bucket import Bucket
+from decent_optim_wrapper.gossip.bucket import Bucket
 
 PATIENCE = 4.0
 # What two busy cores and the roll call of a large group may add to the timeout.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from players import Part, Spec, World, stack, table_of, table_topology
 
 from decent_optim_wrapper import Group
-from decent_optim_wrapper._bucket import MIB, Layout, plan_buckets
+from decent_optim_wrapper.gossip.bucket import MIB, Layout, plan_buckets
 
 # The same examples in every run.
 seeded = settings(derandomize=True, database=None, deadline=None)

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from decent_optim_wrapper import CallOrderError, DecentOptimWrapper, Topology, TopologyFactory
+from decent_optim_wrapper.gossip.outer import OuterNesterov, SlowMomentum
 from decent_optim_wrapper.optim import mixing_rate_from_lr
-from decent_optim_wrapper.outer import OuterNesterov, SlowMomentum
 
 STEPS = 14
 

@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import DistError
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError
-from decent_optim_wrapper._backend import new_backend
-from decent_optim_wrapper._store import BoundedStore, within
+from decent_optim_wrapper.comm.process_groups import new_backend
+from decent_optim_wrapper.comm.store import BoundedStore, within
 
 PATIENCE = 1.5
 # What the promise adds to the timeout, and what two busy cores may.

@@ -22,7 +22,7 @@ from decent_optim_wrapper import (
     PeerError,
     Topology,
 )
-from decent_optim_wrapper._survival import fitting
+from decent_optim_wrapper.membership.recovery import fitting
 
 PATIENCE = 5.0
 

@@ -13,7 +13,7 @@ from ranks import run_processes
 from torch._C._distributed_c10d import HashStore
 
 from decent_optim_wrapper import DecentOptimWrapper, utils
-from decent_optim_wrapper.utils import Ranks, find_launch, init_distributed
+from decent_optim_wrapper.membership.launch import Ranks, find_launch, init_distributed
 
 TORCHRUN = {
     "RANK": "5",

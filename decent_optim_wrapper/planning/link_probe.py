@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from decent_optim_wrapper._transport import Transport
+from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.planning.tables import Report, columns
 
 _MIB = 1024 * 1024

@@ -22,7 +22,7 @@ import torch._dynamo  # the first optimizer step would import it, in every rank
 import torch.distributed as dist
 
 from decent_optim_wrapper import DecentOptimWrapper
-from decent_optim_wrapper._bucket import Layout, plan_buckets
+from decent_optim_wrapper.gossip.bucket import Layout, plan_buckets
 
 TENSORS = 400
 

@@ -1,0 +1,259 @@
+"""Checkpoint sets: a file per rank, used together or not at all."""
+
+from __future__ import annotations
+
+import operator
+import re
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from loguru import logger
+from torch import Tensor
+
+from decent_optim_wrapper.checkpoint import sealed_file
+from decent_optim_wrapper.errors import PeerError
+from decent_optim_wrapper.wrapper import DecentOptimWrapper
+
+__all__ = ["Checkpoint", "Checkpoints"]
+
+_MISSING = -1
+_STEP = re.compile(r"step_(\d+)")
+
+
+class Checkpoint(NamedTuple):
+    """This rank's part of a set: steps done, and what was saved then."""
+
+    step: int
+    state: dict[str, Any]
+
+
+class _Held(NamedTuple):
+    """A whole file of this rank: its step, and the number drawn for the set when it was written."""
+
+    step: int
+    stamp: int
+
+
+_NOTHING = _Held(_MISSING, 0)
+
+
+class Checkpoints:
+    """Sets ``<folder>/step_00000120/rank_3_of_4.pt``, a file for every rank.
+
+    A file gets its name when all of it is on the disk, and carries a digest. A set is *complete*
+    when every rank finds its file whole and one `save()` wrote them all: a process that is killed
+    at any moment leaves the set before usable.
+
+    Where ranks are lost and come back, sets of different numbers of ranks stand side by side. They
+    are counted apart: the sets of fewer ranks never displace those that a full restart needs.
+
+    Args:
+        folder: one for each run. It may lie on a disk that all ranks share or on one of each node:
+            a rank looks at its own files only.
+        optimizer: the wrapper whose ranks save together.
+        keep: how many of the newest complete sets of each number of ranks stay; older files are
+            removed only then.
+
+    Raises:
+        TypeError: `optimizer` is not the wrapper, or `keep` is not a whole number.
+        ValueError: `keep` is below 1.
+    """
+
+    def __init__(self, folder: str | Path, optimizer: DecentOptimWrapper, keep: int = 2) -> None:
+        if not isinstance(optimizer, DecentOptimWrapper):
+            raise TypeError(
+                f"optimizer expects the DecentOptimWrapper whose ranks save together, got "
+                f"{type(optimizer).__name__}; pass the wrapper, not the optimizer inside it "
+                f"(of a DecentralizedDataParallel its .optimizer)"
+            )
+        self._keep = _whole("keep", keep)
+        if self._keep < 1:
+            raise ValueError(f"keep must be 1 or more sets, got {keep}")
+        self._folder = Path(folder)
+        self._optimizer = optimizer
+        # Steps of the newest sets that are known to be whole on all ranks, by number of ranks.
+        self._complete: dict[int, list[int]] = {}
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write this rank's file and wait for those of the others; collective.
+
+        Args:
+            step: number of steps done, the same on every rank, above that of the last set.
+            state: ``state_dict()``s, tensors, numbers, strings and containers of these.
+
+        Raises:
+            ValueError: on every rank; `step` is not above the last one, or the ranks' differ.
+            TypeError: `step` is not a whole number, or `state` could not be loaded again with
+                ``weights_only=True``.
+            OSError: this rank could not write; the others log it, and the old sets stay.
+            PeerError: a rank is lost; the old sets stay. No rank saves alone.
+        """
+        step = _whole("step", step)
+        try:
+            if self._save_together(step, state):
+                steps = [*self._steps(), step][-self._keep :]
+                self._complete[self._optimizer.world_size] = steps
+                self._prune()
+        except PeerError as error:
+            last = f"of step {self._steps()[-1]}" if self._steps() else "that was there before"
+            raise PeerError(
+                f"{error}. No rank saves step {step} alone: the set {last} stays, and load() of a "
+                f"new run takes the newest that is whole on all ranks. torch.save() writes an "
+                f"emergency copy of this rank's state"
+            ) from error
+
+    def load(self, map_location: torch.device | str | None = None) -> Checkpoint | None:
+        """Read this rank's file of the newest complete set; collective.
+
+        A damaged or missing file is named in the log as a warning, and the set before is used.
+
+        Args:
+            map_location: as in `torch.load`, which gets ``weights_only=True``.
+
+        Returns:
+            None where no set of this world size is complete: start at step 0.
+        """
+        step = self._agree()
+        self._complete = {}
+        if step == _MISSING:
+            self._tell_nothing_found()
+            return None
+        self._complete[self._optimizer.world_size] = [step]
+        state = torch.load(self._path(step), map_location=map_location, weights_only=True)
+        return Checkpoint(step, state)
+
+    def _save_together(self, step: int, state: dict[str, Any]) -> bool:
+        """Write this rank's file; whether every rank says that its own is whole on its disk."""
+        stamp = self._agree_to_save(step)
+        try:
+            sealed_file.write(self._path(step), state, stamp)
+        except Exception:
+            # This rank's own error comes first, also where the others are lost.
+            with suppress(PeerError):
+                self._gather(0)
+            raise
+        written = self._gather(1).flatten() == 1
+        if not written.all():
+            self._tell(step, "is not complete: could not write", ~written)
+        return bool(written.all())
+
+    def _agree_to_save(self, step: int) -> int:
+        """A number for the set that is about to be written, drawn by rank 0."""
+        newest = max((steps[-1] for steps in self._complete.values()), default=_MISSING)
+        # Not torch's generator: a run that writes the set once more is seeded alike, and files of
+        # the two must not pass for one set.
+        everywhere = self._gather(step, newest, secrets.randbits(62))
+        steps = everywhere[:, 0].tolist()
+        # A rank that was cut off from the last save() does not know that its set is complete on
+        # the others, and must not write over its file.
+        newest = int(everywhere[:, 1].max())
+        if len(set(steps)) > 1 or step <= newest:
+            raise ValueError(
+                f"rank {self._optimizer.rank}: save() expects one step on every rank, above "
+                f"{newest}, that of the last set, got {steps} by rank; call it at the same place "
+                f"everywhere, and once for each step"
+            )
+        return int(everywhere[0, 2])
+
+    def _agree(self) -> int:
+        """The newest step of which all ranks hold a whole file of one set."""
+        held = self._newest(None)
+        while True:
+            everywhere = self._gather(*held)
+            if (everywhere == everywhere[0]).all():
+                return held.step
+            steps, stamps = everywhere.unbind(1)
+            lowest, highest = int(steps.min()), int(steps.max())
+            if lowest < highest:
+                self._tell(highest, "is passed over: no whole", steps < highest)
+                limit = lowest
+            else:
+                self._tell(highest, "is passed over: of another set is", stamps != stamps[0])
+                limit = lowest - 1
+            if held.step > limit:
+                held = self._newest(limit)
+
+    def _newest(self, limit: int | None) -> _Held:
+        """The newest whole file of this rank, of a step up to `limit`."""
+        for step in sorted(self._files(self._name()), reverse=True):
+            if limit is not None and step > limit:
+                continue
+            try:
+                return _Held(step, sealed_file.read_stamp(self._path(step)))
+            except OSError as error:
+                logger.warning(
+                    "rank {}: checkpoint {} cannot be used: {}; looking for an older one",
+                    self._optimizer.rank,
+                    self._path(step),
+                    error,
+                )
+        return _NOTHING
+
+    def _files(self, pattern: str) -> dict[int, Path]:
+        """The files of that name in the folders of the sets, by step."""
+        found = ((_STEP.fullmatch(p.parent.name), p) for p in self._folder.glob(f"*/{pattern}"))
+        return {int(match[1]): path for match, path in found if match}
+
+    def _tell(self, step: int, problem: str, bad: Tensor) -> None:
+        """Say once for all ranks what is wrong with the files of the `bad` ones."""
+        if self._optimizer.rank == 0:
+            names = ", ".join(self._name(rank) for rank in bad.nonzero().flatten().tolist())
+            logger.warning("checkpoint {} {} {}", self._path(step).parent, problem, names)
+
+    def _tell_nothing_found(self) -> None:
+        size = self._optimizer.world_size
+        if self._optimizer.rank == 0 and self._files("rank_*.pt"):
+            logger.warning(
+                "{} has checkpoints, but no complete set of {} ranks", self._folder, size
+            )
+
+    def _prune(self) -> None:
+        """Remove this rank's files of older sets than those to keep, and of incomplete ones."""
+        complete = self._steps()
+        if len(complete) < self._keep:
+            return
+        for pattern in (self._name(), sealed_file.partial(Path(self._name())).name):
+            for step, path in self._files(pattern).items():
+                # Other ranks may be at work on a newer one.
+                if step < complete[-1] and step not in complete:
+                    # The last rank to come removes the folder. What cannot go only takes room.
+                    with suppress(OSError):
+                        path.unlink()
+                        path.parent.rmdir()
+
+    def _steps(self) -> list[int]:
+        """The newest complete sets of as many ranks as there are."""
+        return self._complete.get(self._optimizer.world_size, [])
+
+    def _name(self, rank: int | None = None) -> str:
+        rank = self._optimizer.rank if rank is None else rank
+        return f"rank_{rank}_of_{self._optimizer.world_size}.pt"
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step_{step:08d}" / self._name()
+
+    def _gather(self, *numbers: int) -> Tensor:
+        """The numbers of every rank, shape (world_size, len(numbers)).
+
+        Raises:
+            PeerError: not every rank answers.
+        """
+        optimizer = self._optimizer
+        answers = optimizer._engine.transport.all_gather(torch.tensor(numbers, device="cpu"))
+        if len(answers) != optimizer.world_size:
+            raise PeerError(
+                f"rank {optimizer.rank}: expected all {optimizer.world_size} ranks to take part in "
+                f"a checkpoint, but {len(answers)} answered: a rank was lost before; look at the "
+                f"other ranks for the first error"
+            )
+        return answers
+
+
+def _whole(name: str, number: Any) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} expects a whole number, got {number!r}") from None

@@ -1,0 +1,1 @@
+"""Exchange between ranks: communicators, small messages, and the store."""

@@ -1,0 +1,107 @@
+"""State of one rank for another: JSON for its shape, tensors as bytes, nothing unpickled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decent_optim_wrapper.comm.transport import Transport
+
+# What is longer is no description of an optimizer's state.
+_LONGEST_TEXT = 1 << 28
+
+
+def send_state(state: Any, transport: Transport) -> None:
+    """Give nested dicts, lists, tuples, numbers, texts and tensors to all ranks; collective.
+
+    Raises:
+        TypeError: there is something else in it.
+    """
+    tensors: list[Tensor] = []
+    send_text(json.dumps(_describe(state, tensors)), transport)
+    for tensor in tensors:
+        transport.broadcast(tensor.detach().cpu().contiguous().reshape(-1), transport.rank)
+
+
+def sendable(state: Any) -> bool:
+    """Whether a state holds only what can be sent."""
+    try:
+        json.dumps(_describe(state, []))
+    except TypeError:
+        return False
+    return True
+
+
+def receive_state(transport: Transport, source: int) -> Any:
+    """Take what rank `source` sends; collective. Tensors are on the CPU."""
+    return _rebuild(json.loads(receive_text(transport, source)), transport, source)
+
+
+def send_text(text: str, transport: Transport) -> None:
+    """Give a text to all ranks; collective."""
+    device = transport.control_device
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    transport.broadcast(torch.tensor([len(data)], device=device), transport.rank)
+    transport.broadcast(data.to(device), transport.rank)
+
+
+def share_text(text: str, transport: Transport, source: int) -> str:
+    """The `text` of rank `source`, on every rank; collective."""
+    if transport.rank == source:
+        send_text(text, transport)
+        return text
+    return receive_text(transport, source)
+
+
+def receive_text(transport: Transport, source: int) -> str:
+    """Take the text that rank `source` sends; collective.
+
+    Raises:
+        ValueError: what is announced is no length of a text.
+    """
+    device = transport.control_device
+    announced = torch.zeros(1, dtype=torch.int64, device=device)
+    transport.broadcast(announced, source)
+    size = int(announced.item())
+    if not 0 <= size <= _LONGEST_TEXT:
+        raise ValueError(f"rank {transport.name}: rank {source} announced a text of {size} bytes")
+    data = torch.empty(size, dtype=torch.uint8, device=device)
+    transport.broadcast(data, source)
+    return bytes(data.cpu().tolist()).decode(errors="replace")
+
+
+def _describe(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+    if isinstance(value, dict):
+        pairs = [[_describe(k, tensors), _describe(v, tensors)] for k, v in value.items()]
+        return {"dict": pairs}
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_describe(item, tensors) for item in value]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"cannot send a {type(value).__name__} to another rank: {value!r}")
+
+
+def _rebuild(shape: Any, transport: Transport, source: int) -> Any:
+    if not isinstance(shape, dict):
+        return shape
+    ((kind, content),) = shape.items()
+    if kind == "tensor":
+        dtype = getattr(torch, content[0])
+        data = torch.empty(content[1], dtype=dtype, device="cpu")
+        flat = data.view(-1)
+        transport.broadcast(flat, source)
+        return data
+    if kind == "dict":
+        return {
+            _rebuild(key, transport, source): _rebuild(value, transport, source)
+            for key, value in content
+        }
+    items = [_rebuild(item, transport, source) for item in content]
+    return tuple(items) if kind == "tuple" else items

@@ -1,0 +1,451 @@
+"""Exchange between ranks: the one place that calls torch.distributed to move bytes.
+
+Pairs talk point to point on one communicator of all ranks and need none of their own; larger
+groups get one each, created by their members alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DistError
+
+from decent_optim_wrapper.comm.losses import Loss, Losses
+from decent_optim_wrapper.comm.process_groups import (
+    abort,
+    backend_of,
+    exchange_device,
+    is_closed,
+    new_backend,
+    prefixed,
+    serves,
+    store_of,
+    timeout_of,
+)
+from decent_optim_wrapper.comm.store import cloned, within
+from decent_optim_wrapper.errors import PeerError
+from decent_optim_wrapper.topo import Group
+
+# Tags below are left to the user's own point-to-point traffic on the same process group.
+_FIRST_TAG = 1 << 20
+# A message to every other rank of a larger group would cost more than a collective.
+_MOST_TOLD_ONE_BY_ONE = 16
+# Between two looks at the alarm.
+_WATCH_SECONDS = 0.05
+
+
+class WireError(RuntimeError):
+    """Something on the wire failed: a peer has gone, has closed its connections, or is silent.
+
+    Args:
+        text: what torch says of it.
+        silent: the time was over; otherwise a connection was closed.
+    """
+
+    def __init__(self, text: str, silent: bool = False) -> None:
+        super().__init__(text)
+        self.silent = silent
+
+
+class _Closed(NamedTuple):
+    """Why there are no connections any more.
+
+    Args:
+        reason: in words.
+        broken: whether this rank itself failed; otherwise a peer was lost.
+    """
+
+    reason: str
+    broken: bool
+
+
+class Heard(NamedTuple):
+    """A small message on its way from another rank.
+
+    Args:
+        rank: who says it.
+        works: to wait for before reading.
+        message: where it arrives.
+        suspects: the ranks of which one is lost if it does not arrive.
+    """
+
+    rank: int
+    works: list[dist.Work]
+    message: Tensor
+    suspects: tuple[int, ...]
+
+
+class Transport:
+    """The ranks of one process group, and the communicators of the groups that mix in it.
+
+    Args:
+        process_group: registered or raw; None is a world of one rank that exchanges nothing.
+        timeout: bound of every wait; None takes the process group's.
+    """
+
+    def __init__(self, process_group: Any | None, timeout: timedelta | None = None) -> None:
+        self._user_group = process_group
+        self._world = process_group
+        self._subgroups: dict[tuple[int, ...], Any] = {}
+        self._store: Any | None = None
+        self._timeout = timeout or timedelta(0)
+        # A closed transport is not a world of one rank: what needs the others raises.
+        self._closed: _Closed | None = None
+        self._waiter: ThreadPoolExecutor | None = None
+        # Tells whether waiting has become pointless; None where nobody would know.
+        self.alarm: Callable[[], bool] | None = None
+        self.rank = 0
+        self.world_size = 1
+        self.members: tuple[int, ...] = (0,)
+        if process_group is not None:
+            self.rank, self.world_size = process_group.rank(), process_group.size()
+            self.members = tuple(range(self.world_size))
+            self._timeout = timeout or timeout_of(process_group)
+            self._store = self._own_store(store_of(process_group))
+        self._losses = Losses(self._store, self.name)
+
+    @property
+    def name(self) -> int:
+        """What this rank is called: its number at the start."""
+        return self.members[self.rank]
+
+    def reform(self, world: Any | None, members: tuple[int, ...], name: int, store: Any) -> None:
+        """Go on with other ranks.
+
+        Args:
+            world: their communicator; None for a rank that is alone.
+            members: what they are called; they are numbered anew in this order.
+            name: which of them is this rank.
+            store: theirs, empty.
+        """
+        self._world = world
+        self._store = store
+        self._closed = None
+        self.members = members
+        self.rank, self.world_size = members.index(name), len(members)
+        self._losses = Losses(store, name)
+
+    def connect(self, schedule: Sequence[Group]) -> None:
+        """Create the communicators that `schedule` (this rank's groups, phase by phase) needs.
+
+        Every rank walks the phases in the same order and the groups of a phase are disjoint, so
+        creation, which waits for all members, cannot deadlock.
+        """
+        if self.world_size > 1 and self._world is self._user_group and self._wants_own_world():
+            self._world = self._new_communicator(tuple(range(self.world_size)))
+        for group in schedule:
+            if group.size == self.world_size:
+                self._subgroups[group.ranks] = self._world
+            elif group.size > 2 and group.ranks not in self._subgroups:
+                self._subgroups[group.ranks] = self._new_communicator(group.ranks)
+
+    def check_open(self) -> None:
+        """Make sure that this rank can still reach the others.
+
+        Raises:
+            RuntimeError: the user's process group has been destroyed, or this rank has failed.
+        """
+        if self._user_group is not None and is_closed(self._user_group):
+            raise RuntimeError(
+                f"rank {self.rank}: expected the process group to be open, but it was destroyed; "
+                f"call destroy_process_group() after the last step() and average"
+            )
+        if self._closed is not None and self._closed.broken:
+            self._raise_closed(self._closed)
+
+    def wait(self, works: list[dist.Work]) -> None:
+        """Wait for works, each within the timeout and once; a second call returns at once.
+
+        Raises:
+            WireError: a peer has gone, or the time is over.
+        """
+        pending = works[:]
+        works.clear()
+        start = time.monotonic()
+        try:
+            if self.alarm is None:
+                self._wait_for_all(pending)
+            else:
+                self._wait_watchfully(pending, self.alarm)
+        except WireError:
+            raise
+        except RuntimeError as error:
+            silent = time.monotonic() - start >= self._timeout.total_seconds()
+            raise WireError(str(error), silent) from error
+
+    def limit_waits(self, timeout: timedelta) -> None:
+        """Wait no longer than that from now on, and for nothing but the peers."""
+        self._timeout = min(timeout, self._timeout)
+        self.alarm = None
+
+    def lose(self, suspects: tuple[int, ...], silent: bool) -> Loss:
+        """Close the connections for good after a failure on the wire, and find out who was lost.
+
+        Args:
+            suspects: the ranks of which one was lost, by their place in the process group.
+            silent: as in `WireError`.
+        """
+        names = [self.members[rank] for rank in suspects]
+        if self.alarm is not None:
+            # All members meet again in any case, and find out there.
+            loss = self._losses.error() or Loss(names)
+            self.abort(f"{loss} was lost")
+            return loss
+        # The note first: the neighbours read it when they see the connection closed.
+        self._losses.note(names)
+        self.abort(f"{Loss(names)} was lost")
+        return self._losses.find(names, silent)
+
+    def fail(self, error: BaseException) -> None:
+        """Close the connections for good since this rank cannot go on, and tell the others why."""
+        if self._closed is None:
+            self._losses.note_error(error)
+        self.abort(f"this rank failed with {type(error).__name__}: {error}", broken=True)
+
+    def abort(self, reason: str, broken: bool = False) -> None:
+        """Close the connections made here, which the ranks at their other ends notice at once.
+
+        Those of the user's process group end with the process, but are not used any more either.
+
+        Args:
+            reason: what errors say when the connections are needed again.
+            broken: whether this rank itself has failed.
+        """
+        if self._closed is None:
+            self._closed = _Closed(reason=reason, broken=broken)
+        made = {id(group): group for group in (*self._subgroups.values(), self._world)}
+        self._subgroups.clear()
+        if self._world is not self._user_group:
+            self._world = None
+        for group in made.values():
+            if group is not None and group is not self._user_group:
+                abort(group)
+
+    def close(self) -> None:
+        """Drop the communicators made here and let go of the user's process group."""
+        self._subgroups.clear()
+        self._user_group = self._world = None
+        if self._waiter is not None:
+            self._waiter.shutdown(wait=False)
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        """The device that tensors of `device` are exchanged on: gloo's exchange is on the CPU."""
+        if self._world is None or backend_of(self._world, device).name() != "gloo":
+            return device
+        return torch.device("cpu")
+
+    def exchange(self, outgoing: Tensor, incoming: Tensor, peer: int, tag: int) -> list[dist.Work]:
+        """Start sending `outgoing` to `peer` and receiving `incoming` from it.
+
+        Args:
+            outgoing: must not change until the returned work is done.
+            incoming: same size and dtype as the peer's `outgoing`.
+            peer: rank in the process group.
+            tag: tells concurrent exchanges between two ranks apart; from 0.
+
+        Returns:
+            The work to wait for.
+
+        Raises:
+            WireError: the connection is closed already.
+        """
+        group = self._communicator()
+        try:
+            if backend_of(group, outgoing.device).supports_coalescing:
+                # On such a backend (NCCL) a send alone would wait for a receive behind it.
+                return _exchange_coalesced(group, outgoing, incoming, peer)
+            tag += _FIRST_TAG
+            # The receive first: its notice lets the peer's data start.
+            receive = group.recv([incoming], peer, tag)
+            return [group.send([outgoing], peer, tag), receive]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise WireError(str(error)) from error
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[dist.Work]:
+        """Start summing `tensor` in place over the ranks of a connected group."""
+        self._communicator()
+        return [self._subgroups[ranks].allreduce([tensor])]
+
+    @property
+    def tells(self) -> bool:
+        """Whether small messages can travel without making a GPU wait: there is a CPU backend."""
+        return self.control_device.type == "cpu"
+
+    def tell(self, message: Tensor, ranks: tuple[int, ...], tag: int) -> list[Heard]:
+        """Start sending a small message to the other ranks of a group, and hearing theirs.
+
+        From rank to rank, which shows who does not answer; in a large group by a collective.
+
+        Args:
+            message: on the CPU, of the same shape on all of them.
+            ranks: a pair, or a group that is connected.
+            tag: as in `exchange`.
+        """
+        peers = tuple(rank for rank in ranks if rank != self.rank)
+        if len(peers) > _MOST_TOLD_ONE_BY_ONE:
+            rows = {rank: torch.empty_like(message) for rank in ranks}
+            self._communicator()
+            works = [self._subgroups[ranks].allgather([list(rows.values())], [message])]
+            return [Heard(rank, works, rows[rank], peers) for rank in peers]
+        heard = []
+        for rank in peers:
+            row = torch.empty_like(message)
+            heard.append(Heard(rank, self.exchange(message, row, rank, tag), row, (rank,)))
+        return heard
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Sum `tensor` in place over all ranks; collective."""
+        if self.world_size > 1:
+            self._finish(self._communicator().allreduce([tensor]))
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite `tensor` with the one of rank `source`, bytes of any dtype; collective."""
+        if self.world_size == 1 or tensor.numel() == 0:
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self._finish(self._communicator().broadcast([tensor.view(torch.uint8)], options))
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Stack the `tensor` of every rank, of the same shape and dtype on all; collective.
+
+        Returns:
+            shape (world_size, *tensor.shape), on the CPU.
+        """
+        if self.world_size == 1:
+            return tensor.unsqueeze(0).cpu()
+        world = self._communicator()
+        tensor = tensor.to(self.control_device)
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        self._finish(world.allgather([gathered], [tensor]))
+        return torch.stack(gathered).cpu()
+
+    @property
+    def control_device(self) -> torch.device:
+        """The device on which small control messages travel."""
+        cpu = torch.device("cpu")
+        if self._world is None or serves(self._world, cpu):
+            return cpu
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def exchange_device(self) -> torch.device:
+        """The kind of device whose tensors are exchanged: the GPU where the group serves it."""
+        return torch.device("cpu") if self._world is None else exchange_device(self._world)
+
+    def _communicator(self) -> Any:
+        """The communicator of all ranks.
+
+        Raises:
+            PeerError: the connections were closed after a peer was lost.
+            RuntimeError: they were closed since this rank failed.
+        """
+        if self._closed is not None:
+            self._raise_closed(self._closed)
+        return self._world
+
+    def _raise_closed(self, closed: _Closed) -> NoReturn:
+        kind = RuntimeError if closed.broken else PeerError
+        raise kind(
+            f"rank {self.name}: expected connections to the other ranks, but this rank has closed "
+            f"them: {closed.reason}; restart from the last checkpoint"
+        )
+
+    def _finish(self, work: dist.Work) -> None:
+        """Wait for something in which all ranks take part."""
+        try:
+            self.wait([work])
+        except WireError as error:
+            peers = tuple(rank for rank in range(self.world_size) if rank != self.rank)
+            loss = self.lose(peers, error.silent)
+            raise PeerError(
+                f"rank {self.name}: expected all {self.world_size} ranks to take part in a "
+                f"collective within {self._timeout}, but lost {loss} ({error}); look "
+                f"there for the first error, and call the same methods in the same "
+                f"order everywhere",
+                rank=loss.ranks[0] if len(loss.ranks) == 1 else None,
+            ) from error
+
+    def _wait_for_all(self, works: Sequence[dist.Work]) -> None:
+        for work in works:
+            work.wait(self._timeout)
+
+    def _wait_watchfully(self, works: Sequence[dist.Work], alarm: Callable[[], bool]) -> None:
+        """Wait on another thread, and look at the alarm here.
+
+        Not by short waits in turn: gloo closes all connections when one wait runs out. If the
+        alarm ends the wait, `abort` ends the thread's.
+        """
+        if self._waiter is None:
+            self._waiter = ThreadPoolExecutor(1, thread_name_prefix="decent-wait")
+        waiting = self._waiter.submit(self._wait_for_all, works)
+        while True:
+            try:
+                waiting.result(_WATCH_SECONDS)
+                return
+            except TimeoutError:
+                if alarm():
+                    raise WireError("another rank has lost a peer, or comes back") from None
+
+    def _own_store(self, store: Any | None) -> Any | None:
+        """A part of the store for this wrapper alone: ranks build wrappers in the same order."""
+        if store is None:
+            return None
+
+        def connect() -> Any:
+            # What hangs on this connection holds up no call of the user.
+            part = prefixed("decent_optim_wrapper", cloned(store))
+            return prefixed(str(part.add(f"made by {self.rank}", 1)), part)
+
+        try:
+            return within(self._timeout.total_seconds(), connect)
+        except (TimeoutError, DistError) as error:
+            raise PeerError(
+                f"rank {self.rank}: the process group's store does not answer ({error}); look at "
+                f"the process that holds it"
+            ) from error
+
+    def _wants_own_world(self) -> bool:
+        """Whether all exchange goes over a communicator of our own.
+
+        On the user's, a wait that runs out would close the user's own connections. NCCL's watchdog
+        ends what hangs, and a second communicator would cost memory on the GPU.
+        """
+        gloo = backend_of(self._world, self.exchange_device).name() == "gloo"
+        return gloo and self._store is not None
+
+    def _new_communicator(self, ranks: tuple[int, ...]) -> Any:
+        if self._store is None:
+            raise ValueError(
+                f"rank {self.rank}: ranks {ranks} need a communicator of their own, and this "
+                f"{type(self._world).__name__} has no store to build it on; wrap it in a "
+                f"torch.distributed.ProcessGroup, or use a topology of pairs and no timeout"
+            )
+        store = prefixed("-".join(map(str, ranks)), self._store)
+        like = backend_of(self._world, self.exchange_device)
+        try:
+            return new_backend(like, store, ranks.index(self.rank), len(ranks), self._timeout)
+        except (RuntimeError, TimeoutError) as error:
+            raise PeerError(
+                f"rank {self.name}: ranks {[self.members[rank] for rank in ranks]} could not "
+                f"connect within {self._timeout} ({error}); look there for the first error"
+            ) from error
+
+
+def _exchange_coalesced(
+    group: Any, outgoing: Tensor, incoming: Tensor, peer: int
+) -> list[dist.Work]:
+    pair = [
+        dist.P2POp(op, tensor, group=group, group_peer=peer)
+        for op, tensor in ((dist.isend, outgoing), (dist.irecv, incoming))
+    ]
+    return dist.batch_isend_irecv(pair)

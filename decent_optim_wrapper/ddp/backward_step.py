@@ -1,0 +1,245 @@
+"""A step that is made by a backward pass: bucket by bucket inside it, or at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from decent_optim_wrapper.config import Extras
+from decent_optim_wrapper.ddp.unscale_and_clip import Treatment, params_of
+from decent_optim_wrapper.gossip.bucket import Bucket
+from decent_optim_wrapper.gossip.local_update import Scaling, global_step_hooks, step_hooks
+from decent_optim_wrapper.membership.consistency import check_gradients, named_parameters
+from decent_optim_wrapper.wrapper import DecentOptimWrapper
+
+
+class BackwardOptimizer(DecentOptimWrapper):
+    """A wrapper whose buckets are filled in the order in which a backward pass completes them.
+
+    Not in that of the groups: one of all biases would be complete with the whole pass only.
+
+    Args:
+        optimizer: the base.
+        model: its parameters are in the order of the forward pass. What the base does not hold of
+            them starts alike on all ranks, too.
+        average_buffers: the floating-point ones of the model, with `global_avg`.
+        parts: have a state that belongs to the training, such as a scheduler.
+        options: those of `DecentOptimWrapper`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        average_buffers: bool,
+        parts: Iterable[Any] = (),
+        **options: Any,
+    ) -> None:
+        trained = set(map(id, params_of(optimizer)))
+        params, buffers = list(model.parameters()), list(model.buffers())
+        others = [param for param in params if id(param) not in trained]
+        self._extras = Extras(
+            tuple(reversed(params)),
+            (*others, *([] if average_buffers else buffers)),
+            tuple(parts),
+        )
+        super().__init__(optimizer, buffers=buffers if average_buffers else (), **options)
+
+    @property
+    def splits(self) -> bool:
+        """Whether a step may be made in parts now: nothing waits for a call of `step()`."""
+        return self._local_update.splits and not step_hooks(self) and not global_step_hooks()
+
+
+class _Step(Protocol):
+    """A step that is being made."""
+
+    def take(self, param: Tensor) -> None:
+        """The parameter's gradient is complete."""
+
+    def close(self) -> None:
+        """No gradient comes any more."""
+
+    def abort(self) -> bool:
+        """End it where it is; whether it has changed anything."""
+
+
+class _StepAtEnd:
+    """Leaves everything to the end of the backward pass, as a training loop does."""
+
+    def __init__(self, optimizer: BackwardOptimizer, treatment: Treatment) -> None:
+        self._optimizer = optimizer
+        self._treatment = treatment
+
+    def take(self, param: Tensor) -> None:
+        pass
+
+    def close(self) -> None:
+        self._treatment.step(self._optimizer)
+
+    def abort(self) -> bool:
+        return False
+
+
+class _StepInParts:
+    """Mixes, updates and launches each bucket once all its gradients are there, and frees them.
+
+    A bucket of which a gradient is missing is left to the end: a parameter that is frozen or unused
+    now may still be read by the rest of the backward pass.
+    """
+
+    def __init__(self, optimizer: BackwardOptimizer, treatment: Treatment) -> None:
+        self._optimizer = optimizer
+        buckets = optimizer._engine.gossip.buckets
+        self._home = {id(member): bucket for bucket in buckets for member in bucket.members}
+        self._missing = {bucket: set(map(id, bucket.members)) for bucket in buckets}
+        self._treatment = treatment
+        self._open = ExitStack()
+        self._pass_on: Callable[[Bucket], None] | None = None
+        self._takeovers = optimizer._engine.takeovers
+
+    def take(self, param: Tensor) -> None:
+        if param.grad is not None and param.grad.layout != torch.strided:
+            check_gradients(self._optimizer.param_groups, self._optimizer.rank)
+        bucket = self._home.get(id(param))
+        if bucket is None:
+            return
+        missing = self._missing.get(bucket)
+        if missing is None:
+            raise self._late(param)
+        missing.discard(id(param))
+        if not missing:
+            self._finish(bucket)
+
+    def close(self) -> None:
+        for bucket in list(self._missing):
+            self._finish(bucket)
+        self._open.close()
+
+    def abort(self) -> bool:
+        if self._pass_on is None:
+            return False
+        error = RuntimeError("the backward pass has failed")
+        self._open.__exit__(RuntimeError, error, None)
+        return True
+
+    def _finish(self, bucket: Bucket) -> None:
+        del self._missing[bucket]
+        if self._pass_on is None:
+            # Not before: to wait for the wire leaves it idle until the first bucket is complete.
+            step = self._optimizer._by_bucket(Scaling(None, None), self._treatment.step_part)
+            self._pass_on = self._open.enter_context(step)
+        if self._takeovers != self._optimizer._engine.takeovers:
+            # Gradients at parameters that this rank has lost to the others' meanwhile.
+            _free(bucket)
+        self._pass_on(bucket)
+        _free(bucket)
+
+    def _late(self, param: Tensor) -> RuntimeError:
+        named = named_parameters(self._optimizer.param_groups)
+        name = next(each.name for each in named if each.tensor is param)
+        return RuntimeError(
+            f"rank {self._optimizer.rank}: expected one gradient of {name} in a backward pass, but "
+            f"another one came after its bucket was mixed and updated, as with reentrant "
+            f"checkpoints that share it; pass use_reentrant=False to the checkpoint, or "
+            f"update_in_backward=False"
+        )
+
+
+class BackwardStepper:
+    """Makes one step in every backward pass.
+
+    Args:
+        optimizer: steps.
+        treatment: of the gradients.
+        scheduler: stepped after every step; None if there is none.
+        in_parts: step inside the backward pass whenever that is the same computation.
+    """
+
+    def __init__(
+        self,
+        optimizer: BackwardOptimizer,
+        treatment: Treatment,
+        scheduler: LRScheduler | None,
+        in_parts: bool,
+    ) -> None:
+        self.accumulates = False
+        self._optimizer = optimizer
+        self._treatment = treatment
+        self._scheduler = scheduler
+        self._in_parts = in_parts
+        self._step: _Step | None = None
+        self._torn = False
+
+    def check(self) -> None:
+        """Make sure that the model is in one piece.
+
+        Raises:
+            RuntimeError: it is not.
+        """
+        if self._torn:
+            raise RuntimeError(
+                f"rank {self._optimizer.rank}: the last backward pass ended in the middle of a "
+                f"step, with some buckets mixed and updated and others not; look for the first "
+                f"error, and restart all ranks from a checkpoint"
+            )
+
+    def on_gradient(self, param: Tensor) -> None:
+        """Step on with what this gradient completes."""
+        if self.accumulates:
+            return
+        self.check()
+        if self._step is None:
+            self._step = self._begin()
+        self._step.take(param)
+
+    def idle(self) -> None:
+        """A step without any gradient."""
+        self.check()
+        self._step = self._begin()
+        try:
+            self.on_end()
+        except BaseException:
+            # No backward pass tells of it; the next one must not go on with this step.
+            self.on_failure()
+            raise
+
+    def on_end(self) -> None:
+        """Finish the step; a backward pass without any gradient, as of an input alone, is none."""
+        if self._step is None:
+            return
+        self._step.close()
+        self._step = None
+        self._treatment.end()
+        self._free_all()
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def on_failure(self) -> None:
+        """Give up the step that is being made."""
+        if self._step is not None:
+            self._torn = self._step.abort()
+            self._step = None
+            if not self._torn:
+                # A later pass may go on, with a scaler and gradients that are ready for it.
+                self._treatment.end()
+                self._free_all()
+
+    def _free_all(self) -> None:
+        for param in params_of(self._optimizer):
+            param.grad = None
+
+    def _begin(self) -> _Step:
+        make = _StepInParts if self._in_parts and self._optimizer.splits else _StepAtEnd
+        return make(self._optimizer, self._treatment)
+
+
+def _free(bucket: Bucket) -> None:
+    for member in bucket.members:
+        member.grad = None

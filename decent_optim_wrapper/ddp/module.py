@@ -1,0 +1,324 @@
+"""Decentralised data-parallel training as a module: every backward pass is a step."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from decent_optim_wrapper.config import check_base
+from decent_optim_wrapper.ddp.autograd_hooks import BackwardPasses
+from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
+from decent_optim_wrapper.ddp.unscale_and_clip import Treatment, params_of
+from decent_optim_wrapper.gossip.local_update import steps_alone
+from decent_optim_wrapper.membership.arguments import Place
+from decent_optim_wrapper.membership.start import Start
+from decent_optim_wrapper.topo import Topology
+from decent_optim_wrapper.wrapper import DecentOptimWrapper
+
+__all__ = ["DecentralizedDataParallel", "LRSchedulerFn", "OptimFn"]
+
+OptimFn = Callable[[list[tuple[str, Tensor]]], Optimizer]
+LRSchedulerFn = Callable[[Optimizer], LRScheduler]
+
+
+class DecentralizedDataParallel(Module):
+    """Trains a module by gossip: the backward pass updates, mixes and launches bucket by bucket.
+
+    Every backward pass is one step of `DecentOptimWrapper` with ``overlap=True``,
+    ``x <- W_t x - u(x)``, and follows the same trajectory where the base's update is per parameter:
+    bit for bit in pairs, and to rounding in larger groups, whose buckets hold other parameters. As
+    soon as all gradients of a bucket are there, the bucket is mixed with what has arrived, updated
+    and launched, and its gradients are freed: at no time are there many more than those of one
+    bucket. There is no `step()` and no `zero_grad()` to call:
+
+        model = DecentralizedDataParallel(model, optim_fn, topology="ring")
+        for batch in loader:
+            loss(model, batch).backward()
+
+    A bucket of which a gradient is missing, as of a frozen or unused parameter, follows at the end
+    of the backward pass. With ``retain_graph=True`` a second pass through the same graph needs
+    values that the first has changed, and torch refuses it. ``torch.autograd.grad`` makes no step.
+
+    All ranks make equally many backward passes; a rank without a batch calls `idle_step()`. Move
+    and convert the model before.
+
+    Args:
+        model: the module; trained in place, reachable as ``module``.
+        optim_fn: makes the base optimizer from ``[(name, parameter), ...]``, those of the model
+            that want a gradient, in its order; called once. What is unfrozen later goes to
+            ``optimizer.add_param_group``, on all ranks.
+        lr_scheduler_fn: makes a scheduler from the base; it is stepped after every step.
+        topology: a name known to `TopologyFactory`, or an instance.
+        scaler: scales the loss before the backward pass; never call its `step` or `update`. Inside
+            the backward pass an overflow skips the update of its bucket on its rank, and the scale
+            follows once per step; at its end, the update of the whole model on its rank.
+        grad_clip_norm: bound of the norm of a *bucket's* gradients where the update is inside the
+            backward pass, when the others are not known yet; of the whole model's with
+            ``update_in_backward=False``. 0 does not clip.
+        param_as_bucket_view: make the parameters views of the buckets, as in `DecentOptimWrapper`.
+        sync_buffer_in_global_avg: `global_avg` averages the floating-point buffers, too.
+        bucket_size_in_mb: upper bound of a bucket in MiB.
+        update_in_backward: False leaves clipping, update and mixing to the end of the backward
+            pass, with all gradients at once. None does so for a base whose update is not known to
+            be per parameter, or that has step hooks, and True raises for it.
+        options: further arguments of `DecentOptimWrapper`, by name.
+
+    Attributes:
+        module: the model.
+        optimizer: the `DecentOptimWrapper`, with `stats`, `consensus_distance`, `averaged`, ….
+        lr_scheduler: what `lr_scheduler_fn` has made, or None.
+        scaler: as given.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: an argument is out of range, or does not fit the base optimizer; or as in
+            `DecentOptimWrapper`.
+    """
+
+    optimizer: DecentOptimWrapper
+
+    def __init__(
+        self,
+        model: Module,
+        optim_fn: OptimFn,
+        lr_scheduler_fn: LRSchedulerFn | None = None,
+        topology: str | Topology = "complete",
+        scaler: GradScaler | None = None,
+        grad_clip_norm: float = 0.0,
+        param_as_bucket_view: bool = True,
+        sync_buffer_in_global_avg: bool = False,
+        bucket_size_in_mb: float = 25,
+        *,
+        update_in_backward: bool | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        with Start(Place.of(options)).failing_together():
+            _check(model, grad_clip_norm, update_in_backward)
+            _check_parts(optim_fn, scaler, options)
+            base = optim_fn([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+            check_base(base, overlap=True)
+            if update_in_backward and not steps_alone(type(base)):
+                raise _not_in_parts(base)
+            scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(base)
+            _check_scheduler(scheduler)
+        self.module = model
+        self.scaler = scaler
+        self.lr_scheduler = scheduler
+        self.optimizer = wrapper = BackwardOptimizer(
+            base,
+            model,
+            sync_buffer_in_global_avg,
+            [part for part in (self.lr_scheduler, scaler) if part is not None],
+            topology=topology,
+            bucket_cap_mb=bucket_size_in_mb,
+            overlap=True,
+            param_as_bucket_view=param_as_bucket_view,
+            split_update=update_in_backward or None,
+            **options,
+        )
+        if update_in_backward is not False and not wrapper.splits:
+            if update_in_backward:
+                raise _not_in_parts(base)
+            warnings.warn(f"rank {wrapper.rank}: {_not_in_parts(base)}", stacklevel=2)
+        self._stepper = BackwardStepper(
+            wrapper,
+            Treatment(scaler, float(grad_clip_norm)),
+            self.lr_scheduler,
+            update_in_backward is not False,
+        )
+        self._passes = BackwardPasses(params_of(base), self._stepper)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model.
+
+        Raises:
+            RuntimeError: a backward pass has failed in the middle of a step.
+        """
+        self._stepper.check()
+        # What was added to the optimizer or unfrozen since.
+        self._passes.watch(params_of(self.optimizer))
+        outputs = self.module(*args, **kwargs)
+        self._passes.follow(outputs)
+        return outputs
+
+    def idle_step(self) -> None:
+        """Take part in a round without a batch: no local update, and the scheduler steps.
+
+        For a rank whose data has ended before the others'.
+        """
+        self._stepper.idle()
+
+    def set_accumulate_grad(self, enable: bool = True) -> None:
+        """Let the backward passes from now on only accumulate gradients, or step again.
+
+        Switch off before the backward pass of the last micro-batch. Accumulation needs memory for
+        all gradients.
+        """
+        self._stepper.accumulates = enable
+
+    def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
+        """Put the world average of the parameters in place; collective.
+
+        A backward pass that follows without `revert_global_avg()` keeps the average and drops the
+        round in flight.
+
+        Args:
+            will_revert: keep a snapshot for `revert_global_avg()`.
+            return_d2c: return ||x_i - mean(x)||_2, this rank's distance to the average.
+        """
+        self._stepper.check()
+        if not return_d2c:
+            self.optimizer.global_avg(will_revert)
+            return None
+        self.optimizer.global_avg()
+        engine = self.optimizer._engine
+        distance = engine.average.distance()
+        if not will_revert:
+            engine.keep_average()
+        return distance
+
+    def revert_global_avg(self) -> None:
+        """Restore what was before `global_avg()`, bit for bit.
+
+        Raises:
+            RuntimeError: there is nothing to restore.
+        """
+        self.optimizer.revert_global_avg()
+
+    def set_adaptive_factor(self, factor: float) -> None:
+        """Set the `mixing_rate` of the optimizer, by decent-dp's name; alike on all ranks."""
+        self.optimizer.mixing_rate = factor
+
+    def get_lr(self) -> float:
+        """The current learning rate of the first parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's own parameters and names; `parameters()` follows it."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The model's own buffers and names; `buffers()` follows it."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """All that a resumed run needs to continue bit for bit, the round in flight included.
+
+        Each rank saves its own, between two steps; ``module.state_dict()`` is the model alone.
+
+        Returns:
+            the states of "model", "optimizer" (base and round), "scheduler" and "scaler", None for
+            what there is not.
+
+        Raises:
+            TypeError: a module that holds this one asks for its part.
+        """
+        if args or kwargs:
+            raise TypeError(
+                f"rank {self.optimizer.rank}: a DecentralizedDataParallel holds optimizer and "
+                f"round beside the model, and is no part of another module's state; wrap the "
+                f"outermost module, or take module.state_dict()"
+            )
+        self._stepper.check()
+        return {
+            name: None if part is None else part.state_dict() for name, part in self._parts.items()
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Continue where `state_dict()` was taken; communicates nothing.
+
+        Raises:
+            ValueError: it does not have the same parts.
+        """
+        self._stepper.check()
+        parts = {name: part for name, part in self._parts.items() if part is not None}
+        saved = {name for name, state in state_dict.items() if state is not None}
+        if saved != set(parts):
+            raise ValueError(
+                f"rank {self.optimizer.rank}: expected the states of {sorted(parts)}, as from "
+                f"state_dict() of a DecentralizedDataParallel built alike, got {sorted(saved)}; a "
+                f"model alone goes into module.load_state_dict()"
+            )
+        for name, part in parts.items():
+            part.load_state_dict(state_dict[name])
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "model": self.module,
+            "optimizer": self.optimizer,
+            "scheduler": self.lr_scheduler,
+            "scaler": self.scaler,
+        }
+
+
+def _check(model: Any, grad_clip_norm: Any, update_in_backward: Any) -> None:
+    if not isinstance(model, Module):
+        raise TypeError(f"model expects a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, (DecentralizedDataParallel, DistributedDataParallel)):
+        raise TypeError(f"model expects a module that is not wrapped yet, got a {type(model)}")
+    real = isinstance(grad_clip_norm, numbers.Real) and not isinstance(grad_clip_norm, bool)
+    if not real:
+        raise TypeError(f"grad_clip_norm expects a number, got {grad_clip_norm!r}")
+    if not grad_clip_norm >= 0 or math.isinf(grad_clip_norm):
+        raise ValueError(f"grad_clip_norm must be 0 or more and finite, got {grad_clip_norm}")
+    if update_in_backward is not None and not isinstance(update_in_backward, bool):
+        raise TypeError(
+            f"update_in_backward expects True, False or None, got {update_in_backward!r}"
+        )
+
+
+# What the wrapper calls otherwise, or what is settled here.
+_OTHERWISE = {
+    "overlap": "always True here; use DecentOptimWrapper for a base that needs False",
+    "bucket_cap_mb": "bucket_size_in_mb",
+    "buffers": "sync_buffer_in_global_avg=True",
+    "split_update": "update_in_backward",
+    "_local_world_size": "local_world_size",
+}
+
+
+def _check_parts(optim_fn: Any, scaler: Any, options: dict[str, Any]) -> None:
+    if not callable(optim_fn):
+        raise TypeError(
+            f"optim_fn expects a function from [(name, parameter), ...] to an optimizer, got "
+            f"{type(optim_fn).__name__}"
+        )
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler expects a torch.amp.GradScaler or None, got {scaler!r}")
+    for name in options:
+        if name in _OTHERWISE:
+            raise TypeError(f"DecentralizedDataParallel takes no {name}: {_OTHERWISE[name]}")
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            "lr_scheduler_fn expects a scheduler that steps without a metric, got "
+            "ReduceLROnPlateau; build it on `optimizer` and step it yourself"
+        )
+
+
+def _not_in_parts(base: Optimizer) -> ValueError:
+    return ValueError(
+        f"an update inside the backward pass expects a base that can be updated bucket by bucket "
+        f"and has no step hooks, got {type(base).__name__}; with update_in_backward=None or False "
+        f"it is updated at the end, with all gradients at once"
+    )

@@ -1,0 +1,1 @@
+"""Rounds of gossip: buckets, the mixing, the local update and exact averages."""

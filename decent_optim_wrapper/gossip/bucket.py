@@ -1,0 +1,277 @@
+"""Buckets: tensors of one device and dtype that travel together as one flat vector.
+
+Layout, packing and mixing; no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decent_optim_wrapper.gossip.storage import Arena, Flat, is_finite, move_together, new_vector
+
+MIB = 1024 * 1024
+# Elements that are mixed at once where a temporary copy is needed.
+_SLICE = 1 << 18
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class Layout(NamedTuple):
+    """How tensors become buckets.
+
+    Args:
+        cap_mb: upper bound of a bucket in MiB; a larger tensor is a bucket of its own.
+        wire_device: maps a tensor's device to the device that the transport exchanges on.
+        comm_dtype: what wider floating-point values are rounded to on the wire; None keeps them.
+        as_view: make the tensors views of the bucket's own storage.
+    """
+
+    cap_mb: float
+    wire_device: Callable[[torch.device], torch.device] = lambda device: device
+    comm_dtype: torch.dtype | None = None
+    as_view: bool = False
+
+
+class _Kind(NamedTuple):
+    """What the members of a bucket have in common."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies in memory, and how."""
+
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Place:
+        return cls(tensor.data_ptr(), tensor.shape, tensor.stride())
+
+
+class Pair(NamedTuple):
+    """The wire buffers of an exchange with one peer."""
+
+    outgoing: Flat
+    incoming: Flat
+
+
+class Bucket:
+    """Tensors of one device and dtype, and the wire buffers through which they are exchanged.
+
+    Complex tensors travel as pairs of reals. The order on the wire is the logical order of the
+    elements, so ranks need not agree on memory layouts; with `as_view` it is the memory order.
+
+    Args:
+        tensors: the members, of one device and dtype.
+        layout: where and as what they travel.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], layout: Layout) -> None:
+        self._members = tuple(tensors)
+        self._kind = _Kind(self._members[0].device, self._members[0].dtype)
+        first = _real(self._members[0])
+        self.device, self.dtype = first.device, first.dtype
+        self.wire_device = layout.wire_device(self.device)
+        self.wire_dtype = self.dtype
+        if layout.comm_dtype is not None and self.dtype not in _HALF_DTYPES:
+            self.wire_dtype = layout.comm_dtype
+        self._shapes = [_real(member).shape for member in self._members]
+        self._sizes = [shape.numel() for shape in self._shapes]
+        self.numel = sum(self._sizes)
+        self.nbytes = self.numel * self.dtype.itemsize
+        self._storage = self._move_together() if layout.as_view else None
+        self._places = [_Place.of(member) for member in self._members]
+        self._pinned = self.wire_device.type == "cpu" and self.device.type == "cuda"
+        self._arena = Arena(self.wire_device, self._pinned)
+        # Views of the arena, made once: a round costs calls per bucket, not per parameter.
+        self._flats: dict[tuple[int, torch.dtype], tuple[Flat, ...]] = {}
+
+    def __repr__(self) -> str:
+        count = len(self._members)
+        return (
+            f"{count} parameter{'s' * (count > 1)}, {self._members[0].dtype} on {self.device}, "
+            f"{self.nbytes / MIB:.3f} MiB"
+        )
+
+    @property
+    def members(self) -> tuple[Tensor, ...]:
+        """The tensors themselves."""
+        return self._members
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the wire rounds."""
+        return self.wire_dtype != self.dtype
+
+    def pair(self) -> Pair:
+        """The wire buffers for one peer; `pair` and `summing` share their memory.
+
+        Where it can be, the tensors' own storage is what is sent: it must not change in flight.
+        """
+        near = self.wire_device == self.device
+        if self._storage is not None and near and not self.quantised:
+            return Pair(self._storage, *self._wire(1, self.wire_dtype))
+        return Pair(*self._wire(2, self.wire_dtype))
+
+    def summing(self) -> Flat:
+        """The wire buffer that is summed over a group.
+
+        Half-precision sums would round away what agreeing ranks agree on: they are in float32.
+        """
+        return self._wire(1, torch.float32 if self.dtype in _HALF_DTYPES else self.dtype)[0]
+
+    def new_flat(
+        self, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> Flat:
+        """Make a flat vector of the bucket's layout, uninitialised."""
+        device = device or self.device
+        # Pinned memory, or the copies between GPU and wire go through one more buffer.
+        pinned = device == self.wire_device and self._pinned
+        return self.view(new_vector(self._flat_numel, dtype or self.dtype, device, pinned))
+
+    def view(self, data: Tensor) -> Flat:
+        """Look at a flat vector as the bucket's tensors."""
+        if self._storage is not None:
+            return Flat(data, (data,))
+        parts = zip(torch.split(data, self._sizes), self._shapes, strict=True)
+        return Flat(data, tuple(part.view(shape) for part, shape in parts))
+
+    @torch.no_grad()
+    def pack(self, flat: Flat) -> Flat:
+        """Copy the tensors into `flat`."""
+        if flat is not self._storage:
+            torch._foreach_copy_(flat.views, self._tensors())
+        return flat
+
+    @torch.no_grad()
+    def unpack_(self, flat: Flat) -> None:
+        """Copy `flat` into the tensors."""
+        torch._foreach_copy_(self._tensors(), flat.views)
+        self._notify_autograd()
+
+    @torch.no_grad()
+    def mix_(self, flat: Flat, weight: float) -> None:
+        """In place, x <- x + weight * (flat - x); what already agrees stays bit for bit."""
+        torch._foreach_lerp_(self._tensors(), self._near(flat).views, weight)
+        self._notify_autograd()
+
+    @torch.no_grad()
+    def shift_(self, theirs: Flat, ours: Flat, weight: float) -> None:
+        """In place, x <- x + weight * (theirs - ours), where both are rounded.
+
+        The peer adds the exact opposite, so the mean of the two does not move.
+        """
+        if self._storage is None:
+            whole = self.view(self._difference(theirs.data, ours.data))
+            torch._foreach_add_(self._tensors(), whole.views, alpha=weight)
+            return
+        # Slice by slice, or the difference would take another copy of the bucket for a while.
+        for start in range(0, self._flat_numel, _SLICE):
+            part = slice(start, start + _SLICE)
+            away = self._difference(theirs.data[part], ours.data[part])
+            self._storage.data[part].add_(away, alpha=weight)
+        self._notify_autograd()
+
+    def is_finite(self) -> bool:
+        """Whether the tensors hold neither NaN nor infinity."""
+        return all(map(is_finite, self._tensors()))
+
+    def versions(self) -> list[tuple[Tensor, int]]:
+        """The members that lie in the bucket's storage, with their version counters.
+
+        What is changed through `.data` is not counted, and an inference tensor has no counter.
+        """
+        if self._storage is None:
+            return []
+        return [(member, member._version) for member in self._members if not member.is_inference()]
+
+    def strays(self) -> list[Tensor]:
+        """The members that were converted or moved since, and views whose storage was replaced."""
+        moved = [m for m in self._members if _Kind(m.device, m.dtype) != self._kind]
+        if self._storage is not None and not moved:
+            pairs = zip(self._members, self._places, strict=True)
+            moved = [member for member, place in pairs if _Place.of(member) != place]
+        return moved
+
+    def _notify_autograd(self) -> None:
+        """Count a change of the members, which those that are views do not notice themselves.
+
+        A backward pass that wants their old values would take the new ones in silence.
+        """
+        if self._storage is not None:
+            torch.autograd.graph.increment_version(self._members)
+
+    @property
+    def _flat_numel(self) -> int:
+        """Elements of a flat vector; a storage has gaps that align the tensors in it."""
+        return self.numel if self._storage is None else self._storage.data.numel()
+
+    def _wire(self, count: int, dtype: torch.dtype) -> tuple[Flat, ...]:
+        """Look at the wire memory as so many vectors; what it held before is lost."""
+        key = (count, dtype)
+        if key not in self._flats:
+            if not self._arena.fits(count, self._flat_numel, dtype):
+                self._flats.clear()
+            vectors = self._arena.vectors(count, self._flat_numel, dtype)
+            self._flats[key] = tuple(self.view(vector) for vector in vectors)
+        return self._flats[key]
+
+    def _difference(self, theirs: Tensor, ours: Tensor) -> Tensor:
+        """What one rounded vector has more than another, as the tensors have it."""
+        if self.wire_dtype == torch.float16:
+            # Of two large numbers it would overflow.
+            theirs, ours = theirs.to(self.dtype), ours.to(self.dtype)
+        return theirs.sub(ours).to(self.device, self.dtype)
+
+    def _near(self, flat: Flat) -> Flat:
+        """The flat vector on the tensors' device, in their dtype."""
+        if flat.data.device == self.device and flat.data.dtype == self.dtype:
+            return flat
+        return self.view(flat.data.to(self.device, self.dtype))
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        """The members as real tensors, looked at afresh: a member's storage may be replaced."""
+        if self._storage is not None:
+            return self._storage.views
+        if self._members[0].is_complex():
+            return tuple(map(_real, self._members))
+        return self._members
+
+    def _move_together(self) -> Flat:
+        data = move_together(self._members)
+        return Flat(data, (data,))
+
+
+def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...]:
+    """Fill buckets in the order given, one open bucket for each device and dtype.
+
+    Args:
+        tensors: any tensors, in an order that is the same on every rank.
+        layout: cap and form of the buckets.
+
+    Returns:
+        The buckets, ordered by their first tensor.
+    """
+    cap_bytes = layout.cap_mb * MIB
+    filled: list[list[Tensor]] = []
+    open_buckets: dict[_Kind, tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        kind = _Kind(tensor.device, tensor.dtype)
+        members, used_bytes = open_buckets.get(kind, ([], 0))
+        if not members or used_bytes + tensor.nbytes > cap_bytes:
+            members, used_bytes = [], 0
+            filled.append(members)
+        members.append(tensor)
+        open_buckets[kind] = (members, used_bytes + tensor.nbytes)
+    return tuple(Bucket(members, layout) for members in filled)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,0 +1,254 @@
+"""The base optimizer's local update, whole or bucket by bucket, also of scaled gradients."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from loguru import logger
+from torch import Tensor, optim
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from decent_optim_wrapper.gossip.bucket import Bucket
+from decent_optim_wrapper.optim import QGSGD, AccumAdam, AccumAdamW
+
+# State per parameter and nothing that couples parameters: updating them in several calls is the
+# same computation. Exact types only, since a subclass may couple what its parent does not.
+SPLITTABLE: tuple[type[Optimizer], ...] = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.ASGD,
+    optim.Adafactor,
+    *([optim.Muon] if hasattr(optim, "Muon") else []),  # of torch 2.9 and newer
+    AccumAdam,
+    AccumAdamW,
+    QGSGD,
+)
+
+
+# Decides whether the update of some parameters, the second argument, is made.
+Apply = Callable[[Sequence[Tensor], Callable[[], None]], None]
+
+
+def apply_update(params: Sequence[Tensor], update: Callable[[], None]) -> None:
+    """Make it."""
+    update()
+
+
+class Scaling(NamedTuple):
+    """What GradScaler hands over around its call of `step()`.
+
+    Args:
+        found_inf: not zero where a gradient overflowed; None without a GradScaler, and the plain
+            number 0 where there was no gradient at all.
+        grad_scale: the factor still in the gradients; None when they are unscaled already.
+    """
+
+    found_inf: Tensor | int | None
+    grad_scale: Tensor | None
+
+
+class LocalUpdate:
+    """Steps the base optimizer.
+
+    Args:
+        optimizer: the base.
+        split: whether to update bucket by bucket; None does where it is the same computation.
+
+    Raises:
+        TypeError: `split` is neither a bool nor None.
+        ValueError: `split` is forced on a base whose step cannot be called in parts.
+    """
+
+    def __init__(self, optimizer: Optimizer, split: bool | None) -> None:
+        if split is not None and not isinstance(split, bool):
+            raise TypeError(f"split_update expects True, False or None, got {split!r}")
+        if split and not steps_alone(type(optimizer)):
+            raise ValueError(
+                f"split_update=True expects a base whose step() works without a closure and is "
+                f"set up by Optimizer.__init__, got {type(optimizer).__name__}; pass "
+                f"split_update=None or False"
+            )
+        self._optimizer: Any = optimizer
+        self._split = type(optimizer) in SPLITTABLE if split is None else split
+        # Whether an overflow has skipped any of the last update; true or false as a tensor is, of
+        # which a GPU may not know yet.
+        self.skipped: Tensor | int = False
+
+    @property
+    def splits(self) -> bool:
+        """Whether the next update goes bucket by bucket.
+
+        Hooks of the base may change parameters after the update, and a replaced `step` may do
+        anything: both want one update of everything before the launch.
+        """
+        return self._split and not step_hooks(self._optimizer) and not self._step_is_replaced()
+
+    def whole(self, closure: Callable[[], float] | None, scaling: Scaling) -> float | None:
+        """Step once.
+
+        Args:
+            closure: handed to the base, which evaluates it as often as it needs.
+            scaling: of the gradients.
+
+        Returns:
+            What the base's step returns; None where an overflow skips it.
+        """
+        with self._scaled(scaling) as applies:
+            if not applies:
+                return None
+            result: float | None = self._call_step(*(() if closure is None else (closure,)))
+            return result
+
+    @contextmanager
+    def by_bucket(
+        self, scaling: Scaling, buckets: Sequence[Bucket], apply: Apply = apply_update
+    ) -> Iterator[Callable[[Bucket], None]]:
+        """Step once, in parts: yields the update of one bucket.
+
+        What is in no bucket is updated at the end. `apply` has the last word on each.
+        """
+        home = {id(member): bucket for bucket in buckets for member in bucket.members}
+        groups = self._optimizer.param_groups
+        parts: dict[int, list[list[Tensor]]] = {}
+        for index, group in enumerate(groups):
+            for param in group["params"]:
+                key = id(home.get(id(param)))
+                parts.setdefault(key, [[] for _ in groups])[index].append(param)
+
+        def update(bucket: Bucket | None) -> None:
+            if applies and (part := parts.get(id(bucket))):
+                params = list(chain.from_iterable(part))
+                made: list[bool] = []
+
+                def make() -> None:
+                    made.append(True)
+                    self._step_part(groups, part)
+
+                apply(params, make)
+                self.skipped = self.skipped or not made
+                # Fused kernels do not count the change, and a backward pass may not be over yet.
+                torch.autograd.graph.increment_version(params)
+
+        with self._scaled(scaling) as applies:
+            # A scheduler on the base looks for a step by this mark.
+            self._optimizer._opt_called = True
+            yield update
+            update(None)
+
+    def _step_part(self, groups: list[dict[str, Any]], part: list[list[Tensor]]) -> None:
+        """Step with these parameters only, group by group; nobody sees the groups so."""
+        whole = [group["params"] for group in groups]
+        self._optimizer.param_groups = [g for g, params in zip(groups, part, strict=True) if params]
+        for group, params in zip(groups, part, strict=True):
+            group["params"] = params
+        try:
+            # The class's step without torch's wrapper around it, which runs the hooks.
+            type(self._optimizer).step.__wrapped__(self._optimizer)
+        finally:
+            self._optimizer.param_groups = groups
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+
+    def _call_step(self, *args: Any) -> Any:
+        """Call the base's step with its own hooks.
+
+        Those on all optimizers run around the wrapper's step, and would run again in torch's
+        wrapper around the base's.
+        """
+        base = self._optimizer
+        hooked = getattr(type(base).step, "hooked", False)
+        if not hooked or not global_step_hooks() or self._step_is_replaced():
+            return base.step(*args)
+        base._opt_called = True
+        call: tuple[Any, ...] = (base, *args)
+        kwargs: dict[str, Any] = {}
+        for hook in tuple(base._optimizer_step_pre_hooks.values()):
+            changed = hook(base, call, kwargs)
+            call, kwargs = (call, kwargs) if changed is None else changed
+        result = type(base).step.__wrapped__(*call, **kwargs)
+        for hook in tuple(base._optimizer_step_post_hooks.values()):
+            hook(base, call, kwargs)
+        return result
+
+    def _step_is_replaced(self) -> bool:
+        own = vars(self._optimizer).get("step")
+        if own is None:
+            return False
+        by_scheduler = getattr(own, "_wrapped_by_lr_sched", False)
+        return not by_scheduler or own.__wrapped__ is not type(self._optimizer).step
+
+    @contextmanager
+    def _scaled(self, scaling: Scaling) -> Iterator[bool]:
+        """Hand the scaling on, or undo it; yields whether the update applies."""
+        self.skipped = False
+        if scaling.found_inf is None:
+            yield True
+        elif getattr(self._optimizer, "_step_supports_amp_scaling", False):
+            # A fused kernel unscales and skips by itself, from these two attributes.
+            self._optimizer.found_inf, self._optimizer.grad_scale = scaling
+            self.skipped = scaling.found_inf
+            try:
+                yield True
+            finally:
+                del self._optimizer.found_inf, self._optimizer.grad_scale
+        elif float(scaling.found_inf):
+            logger.debug("gradients overflowed: this rank's local update is skipped")
+            self.skipped = True
+            yield False
+        else:
+            if scaling.grad_scale is not None:
+                _unscale_(self._optimizer, scaling.grad_scale)
+            yield True
+
+
+def steps_alone(kind: Any) -> bool:
+    """Whether the class's step can be called without torch's wrapper and without a closure."""
+    step = getattr(kind.step, "__wrapped__", None)
+    if step is None:
+        return False
+    _, *others = inspect.signature(step).parameters.values()
+    return all(
+        p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in others
+    )
+
+
+def step_hooks(optimizer: Optimizer) -> bool:
+    """Whether something else happens before or after the steps of this optimizer."""
+    # A base that skips Optimizer.__init__ has no tables.
+    return bool(
+        getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        or getattr(optimizer, "_optimizer_step_post_hooks", None)
+    )
+
+
+def global_step_hooks() -> bool:
+    """Whether something else happens before or after the steps of all optimizers."""
+    return bool(
+        torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
+    )
+
+
+def _unscale_(optimizer: Optimizer, grad_scale: Tensor) -> None:
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    grads = [p.grad for p in params if p.grad is not None]
+    if any(grad.dtype == torch.float16 for grad in grads):
+        raise ValueError(
+            "expected gradients of float32 or wider under GradScaler, got float16, which would "
+            "underflow when unscaled; keep the parameters in float32 and use autocast"
+        )
+    if grads:
+        torch._foreach_mul_(grads, 1.0 / grad_scale.double().item())

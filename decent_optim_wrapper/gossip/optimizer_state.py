@@ -1,0 +1,97 @@
+"""What becomes of the base optimizer's state when an exact average is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.gossip.average import average, finite_shares
+from decent_optim_wrapper.gossip.bucket import Layout, plan_buckets
+from decent_optim_wrapper.gossip.round import Rules
+from decent_optim_wrapper.gossip.timing import Meter
+from decent_optim_wrapper.topo import Group
+
+# Of torch's optimizers and ours; their shape is that of a parameter without dimensions.
+_COUNTERS = frozenset({"step", "position", "mu_product", "eta", "mu"})
+
+
+class StatePolicy:
+    """Keeps, averages or forgets momenta.
+
+    Args:
+        choice: "keep", "average" or "reset".
+        optimizer: the base.
+        transport: the ranks and how to reach them.
+        layout: cap and wire of the buckets.
+        rules: what happens to values that are not finite.
+        meter: told of all bytes.
+    """
+
+    def __init__(
+        self,
+        choice: str,
+        optimizer: Optimizer,
+        transport: Transport,
+        layout: Layout,
+        rules: Rules,
+        meter: Meter,
+    ) -> None:
+        self._choice = choice
+        self._optimizer = optimizer
+        self._transport = transport
+        self._rules = rules
+        self._meter = meter
+        self._layout = Layout(layout.cap_mb, layout.wire_device)
+
+    def apply(self, params: Iterable[Tensor]) -> None:
+        """Do as chosen with the state of these parameters; collective where it averages.
+
+        Raises:
+            NonFiniteError: what is to be averaged is not finite on a rank, and the rules say so.
+        """
+        match self._choice:
+            case "average":
+                self._average(list(params))
+            case "reset":
+                # Everything that the base keeps of them, step counts too: a bias correction that
+                # takes moments of zero for old ones would make the next steps far too large.
+                for param in params:
+                    self._optimizer.state.pop(param, None)
+
+    def _average(self, params: list[Tensor]) -> None:
+        tensors = [list(self._tensors(param)) for param in params]
+        # A rank may have nothing yet for what had no gradient there.
+        counts = torch.tensor([len(each) for each in tensors], dtype=torch.int64, device="cpu")
+        shared = (self._transport.all_gather(counts) == counts).all(dim=0).tolist()
+        of_all = [
+            t for each, is_shared in zip(tensors, shared, strict=True) if is_shared for t in each
+        ]
+        buckets = plan_buckets(of_all, self._layout)
+        finite = finite_shares(
+            buckets, self._transport, self._rules, 'average_state="average"', "momenta"
+        )
+        everyone = Group(range(self._transport.world_size))
+        for bucket, shares in zip(buckets, finite, strict=True):
+            if not any(shares):
+                continue
+            mean = average(bucket, self._transport, shares)
+            self._meter.bytes_sent += int(everyone.copies_sent * mean.data.nbytes)
+            bucket.unpack_(mean)
+
+    def _tensors(self, param: Tensor) -> Iterator[Tensor]:
+        """What is kept per element; counters are not averaged."""
+        state = self._optimizer.state.get(param, {})
+        for name, value in sorted(state.items()):
+            if name not in _COUNTERS and _is_like(value, param):
+                yield value
+
+
+def _is_like(value: Any, param: Tensor) -> bool:
+    if not isinstance(value, Tensor) or value.shape != param.shape:
+        return False
+    return value.is_floating_point() or value.is_complex()

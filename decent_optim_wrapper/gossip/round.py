@@ -1,0 +1,310 @@
+"""One round on the wire: posted bucket by bucket, received as a whole, mixed bucket by bucket."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch import Tensor
+
+from decent_optim_wrapper.comm.call_order import Header
+from decent_optim_wrapper.comm.transport import Heard, Transport, WireError
+from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
+from decent_optim_wrapper.gossip.bucket import Bucket
+from decent_optim_wrapper.gossip.identical_ranks import IdenticalRanks
+from decent_optim_wrapper.gossip.schedule import Kind, Meeting
+from decent_optim_wrapper.gossip.storage import Flat, is_finite
+from decent_optim_wrapper.gossip.timing import Meter
+
+# Tags of an exchange: two for small messages, then one for each bucket.
+_HEADER_TAG, _FLAGS_TAG, _FIRST_BUCKET_TAG = 0, 1, 2
+
+
+class Rules(NamedTuple):
+    """What a round needs to know beside its number and group.
+
+    Args:
+        on_nonfinite: what happens to parameters that are not finite: "raise", "skip" or "ignore".
+        topology: what errors call the topology.
+        identical: notices that all ranks stay the same.
+    """
+
+    on_nonfinite: str
+    topology: str
+    identical: IdenticalRanks
+
+    @property
+    def checks(self) -> bool:
+        """Whether parameters are looked at before they are mixed."""
+        return self.on_nonfinite != "ignore"
+
+    def for_transport(self, transport: Transport) -> Rules:
+        """The rules that can be kept: what is not finite has to be told to the others."""
+        if not self.checks or transport.tells:
+            return self
+        logger.warning(
+            'rank {}: on_nonfinite needs a CPU backend in the process group ("cpu:gloo,cuda:nccl")'
+            "; parameters are not looked at",
+            transport.name,
+        )
+        return self._replace(on_nonfinite="ignore")
+
+
+class _Exchange(NamedTuple):
+    """A bucket whose parameters are on the wire, and how to mix in what arrives.
+
+    x <- x + mixing_rate * weight * (arriving - base), with base = x, or what x was rounded to.
+    """
+
+    position: int
+    works: list[dist.Work]
+    arriving: Flat
+    weight: float
+    sent: Flat | None = None
+    rounded: Flat | None = None
+
+
+class Round:
+    """One round of one rank, from its launch to its mixing.
+
+    Args:
+        header: the method that launches it, and its number; the same on all ranks.
+        meeting: the ranks that mix, and how far.
+        transport: how to reach them.
+        rules: see there.
+        meter: told of every wait, every copy and all bytes.
+    """
+
+    def __init__(
+        self, header: Header, meeting: Meeting, transport: Transport, rules: Rules, meter: Meter
+    ) -> None:
+        self.meeting = meeting
+        self.group = meeting.group
+        self._peers = tuple(rank for rank in self.group.ranks if rank != transport.rank)
+        self._header = header
+        self._transport = transport
+        self._rules = rules
+        self._meter = meter
+        # An exact average is the same number on all ranks, of two as well, and is not rounded.
+        self._sums = self.group.size > 2 or meeting.kind is Kind.AVERAGE
+        self._unmixed: list[Bucket] = []
+        self._exchanges: dict[Bucket, _Exchange] = {}
+        # 1 for each bucket that leaves with finite values, and the same of every rank of the group.
+        self._finite: list[int] = []
+        self._finite_of: dict[int, list[int]] = {}
+        # Parameters that are views of what is on the wire, with their version counters.
+        self._posted: list[tuple[Tensor, int]] = []
+        # A connection that is closed already is told when the round is received: there it can be
+        # handled. Everything else that fails here is this rank's own error.
+        self._failure: WireError | None = None
+        self._failed_bucket = 0
+        # Before the buckets: a group that sums would take anything for the first of them.
+        self._headers = self._tell(self._header.encode(), _HEADER_TAG)
+        self._flags: list[Heard] = []
+
+    @property
+    def unmixed(self) -> list[Bucket]:
+        """The buckets that were posted and are not mixed yet."""
+        return list(self._unmixed)
+
+    def post(self, bucket: Bucket) -> None:
+        """Pack a bucket and start its exchange; a rank alone exchanges nothing."""
+        self._unmixed.append(bucket)
+        if self.group.size == 1 or not bucket.numel or self._failure:
+            return
+        with self._meter.launch:
+            post = self._post_group if self._sums else self._post_pair
+            try:
+                self._exchanges[bucket] = post(bucket)
+                self._posted += bucket.versions()
+            except WireError as error:
+                self._failure, self._failed_bucket = error, len(self._exchanges)
+
+    def seal(self) -> None:
+        """Tell the group which buckets left with finite values, once all are posted."""
+        if self._exchanges and self._rules.checks and not self._failure:
+            self._flags = self._tell(torch.tensor(self._finite, device="cpu"), _FLAGS_TAG)
+
+    def receive(self) -> None:
+        """Wait until everything has arrived; nothing is mixed. A second call returns at once.
+
+        Raises:
+            PeerError: a peer's part did not come.
+            CallOrderError: a peer is in another method or round.
+        """
+        with self._meter.wait:
+            if self._failure:
+                raise self._lost(
+                    self._failed_bucket, self._peers, self._failure.silent
+                ) from self._failure
+            for rank, message in self._hear(self._headers, 0).items():
+                self._compare(message, rank)
+            self._headers = []
+            for index, exchange in enumerate(self._exchanges.values()):
+                self._wait(exchange.works, index, self._peers)
+            self._posted.clear()
+            if self._flags:
+                self._finite_of = self._hear(self._flags, len(self._exchanges) - 1)
+                self._finite_of[self._transport.rank] = self._finite
+                self._flags = []
+                self._warn_of_those_left_out()
+
+    def check_finite(self) -> None:
+        """Make sure that what has arrived may be mixed, as often as this is called.
+
+        Raises:
+            NonFiniteError: there are parameters that are not finite, and the rules say so.
+        """
+        bad = self._nonfinite_ranks()
+        if bad and self._rules.on_nonfinite == "raise":
+            raise nonfinite_error(bad, self._transport.name, f"round {self._header.round}")
+
+    def changed_in_flight(self) -> list[Tensor]:
+        """Views of what is on the wire whose values were changed since they were posted."""
+        return [param for param, version in self._posted if param._version != version]
+
+    def mix(self, bucket: Bucket) -> None:
+        """Mix in what has arrived for the bucket, once."""
+        self._unmixed.remove(bucket)
+        exchange = self._exchanges.get(bucket)
+        if exchange is not None:
+            self._mix(bucket, exchange)
+        if not self._unmixed:
+            self._rules.identical.end_round()
+
+    def _mix(self, bucket: Bucket, exchange: _Exchange) -> None:
+        with self._meter.mix:
+            flags = self._finite_of.items()
+            left_out = [rank for rank, finite in flags if not finite[exchange.position]]
+            if self._sums:
+                exchange.arriving.data.div_(max(1, self.group.size - len(left_out)))
+            if len(left_out) == self.group.size:
+                return
+            if self._rules.identical.looks and not left_out:
+                self._look(bucket, exchange)
+            weight = exchange.weight * self.meeting.mixing_rate
+            if self._transport.rank in left_out:
+                bucket.unpack_(exchange.arriving)
+            elif left_out and not self._sums:
+                return
+            elif exchange.rounded is None:
+                bucket.mix_(exchange.arriving, weight)
+            else:
+                bucket.shift_(exchange.arriving, exchange.rounded, weight)
+
+    def abandon(self) -> None:
+        """Let go of everything on the wire, whatever becomes of it."""
+        self._unmixed.clear()
+        self._exchanges.clear()
+        self._posted.clear()
+        self._headers = self._flags = []
+
+    def _look(self, bucket: Bucket, exchange: _Exchange) -> None:
+        arriving = exchange.arriving.data
+        # A sum has taken the place of what was sent, which is still in the bucket itself.
+        sent = exchange.sent or bucket.pack(bucket.new_flat(arriving.device, arriving.dtype))
+        self._rules.identical.compare(sent.data, arriving, bucket.wire_dtype, self.group.size)
+
+    def _post_pair(self, bucket: Bucket) -> _Exchange:
+        outgoing, incoming = bucket.pair()
+        bucket.pack(outgoing)
+        self._note_finite(outgoing)
+        position = len(self._exchanges)
+        (peer,) = self._peers
+        works = self._transport.exchange(
+            outgoing.data, incoming.data, peer, _FIRST_BUCKET_TAG + position
+        )
+        self._meter.bytes_sent += outgoing.data.nbytes
+        rounded = outgoing if bucket.quantised else None
+        weight = 1 - self.group.self_weight
+        return _Exchange(position, works, incoming, weight, outgoing, rounded)
+
+    def _post_group(self, bucket: Bucket) -> _Exchange:
+        """Sum over the group, to mix with its mean.
+
+        w x_i + (1-w)/(m-1) * sum of the others  =  x_i + m(1-w)/(m-1) * (mean - x_i)
+        """
+        size = self.group.size
+        flat = bucket.pack(bucket.summing())
+        if not self._note_finite(flat) and self._rules.on_nonfinite == "skip":
+            flat.data.zero_()
+        works = self._transport.all_reduce(flat.data, self.group.ranks)
+        self._meter.bytes_sent += int(self.group.copies_sent * flat.data.nbytes)
+        weight = size * (1 - self.group.self_weight) / (size - 1)
+        return _Exchange(len(self._exchanges), works, flat, weight)
+
+    def _note_finite(self, flat: Flat) -> bool:
+        finite = not self._rules.checks or is_finite(flat.data)
+        self._finite.append(int(finite))
+        return finite
+
+    def _nonfinite_ranks(self) -> list[int]:
+        places = sorted(rank for rank, finite in self._finite_of.items() if not all(finite))
+        return [self._transport.members[place] for place in places]
+
+    def _warn_of_those_left_out(self) -> None:
+        bad = self._nonfinite_ranks()
+        if bad and self._rules.on_nonfinite == "skip":
+            logger.warning(
+                "rank {} round {}: the parameters of ranks {} are not finite and are left out",
+                *(self._transport.name, self._header.round, bad),
+            )
+
+    def _tell(self, message: Tensor, tag: int) -> list[Heard]:
+        if self.group.size == 1 or self._failure or not self._transport.tells:
+            return []
+        try:
+            return self._transport.tell(message, self.group.ranks, tag)
+        except WireError as error:
+            self._failure, self._failed_bucket = error, max(0, len(self._exchanges) - 1)
+            return []
+
+    def _hear(self, heard: list[Heard], bucket: int) -> dict[int, list[int]]:
+        for each in heard:
+            self._wait(each.works, bucket, each.suspects)
+        return {each.rank: each.message.tolist() for each in heard}
+
+    def _compare(self, message: list[int], rank: int) -> None:
+        try:
+            self._header.check(message, self._transport.members[rank], self._transport.name)
+        except CallOrderError:
+            # The others wait for this rank in vain from now on: let them notice.
+            self.abandon()
+            self._transport.abort("the ranks called different methods")
+            raise
+
+    def _wait(self, works: list[dist.Work], bucket: int, suspects: tuple[int, ...]) -> None:
+        try:
+            self._transport.wait(works)
+        except WireError as error:
+            raise self._lost(bucket, suspects, error.silent) from error
+
+    def _lost(self, bucket: int, suspects: tuple[int, ...], silent: bool) -> PeerError:
+        """The error of a round whose bucket did not arrive."""
+        self.abandon()
+        loss = self._transport.lose(suspects, silent)
+        group = tuple(self._transport.members[rank] for rank in self.group.ranks)
+        return PeerError(
+            f"rank {self._transport.name}: lost {loss} in round {self._header.round}, bucket "
+            f"{bucket}, group {group} of {self._rules.topology}; look there for the first error. "
+            f"The parameters are as they were before this round was mixed: restart from a "
+            f'checkpoint, or let the others go on with on_peer_failure="continue"',
+            rank=loss.ranks[0] if len(loss.ranks) == 1 else None,
+            round=self._header.round,
+            bucket=bucket,
+        )
+
+
+def nonfinite_error(
+    bad: list[int], own_rank: int, where: str, what: str = "parameters"
+) -> NonFiniteError:
+    """The error on every rank that would have taken them in."""
+    return NonFiniteError(
+        f"rank {own_rank}: expected finite {what} in {where}, but those of ranks {bad} hold "
+        f"NaN or infinity, or more than comm_dtype can; none of them were mixed. Look for the "
+        f"overflow there (learning rate, loss scale, data), or leave such ranks out of a round "
+        f'with on_nonfinite="skip"',
+        bad,
+    )

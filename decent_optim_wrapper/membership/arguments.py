@@ -1,0 +1,215 @@
+"""From the constructor's arguments to the world they mean: process group, sizes, topology."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, Store
+from torch.distributed.constants import default_pg_timeout
+
+from decent_optim_wrapper.comm.process_groups import is_closed, is_registered, store_of, timeout_of
+from decent_optim_wrapper.topo import Topology, TopologyFactory
+
+
+class Place(NamedTuple):
+    """How this rank finds the others, as the user says; the names are `DecentOptimWrapper`'s."""
+
+    rank: Any = None
+    world_size: Any = None
+    local_world_size: Any = None
+    process_group: Any = None
+    store: Any = None
+    on_membership_change: Any = None
+    on_peer_failure: Any = "raise"
+    timeout: Any = None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Place:
+        """Take the fields from keyword arguments, of which others are left alone."""
+        return cls(**{name: value for name, value in options.items() if name in cls._fields})
+
+
+def check_place(place: Place) -> None:
+    """Make sure that each argument by itself is what it should be.
+
+    Raises:
+        TypeError: one is of the wrong type.
+        ValueError: one is out of range, or of no use.
+    """
+    for name in ("rank", "world_size", "local_world_size"):
+        value = getattr(place, name)
+        if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
+            raise TypeError(f"{name} expects a whole number or None, got {value!r}")
+        if value is not None and value < int(name != "rank"):
+            raise ValueError(f"{name} must be {int(name != 'rank')} or more, got {value}")
+    if place.store is not None and not isinstance(place.store, Store):
+        raise TypeError(f"store expects a torch.distributed.Store or None, got {place.store!r}")
+    if place.store is not None and place.on_peer_failure != "continue":
+        raise ValueError(
+            'store is of use with on_peer_failure="continue" only: pass both, or leave store out '
+            "and call torch.distributed.init_process_group() before"
+        )
+    if place.on_membership_change is not None and not callable(place.on_membership_change):
+        raise TypeError(
+            f"on_membership_change expects a function of the old and the new members, or None, "
+            f"got {place.on_membership_change!r}"
+        )
+
+
+def resolve_process_group(group: Any) -> Any | None:
+    """Find the process group.
+
+    Returns:
+        The group given, else the default group, else None: a world of one rank.
+
+    Raises:
+        TypeError: `group` is not a process group.
+        ValueError: the group is closed, or lacks this rank.
+    """
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None:
+        return None
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not a member of the process group given; "
+            f"build the wrapper on its members only"
+        )
+    if not isinstance(group, (dist.ProcessGroup, Backend)):
+        raise TypeError(
+            f"process_group expects a torch.distributed.ProcessGroup or None, got {group!r}"
+        )
+    if is_closed(group):
+        raise ValueError(
+            "process_group has been destroyed; build the wrapper before destroy_process_group()"
+        )
+    return group
+
+
+def check_sizes(group: Any | None, rank: int | None, world_size: int | None) -> None:
+    """Compare what the user says with the process group.
+
+    Raises:
+        ValueError: it contradicts the group.
+        RuntimeError: more than one rank and no process group.
+    """
+    if group is None:
+        _check_alone(rank, world_size)
+        return
+    for name, given, actual in (
+        ("rank", rank, group.rank()),
+        ("world_size", world_size, group.size()),
+    ):
+        if given is not None and given != actual:
+            raise ValueError(
+                f"{name}={given} contradicts the process group, whose {name} is {actual} here; "
+                f"leave {name} out or pass the process group's"
+            )
+
+
+class Found(NamedTuple):
+    """Ranks that meet through a store.
+
+    Args:
+        store: where they meet.
+        rank: this one.
+        world_size: their number.
+        timeout: bounds every wait.
+        launched_as: what the launcher calls them, by rank.
+    """
+
+    store: Any
+    rank: int
+    world_size: int
+    timeout: timedelta
+    launched_as: Sequence[int]
+
+
+def resolve_crew(group: Any, store: Any, rank: int | None, world_size: int | None) -> Found:
+    """Find the store, and who this rank is in it.
+
+    Raises:
+        ValueError: neither a store with `rank` and `world_size` nor a process group that has one.
+    """
+    if store is None:
+        group = resolve_process_group(group)
+        check_sizes(group, rank, world_size)
+        store = None if group is None else store_of(group)
+        if group is None or store is None:
+            raise ValueError(
+                'on_peer_failure="continue" needs a store in which the ranks agree: pass store, '
+                "rank and world_size, or call torch.distributed.init_process_group() before"
+            )
+        ranks = dist.get_process_group_ranks(group) if is_registered(group) else None
+        return Found(
+            store=store,
+            rank=group.rank(),
+            world_size=group.size(),
+            timeout=timeout_of(group),
+            launched_as=ranks or range(group.size()),
+        )
+    if rank is None or world_size is None or not 0 <= rank < world_size:
+        raise ValueError(
+            f"a store needs rank and world_size beside it, with rank below world_size; got "
+            f"{rank=}, {world_size=}"
+        )
+    return Found(
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=default_pg_timeout,
+        launched_as=range(world_size),
+    )
+
+
+def resolve_topology(
+    topology: str | Topology, world_size: int, place: Place, local_world_size: int
+) -> Topology:
+    """Build the topology of that name, or check that the instance fits the process group.
+
+    Args:
+        topology: a name or an instance.
+        world_size: number of ranks.
+        place: what the user says of the sizes, which an instance must fit.
+        local_world_size: what a topology of that name is built with.
+
+    Raises:
+        TypeError: neither a name nor a `Topology`.
+        ValueError: an unknown name, or sizes that do not fit.
+    """
+    if isinstance(topology, str):
+        return TopologyFactory.create(topology, world_size, local_world_size)
+    if not isinstance(topology, Topology):
+        raise TypeError(f"topology expects a name or a Topology, got {topology!r}")
+    for name, given, actual in (
+        ("world_size", topology.world_size, world_size),
+        ("local_world_size", topology.local_world_size, place.local_world_size),
+    ):
+        if actual is not None and given != actual:
+            raise ValueError(f"{topology!r} was built for {name}={given}, but here it is {actual}")
+    return topology
+
+
+def _check_alone(rank: int | None, world_size: int | None) -> None:
+    if world_size not in (None, 1):
+        raise RuntimeError(
+            f"world_size={world_size} needs a process group: call "
+            f"torch.distributed.init_process_group() before building the wrapper and start the "
+            f"script with `torchrun --nproc-per-node {world_size} script.py`"
+        )
+    if rank not in (None, 0):
+        raise ValueError(f"rank={rank} contradicts a world of one rank without a process group")
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if world_size is None and launched not in ("", "1"):
+        warnings.warn(
+            f"WORLD_SIZE={launched}, but there is no process group: this rank trains alone; call "
+            f"torch.distributed.init_process_group() before building the wrapper, or pass "
+            f"world_size=1",
+            stacklevel=7,
+        )

@@ -1,0 +1,62 @@
+"""A warning before torch.distributed.checkpoint takes values that differ by rank for replicas.
+
+It stores a tensor whose key is the same on several ranks once, from any of them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+import weakref
+from typing import Any
+
+from torch.optim import Optimizer
+
+from decent_optim_wrapper.membership.session import Engine
+
+_PACKAGE = "torch.distributed.checkpoint."
+_SAVERS = ("save", "async_save")
+_GETTERS = ("get_optimizer_state_dict", "get_state_dict")
+
+
+def warn_of_mixtures(optimizer: Optimizer, engine: Engine) -> None:
+    """Warn when the state dict of `optimizer` is taken for a checkpoint that mixes the ranks.
+
+    Seen is who asks for this state dict. A model that is saved alone, or a dict that was made
+    before, asks for nothing here.
+
+    Args:
+        optimizer: whose `state_dict()` is watched.
+        engine: knows whether the ranks' values differ; the watch ends with it.
+    """
+    alive = weakref.ref(engine)
+
+    def warn(_: Optimizer) -> None:
+        engine = alive()
+        if engine is not None and engine.differs and _takes_one_for_all():
+            warnings.warn(
+                "torch.distributed.checkpoint takes equal keys on several ranks for replicas of "
+                "one value, but the ranks' values differ: it would store a mixture of them, "
+                "without the round in flight. Save the average, inside `with "
+                "optimizer.averaged():`, or what each rank has under a key of its own: "
+                'dcp.save({f"rank_{rank}": {"model": model.state_dict(), "optimizer": '
+                "optimizer.state_dict()}})",
+                stacklevel=2,
+            )
+
+    handle = optimizer.register_state_dict_pre_hook(warn)
+    weakref.finalize(engine, handle.remove)
+
+
+def _takes_one_for_all() -> bool:
+    """Whether torch.distributed.checkpoint is asking, and names no rank in its keys."""
+    gets = False
+    frame: Any = sys._getframe()
+    while (frame := frame.f_back) is not None:
+        function = frame.f_code.co_name
+        if str(frame.f_globals.get("__name__")).startswith(_PACKAGE):
+            if function in _SAVERS:
+                return not any(re.search(r"\d", str(key)) for key in frame.f_locals["state_dict"])
+            gets = gets or function in _GETTERS
+    return gets

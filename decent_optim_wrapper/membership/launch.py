@@ -1,0 +1,253 @@
+"""Make the process group from what torchrun, Slurm or Open MPI say in the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class DistInfo(NamedTuple):
+    """Where this process stands.
+
+    Args:
+        rank: its rank in the process group.
+        world_size: number of ranks.
+        local_rank: its rank among those of its node.
+        device: where its model belongs.
+        local_world_size: number of ranks on its node.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    local_world_size: int
+
+
+class Ranks(NamedTuple):
+    """What a launcher says of this process."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+class Launch(NamedTuple):
+    """What the process group is made from: the ranks, and where rank 0 listens."""
+
+    ranks: Ranks
+    master_addr: str
+    master_port: str
+
+    def variables(self) -> dict[str, str]:
+        """What torchrun would have put into the environment."""
+        return {
+            "RANK": str(self.ranks.rank),
+            "WORLD_SIZE": str(self.ranks.world_size),
+            "LOCAL_RANK": str(self.ranks.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.ranks.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": self.master_port,
+        }
+
+
+def init_distributed(backend: str | None = None, timeout: timedelta | None = None) -> DistInfo:
+    """Make the default process group under torchrun, Slurm's srun or Open MPI's mpirun; collective.
+
+    The variables of torchrun go before those of Open MPI, and those before Slurm's. MASTER_ADDR and
+    MASTER_PORT are taken from the environment. Where they are missing, Slurm's are the first node
+    of the job step and a port from the job's and the step's number; under Open MPI on one node the
+    address is 127.0.0.1. Under all three the process then has the variables that torchrun sets, so
+    that LOCAL_WORLD_SIZE, the wrapper's default for `local_world_size`, is known.
+
+    A process group that exists is left as it is and described; only the current CUDA device is set,
+    where the group is NCCL's.
+
+    Args:
+        backend: None takes nccl where this process sees a CUDA device for every rank of its node,
+            else gloo. Where every rank sees just its own device, pass ``"nccl"``.
+        timeout: of collectives; None is torch's default.
+
+    Returns:
+        Rank, world size, local rank, device and local world size. With nccl the device is the CUDA
+        device of the local rank, and the current one from now on; else the CPU.
+
+    Raises:
+        RuntimeError: a variable is missing; the text names it.
+        ValueError: a variable is not what it should be, or nccl finds no device for this rank.
+    """
+    if dist.is_initialized():
+        ranks = _ranks_in_group()
+        device = _device(dist.get_backend(), ranks)
+    else:
+        launch = find_launch(os.environ)
+        ranks = launch.ranks
+        backend = backend or _default_backend(ranks)
+        device = _device(backend, ranks)
+        os.environ.update(launch.variables())
+        dist.init_process_group(backend, timeout=timeout)
+    return DistInfo(ranks.rank, ranks.world_size, ranks.local_rank, device, ranks.local_world_size)
+
+
+initialize_dist = init_distributed
+
+
+def find_launch(environ: Mapping[str, str]) -> Launch:
+    """Read the variables of the launcher that has started this process.
+
+    Raises:
+        RuntimeError: a variable is missing.
+        ValueError: a variable is not what it should be.
+    """
+    ranks = _find_ranks(environ)
+    for value, size in (
+        (ranks.rank, ranks.world_size),
+        (ranks.local_rank, ranks.local_world_size),
+        (ranks.local_world_size, ranks.world_size + 1),
+    ):
+        if not value < size:
+            raise ValueError(f"the variables of {ranks.launcher} contradict each other: {ranks}")
+    if ranks.launcher == "srun":
+        return Launch(ranks, _slurm_addr(environ), _slurm_port(environ))
+    if ranks.launcher == "mpirun":
+        hint = "pass it on with `mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<free port>`"
+        on_one_node = ranks.local_world_size == ranks.world_size
+        addr = environ.get("MASTER_ADDR") or ("127.0.0.1" if on_one_node else None)
+        addr = addr or _text(environ, "MASTER_ADDR", hint=hint)
+        return Launch(ranks, addr, _text(environ, "MASTER_PORT", hint=hint))
+    return Launch(ranks, _text(environ, "MASTER_ADDR"), _text(environ, "MASTER_PORT"))
+
+
+def _find_ranks(environ: Mapping[str, str]) -> Ranks:
+    # mpirun inside of a Slurm job inherits the job's SLURM_PROCID, the same in all its processes.
+    if environ.get("RANK"):
+        return Ranks(
+            "torchrun",
+            _number(environ, "RANK"),
+            _number(environ, "WORLD_SIZE"),
+            _number(environ, "LOCAL_RANK"),
+            _number(environ, "LOCAL_WORLD_SIZE"),
+        )
+    if environ.get("OMPI_COMM_WORLD_RANK"):
+        return Ranks(
+            "mpirun",
+            _number(environ, "OMPI_COMM_WORLD_RANK"),
+            _number(environ, "OMPI_COMM_WORLD_SIZE"),
+            _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
+            _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        )
+    if environ.get("SLURM_PROCID"):
+        return Ranks(
+            "srun",
+            _number(environ, "SLURM_PROCID"),
+            _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+            _number(environ, "SLURM_LOCALID"),
+            _slurm_tasks_here(environ),
+        )
+    raise RuntimeError(
+        "no launcher has started this process: expected the variable RANK (torchrun), "
+        "OMPI_COMM_WORLD_RANK (mpirun) or SLURM_PROCID (srun); start the script with "
+        "`torchrun --nproc-per-node <ranks> script.py`"
+    )
+
+
+def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
+    """This node's number in a list such as 4(x2),3: tasks per node, repeated."""
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    text = _text(environ, *names)
+    counts: list[int] = []
+    for entry in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        if match is None:
+            raise ValueError(f"{names[0]} should read like 4(x2),3, got {text!r}")
+        counts += [int(match[1])] * int(match[2] or 1)
+    if len(set(counts)) == 1:
+        return counts[0]
+    node = _number(environ, "SLURM_NODEID")
+    if node >= len(counts):
+        raise ValueError(f"SLURM_NODEID is {node}, but {names[0]} has {len(counts)}: {text!r}")
+    return counts[node]
+
+
+def _slurm_addr(environ: Mapping[str, str]) -> str:
+    """MASTER_ADDR, else the first node of the step, where Slurm by default puts rank 0."""
+    if addr := environ.get("MASTER_ADDR"):
+        return addr
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        hint = 'export it as $(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        return _text(environ, "MASTER_ADDR", hint=hint)
+    # Of a list such as gpu[07,10-12],login1 the first: gpu07.
+    first = next(re.finditer(r"(?:[^,\[]|\[[^\]]*\])*", nodes))
+    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0])
+
+
+def _slurm_port(environ: Mapping[str, str]) -> str:
+    """MASTER_PORT, else one between 10000 and 29999 that differs between the steps of a node."""
+    if port := environ.get("MASTER_PORT"):
+        return port
+    if not environ.get("SLURM_JOB_ID"):
+        return _text(environ, "MASTER_PORT", hint="export a free port, the same for all ranks")
+    step = _number(environ, "SLURM_STEP_ID") if environ.get("SLURM_STEP_ID") else 0
+    return str(10000 + (31 * _number(environ, "SLURM_JOB_ID") + step) % 20000)
+
+
+def _number(environ: Mapping[str, str], *names: str) -> int:
+    text = _text(environ, *names)
+    if not text.isdecimal():
+        raise ValueError(f"the variable {names[0]} must be a number, got {text!r}")
+    return int(text)
+
+
+def _text(environ: Mapping[str, str], *names: str, hint: str = "") -> str:
+    """The first of these variables that is set."""
+    for name in names:
+        if text := environ.get(name):
+            return text
+    advice = hint or "start the script with torchrun, srun or mpirun, which set it, or export it"
+    raise RuntimeError(f"the variable {' or '.join(names)} is missing; {advice}")
+
+
+def _ranks_in_group() -> Ranks:
+    if dist.get_world_size() == 1:
+        return Ranks("", 0, 1, 0, 1)
+    found = _find_ranks(os.environ)
+    return found._replace(rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def _default_backend(ranks: Ranks) -> str:
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if devices >= ranks.local_world_size and dist.is_nccl_available():
+        return "nccl"
+    if devices:
+        warnings.warn(
+            f"rank {ranks.rank} sees {devices} CUDA device(s) for the {ranks.local_world_size} "
+            f"ranks of its node and takes gloo and the CPU; where every rank sees just its own "
+            f'device, call init_distributed(backend="nccl")',
+            stacklevel=3,
+        )
+    return "gloo"
+
+
+def _device(backend: str, ranks: Ranks) -> torch.device:
+    """The device for this backend; a CUDA device becomes the current one."""
+    if "nccl" not in backend:
+        return torch.device("cpu")
+    devices = torch.cuda.device_count()
+    index = 0 if devices == 1 else ranks.local_rank
+    if index >= devices:
+        raise ValueError(
+            f"nccl expects a CUDA device for every rank of a node, but local rank "
+            f"{ranks.local_rank} sees {devices}; start fewer ranks or pass backend='gloo'"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)

@@ -1,0 +1,72 @@
+"""Which ranks are on one node: known from the launcher's variables, agreed on by all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Hashable, Sequence
+from itertools import groupby
+
+import torch.distributed as dist
+
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.membership.start import exchange
+
+
+def agree_on_local_world_size(given: int | None, node: str, transport: Transport) -> int:
+    """The number of ranks per node, the same on all ranks; collective.
+
+    Args:
+        given: as the user says, which holds where all ranks say the same.
+        node: `node_name` of this rank.
+        transport: the ranks and how to reach them.
+    """
+    digest = hashlib.sha256(node.encode()).digest()[:8]
+    rows = exchange(transport, [given or 0, int.from_bytes(digest, "little", signed=True)])
+    stated, nodes = rows[:, 0].tolist(), rows[:, 1].tolist()
+    if given is not None and len(set(stated)) == 1:
+        return given
+    return ranks_per_node(nodes)
+
+
+def ranks_per_node(nodes: Sequence[Hashable]) -> int:
+    """How many consecutive ranks share a node, or 1 where that is not the same everywhere.
+
+    Args:
+        nodes: what tells the node of each rank apart, by rank.
+    """
+    blocks = [len(list(block)) for _, block in groupby(nodes)]
+    regular = len(set(blocks)) == 1 and len(blocks) == len(set(nodes))
+    return blocks[0] if regular else 1
+
+
+def launched_local_world_size() -> int:
+    """LOCAL_WORLD_SIZE, or 1 where it is not set."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"the variable LOCAL_WORLD_SIZE must be a number above 0, got {text!r}")
+    return int(text)
+
+
+def node_name(local_world_size: int, rank: int) -> str:
+    """What to call the node of this process: its host and its first rank on it.
+
+    The host alone would take nodes that are simulated on one machine for one.
+
+    Args:
+        local_world_size: ranks on this node.
+        rank: this one, for processes that no launcher has numbered.
+    """
+    number = _variable("RANK")
+    if number is None:
+        number = dist.get_rank() if dist.is_initialized() else rank
+    place = _variable("LOCAL_RANK")
+    if place is None or not place < local_world_size or place > number:
+        place = number % local_world_size
+    return f"{socket.gethostname()} from rank {number - place}"
+
+
+def _variable(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else None

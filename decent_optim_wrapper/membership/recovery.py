@@ -1,0 +1,283 @@
+"""Going on without lost ranks, and together with those that come back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+import torch
+from loguru import logger
+
+from decent_optim_wrapper.comm.call_order import Call
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
+from decent_optim_wrapper.gossip.rounds import Gossip
+from decent_optim_wrapper.membership.consistency import difference
+from decent_optim_wrapper.membership.rendezvous import Crew, Note
+from decent_optim_wrapper.topo import Complete, Greedy, RandomMatching, Topology
+
+OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
+# Gives the state of the rank at that place to those that have none, and takes it there; collective.
+HandOver = Callable[[int, bool], None]
+# Makes a call of others with them, without taking anything from it; collective.
+Mirror = Callable[[Call], None]
+Result = TypeVar("Result")
+
+
+class Survival:
+    """Rebuilds topology and connections whenever the members change.
+
+    A rank that comes back starts with a step. It makes the other calls with the members, for
+    nothing, until all of them are in a step, too.
+
+    Args:
+        crew: who is there.
+        transport: what to rebuild.
+        topology: that of all ranks.
+        on_change: told of the old and the new members.
+    """
+
+    def __init__(
+        self, crew: Crew, transport: Transport, topology: Topology, on_change: OnChange | None
+    ) -> None:
+        self._crew = crew
+        self._transport = transport
+        self._full = topology
+        self._on_change = on_change
+        # All that start are fresh; where nobody is there yet to take over from, none stays so.
+        self._note = Note(round=0, fresh=True)
+        # Whether ranks have come back and wait for the others to be in a step.
+        self._newcomers = False
+        # The call that this rank is in, as long as others may be waiting for it there.
+        self._call: Call | None = None
+        # How many calls beside its steps this rank has made, and how many all have.
+        self._meetings = self._meetings_of_all = 0
+        weakref.finalize(self, crew.leave)
+        transport.alarm = lambda: crew.wanted
+        self._notes = self._meet()
+        # The members that the user knows of.
+        self._told = self.members
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part, as numbered at the start."""
+        return self._crew.members
+
+    @property
+    def joins(self) -> bool:
+        """Whether this rank comes to others who are training already."""
+        return self._note.fresh
+
+    def leave(self) -> None:
+        """Stay away from now on: the others go on at once, and not after a timeout."""
+        self._crew.leave()
+
+    def agree(self, text: str) -> None:
+        """Compare a description with that of the members, or leave it for those that come later.
+
+        Raises:
+            ValueError: this rank comes back as another one than it was.
+        """
+        if not self.joins:
+            self._crew.publish(text)
+        elif (theirs := self._crew.published()) != text:
+            raise ValueError(
+                f"rank {self._crew.rank}: this rank comes back with "
+                f"{difference(text, theirs, 'everyone else')}; build the same model, optimizer and "
+                f"wrapper as before"
+            )
+
+    def begin(self, gossip: Gossip, hand_over: HandOver, mirror: Mirror) -> None:
+        """Take charge of the gossip, from the first epoch on."""
+        self._gossip = gossip
+        self._hand_over = hand_over
+        self._mirror = mirror
+        gossip.on_loss = self.recover
+        if self.joins:
+            self._call = Call.STEP
+            self._settle_all()
+            self._assemble()
+            self._told = self.members
+        self.end_step()
+
+    def begin_step(self) -> None:
+        """Take in ranks that come back, and follow those that have lost a peer."""
+        self._call = Call.STEP
+        if self._crew.wanted:
+            self._gather_again("another rank has lost a peer, or comes back")
+        self._assemble()
+
+    def end_step(self) -> None:
+        """The next round is launched: nobody waits any more for this rank to come to its step."""
+        self._call = None
+
+    def meet(self, call: Call, action: Callable[[], Result]) -> Result:
+        """Make a call with all ranks, again with those that are left if one is lost.
+
+        Args:
+            call: the method that this rank is in.
+            action: may be repeated.
+        """
+        results: list[Result] = []
+        self._call = call
+        try:
+            done = False
+            while not done:
+                self._assemble()
+                done = self._make(call, lambda: results.append(action()))
+        finally:
+            self._call = None
+        return results[-1]
+
+    def recover(self, reason: object) -> None:
+        """Agree on who is left, drop the round in flight and go on with them.
+
+        Raises:
+            PeerError: there is no agreement.
+        """
+        self._gather_again(reason)
+        if self._call is Call.STEP:
+            self._assemble()
+
+    def _make(self, call: Call, action: Callable[[], None]) -> bool:
+        """Make a call with all ranks; whether it has been made, by all of them.
+
+        Nobody leaves before all have come to the end of the action. Who loses a peer there asks
+        the others: if one of them has not come to the end, all make the call again.
+        """
+        acted = False
+        try:
+            self._gossip.announce(call)
+            action()
+            acted = True
+            self._transport.all_gather(torch.zeros(1, device="cpu"))
+        except PeerError as error:
+            self._gather_again(error, acted)
+            acted = acted and self._meetings_of_all > self._meetings
+        self._meetings += acted
+        return acted
+
+    def _assemble(self) -> None:
+        """Where ranks have come back: make the calls that others are in, until all are in a step.
+
+        Raises:
+            CallOrderError: they are in several.
+        """
+        while self._newcomers and self._gossip.state.round >= self._resume:
+            calls = self._calls() - {Call.STEP}
+            if len(calls) > 1:
+                raise CallOrderError(
+                    f"rank {self._crew.rank}: expected all ranks in the same method when a rank "
+                    f"comes back, but they are in {' and '.join(map(str, sorted(calls)))}; call "
+                    f"the same methods in the same order on every rank"
+                )
+            if self._call in calls:
+                return
+            for call in calls:
+                with suppress(NonFiniteError):
+                    self._make(call, partial(self._mirror, call))
+
+    def _calls(self) -> set[Call]:
+        """The calls that the ranks are in; once all are in a step, nobody is a newcomer."""
+        try:
+            numbers = self._transport.all_gather(torch.tensor([self._call or 0], device="cpu"))
+        except PeerError as error:
+            self._gather_again(error)
+            return set()
+        calls = {Call(number) for number in numbers.flatten().tolist()}
+        if calls == {Call.STEP}:
+            self._newcomers = False
+            self._note = self._note._replace(fresh=False)
+        return calls
+
+    def tell_change(self) -> None:
+        """Call back if the members have changed; what the callback raises is the user's own."""
+        before, self._told = self._told, self.members
+        if self._on_change is not None and before != self._told:
+            self._on_change(before, self._told)
+
+    def _gather_again(self, reason: object, acted: bool = False) -> None:
+        """Agree on who is left, and bring them to the same round."""
+        logger.warning("rank {}: {}", self._crew.rank, reason)
+        self._note = self._note._replace(
+            round=self._gossip.state.round, meetings=self._meetings + acted
+        )
+        self._leave_round()
+        self._notes = self._meet()
+        self._settle_all()
+
+    def _leave_round(self) -> None:
+        self._gossip.abandon()
+        self._transport.abort("the members gather again")
+
+    def _meet(self) -> list[Note]:
+        """Gather, and build what depends on who came; what they say of themselves, in their order.
+
+        Nothing here keeps the group itself: hanging up must be able to close it.
+        """
+        gathering = self._crew.gather(self._note)
+        mine = gathering.notes[self._crew.rank]
+        self._note = self._note._replace(fresh=mine.fresh)
+        self._transport.reform(gathering.world, gathering.members, self._crew.rank, gathering.store)
+        self.topology = fitting(self._full, gathering.members)
+        return list(gathering.notes.values())
+
+    def _settle_all(self) -> None:
+        """Settle, with those that are left if one is lost meanwhile."""
+        while True:
+            try:
+                self._settle()
+                return
+            except PeerError as error:
+                logger.warning("rank {}: lost a peer while rebuilding: {}", self._crew.rank, error)
+                self._leave_round()
+                self._notes = self._meet()
+
+    def _settle(self) -> None:
+        """Bring the members to the same round, and those that come back to the same state."""
+        donors = [place for place, note in enumerate(self._notes) if not note.fresh]
+        self._resume = max(self._notes[place].round for place in donors)
+        self._meetings_of_all = min(self._notes[place].meetings for place in donors)
+        self._newcomers = len(donors) < len(self._notes)
+        self._gossip.rewire(self.topology, self._resume)
+        if self._newcomers:
+            # From a rank that is there already: another one still has a step to make until then.
+            donor = next(p for p in donors if self._notes[p].round == self._resume)
+            self._hand_over(donor, self.joins)
+        if self.joins:
+            self._gossip.restore(self._gossip.state._replace(round=self._resume, in_flight=False))
+            self._meetings = self._meetings_of_all
+        logger.warning(
+            "rank {}: {} of {} ranks go on with round {}: {}, {!r}",
+            *(self._crew.rank, len(self.members), self._full.world_size, self._resume),
+            *(self.members, self.topology),
+        )
+
+
+def fitting(full: Topology, members: tuple[int, ...]) -> Topology:
+    """The topology for those members: of the same kind where it fits, else one that fits any size.
+
+    Args:
+        full: the topology of all ranks.
+        members: the ranks that are left; they are renumbered in this order.
+    """
+    size, local = len(members), full.local_world_size
+    if size == full.world_size:
+        return full
+    nodes = [rank // local for rank in members]
+    if any(nodes.count(node) != local for node in nodes):
+        local = 1
+    kind = type(full)
+    try:
+        if kind.accepts(size, local):
+            return kind(size, local)
+    except Exception as error:
+        # A user's topology may fail in any way, and must not take the ranks that are left with it.
+        logger.warning("{} cannot be rebuilt for {} ranks: {!r}", kind.__name__, size, error)
+    general = Greedy if Greedy.accepts(size) else RandomMatching
+    other = Complete(size) if size < 3 else general(size)
+    logger.warning("{!r} does not fit {} ranks: {!r} takes its place", full, size, other)
+    return other

@@ -1,0 +1,331 @@
+"""The ranks that are still there: agreed on through the store, epoch by epoch.
+
+Every epoch has one list of members, written once by an atomic compare-and-set, and a gloo group of
+exactly these. Ranks that start, for the first time or again, found an epoch once all of them are
+there. Whoever loses a peer hangs up and enters the next epoch; its own peers notice the closed
+connections and follow. A rank that comes back knocks, and the members enter the next epoch together
+with it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch.distributed import DistError
+
+from decent_optim_wrapper.comm.process_groups import prefixed
+from decent_optim_wrapper.comm.store import BoundedStore, within
+from decent_optim_wrapper.errors import PeerError
+from decent_optim_wrapper.membership.heartbeat import Pulse
+
+_POLL_SECONDS = 0.02
+# Members are alive when a group is made, so it stands soon, or one of them has just died.
+_CONNECT = timedelta(seconds=10)
+# The others may first wait for a lost rank, for each other, for an epoch's connections and for the
+# proof of these, each up to the timeout, before they notice one that comes back.
+_NEWCOMER_TIMEOUTS = 4
+_LEAST_ATTEMPTS = 2
+# For telling the others of a failure: the own error must not come much later.
+_TELL = timedelta(seconds=2)
+
+
+class Note(NamedTuple):
+    """What a rank says of itself when it enters an epoch.
+
+    Args:
+        round: of the next launch.
+        fresh: whether it takes over what another rank has, if there is one that is not fresh.
+        meetings: how many collective calls beside its steps it has made.
+    """
+
+    round: int
+    fresh: bool
+    meetings: int = 0
+
+
+class Gathering(NamedTuple):
+    """An epoch that stands.
+
+    Args:
+        notes: of every member, by rank and in that order.
+        world: their group; None for a rank that is alone.
+        store: theirs alone; None for a rank that is alone.
+    """
+
+    notes: dict[int, Note]
+    world: Any | None
+    store: Any | None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks, as numbered at the very start."""
+        return tuple(self.notes)
+
+
+class Failure(NamedTuple):
+    """Written in place of the members of an epoch by a rank that could not start.
+
+    Args:
+        rank: which one.
+        life: how often it had been started.
+        error: what went wrong.
+    """
+
+    rank: int
+    life: int
+    error: str
+
+
+class Crew:
+    """One rank's view of who is there.
+
+    Args:
+        store: shared by all ranks, and outliving each of them.
+        rank: this one, as numbered at the start.
+        world_size: number of ranks at the start.
+        timeout: bounds every wait for the others.
+    """
+
+    # Wrappers in one process do not mix up their keys; all processes build them in the same order.
+    built = 0
+
+    def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
+        self._store = _part_of(store, timeout)
+        self.rank = rank
+        self.members = tuple(range(world_size))
+        self._everyone = self.members
+        self._timeout = timeout
+        self._epoch = 0
+        # Whether this rank has been a member; and whether there have been any, as far as it knows.
+        self._took_part = self._founded = False
+        self._life = 0
+        self._pulse = Pulse(self._store, rank, world_size)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a rank asks the others to gather again: it lost a peer, or comes back."""
+        return self._pulse.came
+
+    def leave(self) -> None:
+        """Give no more signs of life."""
+        self._pulse.stop()
+
+    def publish(self, text: str) -> None:
+        """Write down what all members have in common, for those that come later."""
+        with _store_errors(self.rank):
+            self._store.set("agreement", text)
+
+    def published(self) -> str:
+        """What the members have in common."""
+        with _store_errors(self.rank):
+            return self._store.get("agreement")
+
+    def gather(self, note: Note) -> Gathering:
+        """Enter epochs until one stands; every living member does the same.
+
+        Raises:
+            PeerError: none stood, the ranks of the start did not all come, or the store is gone.
+            ValueError: a rank could not start, and says why.
+        """
+        # Where one link of the mesh is dead, no epoch stands, and each attempt takes its time.
+        enough = time.monotonic() + _NEWCOMER_TIMEOUTS * self._timeout.total_seconds()
+        with _store_errors(self.rank):
+            for attempt in range(2 * len(self._everyone) + 8):
+                if attempt > _LEAST_ATTEMPTS and time.monotonic() > enough:
+                    break
+                epoch = self._enter(note)
+                members = self._agree(epoch, note.fresh)
+                if self.rank not in members:
+                    # The others went on without this rank: it comes back like a restarted one.
+                    logger.warning("rank {}: the others have gone on, ask to join", self.rank)
+                    note = note._replace(fresh=True)
+                elif gathering := self._stand(epoch, members):
+                    return gathering
+        raise PeerError(
+            f"rank {self.rank}: the ranks agreed on who is left, {list(self.members)}, and could "
+            f"not connect, several times; look for ranks that fail one after the other, and for "
+            f"links between two ranks that are dead"
+        )
+
+    def _enter(self, note: Note) -> int:
+        if self._life == 0:
+            self._life = self._store.add(f"starts/{self.rank}", 1)
+        if note.fresh:
+            self._skip_to_open()
+        self._epoch += 1
+        self._store.set(_note_key(self._epoch, self.rank), json.dumps(note))
+        self._store.set(f"{self._epoch}/knock", str(self.rank))
+        return self._epoch
+
+    def _skip_to_open(self) -> None:
+        """Skip the epochs whose members are written already."""
+        if self._store.check(["epoch"]):
+            self._founded = True
+            self._epoch = max(self._epoch, int(self._store.get("epoch")))
+        while self._store.check([_members_key(self._epoch + 1)]):
+            self._epoch += 1
+            self._read_members(self._epoch)
+
+    def _agree(self, epoch: int, fresh: bool) -> tuple[int, ...]:
+        """Wait for the members of the epoch to be written, or write them."""
+        comes_back = fresh and self._founded
+        patience = self._timeout * (_NEWCOMER_TIMEOUTS if comes_back else 1)
+        deadline = time.monotonic() + patience.total_seconds()
+        while not self._store.check([_members_key(epoch)]):
+            late = time.monotonic() > deadline
+            if present := self._founders(epoch) if fresh else self._survivors(epoch, late):
+                self._store.claim(_members_key(epoch), json.dumps(present))
+            elif late:
+                absent = [
+                    rank
+                    for rank in self._everyone
+                    if not (self._pulse.alive(rank) and self._entered(epoch, [rank]))
+                ]
+                raise PeerError(
+                    f"rank {self.rank}: waited {patience} for the other ranks, of which "
+                    f"{absent} did not come; start every rank, with the same store"
+                )
+            else:
+                time.sleep(_POLL_SECONDS)
+        members = self._read_members(epoch)
+        if self.rank in members:
+            # All of them are alive and known to be so: they have just entered.
+            self._pulse.expect(members)
+            self.members = members
+        return members
+
+    def _founders(self, epoch: int) -> tuple[int, ...]:
+        """All ranks, once all are there and none has anything that the others need to take over."""
+        if not self._entered(epoch, self._everyone):
+            return ()
+        return self._everyone if all(self._note(epoch, r).fresh for r in self._everyone) else ()
+
+    def _survivors(self, epoch: int, late: bool) -> tuple[int, ...]:
+        """Those who have entered, once every other member is dead or too late."""
+        awaited = [rank for rank in self.members if self._pulse.alive(rank)]
+        if not late and not self._entered(epoch, awaited):
+            return ()
+        return tuple(rank for rank in self._everyone if self._entered(epoch, [rank]))
+
+    def _read_members(self, epoch: int) -> tuple[int, ...]:
+        """The members of the epoch; there are none where a rank could not start.
+
+        Raises:
+            ValueError: it could not, and this one starts together with it.
+        """
+        written = json.loads(self._store.get(_members_key(epoch)))
+        if not isinstance(written, dict):
+            return tuple(written)
+        failure = Failure(**written)
+        if not self._took_part and self._life <= failure.life:
+            raise ValueError(
+                f"rank {self.rank}: rank {failure.rank} could not start, and nobody goes on "
+                f"without it: {failure.error}"
+            )
+        return ()
+
+    def _stand(self, epoch: int, members: tuple[int, ...]) -> Gathering | None:
+        """Connect the members; None if one of them is lost meanwhile."""
+        notes = _with_donor({rank: self._note(epoch, rank) for rank in members})
+        self._pulse.await_key(f"{epoch + 1}/knock")
+        try:
+            gathering = Gathering(notes, *self._connect(epoch, members))
+        except (RuntimeError, TimeoutError) as error:
+            logger.warning("rank {}: epoch {} does not stand: {}", self.rank, epoch, error)
+            return None
+        self._store.set("epoch", str(epoch))
+        self._took_part = True
+        return gathering
+
+    def _connect(self, epoch: int, members: tuple[int, ...]) -> tuple[Any | None, Any | None]:
+        """Make the group of the members, and prove that all are in it; their store, too."""
+        if len(members) == 1:
+            return None, None
+        place, patience = members.index(self.rank), min(self._timeout, _CONNECT)
+
+        def connect() -> tuple[Any, Any]:
+            store = prefixed(f"{epoch}", self._store.clone())
+            world: Any = dist.ProcessGroupGloo(
+                prefixed("world", store), place, len(members), patience
+            )
+            try:
+                world.allreduce([torch.ones(1, device="cpu")]).wait(patience)
+            except RuntimeError:
+                # A collective that hangs holds the group until the timeout.
+                threading.Thread(target=[world].clear, daemon=True).start()
+                del world
+                raise
+            world._set_default_timeout(self._timeout)
+            return world, store
+
+        def pointless() -> bool:
+            return self._pulse.came or not all(map(self._pulse.alive, members))
+
+        return within(patience.total_seconds(), connect, pointless)
+
+    def _entered(self, epoch: int, ranks: Iterable[int]) -> bool:
+        return self._store.check([_note_key(epoch, rank) for rank in ranks])
+
+    def _note(self, epoch: int, rank: int) -> Note:
+        return Note(*json.loads(self._store.get(_note_key(epoch, rank))))
+
+
+def tell_failure(store: Any, rank: int, error: Exception) -> None:
+    """Let the ranks that start together with this one know why it does not come.
+
+    It counts as a crew that was built: the next one has the same number on all ranks.
+    """
+    part = _part_of(store, _TELL)
+    try:
+        if part.check(["epoch"]):
+            # The others are training: they wait for nobody.
+            return
+        epoch, life = 1, part.add(f"starts/{rank}", 1)
+        while part.check([_members_key(epoch)]):
+            epoch += 1
+        failure = Failure(rank, life, f"{type(error).__name__}: {error}")
+        part.claim(_members_key(epoch), json.dumps(failure._asdict()))
+    except DistError as silence:
+        logger.warning("rank {}: the others could not be told: {}", rank, silence)
+
+
+def _part_of(store: Any, patience: timedelta) -> BoundedStore:
+    part = prefixed(f"decent_optim_wrapper/crew {Crew.built}", store)
+    Crew.built += 1
+    return BoundedStore(part, patience)
+
+
+def _with_donor(notes: dict[int, Note]) -> dict[int, Note]:
+    """If all are fresh, those who have got farthest are not: the others take over from them."""
+    if not all(note.fresh for note in notes.values()):
+        return notes
+    farthest = max(note.round for note in notes.values())
+    return {rank: note._replace(fresh=note.round < farthest) for rank, note in notes.items()}
+
+
+def _members_key(epoch: int) -> str:
+    return f"{epoch}/members"
+
+
+def _note_key(epoch: int, rank: int) -> str:
+    return f"{epoch}/note/{rank}"
+
+
+@contextmanager
+def _store_errors(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except DistError as error:
+        raise PeerError(
+            f"rank {rank}: the store in which the ranks agree does not answer ({error}); keep it "
+            f"in a process that outlives the ranks, on a link that holds"
+        ) from error

@@ -1,0 +1,106 @@
+"""The start: an error that one rank meets before the ranks have agreed is an error on all of them.
+
+Every rank takes part in the same few exchanges. A rank that fails between two of them takes part in
+the next one with its error, so that nobody waits for it in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from loguru import logger
+from torch import Tensor
+
+from decent_optim_wrapper.comm.state_transfer import share_text
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.config import read_timeout
+from decent_optim_wrapper.membership.arguments import Place, resolve_crew, resolve_process_group
+from decent_optim_wrapper.membership.rendezvous import Crew, tell_failure
+
+# A SHA-256 digest. All exchanges have one size: a rank that fails does not know which one is next.
+_NUMBERS = 4
+
+
+class Start:
+    """The way to the other ranks while this one starts.
+
+    Args:
+        place: not checked yet.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._crews = Crew.built
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the ranks meet in a store, and have no process group for an exchange yet."""
+        mode = self.place.on_peer_failure
+        return isinstance(mode, str) and mode == "continue"
+
+    @cached_property
+    def process_group(self) -> Any | None:
+        """The process group; None for a rank that is alone, or that meets the others in a store."""
+        return None if self.elastic else resolve_process_group(self.place.process_group)
+
+    @cached_property
+    def transport(self) -> Transport:
+        """Connects the ranks of the process group."""
+        try:
+            timeout = read_timeout(self.place.timeout)
+        except (TypeError, ValueError):
+            # The settings refuse it, which the others are told with the group's own timeout.
+            timeout = None
+        return Transport(self.process_group, timeout)
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Tell the other ranks an error of the body, in the exchange in which they wait."""
+        try:
+            yield
+        except Exception as error:
+            self._tell(error)
+            raise
+
+    def _tell(self, error: Exception) -> None:
+        try:
+            if not self.elastic:
+                exchange(self.transport, (), f"{type(error).__name__}: {error}")
+            elif Crew.built == self._crews:
+                place = self.place
+                crew = resolve_crew(place.process_group, place.store, place.rank, place.world_size)
+                tell_failure(crew.store, crew.rank, error)
+        except Exception as untold:
+            # Where the process group itself is the error there is no way to the others.
+            logger.debug("the other ranks could not be told of {!r}: {}", error, untold)
+
+
+def exchange(transport: Transport, numbers: Sequence[int], failure: str = "") -> Tensor:
+    """Gather a few numbers of every rank; collective.
+
+    Args:
+        transport: the ranks and how to reach them.
+        numbers: at most 4, of 64 bits.
+        failure: why this rank cannot start; empty if it can.
+
+    Returns:
+        int64 of shape (world_size, 4), on the CPU.
+
+    Raises:
+        ValueError: another rank cannot start.
+    """
+    row = [int(bool(failure)), *numbers, *[0] * (_NUMBERS - len(numbers))]
+    rows = transport.all_gather(torch.tensor(row, dtype=torch.int64, device="cpu"))
+    failed = rows[:, 0].nonzero().flatten().tolist()
+    if failed:
+        reason = share_text(failure, transport, failed[0])
+        if not failure:
+            raise ValueError(
+                f"rank {transport.name}: the ranks cannot start, because rank "
+                f"{transport.members[failed[0]]} raised {reason} (ranks that failed: {failed})"
+            )
+    return rows[:, 1:]
