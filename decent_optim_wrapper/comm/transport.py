@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
@@ -37,8 +36,8 @@ from decent_optim_wrapper.topo import Group
 _FIRST_TAG = 1 << 20
 # A message to every other rank of a larger group would cost more than a collective.
 _MOST_TOLD_ONE_BY_ONE = 16
-# Between two looks at the alarm.
-_WATCH_SECONDS = 0.05
+# How much later than at its timeout gloo may end a wait.
+_SLACK_SECONDS = 1.0
 
 
 class WireError(RuntimeError):
@@ -98,7 +97,6 @@ class Transport:
         self._timeout = timeout or timedelta(0)
         # A closed transport is not a world of one rank: what needs the others raises.
         self._closed: _Closed | None = None
-        self._waiter: ThreadPoolExecutor | None = None
         # Tells whether waiting has become pointless; None where nobody would know.
         self.alarm: Callable[[], bool] | None = None
         self.rank = 0
@@ -232,8 +230,6 @@ class Transport:
         """Drop the communicators made here and let go of the user's process group."""
         self._subgroups.clear()
         self._user_group = self._world = None
-        if self._waiter is not None:
-            self._waiter.shutdown(wait=False)
 
     def wire_device(self, device: torch.device) -> torch.device:
         """The device that tensors of `device` are exchanged on: gloo's exchange is on the CPU."""
@@ -383,18 +379,13 @@ class Transport:
         """Wait on another thread, and look at the alarm here.
 
         Not by short waits in turn: gloo closes all connections when one wait runs out. If the
-        alarm ends the wait, `abort` ends the thread's.
+        alarm ends the wait here, `abort` ends that of the thread.
         """
-        if self._waiter is None:
-            self._waiter = ThreadPoolExecutor(1, thread_name_prefix="decent-wait")
-        waiting = self._waiter.submit(self._wait_for_all, works)
-        while True:
-            try:
-                waiting.result(_WATCH_SECONDS)
-                return
-            except TimeoutError:
-                if alarm():
-                    raise WireError("another rank has lost a peer, or comes back") from None
+        most = len(works) * self._timeout.total_seconds() + _SLACK_SECONDS
+        try:
+            within(most, lambda: self._wait_for_all(works), alarm)
+        except TimeoutError as error:
+            raise WireError("another rank has lost a peer, or comes back") from error
 
     def _own_store(self, store: Any | None) -> Any | None:
         """A part of the store for this wrapper alone: ranks build wrappers in the same order."""
