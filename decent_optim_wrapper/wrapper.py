@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from decent_optim_wrapper.gossip.batch_norms import recalibrated
 from decent_optim_wrapper.gossip.bucket import MIB, Bucket
 from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling, apply_update
 from decent_optim_wrapper.gossip.outer import OuterNesterov, SlowMomentum, find_rule
+from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import StepStats
 from decent_optim_wrapper.membership.arguments import Place
 from decent_optim_wrapper.membership.consistency import named_parameters
@@ -226,15 +228,13 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
             with torch.enable_grad():
                 loss, closure = closure(), None
         if splits:
-            with self._by_bucket(self._scaling()) as pass_on:
+            with self._in_parts(self._scaling()) as advance:
                 for bucket in self._engine.gossip.buckets:
-                    pass_on(bucket)
+                    advance(bucket)
             return loss
-        with self._turn() as engine:
-            engine.gossip.finish()
-            with engine.meter.update:
-                result = self._local_update.whole(closure, self._scaling())
-            engine.gossip.launch()
+        with self._step() as step:
+            update = partial(self._local_update.whole, closure, self._scaling())
+            result = step.advance(step.buckets, update)
         return result if loss is None else loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -400,34 +400,22 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         return self._engine.process_group
 
     @contextmanager
-    def _turn(self) -> Iterator[Engine]:
-        """What belongs to every step, around its round and its update."""
+    def _step(self) -> Iterator[Step]:
         Join.notify_join_context(self)
-        self._engine.meter.reset()
-        self._engine.before_step()
-        with self._engine.failing_together():
-            yield self._engine
-            self._engine.after_launch(self._local_update.skipped)
-        self._engine.tell_change()
+        with self._engine.step() as step:
+            yield step
+            self._engine.meter.skipped = self._local_update.skipped
 
     @contextmanager
-    def _by_bucket(
+    def _in_parts(
         self, scaling: Scaling, apply: Apply = apply_update
     ) -> Iterator[Callable[[Bucket], None]]:
         """A step in parts: yields what mixes, updates and launches a bucket, to call for each."""
-        with self._turn() as engine:
-            relay = engine.gossip.relay()
-            buckets = engine.gossip.buckets
-            with self._local_update.by_bucket(scaling, buckets, apply) as update:
-
-                def pass_on(bucket: Bucket) -> None:
-                    relay.mix(bucket)
-                    with engine.meter.update:
-                        update(bucket)
-                    relay.post(bucket)
-
-                yield pass_on
-            relay.close()
+        with (
+            self._step() as step,
+            self._local_update.by_bucket(scaling, step.buckets, apply) as update,
+        ):
+            yield lambda bucket: step.advance([bucket], partial(update, bucket))
 
     def _scaling(self) -> Scaling:
         # GradScaler sets the two attributes here around its call of step().

@@ -313,3 +313,40 @@ def test_ranks_whose_neighbours_close_for_anothers_sake_do_not_wait_for_their_ti
     for longest, members in results:
         assert members == (0, 2, 3, 4, 5)
         assert 0 < longest < PATIENCE / 2
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_a_closure_that_fails_in_the_middle_of_a_step_ends_it_on_all_ranks(topology: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params()
+        base = torch.optim.LBFGS(params, lr=0.1, max_iter=3)
+        optimizer = DecentOptimWrapper(
+            base,
+            topology=topology,
+            process_group=group,
+            bucket_cap_mb=TINY_CAP_MB,
+            overlap=False,
+            timeout=PATIENCE,
+        )
+        evaluated = 0
+
+        def closure() -> float:
+            nonlocal evaluated
+            evaluated += 1
+            if (rank, evaluated) == (1, 5):
+                raise OutOfMemoryError("in the closure")
+            return float(backward(params, rank, optimizer.round))
+
+        def train() -> None:
+            for _ in range(6):
+                optimizer.step(closure)
+
+        with pytest.raises(RuntimeError) as caught:
+            train()
+        assert not torch.equal(flatten(params), flatten(make_params()))
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    texts = run_threads(4, main)
+    assert texts[1] == "OutOfMemoryError: in the closure"
+    for rank in (0, 2, 3):
+        assert "lost rank 1, which failed with OutOfMemoryError: in the closure" in texts[rank]

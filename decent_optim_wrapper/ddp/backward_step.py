@@ -133,7 +133,7 @@ class _StepInParts:
         del self._missing[bucket]
         if self._pass_on is None:
             # Not before: to wait for the wire leaves it idle until the first bucket is complete.
-            step = self._optimizer._by_bucket(Scaling(None, None), self._treatment.step_part)
+            step = self._optimizer._in_parts(Scaling(None, None), self._treatment.step_part)
             self._pass_on = self._open.enter_context(step)
         if self._takeovers != self._optimizer._engine.takeovers:
             # Gradients at parameters that this rank has lost to the others' meanwhile.

@@ -1,4 +1,4 @@
-"""Rounds of gossip: launch, finish, relay, discard.
+"""Rounds of gossip: begin, hand over, receive, mix, discard.
 
 This module owns the mutable state of the gossip: the counter and the round in flight.
 """
@@ -6,7 +6,7 @@ This module owns the mutable state of the gossip: the counter and the round in f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +18,6 @@ from decent_optim_wrapper.comm.call_order import Call, Header
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.gossip.bucket import Bucket
-from decent_optim_wrapper.gossip.pipeline import Relay
 from decent_optim_wrapper.gossip.post_mix import Aftermath
 from decent_optim_wrapper.gossip.round import Round, Rules
 from decent_optim_wrapper.gossip.schedule import Meeting, Timetable
@@ -148,31 +147,57 @@ class Gossip:
 
     def launch(self) -> None:
         """Start the next round with the parameters as they are now."""
-        relay = self.relay()
+        launched = self.begin_round()
         for bucket in self._buckets:
-            relay.post(bucket)
-        relay.close()
+            launched.post(bucket)
+        self.hand_over(launched)
 
-    def relay(self) -> Relay:
-        """Receive the round in flight, and begin the next one.
+    def begin_round(self) -> Round:
+        """The next round, to which the buckets are posted one by one."""
+        meeting = self._timetable.meeting(self._round, self.mixing_rate)
+        names = [self._transport.members[rank] for rank in meeting.group.ranks]
+        logger.debug("rank {} round {}: group {}", self._transport.name, self._round, names)
+        return self._round_of(Call.STEP, meeting)
 
-        Nothing is mixed before everything has arrived: a round that fails leaves all parameters
-        as they were. And no bucket leaves before that: two rounds on the wire would slow down the
-        older one, for which all ranks are waiting. The first bucket is on the wire again while
-        the others are mixed and updated.
-        """
-        self._pay()
-        arrived = self._receive_to_mix()
-        if arrived:
-            # Members of a replaced bucket are in a new one, which must not leave before the mixing.
-            self._mix_all(arrived, beside=self._buckets)
-        return Relay(self._buckets, partial(self._mix, arrived), self._next_round(), self._take_off)
+    def hand_over(self, launched: Round) -> None:
+        """Leave a round to which everything is posted to the wire, until the next step."""
+        launched.seal()
+        self._in_flight.append(launched)
+        self._last_rate = self.mixing_rate
+        self._round += 1
 
     def finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
+        if arrived := self.receive():
+            for bucket in arrived.unmixed:
+                self.mix(arrived, bucket)
+
+    def receive(self) -> Round | None:
+        """Wait for the round in flight as a whole, if there is one, in order to mix it.
+
+        Raises:
+            NonFiniteError: it must not be mixed, and is dropped.
+        """
         self._pay()
-        if arrived := self._receive_to_mix():
-            self._mix_all(arrived)
+        arrived = self._take()
+        if arrived is None:
+            return None
+        arrived.check_finite()
+        # A rank that is lost only now may have cost this one its parameters: they are the others'.
+        arrive = partial(self._aftermath.arrive, arrived.meeting.kind, self._buckets)
+        return arrived if self.survive(arrive) else None
+
+    def mix(self, arrived: Round, bucket: Bucket) -> None:
+        """Mix in what has arrived for a bucket, if anything has."""
+        if bucket in arrived.unmixed:
+            arrived.mix(bucket)
+            self._aftermath.mix(arrived.meeting.kind, bucket)
+
+    def mix_replaced(self, arrived: Round) -> None:
+        """Mix the buckets that are not of the current plan any more."""
+        for bucket in arrived.unmixed:
+            if bucket not in self._buckets:
+                self.mix(arrived, bucket)
 
     def arrive(self) -> None:
         """Wait for the round in flight, if there is one; nothing is mixed yet.
@@ -212,7 +237,7 @@ class Gossip:
     def discard(self) -> None:
         """Drop the round in flight, if there is one, whatever it holds: it is not mixed."""
         self._owed = False
-        self._receive()
+        self._take()
 
     def _pay(self) -> None:
         """Launch the round that was in flight when the state was saved."""
@@ -226,7 +251,7 @@ class Gossip:
             self.launch()
             self.mixing_rate = rate
 
-    def _receive(self) -> Round | None:
+    def _take(self) -> Round | None:
         """Take the round out of flight once it has arrived.
 
         One that fails is out of flight, too: what fails on the wire is not waited for again.
@@ -235,38 +260,6 @@ class Gossip:
             return None
         flying = self._in_flight.pop()
         return flying if self.survive(flying.receive) else None
-
-    def _receive_to_mix(self) -> Round | None:
-        arrived = self._receive()
-        if arrived is None:
-            return None
-        arrived.check_finite()
-        # A rank that is lost only now may have cost this one its parameters: they are the others'.
-        arrive = partial(self._aftermath.arrive, arrived.meeting.kind, self._buckets)
-        return arrived if self.survive(arrive) else None
-
-    def _take_off(self, launched: Round) -> None:
-        self._in_flight.append(launched)
-        self._last_rate = self.mixing_rate
-        self._round += 1
-
-    def _mix(self, arrived: Round | None, bucket: Bucket) -> None:
-        """Mix what has arrived for a bucket, if anything has."""
-        if arrived and bucket in arrived.unmixed:
-            arrived.mix(bucket)
-            self._aftermath.mix(arrived.meeting.kind, bucket)
-
-    def _mix_all(self, arrived: Round, beside: Collection[Bucket] = ()) -> None:
-        """Mix all buckets of a round that has arrived, but for some."""
-        for bucket in arrived.unmixed:
-            if bucket not in beside:
-                self._mix(arrived, bucket)
-
-    def _next_round(self) -> Round:
-        meeting = self._timetable.meeting(self._round, self.mixing_rate)
-        names = [self._transport.members[rank] for rank in meeting.group.ranks]
-        logger.debug("rank {} round {}: group {}", self._transport.name, self._round, names)
-        return self._round_of(Call.STEP, meeting)
 
     def _round_of(self, call: Call, meeting: Meeting) -> Round:
         self._transport.check_open()

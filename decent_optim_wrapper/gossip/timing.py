@@ -67,6 +67,8 @@ class Meter:
         self.update = Clock("decent::update")
         self.launch = Clock("decent::launch")
         self.bytes_sent = 0
+        # Whether an overflow has skipped the local update; true or false as a tensor is.
+        self.skipped: Tensor | int = False
         self._last = StepStats(0, 0.0, 0.0, 0.0, 0, 0)
         self._skipped: Tensor | int = False
 
@@ -80,10 +82,11 @@ class Meter:
         for clock in (self.wait, self.mix, self.update, self.launch):
             clock.seconds = 0.0
         self.bytes_sent = 0
+        self.skipped = False
 
-    def close(self, buckets: int, rounds: int, skipped: Tensor | int) -> None:
+    def close(self, buckets: int, rounds: int) -> None:
         """End the step: what comes until the next one is not counted."""
-        self._skipped = skipped
+        self._skipped = self.skipped
         self._last = StepStats(
             bytes_sent=self.bytes_sent,
             wait_seconds=self.wait.seconds,

@@ -25,6 +25,7 @@ from decent_optim_wrapper.gossip.post_mix import Aftermath
 from decent_optim_wrapper.gossip.round import Rules
 from decent_optim_wrapper.gossip.rounds import Gossip, GossipState
 from decent_optim_wrapper.gossip.schedule import Timetable
+from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.membership.consistency import (
     Agreement,
@@ -231,14 +232,21 @@ class Engine:
         self._aftermath.load_state_dict(saved.aftermath)
         self.gossip.restore(saved.gossip)
 
-    def idle_step(self) -> None:
-        """One round without a local update."""
+    @contextmanager
+    def step(self) -> Iterator[Step]:
+        """Everything of a step but the local update."""
+        self.meter.reset()
         self.before_step()
         with self.failing_together():
-            self.gossip.finish()
-            self.gossip.launch()
+            with Step(self.gossip, self.meter) as step:
+                yield step
             self.after_launch()
         self.tell_change()
+
+    def idle_step(self) -> None:
+        """One round without a local update."""
+        with self.step() as step:
+            step.advance(step.buckets, lambda: None)
 
     @contextmanager
     def failing_together(self, *shared: type[Exception]) -> Iterator[None]:
@@ -258,17 +266,13 @@ class Engine:
                 self._survival.leave()
             raise
 
-    def after_launch(self, skipped: Tensor | int = False) -> None:
-        """End the step: with its round, too, where that is not left to overlap.
-
-        Args:
-            skipped: whether an overflow has skipped the local update.
-        """
+    def after_launch(self) -> None:
+        """End the step: with its round, too, where that is not left to overlap."""
         if self._survival:
             self._survival.end_step()
         if not self.settings.overlap:
             self.gossip.finish()
-        self.meter.close(len(self.gossip.buckets), self.gossip.state.round, skipped)
+        self.meter.close(len(self.gossip.buckets), self.gossip.state.round)
 
     def meet(self, call: Call, action: Callable[[], Any]) -> Any:
         """Do something in which all ranks take part, again with those that are left if one is lost.
