@@ -588,6 +588,40 @@ def test_sets_of_fewer_ranks_never_displace_those_of_all(tmp_path: Path) -> None
     assert run_threads(3, load) == [4, 4, 4]
 
 
+def save_with_nothing_in_flight(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], folder: str
+) -> Any:
+    """Lose a rank where only the checkpoint can notice it."""
+    params = make_params(seed=rank)
+    optimizer = DecentOptimWrapper(
+        *(adamw(params), rank, world_size, None, "complete", TINY_CAP_MB),
+        store=store,
+        overlap=False,
+        timeout=5,
+        on_peer_failure="continue",
+    )
+    checkpoints = Checkpoints(folder, optimizer)
+    saved = []
+    for step in range(1, 5):
+        backward(params, rank, step)
+        optimizer.step()
+        if (rank, step) == (1, 2):
+            report("result", None)
+            die()
+        try:
+            checkpoints.save(step, {"params": flatten(params)})
+            saved.append((step, optimizer.members))
+        except PeerError:
+            saved.append((step, ()))
+    return saved
+
+
+def test_a_step_goes_on_after_a_loss_that_a_checkpoint_has_noticed(tmp_path: Path) -> None:
+    with CrewOfProcesses(3, save_with_nothing_in_flight, str(tmp_path)) as crew:
+        results = [crew.wait_for(rank, "result") for rank in (0, 2)]
+    assert results == [[(1, (0, 1, 2)), (2, ()), (3, (0, 2)), (4, (0, 2))]] * 2
+
+
 def become_a_fifo(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)

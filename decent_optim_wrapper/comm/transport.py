@@ -178,6 +178,11 @@ class Transport:
             silent = time.monotonic() - start >= self._timeout.total_seconds()
             raise WireError(str(error), silent) from error
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the connections were closed, and `reform` has made no other ones since."""
+        return self._closed is not None
+
     def limit_waits(self, timeout: timedelta) -> None:
         """Wait no longer than that from now on, and for nothing but the peers."""
         self._timeout = min(timeout, self._timeout)

@@ -108,6 +108,9 @@ class Survival:
         self._call = Call.STEP
         if self._crew.wanted:
             self._gather_again("another rank has lost a peer, or comes back")
+        elif self._transport.is_closed:
+            # In a call that does not go on without the lost rank, such as Checkpoints.save().
+            self._gather_again("lost a peer since the last step")
         self._assemble()
 
     def end_step(self) -> None:
