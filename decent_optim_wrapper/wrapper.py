@@ -297,9 +297,10 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         """
         average = self._engine.average
         nested = average.revertible
-        if not nested:
-            self.global_avg()
         try:
+            # Inside: the average is in place where the callback for new members raises.
+            if not nested:
+                self.global_avg()
             with recalibrated(recalibrate, lambda: average.revertible):
                 yield
         finally:

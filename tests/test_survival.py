@@ -322,6 +322,54 @@ def test_a_callback_that_raises_is_an_error_of_its_own_rank_only() -> None:
         assert result["caught"] == (own if rank == 2 else [])
 
 
+def raise_in_an_average(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], state: str
+) -> dict[str, Any]:
+    """Lose rank 1 in the middle of the training in an average, where rank 2's callback raises."""
+
+    def refuse(old: tuple[int, ...], new: tuple[int, ...]) -> None:
+        if rank == 2:
+            raise LookupError(f"no data for {new}")
+
+    params = make_params(seed=rank)
+    optimizer = DecentOptimWrapper(
+        *(sgd(params), rank, world_size, None, "complete", TINY_CAP_MB),
+        store=store,
+        timeout=PATIENCE,
+        on_peer_failure="continue",
+        on_membership_change=refuse,
+        average_state=state,
+    )
+    caught = False
+    for step in range(8):
+        backward(params, rank, step)
+        optimizer.step()
+        if step == 4:
+            optimizer.synchronize()
+            if rank == 1:
+                report("result", None)
+                os._exit(0)
+            before = flatten(params)
+            try:
+                with optimizer.averaged():
+                    assert not torch.equal(flatten(params), before)
+            except LookupError:
+                caught = True
+            assert torch.equal(flatten(params), before)
+            assert not optimizer.is_averaged
+    optimizer.global_avg(may_revert=False)
+    return {"params": flatten(params).tolist(), "members": optimizer.members, "caught": caught}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("state", ["keep", "average"])
+def test_a_callback_that_raises_leaves_no_average_in_place(state: str) -> None:
+    with CrewOfProcesses(4, raise_in_an_average, state) as crew:
+        results = [crew.wait_for(rank, "result") for rank in (0, 2, 3)]
+    agree(results)
+    assert [result["caught"] for result in results] == [False, True, False]
+
+
 def test_the_callback_is_checked_at_the_start() -> None:
     with pytest.raises(TypeError, match=r"on_membership_change expects a function .* got 5"):
         DecentOptimWrapper(
