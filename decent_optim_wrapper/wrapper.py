@@ -319,8 +319,7 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
                 f"average is in place; call revert_global_avg() first, or keep the average with "
                 f"global_avg(may_revert=False)"
             )
-        self._engine.check_parameters()
-        self._engine.gossip.finish()
+        self._engine.synchronize()
 
     def consensus_distance(self) -> float:
         """Root mean square over the ranks of ||x_i - mean(x)||_2; collective."""

@@ -68,6 +68,12 @@ class CrewOfProcesses:
         self._workers[rank].kill()
         self._workers[rank].join()
 
+    def join(self, rank: int, seconds: float) -> int | None:
+        """The exit code of a rank that ends by itself; None if it has not by then."""
+        self._workers[rank].join(seconds)
+        code: int | None = self._workers[rank].exitcode
+        return code
+
     def finish(self, margin: int = 60) -> None:
         """Let the ranks end some rounds after the last that one of them has reported."""
         while any(pipe.poll() for pipe in list(self._pipes)):

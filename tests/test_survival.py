@@ -370,6 +370,50 @@ def test_a_callback_that_raises_leaves_no_average_in_place(state: str) -> None:
     assert [result["caught"] for result in results] == [False, True, False]
 
 
+def interrupt_a_wait(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], call: str
+) -> Any:
+    """Press Ctrl-C on rank 0 while it waits for rank 1, which comes late."""
+    params = make_params(seed=rank)
+    optimizer = DecentOptimWrapper(
+        *(sgd(params), rank, world_size, None, "complete", TINY_CAP_MB),
+        store=store,
+        timeout=300,
+        on_peer_failure="continue",
+    )
+    for step in range(3):
+        backward(params, rank, step)
+        if (rank, step) == (1, 2):
+            store.wait(["interrupted"])
+        optimizer.step()
+    if rank == 1:
+        optimizer.synchronize()
+        return optimizer.members
+    before = flatten(params)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    with pytest.raises(KeyboardInterrupt):
+        {"synchronize": optimizer.synchronize, "average": optimizer.global_avg}[call]()
+    store.set("interrupted", "1")
+    assert torch.equal(flatten(params), before)
+    texts = []
+    for action in (optimizer.step, optimizer.global_avg):
+        with pytest.raises(RuntimeError) as caught:
+            action()
+        texts.append(str(caught.value))
+    return texts
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("call", ["synchronize", "average"])
+def test_an_interrupted_wait_mixes_nothing_and_does_not_hold_up_the_end(call: str) -> None:
+    with CrewOfProcesses(2, interrupt_a_wait, call) as crew:
+        for text in crew.wait_for(0, "result"):
+            assert "this rank failed with KeyboardInterrupt" in text
+        assert crew.join(0, 30) == 0
+        assert crew.wait_for(1, "result") == (1,)
+
+
 def test_the_callback_is_checked_at_the_start() -> None:
     with pytest.raises(TypeError, match=r"on_membership_change expects a function .* got 5"):
         DecentOptimWrapper(

@@ -177,6 +177,11 @@ class Transport:
         except RuntimeError as error:
             silent = time.monotonic() - start >= self._timeout.total_seconds()
             raise WireError(str(error), silent) from error
+        except BaseException as error:
+            # Nobody can wait for the works any more, and what has not arrived must not be mixed.
+            # A thread that goes on waiting for them would hold up the end of the process.
+            self.fail(error)
+            raise
 
     @property
     def is_closed(self) -> bool:
