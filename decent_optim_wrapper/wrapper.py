@@ -405,6 +405,11 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         with self._engine.step() as step:
             yield step
             self._engine.meter.skipped = self._local_update.skipped
+        self._tell_change()
+
+    def _tell_change(self) -> None:
+        """The step is done: the user may hear of the members."""
+        self._engine.tell_change()
 
     @contextmanager
     def _in_parts(

@@ -12,6 +12,9 @@ from typing import Any, cast
 import pytest
 import torch
 from crews import CrewOfProcesses
+from modules import flat, make_model
+from modules import train as train_module
+from modules import wrap as wrap_module
 from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 from torch._C._distributed_c10d import HashStore, TCPStore
 
@@ -696,3 +699,99 @@ def test_continuing_needs_a_store() -> None:
         DecentOptimWrapper(base, on_peer_failure="continue", store=HashStore())
     with pytest.raises(TypeError, match=r"store expects a torch\.distributed\.Store"):
         DecentOptimWrapper(base, 0, 2, on_peer_failure="continue", store=cast(Any, "tcp://"))
+
+
+def refuse_changes(rank: int) -> Callable[[tuple[int, ...], tuple[int, ...]], None]:
+    def refuse(old: tuple[int, ...], new: tuple[int, ...]) -> None:
+        if rank == 2:
+            raise LookupError(f"no data for {new}")
+
+    return refuse
+
+
+def average_with_a_callback_that_raises(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
+) -> dict[str, Any]:
+    """Lose rank 0 before an average, and go on after what the callback raises in it."""
+    params = make_params(seed=rank)
+    optimizer = DecentOptimWrapper(
+        *(sgd(params), rank, world_size, None, "complete", TINY_CAP_MB),
+        store=store,
+        timeout=PATIENCE,
+        on_peer_failure="continue",
+        on_membership_change=refuse_changes(rank),
+    )
+    caught = []
+    for step in range(8):
+        backward(params, rank, step)
+        optimizer.step()
+        if (rank, step) == (0, 3):
+            report("result", None)
+            os._exit(1)
+        own = flatten(params)
+        try:
+            with optimizer.averaged():
+                pass
+        except LookupError as error:
+            caught.append((step, str(error), optimizer.is_averaged))
+            assert torch.equal(flatten(params), own)
+    optimizer.global_avg(may_revert=False)
+    members = optimizer.members
+    return {"params": flatten(params).tolist(), "members": members, "caught": caught}
+
+
+@pytest.mark.timeout(60)
+def test_no_average_stays_in_place_where_the_callback_raises() -> None:
+    with CrewOfProcesses(3, average_with_a_callback_that_raises) as crew:
+        results = [crew.wait_for(rank, "result") for rank in (1, 2)]
+    agree(results)
+    assert [each["caught"] for each in results] == [[], [(3, "no data for (1, 2)", False)]]
+
+
+def step_in_backward_with_a_callback_that_raises(
+    rank: int,
+    world_size: int,
+    store: Any,
+    report: Callable[[str, Any], None],
+    in_backward: bool,
+) -> dict[str, Any]:
+    """Lose rank 0 in a backward pass, and go on after what the callback raises at its end."""
+    model = wrap_module(
+        make_model(),
+        None,
+        lr_scheduler_fn=lambda base: torch.optim.lr_scheduler.StepLR(base, 1, 0.5),
+        topology="complete",
+        update_in_backward=in_backward,
+        rank=rank,
+        world_size=world_size,
+        store=store,
+        timeout=PATIENCE,
+        on_peer_failure="continue",
+        on_membership_change=refuse_changes(rank),
+    )
+    caught = []
+    for step in range(6):
+        if (rank, step) == (0, 3):
+            report("result", None)
+            os._exit(1)
+        try:
+            train_module(model, rank, range(step, step + 1))
+        except LookupError as error:
+            caught.append(str(error))
+    rate = model.get_lr()
+    model.global_avg(will_revert=False)
+    members = model.optimizer.members
+    return {"params": flat(model).tolist(), "members": members, "caught": caught, "rate": rate}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_a_callback_that_raises_does_not_tear_a_backward_pass(in_backward: bool) -> None:
+    with CrewOfProcesses(3, step_in_backward_with_a_callback_that_raises, in_backward) as crew:
+        results = [crew.wait_for(rank, "result") for rank in (1, 2)]
+    rows = torch.tensor([each["params"] for each in results], dtype=torch.float64)
+    torch.testing.assert_close(rows[0], rows[1])
+    assert not torch.equal(rows[0], flat(make_model()))
+    assert [each["caught"] for each in results] == [[], ["no data for (1, 2)"]]
+    assert [each["rate"] for each in results] == [0.05 / 2**6] * 2
+    assert [each["members"] for each in results] == [(1, 2)] * 2

@@ -56,6 +56,9 @@ class BackwardOptimizer(DecentOptimWrapper):
         """Whether a step may be made in parts now: nothing waits for a call of `step()`."""
         return self._local_update.splits and not step_hooks(self) and not global_step_hooks()
 
+    def _tell_change(self) -> None:
+        """Nothing yet: what the user's callback raises must not tear the backward pass."""
+
 
 class _Step(Protocol):
     """A step that is being made."""
@@ -220,6 +223,7 @@ class BackwardStepper:
         self._free_all()
         if self._scheduler is not None:
             self._scheduler.step()
+        self._optimizer._engine.tell_change()
 
     def on_failure(self) -> None:
         """Give up the step that is being made."""

@@ -248,12 +248,12 @@ class Engine:
             with Step(self.gossip, self.meter) as step:
                 yield step
             self.after_launch()
-        self.tell_change()
 
     def idle_step(self) -> None:
         """One round without a local update."""
         with self.step() as step:
             step.advance(step.buckets, lambda: None)
+        self.tell_change()
 
     @contextmanager
     def failing_together(self, *shared: type[Exception]) -> Iterator[None]:
