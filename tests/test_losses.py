@@ -84,6 +84,43 @@ def test_a_local_error_is_raised_as_it_is_and_named_by_the_others(topology: str,
         assert seconds < PATIENCE / 2
 
 
+
+@pytest.mark.parametrize("call", ["synchronize", "keep"])
+def test_a_local_error_outside_of_steps_is_named_by_the_others_too(call: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[str, str, float]:
+        params = make_params()
+        optimizer = wrap(params, group, average_state="average")
+        for step in range(2):
+            backward(params, rank, step)
+            optimizer.step()
+        # The round in flight is launched again by the next synchronize().
+        optimizer.load_state_dict(optimizer.state_dict())
+        if rank == 2 and call == "synchronize":
+            break_at(optimizer, 1)
+        if rank == 2 and call == "keep":
+            # Of another type than all other keys.
+            optimizer.state[params[0]][0] = torch.zeros_like(params[0])
+
+        def go_on() -> None:
+            if call == "synchronize":
+                optimizer.synchronize()
+            optimizer.global_avg(may_revert=False)
+
+        start = time.monotonic()
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            go_on()
+        return type(caught.value).__name__, str(caught.value), time.monotonic() - start
+
+    results = run_threads(4, main)
+    own = results[2][0]
+    assert own == ("OutOfMemoryError" if call == "synchronize" else "TypeError")
+    for rank in (0, 1, 3):
+        kind, text, seconds = results[rank]
+        assert kind == "PeerError", text
+        assert f"rank 2, which failed with {own}" in text
+        assert seconds < PATIENCE / 2
+
+
 def break_in_the_middle(
     rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
 ) -> tuple[str, Any]:

@@ -196,11 +196,18 @@ class Engine:
         """Accept the average in place as the ranks' own parameters; collective."""
         self._kept = False
         self.average.keep()
-        self.gossip.discard()
-        if self._survival and self.settings.average_state == "average":
-            self._survival.meet(Call.KEEP_AVERAGE, self._keep_state)
-        else:
-            self._keep_state()
+        with self.failing_together():
+            self.gossip.discard()
+            if self._survival and self.settings.average_state == "average":
+                self._survival.meet(Call.KEEP_AVERAGE, self._keep_state)
+            else:
+                self._keep_state()
+
+    def synchronize(self) -> None:
+        """Finish and mix the round in flight."""
+        self.check_parameters()
+        with self.failing_together():
+            self.gossip.finish()
 
     def gossip_state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the base's state."""
