@@ -177,12 +177,6 @@ class Engine:
             self._survival.begin_step()
         self._aftermath.begin(self.gossip.buckets)
 
-    def synchronize(self) -> None:
-        """Mix the round in flight."""
-        self.check_parameters()
-        with self.failing_together():
-            self.gossip.finish()
-
     def global_avg(self, may_revert: bool) -> None:
         """Put the average in place; collective."""
         self.check_parameters()
