@@ -4,6 +4,7 @@ from importlib.metadata import version as _version
 
 from loguru import logger as _logger
 
+from decent_optim_wrapper.config import Elastic, Schedule
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
@@ -13,9 +14,11 @@ __all__ = [
     "CallOrderError",
     "DecentOptimWrapper",
     "DecentralizedDataParallel",
+    "Elastic",
     "Group",
     "NonFiniteError",
     "PeerError",
+    "Schedule",
     "Topology",
     "TopologyFactory",
     "__version__",

@@ -1,72 +1,138 @@
-"""The wrapper's options: checked one by one, and told to the other ranks."""
+"""The records that a user passes, each of which checks itself, and the wrapper's other options."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch.optim import LBFGS, Optimizer
 
-from decent_optim_wrapper.gossip.outer import OuterNesterov, Rule, SlowMomentum
+from decent_optim_wrapper.gossip.outer import MakeOptimizer
 from decent_optim_wrapper.optim.delegating import OptimizerFacade
+
+# Called with the old and the new members.
+OnMembershipChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
+AverageState = Literal["keep", "average"]
+OnNonfinite = Literal["raise", "skip", "ignore"]
 
 # What torch's stores and backends can wait for: whole milliseconds, counted in 32 bits.
 _SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 0.001, 2_000_000
 
-_CHOICES = {
-    "on_nonfinite": ("raise", "skip", "ignore"),
-    "on_peer_failure": ("raise", "continue"),
-    "average_state": ("keep", "average", "reset"),
-}
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the ranks mix, how far, and what else happens then; the same on all ranks.
+
+    Args:
+        gossip_every: steps from one round of gossip to the next.
+        mixing_rate: γ in (0, 1]: x <- (1 - γ) x + γ W_t x. The property of the wrapper changes it
+            during training.
+        global_avg_every: steps from one exact average to the next, each in place of what would be
+            due and on its way as a round is (Gossip-PGA, Chen et al. 2021); None for none.
+        average_state: what becomes of the base optimizer's state (momenta) when an exact average
+            is kept or scheduled: "keep" it, or "average" it too (`on_nonfinite` holds for it as for
+            parameters).
+        outer: makes an outer optimizer from a list of tensors, the anchors, such as
+            ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``; None for none. At
+            every exact average if `global_avg_every` is set, else at every round of gossip, it
+            steps with the gradient anchor - mixed, and then x <- anchor. The anchors start as the
+            parameters of the first step. It is stepped bucket by bucket, so it must update each
+            tensor by itself. Costs a copy of the parameters and its own state.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: one that is out of range.
+    """
+
+    gossip_every: int = 1
+    mixing_rate: float = 1.0
+    global_avg_every: int | None = None
+    average_state: AverageState = "keep"
+    outer: MakeOptimizer | None = None
+
+    def __post_init__(self) -> None:
+        _check_steps("gossip_every", self.gossip_every)
+        # A rate of 1 and one of 1.0 are the same to other ranks.
+        object.__setattr__(self, "mixing_rate", check_mixing_rate(self.mixing_rate))
+        if self.global_avg_every is not None:
+            _check_steps("global_avg_every", self.global_avg_every)
+        _check_choice("average_state", self.average_state, ("keep", "average"))
+        _expect(
+            self.outer is None or callable(self.outer),
+            "outer expects a function from a list of tensors to a torch.optim.Optimizer, such as "
+            "partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), or None",
+            self.outer,
+        )
 
 
-class Settings(NamedTuple):
-    """Options in which the ranks must agree; what they mean is in `DecentOptimWrapper`."""
+@dataclass(frozen=True)
+class Elastic:
+    """Go on without a rank that is lost, and take it in again when it is restarted.
 
+    Args:
+        store: where the ranks agree on who is left. None takes the process group's; with a store,
+            `rank` and `world_size` no process group is needed.
+        on_membership_change: called with the old and the new `members`, to re-shard data.
+        stale_after: seconds without a heartbeat after which a rank counts as dead; the same on all
+            ranks.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: `stale_after` is not above 0 and finite.
+    """
+
+    store: Store | None = None
+    on_membership_change: OnMembershipChange | None = None
+    stale_after: float = 2.0
+
+    def __post_init__(self) -> None:
+        _expect(
+            self.store is None or isinstance(self.store, Store),
+            "store expects a torch.distributed.Store or None",
+            self.store,
+        )
+        _expect(
+            self.on_membership_change is None or callable(self.on_membership_change),
+            "on_membership_change expects a function of the old and the new members, or None",
+            self.on_membership_change,
+        )
+        seconds = _positive("stale_after", "seconds", self.stale_after)
+        object.__setattr__(self, "stale_after", seconds)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Further options in which the ranks must agree; see `DecentOptimWrapper`.
+
+    Raises:
+        TypeError: one is of the wrong type.
+        ValueError: one is out of range.
+    """
+
+    _: KW_ONLY
     bucket_cap_mb: float
     overlap: bool
     sync_at_start: bool
     comm_dtype: torch.dtype | None
     param_as_bucket_view: bool
     timeout: timedelta | float | None
-    on_nonfinite: str
-    on_peer_failure: str
-    gossip_every: int
-    global_avg_every: int | None
-    outer: Rule | None
-    average_state: str
-    mixing_rate: float
+    on_nonfinite: OnNonfinite
+    schedule: Schedule
 
-    @property
-    def patience(self) -> timedelta | None:
-        """The timeout as a timedelta."""
-        return read_timeout(self.timeout)
-
-    def lines(self) -> list[str]:
-        """A line for each option."""
-        return [f"{name}={value!r}" for name, value in self._asdict().items()]
-
-    def check(self) -> Settings:
-        """Return the settings, if each is what it should be.
-
-        Raises:
-            TypeError: one is of the wrong type.
-            ValueError: one is out of range.
-        """
+    def __post_init__(self) -> None:
         for name in ("overlap", "sync_at_start", "param_as_bucket_view"):
             flag = getattr(self, name)
             _expect(isinstance(flag, bool), f"{name} expects a bool", flag)
         cap_mb = _positive("bucket_cap_mb", "MiB", self.bucket_cap_mb)
-        _check_steps("gossip_every", self.gossip_every)
-        if self.global_avg_every is not None:
-            _check_steps("global_avg_every", self.global_avg_every)
-        self._check_outer()
+        object.__setattr__(self, "bucket_cap_mb", cap_mb)
         read_timeout(self.timeout)
         if self.comm_dtype is not None:
             is_dtype = isinstance(self.comm_dtype, torch.dtype)
@@ -76,26 +142,22 @@ class Settings(NamedTuple):
                     f"comm_dtype expects torch.bfloat16, torch.float16 or None, got "
                     f"{self.comm_dtype}"
                 )
-        for name, choices in _CHOICES.items():
-            choice = getattr(self, name)
-            _expect(isinstance(choice, str), f"{name} expects one of {choices}", choice)
-            if choice not in choices:
-                raise ValueError(f"{name} expects one of {choices}, got {choice!r}")
-        return self._replace(bucket_cap_mb=cap_mb, mixing_rate=check_mixing_rate(self.mixing_rate))
+        _check_choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "ignore"))
+        is_schedule = isinstance(self.schedule, Schedule)
+        _expect(is_schedule, "schedule expects a Schedule", self.schedule)
 
-    def _check_outer(self) -> None:
-        if isinstance(self.outer, SlowMomentum) and self.global_avg_every is None:
-            raise ValueError(
-                "slow_momentum steps at every exact average: pass global_avg_every, too"
-            )
-        if isinstance(self.outer, OuterNesterov) and self.global_avg_every is not None:
-            raise ValueError(
-                "outer_momentum steps at every meeting of gossip, and an exact average would undo "
-                "it: leave out global_avg_every, or use slow_momentum"
-            )
+    @property
+    def patience(self) -> timedelta | None:
+        """The timeout as a timedelta."""
+        return read_timeout(self.timeout)
+
+    def lines(self) -> list[str]:
+        """A line for each option that means the same on all ranks if it reads the same."""
+        return [*_lines(self, without="schedule"), *_lines(self.schedule, without="outer")]
 
 
-class Extras(NamedTuple):
+@dataclass(frozen=True)
+class Extras:
     """What a module adds that has the optimizer inside.
 
     Args:
@@ -203,6 +265,17 @@ def _reason_against_overlap(optimizer: Optimizer) -> str | None:
 def _expect(condition: bool, text: str, value: Any) -> None:
     if not condition:
         raise TypeError(f"{text}, got {value!r}")
+
+
+def _lines(record: Any, without: str) -> list[str]:
+    names = [field.name for field in fields(record) if field.name != without]
+    return [f"{name}={getattr(record, name)!r}" for name in names]
+
+
+def _check_choice(name: str, choice: Any, choices: tuple[str, ...]) -> None:
+    _expect(isinstance(choice, str), f"{name} expects one of {choices}", choice)
+    if choice not in choices:
+        raise ValueError(f"{name} expects one of {choices}, got {choice!r}")
 
 
 def _check_steps(name: str, value: Any) -> None:

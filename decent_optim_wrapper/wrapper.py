@@ -12,23 +12,28 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 from torch import Tensor, nn
-from torch._C._distributed_c10d import Store
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.call_order import Call
-from decent_optim_wrapper.config import Extras, Settings, check_base, check_mixing_rate
+from decent_optim_wrapper.config import (
+    Elastic,
+    Extras,
+    OnNonfinite,
+    Schedule,
+    Settings,
+    check_base,
+    check_mixing_rate,
+)
 from decent_optim_wrapper.gossip.average import consensus_distance
 from decent_optim_wrapper.gossip.batch_norms import recalibrated
 from decent_optim_wrapper.gossip.bucket import MIB, Bucket
 from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling, apply_update
-from decent_optim_wrapper.gossip.outer import OuterNesterov, SlowMomentum, find_rule
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import StepStats
 from decent_optim_wrapper.membership.arguments import Place
 from decent_optim_wrapper.membership.consistency import named_parameters
 from decent_optim_wrapper.membership.dcp_warning import warn_of_mixtures
-from decent_optim_wrapper.membership.recovery import OnChange
 from decent_optim_wrapper.membership.session import Engine
 from decent_optim_wrapper.membership.start import Start
 from decent_optim_wrapper.optim.delegating import OptimizerFacade
@@ -74,28 +79,14 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
             memory. Their storage must not be replaced afterwards, nor their values changed by
             hand without `synchronize()` before: the next call raises (changes made through
             ``.data`` are not noticed).
-        split_update: update bucket by bucket, each as soon as it has arrived; None does so for
-            those optimizers of torch for which it is the same computation. A base with step hooks
-            or a replaced `step` is always updated in one call.
         timeout: how long to wait for a peer, a timedelta or seconds; None takes the process
             group's.
         on_nonfinite: what becomes of parameters that hold NaN or infinity, before they are mixed:
             "raise" a `NonFiniteError` on all ranks of the group, "skip" them in this round (the
             rank takes over what the others of its group have), or "ignore", which does not look.
-        on_peer_failure: "raise" a `PeerError`, or "continue" without the lost rank, and take it in
-            again when it is restarted; over gloo, whatever the process group has.
-        on_membership_change: called with the old and the new `members`, to re-shard data.
-        store: for "continue": where the ranks agree on who is left. None takes the process
-            group's; with a store, `rank` and `world_size` no process group is needed.
-        mixing_rate: γ in (0, 1], also to be set during training: x <- (1 - γ) x + γ W_t x.
-        gossip_every: steps from one round of gossip to the next.
-        global_avg_every: steps from one exact average to the next, each in place of what would be
-            due and on its way as a round is (Gossip-PGA, Chen et al. 2021); None for none.
-        slow_momentum: outer momentum β at these averages, or a `SlowMomentum`.
-        outer_momentum: outer momentum μ at every meeting of gossip, or an `OuterNesterov`.
-        average_state: what becomes of the base's state (momenta) when an exact average is kept or
-            scheduled: "keep" it, "average" it too (`on_nonfinite` holds for it as for parameters),
-            or "reset" it.
+        schedule: when the ranks mix and average, and how; see `Schedule`.
+        elastic: None raises a `PeerError` where a rank is lost; an `Elastic` goes on without it,
+            over gloo, whatever backend the process group has.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -127,18 +118,10 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
         sync_at_start: bool = True,
         comm_dtype: torch.dtype | None = None,
         param_as_bucket_view: bool = False,
-        split_update: bool | None = None,
         timeout: timedelta | float | None = None,
-        on_nonfinite: str = "raise",
-        on_peer_failure: str = "raise",
-        on_membership_change: OnChange | None = None,
-        store: Store | None = None,
-        mixing_rate: float = 1.0,
-        gossip_every: int = 1,
-        global_avg_every: int | None = None,
-        slow_momentum: float | SlowMomentum | None = None,
-        outer_momentum: float | OuterNesterov | None = None,
-        average_state: str = "keep",
+        on_nonfinite: OnNonfinite = "raise",
+        schedule: Schedule = Schedule(),
+        elastic: Elastic | None = None,
     ) -> None:
         start = Start(
             Place(
@@ -146,21 +129,24 @@ class DecentOptimWrapper(OptimizerFacade, Joinable):
                 world_size=world_size,
                 local_world_size=local_world_size,
                 process_group=process_group,
-                store=store,
-                on_membership_change=on_membership_change,
-                on_peer_failure=on_peer_failure,
+                elastic=elastic,
                 timeout=timeout,
             )
         )
         with start.failing_together():
             settings = Settings(
-                *(bucket_cap_mb, overlap, sync_at_start, comm_dtype, param_as_bucket_view),
-                *(timeout, on_nonfinite, on_peer_failure, gossip_every, global_avg_every),
-                *(find_rule(slow_momentum, outer_momentum), average_state, mixing_rate),
-            ).check()
+                bucket_cap_mb=bucket_cap_mb,
+                overlap=overlap,
+                sync_at_start=sync_at_start,
+                comm_dtype=comm_dtype,
+                param_as_bucket_view=param_as_bucket_view,
+                timeout=timeout,
+                on_nonfinite=on_nonfinite,
+                schedule=schedule,
+            )
             check_base(optimizer, overlap)
             super().__init__(optimizer)
-            self._local_update = LocalUpdate(optimizer, split_update)
+            self._local_update = LocalUpdate(optimizer)
         self._engine = Engine(optimizer, settings, start, topology, buffers, self._extras)
         Joinable.__init__(self)
         warn_of_mixtures(self, self._engine)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from train_digits import Data, World, accuracy, batches, build_model, load_data
 
-from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, TopologyFactory
 
 HOST = "127.0.0.1"
 KILL_AT = (0.3, 0.6)
@@ -80,10 +80,8 @@ def train(rank: int, port: int, args: argparse.Namespace) -> None:
         rank,
         args.ranks,
         topology=args.topology,
-        store=store,
         timeout=timedelta(seconds=30),
-        on_peer_failure="continue",
-        on_membership_change=shard.deal,
+        elastic=Elastic(store=store, on_membership_change=shard.deal),
     )
     shard.deal((), optimizer.members)
     print(f"rank {rank} starts at step {optimizer.round}", flush=True)

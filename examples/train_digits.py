@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from decent_optim_wrapper import DecentOptimWrapper, Topology, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, Schedule, Topology, TopologyFactory
 from decent_optim_wrapper.optim import QGSGD, mixing_rate_from_lr
 
 TEST_SHARE = 0.2
@@ -79,9 +80,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mixing-power", type=float, help="tie the mixing to the learning rate")
     parser.add_argument("--gossip-every", type=int, default=1, help="steps between rounds")
     parser.add_argument("--global-avg-every", type=int, help="steps between exact averages")
-    parser.add_argument("--slow-momentum", type=float, help="SlowMo's, at these averages")
-    parser.add_argument("--outer-momentum", type=float, help="Nesterov's, at every meeting")
-    parser.add_argument("--average-state", choices=["keep", "average", "reset"], default="keep")
+    parser.add_argument("--outer-momentum", type=float, help="of an outer SGD; default: none")
+    parser.add_argument("--outer-lr", type=float, default=0.7)
+    parser.add_argument("--outer-nesterov", action="store_true")
+    parser.add_argument("--average-state", choices=["keep", "average"], default="keep")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/digits.png"), help="the curves")
     parser.add_argument("--json", type=Path, help="also write the figures of every epoch here")
@@ -219,17 +221,24 @@ def train(args: argparse.Namespace, world: World) -> list[Epoch]:
 def wrap(args: argparse.Namespace, base: torch.optim.Optimizer, world: World) -> DecentOptimWrapper:
     if args.method != "gossip":
         return DecentOptimWrapper(base, topology=Alone(world.size), overlap=not args.no_overlap)
+    outer = partial(
+        torch.optim.SGD,
+        lr=args.outer_lr,
+        momentum=args.outer_momentum or 0.0,
+        nesterov=args.outer_nesterov,
+    )
     return DecentOptimWrapper(
         base,
         local_world_size=args.local_world_size,
         topology=args.topology,
         overlap=not args.no_overlap,
-        mixing_rate=args.mixing_rate,
-        gossip_every=args.gossip_every,
-        global_avg_every=args.global_avg_every,
-        slow_momentum=args.slow_momentum,
-        outer_momentum=args.outer_momentum,
-        average_state=args.average_state,
+        schedule=Schedule(
+            mixing_rate=args.mixing_rate,
+            gossip_every=args.gossip_every,
+            global_avg_every=args.global_avg_every,
+            average_state=args.average_state,
+            outer=None if args.outer_momentum is None else outer,
+        ),
     )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from problem import in_one_call
 from ranks import run_threads
 from torch import Tensor
 
-from decent_optim_wrapper import DecentOptimWrapper, Group, Topology
+from decent_optim_wrapper import DecentOptimWrapper, Group, Schedule, Topology
 
 LR, MOMENTUM = 0.1, 0.5
 REFUSED = -1.0
@@ -112,12 +114,19 @@ class Trainer(Player):
         return spec.draw(index, self.start).requires_grad_(not frozen)
 
     def wrap(self) -> DecentOptimWrapper:
+        base = torch.optim.SGD([{"params": g} for g in self.groups], lr=LR, momentum=MOMENTUM)
+        options = dict(self.world.options)
+        if options.pop("in_one_call", False):
+            in_one_call(base)
+        of_schedule = {field.name for field in fields(Schedule)} & options.keys()
+        schedule = Schedule(**{name: options.pop(name) for name in of_schedule})
         return DecentOptimWrapper(
-            torch.optim.SGD([{"params": g} for g in self.groups], lr=LR, momentum=MOMENTUM),
+            base,
             topology=table_topology(table_of(self.world)),
             process_group=self.group,
             sync_at_start=False,
-            **self.world.options,
+            schedule=schedule,
+            **options,
         )
 
     @property

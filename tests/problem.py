@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,17 @@ def sgd(params: Sequence[Tensor]) -> Optimizer:
 
 def adamw(params: Sequence[Tensor]) -> Optimizer:
     return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
+
+
+def in_one_call(base: Optimizer) -> Optimizer:
+    """A base that is not updated bucket by bucket: a hook of its own may look at all of it."""
+    base.register_step_post_hook(lambda *_: None)
+    return base
+
+
+def nesterov(momentum: float, lr: float = 0.7) -> Callable[[list[Tensor]], Optimizer]:
+    """Makes an outer optimizer, as of DiLoCo."""
+    return partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=True)
 
 
 def make_params(seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:

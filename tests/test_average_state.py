@@ -15,7 +15,8 @@ from ranks import run_threads
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, Schedule, TopologyFactory
+from decent_optim_wrapper.config import AverageState, OnNonfinite
 
 BASES = [sgd, adamw]
 
@@ -48,7 +49,7 @@ def momenta(optimizer: Optimizer, params: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("make", BASES)
 def test_momenta_are_averaged_where_the_average_is_kept(make: Any, implicitly: bool) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        params, optimizer = trained(rank, group, make, average_state="average")
+        params, optimizer = trained(rank, group, make, schedule=Schedule(average_state="average"))
         own = momenta(optimizer, params)
         optimizer.global_avg(may_revert=implicitly)
         if implicitly:
@@ -66,18 +67,17 @@ def test_momenta_are_averaged_where_the_average_is_kept(make: Any, implicitly: b
 
 
 def test_momenta_stay_where_the_average_is_reverted() -> None:
-    def main(rank: int, group: dist.ProcessGroup, policy: str) -> tuple[Tensor, Tensor]:
-        params, optimizer = trained(rank, group, adamw, average_state=policy)
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params, optimizer = trained(rank, group, adamw, schedule=Schedule(average_state="average"))
         own = momenta(optimizer, params)
         with optimizer.averaged():
             pass
         optimizer.synchronize()
         return own, momenta(optimizer, params)
 
-    for policy in ("average", "reset"):
-        for own, after in run_threads(2, partial(main, policy=policy)):
-            assert torch.equal(own, after)
-            assert own.abs().max() > 0
+    for own, after in run_threads(2, main):
+        assert torch.equal(own, after)
+        assert own.abs().max() > 0
 
 
 @pytest.mark.parametrize("make", BASES)
@@ -93,28 +93,9 @@ def test_keeping_leaves_every_rank_its_own_momenta(make: Any) -> None:
     assert not torch.equal(rows[0][0], rows[1][0])
 
 
-@pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("make", BASES)
-def test_a_reset_starts_the_base_anew(make: Any, split: bool) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        params, optimizer = trained(rank, group, make, average_state="reset", split_update=split)
-        optimizer.global_avg(may_revert=False)
-        assert not any(optimizer.state.get(param) for param in params)
-        fresh = [param.detach().clone().requires_grad_() for param in params]
-        base = make(fresh)
-        backward(params, rank, 3)
-        backward(fresh, rank, 3)
-        optimizer.step()
-        base.step()
-        return flatten(params), flatten(fresh)
-
-    for ours, expected in run_threads(2, main):
-        assert torch.equal(ours, expected)
-
-
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-@pytest.mark.parametrize("policy", ["keep", "average", "reset"])
-def test_scheduled_averages_follow_the_oracle(policy: str, overlap: bool) -> None:
+@pytest.mark.parametrize("policy", ["keep", "average"])
+def test_scheduled_averages_follow_the_oracle(policy: AverageState, overlap: bool) -> None:
     steps, every = 8, 3
     topology = TopologyFactory.create("ring", 4)
 
@@ -124,8 +105,7 @@ def test_scheduled_averages_follow_the_oracle(policy: str, overlap: bool) -> Non
             group,
             sgd,
             steps,
-            global_avg_every=every,
-            average_state=policy,
+            schedule=Schedule(global_avg_every=every, average_state=policy),
             overlap=overlap,
         )
         optimizer.synchronize()
@@ -139,9 +119,6 @@ def test_scheduled_averages_follow_the_oracle(policy: str, overlap: bool) -> Non
             averages = (step + 1) % every == 0
             matrix = torch.full((4, 4), 0.25, dtype=torch.float64)
             mix(worlds, matrix if averages else topology.mixing_matrix(step))
-            if averages and policy == "reset":
-                for base in bases:
-                    base.state.clear()
             if averages and policy == "average":
                 for index in range(len(worlds[0])):
                     own = [
@@ -171,9 +148,14 @@ def test_scheduled_averages_follow_the_oracle(policy: str, overlap: bool) -> Non
 
 
 def test_the_bytes_of_averaged_momenta_are_counted() -> None:
-    def main(rank: int, group: dist.ProcessGroup, policy: str) -> int:
+    def main(rank: int, group: dist.ProcessGroup, policy: AverageState) -> int:
         _, optimizer = trained(
-            rank, group, sgd, 3, overlap=False, global_avg_every=3, average_state=policy
+            rank,
+            group,
+            sgd,
+            3,
+            overlap=False,
+            schedule=Schedule(global_avg_every=3, average_state=policy),
         )
         return optimizer.stats().bytes_sent
 
@@ -190,7 +172,10 @@ def test_what_one_rank_has_no_momentum_for_is_left_alone() -> None:
         params = make_params()
         base = torch.optim.SGD(params, lr=0.1, momentum=0.9)
         optimizer = DecentOptimWrapper(
-            base, process_group=group, bucket_cap_mb=TINY_CAP_MB, average_state="average"
+            base,
+            process_group=group,
+            bucket_cap_mb=TINY_CAP_MB,
+            schedule=Schedule(average_state="average"),
         )
         for index, param in enumerate(params):
             if rank == 0 or index > 1:
@@ -238,7 +223,9 @@ def average_in_a_step(optimizer: DecentOptimWrapper, rank: int, params: list[Ten
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 @pytest.mark.parametrize("average", [average_at_once, average_in_a_step])
 @pytest.mark.parametrize("spoil", [poison, overflow])
-def test_momenta_that_are_not_finite_reach_nobody(spoil: Any, average: Any, policy: str) -> None:
+def test_momenta_that_are_not_finite_reach_nobody(
+    spoil: Any, average: Any, policy: OnNonfinite
+) -> None:
     bad, world_size = 1, 3
 
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -248,8 +235,7 @@ def test_momenta_that_are_not_finite_reach_nobody(spoil: Any, average: Any, poli
             base,
             bucket_cap_mb=TINY_CAP_MB,
             process_group=group,
-            average_state="average",
-            global_avg_every=4,
+            schedule=Schedule(average_state="average", global_avg_every=4),
             on_nonfinite=policy,
         )
         assert len(optimizer._engine.gossip.buckets) > 1
@@ -293,7 +279,9 @@ def test_momenta_that_are_not_finite_reach_nobody(spoil: Any, average: Any, poli
 
 def test_where_nobody_has_finite_momenta_each_keeps_its_own() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        params, optimizer = trained(rank, group, sgd, average_state="average", on_nonfinite="skip")
+        params, optimizer = trained(
+            rank, group, sgd, schedule=Schedule(average_state="average"), on_nonfinite="skip"
+        )
         for param in params:
             optimizer.state[param]["momentum_buffer"].view(-1)[rank % param.numel()] = float("nan")
         own = momenta(optimizer, params)
@@ -507,7 +495,10 @@ def test_counters_of_parameters_without_dimensions_are_not_averaged() -> None:
         params = [torch.tensor(1.0 + rank, requires_grad=True), torch.ones(3, requires_grad=True)]
         base = torch.optim.Adam(params, lr=0.1)
         optimizer = DecentOptimWrapper(
-            base, process_group=group, average_state="average", bucket_cap_mb=4 / 2**20
+            base,
+            process_group=group,
+            schedule=Schedule(average_state="average"),
+            bucket_cap_mb=4 / 2**20,
         )
         for step in range(3):
             for param in params:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from modules import fill, flat, make_model, train
 from modules import wrap as wrap_module
-from problem import MODES, TINY_CAP_MB, backward, flatten, make_params, sgd
+from problem import MODES, TINY_CAP_MB, backward, flatten, in_one_call, make_params, nesterov, sgd
 from ranks import run_threads
 from torch import Tensor, nn, optim
 
-from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper import DecentOptimWrapper, Schedule
 
 
 def wrap(params: list[Tensor], group: dist.ProcessGroup | None = None, **kw: Any) -> Any:
@@ -191,7 +191,7 @@ def test_values_changed_before_a_backward_pass_that_steps_are_named_in_it() -> N
         (2, {"param_as_bucket_view": False}),
         (2, {"param_as_bucket_view": False, "comm_dtype": torch.bfloat16}),
         (2, {"param_as_bucket_view": True, "overlap": False}),
-        (2, {"param_as_bucket_view": True, "gossip_every": 2}),
+        (2, {"param_as_bucket_view": True, "schedule": Schedule(gossip_every=2)}),
         (1, {"param_as_bucket_view": True}),
     ],
     ids=["copies", "copies in bf16", "no overlap", "rest", "alone"],
@@ -239,15 +239,17 @@ def test_values_may_be_changed_after_synchronize_and_on_an_average() -> None:
 
 BASES: dict[str, Callable[[list[Tensor]], optim.Optimizer]] = {
     "sgd": sgd,
+    "sgd, whole update": lambda params: in_one_call(sgd(params)),
     "fused": lambda params: optim.AdamW(params, lr=0.02, fused=True),
     "foreach": lambda params: optim.AdamW(params, lr=0.02, foreach=True),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "whole update": {"split_update": False},
     "bf16": {"comm_dtype": torch.bfloat16},
-    "averages": {"global_avg_every": 2, "slow_momentum": 0.5, "average_state": "average"},
-    "outer": {"outer_momentum": 0.5},
+    "averages": {
+        "schedule": Schedule(global_avg_every=2, average_state="average", outer=nesterov(0.5))
+    },
+    "outer": {"schedule": Schedule(outer=nesterov(0.5))},
     "skip": {"on_nonfinite": "skip"},
 }
 

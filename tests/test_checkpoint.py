@@ -26,7 +26,7 @@ from ranks import run_processes, run_threads
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from decent_optim_wrapper import DecentOptimWrapper, PeerError
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
 from decent_optim_wrapper.checkpoint import Checkpoints, sealed_file
 
 STEPS = 7
@@ -532,9 +532,8 @@ def save_while_ranks_go_and_come(
     params = make_params()
     optimizer = DecentOptimWrapper(
         *(adamw(params), rank, world_size, None, "complete", TINY_CAP_MB),
-        store=store,
         timeout=5,
-        on_peer_failure="continue",
+        elastic=Elastic(store=store),
     )
     checkpoints = Checkpoints(folder, optimizer, keep=2)
     report("joined", optimizer.members)
@@ -595,10 +594,9 @@ def save_with_nothing_in_flight(
     params = make_params(seed=rank)
     optimizer = DecentOptimWrapper(
         *(adamw(params), rank, world_size, None, "complete", TINY_CAP_MB),
-        store=store,
         overlap=False,
         timeout=5,
-        on_peer_failure="continue",
+        elastic=Elastic(store=store),
     )
     checkpoints = Checkpoints(folder, optimizer)
     saved = []

@@ -27,6 +27,7 @@ from modules import (
     wrap,
     wrap_base,
 )
+from problem import nesterov
 from ranks import run_processes, run_threads
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
@@ -34,7 +35,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Join
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from decent_optim_wrapper import TopologyFactory
+from decent_optim_wrapper import Elastic, Schedule, TopologyFactory
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.optim import optim_fn_adamw
 
@@ -96,19 +97,18 @@ def test_larger_groups_train_as_with_a_wrapper_of_the_same_buckets_bit_for_bit(
     assert (ours[0] - flat(make_model())).abs().max() > 1e-2
 
 
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "rests": {"gossip_every": 2, "mixing_rate": 0.4},
-    "averages": {"global_avg_every": 3, "average_state": "average"},
-    "resets": {"global_avg_every": 3, "average_state": "reset"},
-    "slow momentum": {"global_avg_every": 3, "gossip_every": 2, "slow_momentum": 0.5},
-    "outer momentum": {"gossip_every": 2, "outer_momentum": 0.5},
+SCHEDULES = {
+    "rests": Schedule(gossip_every=2, mixing_rate=0.4),
+    "averages": Schedule(global_avg_every=3, average_state="average"),
+    "outer at averages": Schedule(global_avg_every=3, gossip_every=2, outer=nesterov(0.5, 1.0)),
+    "outer": Schedule(gossip_every=2, outer=nesterov(0.5)),
 }
 
 
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
-@pytest.mark.parametrize("options", SCHEDULES.values(), ids=list(SCHEDULES))
-def test_gossip_schedules_work_in_the_backward_pass(options: dict[str, Any], views: bool) -> None:
-    options = {"topology": "ring", "param_as_bucket_view": views, **options}
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=list(SCHEDULES))
+def test_gossip_schedules_work_in_the_backward_pass(schedule: Schedule, views: bool) -> None:
+    options: Any = {"topology": "ring", "param_as_bucket_view": views, "schedule": schedule}
     ours = run_threads(4, lambda rank, group: by_backward(rank, group, **options))
     theirs = run_threads(4, lambda rank, group: by_steps(rank, group, reverse=True, **options))
     plain = run_threads(4, lambda rank, group: by_backward(rank, group, topology="ring"))
@@ -309,8 +309,8 @@ def test_the_scheduler_steps_once_a_step() -> None:
 
 
 def survive(rank: int, world_size: int, store: Store, report: Any) -> tuple[Any, list[float]]:
-    options: Any = {"rank": rank, "world_size": world_size, "store": store, "timeout": 20.0}
-    model = wrap(make_model(), None, topology="ring", on_peer_failure="continue", **options)
+    options: Any = {"rank": rank, "world_size": world_size, "timeout": 20.0}
+    model = wrap(make_model(), None, topology="ring", elastic=Elastic(store=store), **options)
     while (round := model.optimizer.round) < 10:
         if (rank, round) == (1, 4):
             report("result", None)
@@ -331,10 +331,10 @@ def test_the_others_train_on_without_a_rank_that_dies() -> None:
 
 
 def stand_still(rank: int, world_size: int, store: Store, report: Any, views: bool) -> Any:
-    options: Any = {"rank": rank, "world_size": world_size, "store": store, "timeout": 3.0}
+    options: Any = {"rank": rank, "world_size": world_size, "timeout": 3.0}
     options["param_as_bucket_view"] = views
     options["lr_scheduler_fn"] = lambda base: LambdaLR(base, lambda step: 1 / (1 + step / 100))
-    model = wrap(make_model(), None, topology="greedy", on_peer_failure="continue", **options)
+    model = wrap(make_model(), None, topology="greedy", elastic=Elastic(store=store), **options)
     while not store.check(["finish"]) or model.optimizer.round < int(store.get("finish")):
         round = model.optimizer.round
         train(model, rank, range(round, round + 1))

@@ -11,7 +11,7 @@ from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 from ranks import run_threads
 from torch import Tensor
 
-from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper import DecentOptimWrapper, Schedule
 from decent_optim_wrapper.checkpoint import Checkpoints
 
 
@@ -28,8 +28,7 @@ def test_a_default_device_does_not_reach_the_messages_between_ranks(
                 process_group=group,
                 topology=topology,
                 bucket_cap_mb=TINY_CAP_MB,
-                average_state="average",
-                global_avg_every=2,
+                schedule=Schedule(average_state="average", global_avg_every=2),
             )
             checkpoints = Checkpoints(path, wrapper)
             for step in range(4):

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from problem import MODES, TINY_CAP_MB, backward, flatten, make_params, sgd
+from problem import MODES, TINY_CAP_MB, backward, flatten, in_one_call, make_params, sgd
 from ranks import run_processes, run_threads
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
@@ -64,8 +64,8 @@ def test_a_split_update_is_the_whole_one_bit_for_bit(
         groups: list[Any] = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02}]
         return kind(groups, **arguments)
 
-    split = train(0, None, make_base, split_update=None)
-    whole = train(0, None, make_base, split_update=False)
+    split = train(0, None, make_base)
+    whole = train(0, None, lambda params: in_one_call(make_base(params)))
     assert torch.equal(split, whole)
     assert not torch.equal(split, flatten(make_params(dtype=torch.float32)))
 
@@ -76,11 +76,11 @@ def test_a_split_fused_update_is_the_whole_one_bit_for_bit(kind: Any) -> None:
         return kind(params, lr=0.05, fused=True)  # type: ignore[no-any-return]
 
     split = train(0, None, make_base)
-    assert torch.equal(split, train(0, None, make_base, split_update=False))
+    assert torch.equal(split, train(0, None, lambda params: in_one_call(make_base(params))))
     assert not torch.equal(split, flatten(make_params(dtype=torch.float32)))
 
 
-def test_only_listed_types_without_hooks_are_split_unless_forced() -> None:
+def test_only_listed_types_without_hooks_are_split() -> None:
     class Coupled(optim.SGD):
         pass
 
@@ -92,17 +92,10 @@ def test_only_listed_types_without_hooks_are_split_unless_forced() -> None:
     handle.remove()
     coupled = Coupled(params, lr=0.1)
     assert not wrap(params, base=coupled)._local_update.splits
-    assert wrap(params, base=coupled, split_update=True)._local_update.splits
-    assert not wrap(params, base=base, split_update=False)._local_update.splits
     StepLR(base, 1)
     assert wrap(params, base=base)._local_update.splits
     base.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
     assert not wrap(params, base=base)._local_update.splits
-
-
-def test_a_base_that_cannot_step_in_parts_is_not_forced_to() -> None:
-    with pytest.raises(ValueError, match=r"expects a base whose step.* works without a closure"):
-        wrap([], base=optim.LBFGS(make_params()), split_update=True, overlap=False)
 
 
 def test_muon_may_be_split_too() -> None:
@@ -110,7 +103,7 @@ def test_muon_may_be_split_too() -> None:
         return optim.Muon([param for param in params if param.ndim == 2], lr=0.05)
 
     split = train(0, None, muon)
-    assert torch.equal(split, train(0, None, muon, split_update=False))
+    assert torch.equal(split, train(0, None, lambda params: in_one_call(muon(params))))
     assert not torch.equal(split, flatten(make_params(dtype=torch.float32)))
 
 

@@ -205,23 +205,3 @@ def test_gradients_of_one_bucket_are_fewer_than_all_of_them(tmp_path: Path) -> N
     figures = dict(re.findall(r"\| (\w+) \| (\d+) \|", out))
     assert int(figures["DecentOptimWrapper"]) == 61
     assert int(figures["DecentralizedDataParallel"]) <= 25
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
-def test_a_soak_tells_rounds_faults_and_losses(tmp_path: Path) -> None:
-    soak = EXAMPLES / "benchmark" / "soak.py"
-    out = run(
-        soak,
-        "--minutes",
-        "0.1",
-        "--ranks",
-        "3",
-        "--seed",
-        "1",
-        "--topology",
-        "greedy",
-        cwd=tmp_path,
-    )
-    assert "faults: 1 x short stop, " in out
-    assert "0 ranks for good" in out
-    assert "| 2 |" in out

@@ -13,7 +13,7 @@ from crews import CrewOfProcesses
 from faults import MILD, Fault, Injector, Kind, draw_faults
 from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 
-from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper import DecentOptimWrapper, Elastic
 
 RANKS = 4
 PATIENCE = 4.0
@@ -50,10 +50,10 @@ def train(
         world_size,
         topology=topology,
         bucket_cap_mb=TINY_CAP_MB,
-        store=store,
         timeout=PATIENCE,
-        on_peer_failure="continue",
-        on_membership_change=lambda old, new: changes.append((old, new)),
+        elastic=Elastic(
+            store=store, on_membership_change=lambda old, new: changes.append((old, new))
+        ),
     )
     first = optimizer.members
     while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):

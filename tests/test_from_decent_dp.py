@@ -35,7 +35,7 @@ import torch.distributed as dist
 from decent_dp.ddp import DecentralizedDataParallel as DecentDP
 from decent_dp.topo import TopologyReg
 from loguru import logger
-from problem import flatten
+from problem import flatten, in_one_call
 from ranks import run_processes
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -114,9 +114,11 @@ def decent_dp(model: nn.Module, case: Case, topology: str) -> Training:
     return Training(network, Tensor.backward, average)
 
 
-def wrapper(model: nn.Module, case: Case, topology: Any, **options: Any) -> Training:
+def wrapper(model: nn.Module, case: Case, topology: Any, whole: bool = False) -> Training:
     base = case.optim_fn(list(model.named_parameters()))
-    optimizer = DecentOptimWrapper(base, topology=topology, bucket_cap_mb=CAP_MB, **options)
+    if whole:
+        in_one_call(base)
+    optimizer = DecentOptimWrapper(base, topology=topology, bucket_cap_mb=CAP_MB)
     optimizer.mixing_rate = case.rate
     scheduler = decaying(optimizer)
 
@@ -148,7 +150,7 @@ def module(model: nn.Module, case: Case, topology: Any, **options: Any) -> Train
 
 OURS: dict[str, Build] = {
     "wrapper": wrapper,
-    "wrapper that updates in one call": partial(wrapper, split_update=False),
+    "wrapper that updates in one call": partial(wrapper, whole=True),
     "module": module,
     "module that updates at the end": partial(module, update_in_backward=False),
 }

@@ -20,7 +20,7 @@ from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 from ranks import run_processes, run_threads
 from torch._C._distributed_c10d import TCPStore
 
-from decent_optim_wrapper import DecentOptimWrapper, PeerError
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
 
 PATIENCE = 20.0
 
@@ -84,7 +84,6 @@ def test_a_local_error_is_raised_as_it_is_and_named_by_the_others(topology: str,
         assert seconds < PATIENCE / 2
 
 
-
 @pytest.mark.parametrize("call", ["synchronize", "keep"])
 def test_a_local_error_outside_of_steps_is_named_by_the_others_too(call: str) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[str, str, float]:
@@ -126,7 +125,10 @@ def break_in_the_middle(
 ) -> tuple[str, Any]:
     params = make_params()
     optimizer = wrap(
-        params, rank=rank, world_size=world_size, store=store, on_peer_failure="continue"
+        params,
+        rank=rank,
+        world_size=world_size,
+        elastic=Elastic(store=store),
     )
     while optimizer.round < 200 or len(optimizer.members) == world_size:
         if rank == 2 and optimizer.round == 20:
@@ -218,10 +220,10 @@ def slow_rank(
         rank=rank,
         world_size=world_size,
         topology=topology,
-        store=store,
         sync_at_start=False,
-        on_peer_failure="continue",
-        on_membership_change=lambda old, new: changes.append((old, new)),
+        elastic=Elastic(
+            store=store, on_membership_change=lambda old, new: changes.append((old, new))
+        ),
     )
     recover = optimizer._engine._survival.recover  # type: ignore[union-attr]
 
@@ -328,7 +330,10 @@ def go_on_after_a_loss(
 ) -> tuple[float, tuple[int, ...]]:
     params = make_params()
     optimizer = wrap(
-        params, rank=rank, world_size=world_size, store=store, on_peer_failure="continue"
+        params,
+        rank=rank,
+        world_size=world_size,
+        elastic=Elastic(store=store),
     )
     longest = 0.0
     while optimizer.round < 40:

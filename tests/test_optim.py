@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from decent_dp import optim as decent_dp
-from problem import TINY_CAP_MB, backward, flatten, make_params, oracle
+from problem import TINY_CAP_MB, backward, flatten, in_one_call, make_params, oracle
 from ranks import run_threads
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -316,12 +316,11 @@ def test_the_wrapper_trains_with_it_whole_and_by_bucket(make: Make, overlap: boo
     def train_rank(rank: int, group: dist.ProcessGroup, split: bool) -> Tensor:
         params = make_params()
         optimizer = DecentOptimWrapper(
-            make(params),
+            make(params) if split else in_one_call(make(params)),
             topology="ring",
             bucket_cap_mb=TINY_CAP_MB,
             overlap=overlap,
             process_group=group,
-            split_update=split,
         )
         for step in range(7):
             backward(params, rank, step)

@@ -15,7 +15,7 @@ from crews import CrewOfProcesses, StoreProcess
 from problem import TINY_CAP_MB, backward, make_params, sgd
 from torch._C._distributed_c10d import TCPStore
 
-from decent_optim_wrapper import DecentOptimWrapper, PeerError
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
 
 pytestmark = pytest.mark.skipif(
     not netlab.available(), reason="network namespaces need root and iproute2"
@@ -46,9 +46,8 @@ def train(
         optimizer = DecentOptimWrapper(
             *(sgd(params), rank, world_size, None, "ring" if world_size == 2 else "complete"),
             bucket_cap_mb=TINY_CAP_MB,
-            store=own,
             timeout=TIMEOUT,
-            on_peer_failure="continue",
+            elastic=Elastic(store=own),
         )
         while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
             start = time.monotonic()

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from problem import TINY_CAP_MB, backward, flatten, make_params, oracle, sgd
+from problem import TINY_CAP_MB, backward, flatten, make_params, nesterov, oracle, sgd
 from ranks import run_processes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, Schedule, TopologyFactory
 
 STEPS = 5
 
@@ -174,7 +174,9 @@ def resume_by_distributed_checkpoint(
     return parameters(whole).tolist(), parameters(resumed).tolist()
 
 
-@pytest.mark.parametrize("options", [{}, {"outer_momentum": 0.5}], ids=["plain", "outer"])
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": Schedule(outer=nesterov(0.5))}], ids=["plain", "outer"]
+)
 def test_distributed_checkpoint_resumes_every_rank_bit_for_bit(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:

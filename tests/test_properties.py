@@ -71,7 +71,7 @@ def worlds(draw: st.DrawFn, smallest: int = 1, largest_group: int = 5) -> World:
         "overlap": st.sampled_from([True, False]),
         "param_as_bucket_view": st.booleans(),
         "comm_dtype": st.sampled_from([None, torch.bfloat16]),
-        "split_update": st.sampled_from([None, False]),
+        "in_one_call": st.booleans(),
         "mixing_rate": st.sampled_from([1.0, 0.3]),
         "gossip_every": st.sampled_from([1, 1, 2, 3]),
         "global_avg_every": st.sampled_from([None, None, 2, 3]),

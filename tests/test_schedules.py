@@ -10,16 +10,39 @@ import pytest
 import torch
 import torch.distributed as dist
 from loguru import logger
-from problem import TINY_CAP_MB, MakeOptimizer, adamw, backward, flatten, make_params, mix, sgd
+from problem import (
+    TINY_CAP_MB,
+    MakeOptimizer,
+    adamw,
+    backward,
+    flatten,
+    in_one_call,
+    make_params,
+    mix,
+    nesterov,
+    sgd,
+)
 from ranks import run_threads
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adagrad, Optimizer
 
-from decent_optim_wrapper import CallOrderError, DecentOptimWrapper, Topology, TopologyFactory
-from decent_optim_wrapper.gossip.outer import OuterNesterov, SlowMomentum
+from decent_optim_wrapper import (
+    CallOrderError,
+    DecentOptimWrapper,
+    Schedule,
+    Topology,
+    TopologyFactory,
+)
+from decent_optim_wrapper.config import AverageState
+from decent_optim_wrapper.gossip.outer import MakeOptimizer as MakeOuter
 from decent_optim_wrapper.optim import mixing_rate_from_lr
 
 STEPS = 14
+
+
+# What an outer step makes of the anchors and of what has been mixed; it keeps a momentum, and knows
+# the mixing matrix and the learning rate.
+Rule = Callable[[dict[str, Tensor], Tensor, Tensor, float], Tensor]
 
 
 class Plan(NamedTuple):
@@ -28,11 +51,18 @@ class Plan(NamedTuple):
     gossip_every: int = 1
     global_avg_every: int | None = None
     mixing_rate: Callable[[int], float] = lambda step: 1.0
-    slow_momentum: float | SlowMomentum | None = None
-    outer_momentum: float | OuterNesterov | None = None
+    lr: Callable[[int], float] = lambda step: rate_at(step)
+    outer: MakeOuter | None = None
+    rule: Rule | None = None
 
-    def keywords(self) -> dict[str, Any]:
-        return {**self._asdict(), "mixing_rate": self.mixing_rate(0)}
+    def schedule(self, average_state: AverageState = "keep") -> Schedule:
+        return Schedule(
+            gossip_every=self.gossip_every,
+            mixing_rate=self.mixing_rate(0),
+            global_avg_every=self.global_avg_every,
+            average_state=average_state,
+            outer=self.outer,
+        )
 
 
 def rate_at(step: int) -> float:
@@ -40,10 +70,91 @@ def rate_at(step: int) -> float:
     return 0.0 if step in (5, 6) else 0.05 * 0.9**step
 
 
+def steady(step: int) -> float:
+    return 0.04
+
+
 def halving(step: int) -> float:
     return 0.5 ** (step // 4)
 
 
+def slowmo(beta: float, alpha: float) -> Rule:
+    """SlowMo (Wang et al., 2020): u <- β u + (x_0 - x̄) / η, x <- x_0 - α η u."""
+
+    def rule(outer: dict[str, Tensor], mixed: Tensor, matrix: Tensor, lr: float) -> Tensor:
+        outer["momentum"] = beta * outer["momentum"] + (outer["anchor"] - mixed) / lr
+        return outer["anchor"] - alpha * lr * outer["momentum"]
+
+    return rule
+
+
+def diloco(momentum: float, lr: float) -> Rule:
+    """DiLoCo (Douillard et al., 2023): Nesterov's m <- μ m + g, φ <- φ - η (g + μ m)."""
+
+    def rule(outer: dict[str, Tensor], mixed: Tensor, matrix: Tensor, _: float) -> Tensor:
+        away = outer["anchor"] - mixed
+        outer["momentum"] = momentum * outer["momentum"] + away
+        return outer["anchor"] - lr * (away + momentum * outer["momentum"])
+
+    return rule
+
+
+def noloco(alpha: float, beta: float) -> Rule:
+    """NoLoCo (Kolehmainen et al., 2025) with γ = β, means being those of the pair.
+
+    δ <- α δ + β mean(θ - φ) - γ (φ - mean(φ)), φ <- φ + δ.
+    """
+
+    def rule(outer: dict[str, Tensor], mixed: Tensor, matrix: Tensor, _: float) -> Tensor:
+        mean = matrix @ outer["anchor"]
+        moved, apart = mixed - mean, outer["anchor"] - mean
+        outer["momentum"] = alpha * outer["momentum"] + beta * moved - beta * apart
+        return outer["anchor"] + outer["momentum"]
+
+    return rule
+
+
+def adagrad(lr: float, start: float) -> Rule:
+    """One whose state is there before its first step."""
+
+    def rule(outer: dict[str, Tensor], mixed: Tensor, matrix: Tensor, _: float) -> Tensor:
+        away = outer["anchor"] - mixed
+        outer["momentum"] = outer["momentum"] + away.square()
+        return outer["anchor"] - lr * away / ((start + outer["momentum"]).sqrt() + 1e-10)
+
+    return rule
+
+
+SLOWMO = Plan(
+    global_avg_every=3,
+    lr=steady,
+    outer=partial(SGD, lr=1.0, momentum=0.6),
+    rule=slowmo(beta=0.6, alpha=1.0),
+)
+NESTEROV = Plan(outer=nesterov(0.5), rule=diloco(0.5, 0.7))
+OUTER = {
+    "SlowMo": SLOWMO,
+    "SlowMo, small steps": Plan(
+        gossip_every=2,
+        global_avg_every=4,
+        lr=steady,
+        outer=partial(SGD, lr=0.7, momentum=0.4),
+        rule=slowmo(beta=0.4, alpha=0.7),
+    ),
+    "DiLoCo": Plan(
+        gossip_every=100, global_avg_every=4, outer=nesterov(0.9), rule=diloco(0.9, 0.7)
+    ),
+    "NoLoCo": Plan(gossip_every=2, outer=partial(SGD, lr=0.7, momentum=0.5), rule=noloco(0.5, 0.7)),
+    "Nesterov in every round": NESTEROV,
+    "Nesterov and slower mixing": Plan(
+        gossip_every=2, mixing_rate=halving, outer=nesterov(0.6, 0.8), rule=diloco(0.6, 0.8)
+    ),
+    "Adagrad": Plan(
+        global_avg_every=3,
+        outer=partial(Adagrad, lr=0.1, initial_accumulator_value=0.2),
+        rule=adagrad(0.1, 0.2),
+    ),
+}
 PLANS = {
     "slower mixing": Plan(mixing_rate=lambda step: 0.3),
     "mixing that slows down": Plan(mixing_rate=halving),
@@ -51,14 +162,7 @@ PLANS = {
     "an average every third step": Plan(global_avg_every=3),
     "both": Plan(gossip_every=2, global_avg_every=6, mixing_rate=halving),
     "averages only": Plan(gossip_every=100, global_avg_every=4),
-    "slow momentum": Plan(global_avg_every=3, slow_momentum=0.6),
-    "slow momentum, small steps": Plan(
-        gossip_every=2, global_avg_every=4, slow_momentum=SlowMomentum(0.4, 0.7)
-    ),
-    "outer Nesterov": Plan(outer_momentum=0.5),
-    "outer Nesterov every second step": Plan(
-        gossip_every=2, outer_momentum=OuterNesterov(0.6, 0.8), mixing_rate=halving
-    ),
+    **OUTER,
 }
 
 
@@ -75,25 +179,25 @@ def simulate(
         """Mix what was launched at the end of `step`."""
         matrix, kind = due(topology, plan, step)
         mix(worlds, matrix)
-        after = torch.stack([flatten(params) for params in worlds])
-        if kind == "average" and plan.slow_momentum is not None:
-            put(worlds, slow_step(plan.slow_momentum, outer, after, lr))
-        if kind == "gossip" and plan.outer_momentum is not None:
-            put(worlds, nesterov_step(plan.outer_momentum, outer, after))
+        due_at = "gossip" if plan.global_avg_every is None else "average"
+        if plan.rule is not None and kind == due_at:
+            after = torch.stack([flatten(params) for params in worlds])
+            outer["anchor"] = plan.rule(outer, after, matrix, lr)
+            put(worlds, outer["anchor"])
 
     for step in range(steps):
         for rank, params in enumerate(worlds):
             backward(params, rank, step)
         for base in bases:
-            base.param_groups[0]["lr"] = rate_at(step)
+            base.param_groups[0]["lr"] = plan.lr(step)
         if overlap and step:
-            land(step - 1, rate_at(step))
+            land(step - 1, plan.lr(step))
         for base in bases:
             base.step()
         if not overlap:
-            land(step, rate_at(step))
+            land(step, plan.lr(step))
     if overlap:
-        land(steps - 1, rate_at(steps - 1))
+        land(steps - 1, plan.lr(steps - 1))
     return torch.stack([flatten(params) for params in worlds])
 
 
@@ -107,27 +211,6 @@ def due(topology: Topology, plan: Plan, step: int) -> tuple[Tensor, str]:
     phase = done // plan.gossip_every - 1
     rate = plan.mixing_rate(step)
     return (1 - rate) * identity + rate * topology.mixing_matrix(phase), "gossip"
-
-
-def slow_step(
-    given: float | SlowMomentum, outer: dict[str, Tensor], average: Tensor, lr: float
-) -> Tensor:
-    beta, alpha = given if isinstance(given, SlowMomentum) else (given, 1.0)
-    away = outer["anchor"] - average
-    if lr:
-        outer["momentum"] = beta * outer["momentum"] + away / lr
-        outer["anchor"] = outer["anchor"] - alpha * lr * outer["momentum"]
-    else:
-        outer["anchor"] = outer["anchor"] - alpha * away
-    return outer["anchor"]
-
-
-def nesterov_step(given: float | OuterNesterov, outer: dict[str, Tensor], mixed: Tensor) -> Tensor:
-    momentum, lr = given if isinstance(given, OuterNesterov) else (given, 0.7)
-    away = outer["anchor"] - mixed
-    outer["momentum"] = momentum * outer["momentum"] + away
-    outer["anchor"] = outer["anchor"] - lr * (away + momentum * outer["momentum"])
-    return outer["anchor"]
 
 
 @torch.no_grad()
@@ -158,6 +241,7 @@ def wrap(
     group: dist.ProcessGroup | None,
     topology: Topology | str,
     plan: Plan,
+    average_state: AverageState = "keep",
     **options: Any,
 ) -> DecentOptimWrapper:
     return DecentOptimWrapper(
@@ -165,7 +249,8 @@ def wrap(
         topology=topology,
         bucket_cap_mb=TINY_CAP_MB,
         process_group=group,
-        **{**plan.keywords(), **options},
+        schedule=plan.schedule(average_state),
+        **options,
     )
 
 
@@ -173,7 +258,7 @@ def advance(
     optimizer: DecentOptimWrapper, params: list[Tensor], rank: int, step: int, plan: Plan
 ) -> None:
     backward(params, rank, step)
-    optimizer.param_groups[0]["lr"] = rate_at(step)
+    optimizer.param_groups[0]["lr"] = plan.lr(step)
     if plan.mixing_rate(step) != optimizer.mixing_rate:
         optimizer.mixing_rate = plan.mixing_rate(step)
     optimizer.step()
@@ -210,7 +295,8 @@ def test_follows_the_oracle(plan: Plan, name: str, overlap: bool) -> None:
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 def test_follows_the_oracle_whatever_the_engine(plan: Plan, split: bool, views: bool) -> None:
     topology = TopologyFactory.create("greedy", 5)
-    check(topology, plan, True, adamw, split_update=split, param_as_bucket_view=views)
+    make = adamw if split else lambda params: in_one_call(adamw(params))
+    check(topology, plan, True, make, param_as_bucket_view=views)
 
 
 def reborn(
@@ -263,7 +349,7 @@ def test_evaluating_changes_nothing(plan: Plan) -> None:
             if evaluating:
                 own = flatten(params)
                 with optimizer.averaged():
-                    assert not torch.equal(flatten(params), own) or rate_at(step) == 0
+                    assert not torch.equal(flatten(params), own) or plan.lr(step) == 0
         optimizer.synchronize()
         return flatten(params)
 
@@ -274,7 +360,7 @@ def test_evaluating_changes_nothing(plan: Plan) -> None:
 
 def test_a_rank_alone_takes_its_outer_steps() -> None:
     alone = TopologyFactory.create("complete", 1)
-    for plan in (PLANS["slow momentum"], PLANS["outer Nesterov"]):
+    for plan in (SLOWMO, NESTEROV):
         row = train(0, None, alone, plan, sgd)
         expected = simulate(alone, plan, True, sgd)[0]
         torch.testing.assert_close(row, expected, rtol=1e-12, atol=1e-12)
@@ -282,7 +368,7 @@ def test_a_rank_alone_takes_its_outer_steps() -> None:
 
 
 def test_an_average_that_is_kept_is_where_the_outer_step_starts_anew() -> None:
-    plan = Plan(gossip_every=2, outer_momentum=OuterNesterov(0.0, 1.0))
+    plan = Plan(gossip_every=2, outer=partial(SGD, lr=1.0))
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params()
@@ -297,7 +383,7 @@ def test_an_average_that_is_kept_is_where_the_outer_step_starts_anew() -> None:
         for _ in range(4):
             optimizer.step()
         optimizer.synchronize()
-        assert optimizer.state_dict()["gossip"]["outer"]["anchor"][0].shape == params[0].shape
+        assert optimizer.state_dict()["gossip"]["outer"]["anchors"][0].shape == params[0].shape
         return flatten(params)
 
     # Were the anchors still those of before, the ranks would be pulled apart again.
@@ -308,7 +394,7 @@ def test_an_average_that_is_kept_is_where_the_outer_step_starts_anew() -> None:
 
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 def test_a_state_without_an_outer_optimizer_can_be_synchronised_at_once(views: bool) -> None:
-    plan = Plan(outer_momentum=OuterNesterov(0.5, 1.0))
+    plan = Plan(outer=nesterov(0.5, 1.0))
 
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         params = make_params()
@@ -400,44 +486,27 @@ def test_the_rate_follows_the_learning_rate() -> None:
         mixing_rate_from_lr(optimizer, lr_max=0.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"mixing_rate": 0.0}, "mixing_rate must be above 0"),
-        ({"mixing_rate": 1.5}, "at most 1"),
-        ({"gossip_every": 0}, "gossip_every must be 1 step or more"),
-        ({"global_avg_every": 0}, "global_avg_every must be 1 step or more"),
-        ({"slow_momentum": 0.5}, "pass global_avg_every, too"),
-        ({"slow_momentum": 1.0, "global_avg_every": 2}, "below 1"),
-        ({"outer_momentum": OuterNesterov(0.5, 0.0)}, "a rate above 0"),
-        ({"outer_momentum": 0.5, "global_avg_every": 2}, "leave out global_avg_every"),
-        ({"outer_momentum": 0.5, "slow_momentum": 0.5, "global_avg_every": 2}, "got both"),
-        ({"average_state": "forget"}, "average_state expects one of"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        DecentOptimWrapper(sgd(make_params()), **options)
+def an_optimizer_of_others(anchors: list[Tensor]) -> Optimizer:
+    return sgd(make_params())
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("outer", "error", "text"),
     [
-        {"mixing_rate": "1"},
-        {"gossip_every": 1.5},
-        {"global_avg_every": True},
-        {"slow_momentum": OuterNesterov(), "global_avg_every": 2},
-        {"outer_momentum": SlowMomentum()},
-        {"outer_momentum": True},
+        (lambda anchors: len(anchors), TypeError, "outer expects .* made a int"),
+        (an_optimizer_of_others, ValueError, "outer expects .* the tensors that it is given"),
+        (partial(SGD, lr=-1.0), ValueError, "Invalid learning rate"),
     ],
 )
-def test_options_of_another_type_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=next(iter(options))):
-        DecentOptimWrapper(sgd(make_params()), **options)
+def test_what_makes_no_outer_optimizer_is_refused(
+    outer: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        DecentOptimWrapper(sgd(make_params()), schedule=Schedule(outer=outer))
 
 
 def test_the_rate_can_be_set_and_is_checked() -> None:
-    optimizer = DecentOptimWrapper(sgd(make_params()), mixing_rate=0.5)
+    optimizer = DecentOptimWrapper(sgd(make_params()), schedule=Schedule(mixing_rate=0.5))
     assert optimizer.mixing_rate == 0.5
     optimizer.mixing_rate = 1
     assert optimizer.mixing_rate == 1.0
@@ -445,12 +514,10 @@ def test_the_rate_can_be_set_and_is_checked() -> None:
         optimizer.mixing_rate = 2
 
 
-@pytest.mark.parametrize("policy", ["keep", "average", "reset"])
-@pytest.mark.parametrize(
-    "plan", [PLANS["slow momentum"], PLANS["outer Nesterov"]], ids=["slow", "outer"]
-)
+@pytest.mark.parametrize("policy", ["keep", "average"])
+@pytest.mark.parametrize("plan", [SLOWMO, NESTEROV], ids=["slow", "nesterov"])
 def test_a_run_saved_on_an_average_continues_as_if_it_had_stepped_there(
-    plan: Plan, policy: str
+    plan: Plan, policy: AverageState
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup, resumes: bool) -> Tensor:
         params = make_params()
@@ -474,9 +541,7 @@ def test_a_run_saved_on_an_average_continues_as_if_it_had_stepped_there(
 def test_what_is_not_finite_heals_under_outer_momentum_too() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> list[bool]:
         params = make_params()
-        optimizer = wrap(
-            SGD(params, lr=0.01), group, "ring", Plan(outer_momentum=0.5), on_nonfinite="skip"
-        )
+        optimizer = wrap(SGD(params, lr=0.01), group, "ring", NESTEROV, on_nonfinite="skip")
         finite = []
         for step in range(8):
             backward(params, rank, step)
@@ -515,7 +580,7 @@ def test_an_exact_average_of_two_ranks_is_not_rounded() -> None:
 
 
 def test_an_outer_state_that_nobody_wants_is_dropped_with_a_warning() -> None:
-    saved = wrap(sgd(make_params()), None, "complete", PLANS["outer Nesterov"]).state_dict()
+    saved = wrap(sgd(make_params()), None, "complete", NESTEROV).state_dict()
     lines: list[str] = []
     sink = logger.add(lines.append, level="WARNING", format="{message}")
     logger.enable("decent_optim_wrapper")

@@ -28,6 +28,7 @@ def test_a_minute_of_faults_is_survived_by_all_ranks() -> None:
     report = soak("--minutes", "1", "--seed", seed)
     assert "0 ranks for good" in report
     assert "faults: none" not in report
+    assert "| 3 |" in report
 
 
 @pytest.mark.slow

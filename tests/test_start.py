@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from ranks import run_processes, run_threads
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule, TopologyFactory
 from decent_optim_wrapper.membership.nodes import ranks_per_node
 
 
@@ -36,12 +36,15 @@ def failing() -> Any:
 BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "settings": (lambda: {"bucket_cap_mb": "x"}, TypeError, "bucket_cap_mb expects"),
     "timeout": (lambda: {"timeout": "soon"}, TypeError, "timeout expects"),
-    "mode": (lambda: {"on_peer_failure": "go on"}, ValueError, "on_peer_failure expects"),
-    "outer": (lambda: {"slow_momentum": 2}, ValueError, "slow_momentum"),
-    "split": (lambda: {"split_update": 1}, TypeError, "split_update expects"),
+    "elastic": (lambda: {"elastic": True}, TypeError, "elastic expects an Elastic or None"),
+    "schedule": (lambda: {"schedule": 2}, TypeError, "schedule expects a Schedule"),
+    "outer": (
+        lambda: {"schedule": Schedule(outer=cast(Any, len))},
+        TypeError,
+        "outer expects .* made a int",
+    ),
     "size": (lambda: {"world_size": 7}, ValueError, "contradicts the process group"),
     "nodes": (lambda: {"local_world_size": "a"}, TypeError, "local_world_size expects"),
-    "store": (lambda: {"store": HashStore()}, ValueError, "store is of use with"),
     "topology": (lambda: {"topology": "rign"}, ValueError, "unknown topology 'rign'"),
     "instance": (
         lambda: {"topology": TopologyFactory.create("ring", 8)},
@@ -180,7 +183,6 @@ WRONG = [
     Wrong({"comm_dtype": torch.ones(2)}, TypeError, "comm_dtype expects a torch.dtype"),
     Wrong({"comm_dtype": torch.int8}, ValueError, "comm_dtype expects torch.bfloat16"),
     Wrong({"param_as_bucket_view": 1}, TypeError, "param_as_bucket_view expects a bool"),
-    Wrong({"split_update": "x"}, TypeError, "split_update expects"),
     Wrong({"timeout": "1"}, TypeError, "timeout expects"),
     Wrong({"timeout": True}, TypeError, "timeout expects a number"),
     Wrong({"timeout": 1e-9}, ValueError, "timeout must be 0.001 to"),
@@ -192,25 +194,16 @@ WRONG = [
     Wrong({"timeout": -1}, ValueError, "timeout must be above 0"),
     Wrong({"on_nonfinite": torch.ones(2)}, TypeError, "on_nonfinite expects one of"),
     Wrong({"on_nonfinite": "warn"}, ValueError, "on_nonfinite expects one of"),
-    Wrong({"on_peer_failure": ["continue"]}, TypeError, "on_peer_failure expects one of"),
-    Wrong({"on_peer_failure": None}, TypeError, "on_peer_failure expects one of"),
-    Wrong({"on_membership_change": 5}, TypeError, "on_membership_change expects a function"),
-    Wrong({"store": HashStore()}, ValueError, "store is of use with on_peer_failure"),
-    Wrong({"store": {}}, TypeError, "store expects a torch.distributed.Store"),
-    Wrong({"store": HashStore(), "on_peer_failure": "continue"}, ValueError, "needs rank and"),
+    Wrong({"elastic": "continue"}, TypeError, "elastic expects an Elastic or None"),
+    Wrong({"elastic": Elastic}, TypeError, "elastic expects an Elastic or None"),
+    Wrong({"elastic": Elastic(store=HashStore())}, ValueError, "needs rank and"),
     Wrong(
-        {"store": HashStore(), "on_peer_failure": "continue", "rank": "0", "world_size": 1},
+        {"elastic": Elastic(store=HashStore()), "rank": "0", "world_size": 1},
         TypeError,
         "rank expects a whole number",
     ),
-    Wrong({"mixing_rate": "x"}, TypeError, "mixing_rate expects a number"),
-    Wrong({"mixing_rate": float("nan")}, ValueError, "mixing_rate must be"),
-    Wrong({"gossip_every": 1.5}, TypeError, "gossip_every expects a number of steps"),
-    Wrong({"gossip_every": 0}, ValueError, "gossip_every must be 1"),
-    Wrong({"global_avg_every": "x"}, TypeError, "global_avg_every expects a number of steps"),
-    Wrong({"slow_momentum": "x", "global_avg_every": 2}, TypeError, "slow_momentum expects"),
-    Wrong({"outer_momentum": [0.5]}, TypeError, "outer_momentum expects"),
-    Wrong({"average_state": 1}, TypeError, "average_state expects one of"),
+    Wrong({"schedule": None}, TypeError, "schedule expects a Schedule"),
+    Wrong({"schedule": {"gossip_every": 2}}, TypeError, "schedule expects a Schedule"),
 ]
 
 
@@ -292,7 +285,7 @@ def start_in_odd_places(rank: int) -> tuple[int, ...]:
         patch.setenv("LOCAL_RANK", str(rank if rank < 5 else rank - 5))
         optimizer = wrap(make_params(), topology="complete")
         sizes.append(optimizer.topology.local_world_size)
-        elastic = wrap(make_params(), on_peer_failure="continue", timeout=30)
+        elastic = wrap(make_params(), elastic=Elastic(), timeout=30)
         sizes.append(elastic.world_size)
     dist.barrier()
     dist.destroy_process_group()

@@ -20,7 +20,7 @@ from problem import TINY_CAP_MB, backward, make_params, sgd
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import DistError
 
-from decent_optim_wrapper import DecentOptimWrapper, PeerError
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
 from decent_optim_wrapper.comm.process_groups import new_backend
 from decent_optim_wrapper.comm.store import BoundedStore, within
 
@@ -101,7 +101,7 @@ def train(
     """Train over a store of its own until that fails."""
     own = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     params = make_params(seed=rank)
-    arguments: dict[str, Any] = {"store": own, "on_peer_failure": "continue"}
+    arguments: dict[str, Any] = {"elastic": Elastic(store=own)}
     if end == "raise":
         dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size)
         arguments = {}
@@ -149,9 +149,8 @@ def freeze_and_go_on(
     params = make_params(seed=rank)
     optimizer = DecentOptimWrapper(
         *(sgd(params), rank, world_size, None, "complete", TINY_CAP_MB),
-        store=own,
         timeout=8,
-        on_peer_failure="continue",
+        elastic=Elastic(store=own),
     )
     while len(optimizer.members) == world_size or not store.check(["finish"]):
         backward(params, rank, optimizer.round)
@@ -193,9 +192,8 @@ def test_the_constructor_does_not_wait_for_ever_for_a_stopped_store() -> None:
         with stopped(server), pytest.raises(PeerError, match=r"store .* does not answer"):
             DecentOptimWrapper(
                 *(sgd(make_params()), 0, 2),
-                store=own,
                 timeout=PATIENCE,
-                on_peer_failure="continue",
+                elastic=Elastic(store=own),
             )
 
 

@@ -7,7 +7,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -15,19 +16,30 @@ from crews import CrewOfProcesses
 from modules import flat, make_model
 from modules import train as train_module
 from modules import wrap as wrap_module
-from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
+from problem import TINY_CAP_MB, backward, flatten, make_params, nesterov, sgd
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from decent_optim_wrapper import (
     CallOrderError,
     DecentOptimWrapper,
+    Elastic,
     NonFiniteError,
     PeerError,
+    Schedule,
     Topology,
 )
+from decent_optim_wrapper.config import AverageState
 from decent_optim_wrapper.membership.recovery import fitting
 
 PATIENCE = 5.0
+
+
+def tensors_of(outer: dict[str, Any] | None) -> list[torch.Tensor]:
+    """The momenta and the anchors of an outer optimizer's state."""
+    if outer is None:
+        return []
+    momenta = [each["momentum_buffer"] for _, each in sorted(outer["optimizer"]["state"].items())]
+    return [*momenta, *outer["anchors"]]
 
 
 def train(
@@ -47,10 +59,10 @@ def train(
         world_size,
         topology=topology,
         bucket_cap_mb=TINY_CAP_MB,
-        store=store,
         timeout=PATIENCE,
-        on_peer_failure="continue",
-        on_membership_change=lambda old, new: changes.append((old, new)),
+        elastic=Elastic(
+            store=store, on_membership_change=lambda old, new: changes.append((old, new))
+        ),
         **options,
     )
     report("joined", optimizer.round)
@@ -61,11 +73,11 @@ def train(
         if optimizer.round % 10 == 0:
             report(f"round {optimizer.round}", optimizer.members)
         time.sleep(0.005)
-    outer = optimizer.state_dict()["gossip"].get("outer", {"momentum": [], "anchor": []})
+    outer = optimizer.state_dict()["gossip"].get("outer")
     rate = optimizer.mixing_rate
     optimizer.global_avg(may_revert=False)
     return {
-        "outer": [t.flatten().tolist() for t in (*outer["momentum"], *outer["anchor"])],
+        "outer": [t.flatten().tolist() for t in tensors_of(outer)],
         "mixing_rate": rate,
         "params": flatten(params).tolist(),
         "members": optimizer.members,
@@ -118,9 +130,8 @@ def train_a_few_steps(
     params = make_params()
     optimizer = DecentOptimWrapper(
         *(sgd(params), rank, world_size, None, "ring", TINY_CAP_MB),
-        store=store,
         timeout=PATIENCE,
-        on_peer_failure="continue",
+        elastic=Elastic(store=store),
     )
     while optimizer.round < 10:
         if (rank, optimizer.round) == (1, 4):
@@ -148,9 +159,8 @@ def overflow_after_a_loss(
     params = make_params()
     optimizer = DecentOptimWrapper(
         *(sgd(params), rank, world_size, None, "complete", TINY_CAP_MB),
-        store=store,
         timeout=PATIENCE,
-        on_peer_failure="continue",
+        elastic=Elastic(store=store),
     )
     while len(optimizer.members) == 3 or optimizer.round < 20:
         if (rank, optimizer.round) == (0, 4):
@@ -290,10 +300,8 @@ def raise_at_changes(
     params = make_params(seed=rank)
     optimizer = DecentOptimWrapper(
         *(sgd(params), rank, world_size, None, "ring", TINY_CAP_MB),
-        store=store,
         timeout=PATIENCE,
-        on_peer_failure="continue",
-        on_membership_change=refuse,
+        elastic=Elastic(store=store, on_membership_change=refuse),
     )
     caught = []
     while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
@@ -326,7 +334,11 @@ def test_a_callback_that_raises_is_an_error_of_its_own_rank_only() -> None:
 
 
 def raise_in_an_average(
-    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], state: str
+    rank: int,
+    world_size: int,
+    store: Any,
+    report: Callable[[str, Any], None],
+    state: Literal["keep", "average"],
 ) -> dict[str, Any]:
     """Lose rank 1 in the middle of the training in an average, where rank 2's callback raises."""
 
@@ -337,11 +349,9 @@ def raise_in_an_average(
     params = make_params(seed=rank)
     optimizer = DecentOptimWrapper(
         *(sgd(params), rank, world_size, None, "complete", TINY_CAP_MB),
-        store=store,
         timeout=PATIENCE,
-        on_peer_failure="continue",
-        on_membership_change=refuse,
-        average_state=state,
+        schedule=Schedule(average_state=state),
+        elastic=Elastic(store=store, on_membership_change=refuse),
     )
     caught = False
     for step in range(8):
@@ -380,9 +390,8 @@ def interrupt_a_wait(
     params = make_params(seed=rank)
     optimizer = DecentOptimWrapper(
         *(sgd(params), rank, world_size, None, "complete", TINY_CAP_MB),
-        store=store,
         timeout=300,
-        on_peer_failure="continue",
+        elastic=Elastic(store=store),
     )
     for step in range(3):
         backward(params, rank, step)
@@ -419,30 +428,25 @@ def test_an_interrupted_wait_mixes_nothing_and_does_not_hold_up_the_end(call: st
 
 def test_the_callback_is_checked_at_the_start() -> None:
     with pytest.raises(TypeError, match=r"on_membership_change expects a function .* got 5"):
-        DecentOptimWrapper(
-            *(sgd(make_params()), 0, 2),
-            on_peer_failure="continue",
-            store=HashStore(),
-            on_membership_change=cast(Any, 5),
-        )
+        Elastic(on_membership_change=cast(Any, 5))
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "options",
+    "schedule",
     [
-        {"outer_momentum": 0.5, "gossip_every": 2},
-        {
-            "slow_momentum": 0.5,
-            "global_avg_every": 4,
-            "average_state": "average",
-            "mixing_rate": 0.9,
-        },
+        Schedule(gossip_every=2, outer=nesterov(0.5)),
+        Schedule(
+            mixing_rate=0.9,
+            global_avg_every=4,
+            average_state="average",
+            outer=partial(torch.optim.SGD, lr=1.0, momentum=0.5),
+        ),
     ],
-    ids=["outer", "slow"],
+    ids=["nesterov", "slow"],
 )
-def test_a_rank_that_comes_back_takes_over_the_outer_momentum(options: dict[str, Any]) -> None:
-    with CrewOfProcesses(4, train, "complete", options) as crew:
+def test_a_rank_that_comes_back_takes_over_the_outer_momentum(schedule: Schedule) -> None:
+    with CrewOfProcesses(4, train, "complete", {"schedule": schedule}) as crew:
         assert crew.wait_for(1, "joined") == 0
         crew.wait_for(1, "round 20")
         crew.kill(1)
@@ -454,7 +458,7 @@ def test_a_rank_that_comes_back_takes_over_the_outer_momentum(options: dict[str,
     agree(results)
     for result in results:
         assert result["members"] == (0, 1, 2, 3)
-        assert result["mixing_rate"] == options.get("mixing_rate", 1.0)
+        assert result["mixing_rate"] == schedule.mixing_rate
         # The round in which the rank was lost may have been mixed by some and dropped by others,
         # whose momenta then approach each other.
         for ours, theirs in zip(result["outer"], results[0]["outer"], strict=True):
@@ -489,9 +493,8 @@ def train_on_the_store_of_rank_0(
         *(sgd(params), rank, world_size),
         topology="ring",
         bucket_cap_mb=TINY_CAP_MB,
-        store=own,
         timeout=PATIENCE,
-        on_peer_failure="continue",
+        elastic=Elastic(store=own),
     )
     while True:
         if rank == 0 and optimizer.round == 20:
@@ -551,9 +554,8 @@ def average_often(
     params = make_params(seed=rank)
     optimizer = DecentOptimWrapper(
         *(sgd(params), rank, world_size, None, "ring", TINY_CAP_MB),
-        store=store,
         timeout=PATIENCE,
-        on_peer_failure="continue",
+        elastic=Elastic(store=store),
         **options,
     )
     report("joined", optimizer.round)
@@ -575,8 +577,9 @@ def average_often(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("options", [{}, {"average_state": "average"}], ids=["keep", "average"])
-def test_a_rank_comes_back_while_the_others_are_in_averages(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("average_state", ["keep", "average"])
+def test_a_rank_comes_back_while_the_others_are_in_averages(average_state: AverageState) -> None:
+    options = {"schedule": Schedule(average_state=average_state)}
     with CrewOfProcesses(4, average_often, options) as crew:
         for rank in range(4):
             assert crew.wait_for(rank, "joined") == 0
@@ -616,9 +619,8 @@ def build_with_bad_arguments(
         optimizer = DecentOptimWrapper(
             *(sgd(params), rank, world_size),
             **options,
-            store=store,
             timeout=30,
-            on_peer_failure="continue",
+            elastic=Elastic(store=store),
         )
     except (TypeError, ValueError) as error:
         return type(error).__name__, str(error), time.monotonic() - start
@@ -665,9 +667,8 @@ def come_back_as_another(
         optimizer = DecentOptimWrapper(
             *(sgd(params[:3] if second_life else params), rank, world_size),
             topology="complete",
-            store=store,
             timeout=PATIENCE,
-            on_peer_failure="continue",
+            elastic=Elastic(store=store),
         )
     except ValueError as error:
         return str(error)
@@ -694,11 +695,11 @@ def test_a_rank_that_comes_back_as_another_is_refused() -> None:
 def test_continuing_needs_a_store() -> None:
     base = sgd(make_params())
     with pytest.raises(ValueError, match="needs a store in which the ranks agree"):
-        DecentOptimWrapper(base, on_peer_failure="continue")
-    with pytest.raises(ValueError, match="a store needs rank and world_size"):
-        DecentOptimWrapper(base, on_peer_failure="continue", store=HashStore())
+        DecentOptimWrapper(base, elastic=Elastic())
+    with pytest.raises(ValueError, match=r"Elastic\(store=\.\.\.\) needs rank and world_size"):
+        DecentOptimWrapper(base, elastic=Elastic(store=HashStore()))
     with pytest.raises(TypeError, match=r"store expects a torch\.distributed\.Store"):
-        DecentOptimWrapper(base, 0, 2, on_peer_failure="continue", store=cast(Any, "tcp://"))
+        Elastic(store=cast(Any, "tcp://"))
 
 
 def refuse_changes(rank: int) -> Callable[[tuple[int, ...], tuple[int, ...]], None]:
@@ -716,10 +717,8 @@ def average_with_a_callback_that_raises(
     params = make_params(seed=rank)
     optimizer = DecentOptimWrapper(
         *(sgd(params), rank, world_size, None, "complete", TINY_CAP_MB),
-        store=store,
         timeout=PATIENCE,
-        on_peer_failure="continue",
-        on_membership_change=refuse_changes(rank),
+        elastic=Elastic(store=store, on_membership_change=refuse_changes(rank)),
     )
     caught = []
     for step in range(8):
@@ -764,10 +763,8 @@ def step_in_backward_with_a_callback_that_raises(
         update_in_backward=in_backward,
         rank=rank,
         world_size=world_size,
-        store=store,
         timeout=PATIENCE,
-        on_peer_failure="continue",
-        on_membership_change=refuse_changes(rank),
+        elastic=Elastic(store=store, on_membership_change=refuse_changes(rank)),
     )
     caught = []
     for step in range(6):

@@ -45,9 +45,9 @@ class BackwardOptimizer(DecentOptimWrapper):
         params, buffers = list(model.parameters()), list(model.buffers())
         others = [param for param in params if id(param) not in trained]
         self._extras = Extras(
-            tuple(reversed(params)),
-            (*others, *([] if average_buffers else buffers)),
-            tuple(parts),
+            order=tuple(reversed(params)),
+            carried=(*others, *([] if average_buffers else buffers)),
+            parts=tuple(parts),
         )
         super().__init__(optimizer, buffers=buffers if average_buffers else (), **options)
 

@@ -19,7 +19,7 @@ from decent_optim_wrapper.config import check_base
 from decent_optim_wrapper.ddp.autograd_hooks import BackwardPasses
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
 from decent_optim_wrapper.ddp.unscale_and_clip import Treatment, params_of
-from decent_optim_wrapper.gossip.local_update import steps_alone
+from decent_optim_wrapper.gossip.local_update import SPLITTABLE
 from decent_optim_wrapper.membership.arguments import Place
 from decent_optim_wrapper.membership.start import Start
 from decent_optim_wrapper.topo import Topology
@@ -108,7 +108,7 @@ class DecentralizedDataParallel(Module):
             _check_parts(optim_fn, scaler, options)
             base = optim_fn([(n, p) for n, p in model.named_parameters() if p.requires_grad])
             check_base(base, overlap=True)
-            if update_in_backward and not steps_alone(type(base)):
+            if update_in_backward and type(base) not in SPLITTABLE:
                 raise _not_in_parts(base)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(base)
             _check_scheduler(scheduler)
@@ -124,7 +124,6 @@ class DecentralizedDataParallel(Module):
             bucket_cap_mb=bucket_size_in_mb,
             overlap=True,
             param_as_bucket_view=param_as_bucket_view,
-            split_update=update_in_backward or None,
             **options,
         )
         if update_in_backward is not False and not wrapper.splits:
@@ -290,7 +289,6 @@ _OTHERWISE = {
     "overlap": "always True here; use DecentOptimWrapper for a base that needs False",
     "bucket_cap_mb": "bucket_size_in_mb",
     "buffers": "sync_buffer_in_global_avg=True",
-    "split_update": "update_in_backward",
     "_local_world_size": "local_world_size",
 }
 

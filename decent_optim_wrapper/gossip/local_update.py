@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -66,24 +65,10 @@ class LocalUpdate:
 
     Args:
         optimizer: the base.
-        split: whether to update bucket by bucket; None does where it is the same computation.
-
-    Raises:
-        TypeError: `split` is neither a bool nor None.
-        ValueError: `split` is forced on a base whose step cannot be called in parts.
     """
 
-    def __init__(self, optimizer: Optimizer, split: bool | None) -> None:
-        if split is not None and not isinstance(split, bool):
-            raise TypeError(f"split_update expects True, False or None, got {split!r}")
-        if split and not steps_alone(type(optimizer)):
-            raise ValueError(
-                f"split_update=True expects a base whose step() works without a closure and is "
-                f"set up by Optimizer.__init__, got {type(optimizer).__name__}; pass "
-                f"split_update=None or False"
-            )
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Any = optimizer
-        self._split = type(optimizer) in SPLITTABLE if split is None else split
         # Whether an overflow has skipped any of the last update; true or false as a tensor is, of
         # which a GPU may not know yet.
         self.skipped: Tensor | int = False
@@ -95,7 +80,8 @@ class LocalUpdate:
         Hooks of the base may change parameters after the update, and a replaced `step` may do
         anything: both want one update of everything before the launch.
         """
-        return self._split and not step_hooks(self._optimizer) and not self._step_is_replaced()
+        base = self._optimizer
+        return type(base) in SPLITTABLE and not step_hooks(base) and not self._step_is_replaced()
 
     def whole(self, closure: Callable[[], float] | None, scaling: Scaling) -> float | None:
         """Step once.
@@ -213,17 +199,6 @@ class LocalUpdate:
             if scaling.grad_scale is not None:
                 _unscale_(self._optimizer, scaling.grad_scale)
             yield True
-
-
-def steps_alone(kind: Any) -> bool:
-    """Whether the class's step can be called without torch's wrapper and without a closure."""
-    step = getattr(kind.step, "__wrapped__", None)
-    if step is None:
-        return False
-    _, *others = inspect.signature(step).parameters.values()
-    return all(
-        p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in others
-    )
 
 
 def step_hooks(optimizer: Optimizer) -> bool:

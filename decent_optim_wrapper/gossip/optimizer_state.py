@@ -21,10 +21,10 @@ _COUNTERS = frozenset({"step", "position", "mu_product", "eta", "mu"})
 
 
 class StatePolicy:
-    """Keeps, averages or forgets momenta.
+    """Keeps or averages momenta.
 
     Args:
-        choice: "keep", "average" or "reset".
+        averages: whether they are averaged.
         optimizer: the base.
         transport: the ranks and how to reach them.
         layout: cap and wire of the buckets.
@@ -34,14 +34,14 @@ class StatePolicy:
 
     def __init__(
         self,
-        choice: str,
+        averages: bool,
         optimizer: Optimizer,
         transport: Transport,
         layout: Layout,
         rules: Rules,
         meter: Meter,
     ) -> None:
-        self._choice = choice
+        self._averages = averages
         self._optimizer = optimizer
         self._transport = transport
         self._rules = rules
@@ -49,19 +49,13 @@ class StatePolicy:
         self._layout = Layout(layout.cap_mb, layout.wire_device)
 
     def apply(self, params: Iterable[Tensor]) -> None:
-        """Do as chosen with the state of these parameters; collective where it averages.
+        """Average the state of these parameters where that is wanted; collective there.
 
         Raises:
             NonFiniteError: what is to be averaged is not finite on a rank, and the rules say so.
         """
-        match self._choice:
-            case "average":
-                self._average(list(params))
-            case "reset":
-                # Everything that the base keeps of them, step counts too: a bias correction that
-                # takes moments of zero for old ones would make the next steps far too large.
-                for param in params:
-                    self._optimizer.state.pop(param, None)
+        if self._averages:
+            self._average(list(params))
 
     def _average(self, params: list[Tensor]) -> None:
         tensors = [list(self._tensors(param)) for param in params]

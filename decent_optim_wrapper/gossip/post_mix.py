@@ -1,4 +1,4 @@
-"""What happens beside the mixing: outer momentum, and the base's state at exact averages."""
+"""What happens beside the mixing: the outer optimizer, and the base's state at exact averages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Aftermath:
         if self._outer is None:
             return
         if self._heals and not bucket.is_finite():
-            # Neither must they get into its momentum, where no mixing reaches them.
+            # Neither must they get into its state, where no mixing reaches them.
             self._outer.forget(bucket.members)
         else:
             self._outer.step(bucket.members, kind)
@@ -58,23 +58,23 @@ class Aftermath:
         """What a checkpoint needs to know."""
         return {"outer": self._outer.state_dict()} if self._outer else {}
 
-    def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Make sure that a state dict can be loaded.
+    def read(self, state: dict[str, Any]) -> Outer | None:
+        """The outer optimizer that continues from a state dict, which may be of a run without one.
 
         Raises:
             ValueError: it is that of other parameters.
         """
-        if self._outer and "outer" in state:
-            self._outer.check_state_dict(state["outer"])
+        if self._outer is None:
+            return None
+        return self._outer.loaded(state["outer"]) if "outer" in state else self._outer.restarted()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state dict, which may lack everything."""
-        if self._outer:
-            self._outer.load_state_dict(state.get("outer"))
-        elif "outer" in state:
+    def restore(self, outer: Outer | None, state: dict[str, Any]) -> None:
+        """Continue with what `read` has returned for the state dict."""
+        self._outer = outer
+        if outer is None and "outer" in state:
             logger.warning(
-                "the state of an outer optimizer is dropped: pass slow_momentum or outer_momentum, "
-                "as in the run that was saved, to go on with it"
+                "the state of an outer optimizer is dropped: pass Schedule(outer=...), as in the "
+                "run that was saved, to go on with it"
             )
 
 

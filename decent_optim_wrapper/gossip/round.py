@@ -290,7 +290,7 @@ class Round:
             f"rank {self._transport.name}: lost {loss} in round {self._header.round}, bucket "
             f"{bucket}, group {group} of {self._rules.topology}; look there for the first error. "
             f"The parameters are as they were before this round was mixed: restart from a "
-            f'checkpoint, or let the others go on with on_peer_failure="continue"',
+            f"checkpoint, or let the others go on with elastic=Elastic()",
             rank=loss.ranks[0] if len(loss.ranks) == 1 else None,
             round=self._header.round,
             bucket=bucket,

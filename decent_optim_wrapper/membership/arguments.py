@@ -5,34 +5,37 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, Store
+from torch._C._distributed_c10d import Backend
 from torch.distributed.constants import default_pg_timeout
 
 from decent_optim_wrapper.comm.process_groups import is_closed, is_registered, store_of, timeout_of
+from decent_optim_wrapper.config import Elastic
 from decent_optim_wrapper.topo import Topology, TopologyFactory
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """How this rank finds the others, as the user says; the names are `DecentOptimWrapper`'s."""
 
-    rank: Any = None
-    world_size: Any = None
-    local_world_size: Any = None
-    process_group: Any = None
-    store: Any = None
-    on_membership_change: Any = None
-    on_peer_failure: Any = "raise"
-    timeout: Any = None
+    _: KW_ONLY
+    rank: int | None = None
+    world_size: int | None = None
+    local_world_size: int | None = None
+    process_group: Any | None = None
+    elastic: Elastic | None = None
+    timeout: timedelta | float | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Place:
         """Take the fields from keyword arguments, of which others are left alone."""
-        return cls(**{name: value for name, value in options.items() if name in cls._fields})
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in options.items() if name in names})
 
 
 def check_place(place: Place) -> None:
@@ -40,7 +43,7 @@ def check_place(place: Place) -> None:
 
     Raises:
         TypeError: one is of the wrong type.
-        ValueError: one is out of range, or of no use.
+        ValueError: one is out of range.
     """
     for name in ("rank", "world_size", "local_world_size"):
         value = getattr(place, name)
@@ -48,18 +51,8 @@ def check_place(place: Place) -> None:
             raise TypeError(f"{name} expects a whole number or None, got {value!r}")
         if value is not None and value < int(name != "rank"):
             raise ValueError(f"{name} must be {int(name != 'rank')} or more, got {value}")
-    if place.store is not None and not isinstance(place.store, Store):
-        raise TypeError(f"store expects a torch.distributed.Store or None, got {place.store!r}")
-    if place.store is not None and place.on_peer_failure != "continue":
-        raise ValueError(
-            'store is of use with on_peer_failure="continue" only: pass both, or leave store out '
-            "and call torch.distributed.init_process_group() before"
-        )
-    if place.on_membership_change is not None and not callable(place.on_membership_change):
-        raise TypeError(
-            f"on_membership_change expects a function of the old and the new members, or None, "
-            f"got {place.on_membership_change!r}"
-        )
+    if place.elastic is not None and not isinstance(place.elastic, Elastic):
+        raise TypeError(f"elastic expects an Elastic or None, got {place.elastic!r}")
 
 
 def resolve_process_group(group: Any) -> Any | None:
@@ -131,20 +124,22 @@ class Found(NamedTuple):
     launched_as: Sequence[int]
 
 
-def resolve_crew(group: Any, store: Any, rank: int | None, world_size: int | None) -> Found:
+def resolve_crew(place: Place) -> Found:
     """Find the store, and who this rank is in it.
 
     Raises:
         ValueError: neither a store with `rank` and `world_size` nor a process group that has one.
     """
+    rank, world_size = place.rank, place.world_size
+    store = None if place.elastic is None else place.elastic.store
     if store is None:
-        group = resolve_process_group(group)
+        group = resolve_process_group(place.process_group)
         check_sizes(group, rank, world_size)
         store = None if group is None else store_of(group)
         if group is None or store is None:
             raise ValueError(
-                'on_peer_failure="continue" needs a store in which the ranks agree: pass store, '
-                "rank and world_size, or call torch.distributed.init_process_group() before"
+                "elastic needs a store in which the ranks agree: pass Elastic(store=...), rank and "
+                "world_size, or call torch.distributed.init_process_group() before"
             )
         ranks = dist.get_process_group_ranks(group) if is_registered(group) else None
         return Found(
@@ -156,7 +151,7 @@ def resolve_crew(group: Any, store: Any, rank: int | None, world_size: int | Non
         )
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise ValueError(
-            f"a store needs rank and world_size beside it, with rank below world_size; got "
+            f"Elastic(store=...) needs rank and world_size, too, with rank below world_size; got "
             f"{rank=}, {world_size=}"
         )
     return Found(

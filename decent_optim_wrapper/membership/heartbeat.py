@@ -10,10 +10,9 @@ from typing import Any
 
 from decent_optim_wrapper.comm.store import BoundedStore
 
-BEAT_SECONDS = 0.25
-# So many looks in a row without a new beat, and a rank counts as dead. Looks are counted, not
-# seconds: while the store does not answer, or this process stands still, nothing is known of
-# anybody, and nobody grows older.
+# Between two beats, and between two looks at those of the others.
+_LONGEST_PAUSE = 0.25
+# The least number of looks without a new beat after which a rank counts as dead.
 _LOOKS = 8
 
 
@@ -24,9 +23,14 @@ class Pulse:
         store: shared by all ranks.
         rank: this one.
         world_size: how many there may be.
+        stale_after: seconds without a new beat after which a rank counts as dead. Looks are
+            counted, not seconds: while the store does not answer, or this process stands still,
+            nothing is known of anybody, and nobody grows older.
     """
 
-    def __init__(self, store: BoundedStore, rank: int, world_size: int) -> None:
+    def __init__(self, store: BoundedStore, rank: int, world_size: int, stale_after: float) -> None:
+        self._pause = min(_LONGEST_PAUSE, stale_after / _LOOKS)
+        self._looks = round(stale_after / self._pause)
         self._store = store
         self._rank = rank
         self._life = uuid.uuid4().hex
@@ -40,7 +44,7 @@ class Pulse:
 
     def alive(self, rank: int) -> bool:
         """Whether a beat of the rank has come lately."""
-        return self._silent.get(rank, 0) < _LOOKS
+        return self._silent.get(rank, 0) < self._looks
 
     def expect(self, ranks: Iterable[int]) -> None:
         """Take the ranks for alive, as they have just been heard of by other means."""
@@ -67,7 +71,7 @@ class Pulse:
             for count in itertools.count():
                 self._beat(store, count)
                 self._store.note_answer()
-                if self._stop.wait(BEAT_SECONDS):
+                if self._stop.wait(self._pause):
                     return
         except RuntimeError:
             # The store has gone, and with it everything that could be agreed on.

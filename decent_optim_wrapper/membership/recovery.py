@@ -13,13 +13,13 @@ from loguru import logger
 
 from decent_optim_wrapper.comm.call_order import Call
 from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.config import OnMembershipChange
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.rounds import Gossip
 from decent_optim_wrapper.membership.consistency import difference
 from decent_optim_wrapper.membership.rendezvous import Crew, Note
 from decent_optim_wrapper.topo import Complete, Greedy, RandomMatching, Topology
 
-OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
 # Gives the state of the rank at that place to those that have none, and takes it there; collective.
 HandOver = Callable[[int, bool], None]
 # Makes a call of others with them, without taking anything from it; collective.
@@ -41,7 +41,11 @@ class Survival:
     """
 
     def __init__(
-        self, crew: Crew, transport: Transport, topology: Topology, on_change: OnChange | None
+        self,
+        crew: Crew,
+        transport: Transport,
+        topology: Topology,
+        on_change: OnMembershipChange | None,
     ) -> None:
         self._crew = crew
         self._transport = transport

@@ -93,12 +93,15 @@ class Crew:
         rank: this one, as numbered at the start.
         world_size: number of ranks at the start.
         timeout: bounds every wait for the others.
+        stale_after: seconds without a heartbeat after which a rank counts as dead.
     """
 
     # Wrappers in one process do not mix up their keys; all processes build them in the same order.
     built = 0
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, timeout: timedelta, stale_after: float
+    ) -> None:
         self._store = _part_of(store, timeout)
         self.rank = rank
         self.members = tuple(range(world_size))
@@ -108,7 +111,7 @@ class Crew:
         # Whether this rank has been a member; and whether there have been any, as far as it knows.
         self._took_part = self._founded = False
         self._life = 0
-        self._pulse = Pulse(self._store, rank, world_size)
+        self._pulse = Pulse(self._store, rank, world_size, stale_after)
 
     @property
     def wanted(self) -> bool:

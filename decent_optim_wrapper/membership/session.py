@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.call_order import Call
 from decent_optim_wrapper.comm.state_transfer import receive_state, send_state, sendable
-from decent_optim_wrapper.config import Extras, Settings, check_mixing_rate
+from decent_optim_wrapper.config import Extras, Schedule, Settings, check_mixing_rate
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.average import WorldAverage, consensus_distance
 from decent_optim_wrapper.gossip.bucket import Layout, plan_buckets
@@ -24,7 +24,7 @@ from decent_optim_wrapper.gossip.outer import Outer
 from decent_optim_wrapper.gossip.post_mix import Aftermath
 from decent_optim_wrapper.gossip.round import Rules
 from decent_optim_wrapper.gossip.rounds import Gossip, GossipState
-from decent_optim_wrapper.gossip.schedule import Timetable
+from decent_optim_wrapper.gossip.schedule import Kind, Timetable
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.membership.consistency import (
@@ -47,12 +47,14 @@ class SavedState(NamedTuple):
     Args:
         gossip: the counter and the rates.
         kept: whether an average was in place, which the next step keeps.
-        aftermath: the state of an outer optimizer, if there is one.
+        outer: the outer optimizer with the state that was saved, if there is one.
+        saved: all that the state dict holds beside the base's state.
     """
 
     gossip: GossipState
     kept: bool
-    aftermath: dict[str, Any]
+    outer: Outer | None
+    saved: dict[str, Any]
 
 
 class Engine:
@@ -95,6 +97,7 @@ class Engine:
             check_dense(self._others)
             parameters = named_parameters(optimizer.param_groups)
             check_tensors(parameters)
+            outer = make_outer(settings.schedule, optimizer)
 
         found = find_world(start, topology, settings)
         self.process_group, self.transport = found.process_group, found.transport
@@ -106,12 +109,15 @@ class Engine:
             settings.param_as_bucket_view,
         )
         with start.failing_together():
-            lines = [*settings.lines(), f"optimizer {type(optimizer).__name__}"]
+            kind = f"optimizer {type(optimizer).__name__}"
+            lines = [*settings.lines(), f"outer={outer}", kind]
+            if start.place.elastic is not None:
+                lines.append(f"stale_after={start.place.elastic.stale_after}")
             # Of all ranks: one that comes back while another is away must find what it says.
             self._agreement = Agreement(self.transport, self._topology, self.layout, lines)
         self._agree([*parameters, *self._others])
 
-        self.gossip = self._make_gossip()
+        self.gossip = self._make_gossip(outer)
         if isinstance(topology, str):
             # The schedules of all ranks are needed no more; a user's own topology is left alone.
             self._topology.release()
@@ -192,7 +198,7 @@ class Engine:
         self.average.keep()
         with self.failing_together():
             self.gossip.discard()
-            if self._survival and self.settings.average_state == "average":
+            if self._survival and self.settings.schedule.average_state == "average":
                 self._survival.meet(Call.KEEP_AVERAGE, self._keep_state)
             else:
                 self._keep_state()
@@ -219,25 +225,27 @@ class Engine:
         """
         saved = {"round": 0, "in_flight": False} if saved is None else saved
         try:
-            rate = check_mixing_rate(saved.get("mixing_rate", self.settings.mixing_rate))
+            rate = check_mixing_rate(saved.get("mixing_rate", self.settings.schedule.mixing_rate))
             last_rate = check_mixing_rate(saved.get("last_rate", rate))
             state = GossipState(index(saved["round"]), bool(saved["in_flight"]), rate, last_rate)
             if state.round < state.in_flight:
                 raise ValueError(f"round must be 0 or more, and 1 in flight, got {state.round}")
-            self._aftermath.check_state_dict(saved)
+            outer = self._aftermath.read(saved)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"rank {self.transport.name}: load_state_dict expects what state_dict() of a "
                 f"DecentOptimWrapper around the same parameters has returned, but its key 'gossip' "
                 f"holds something else ({type(error).__name__}: {error}); nothing was loaded"
             ) from error
-        return SavedState(state, bool(saved.get("kept", False)), saved)
+        return SavedState(
+            gossip=state, kept=bool(saved.get("kept", False)), outer=outer, saved=saved
+        )
 
     def restore(self, saved: SavedState) -> None:
         """Continue from a state that was saved."""
         self.average.keep()
         self._kept = saved.kept
-        self._aftermath.load_state_dict(saved.aftermath)
+        self._aftermath.restore(saved.outer, saved.saved)
         self.gossip.restore(saved.gossip)
 
     @contextmanager
@@ -342,22 +350,26 @@ class Engine:
     def _names(self, tensors: Iterable[Tensor]) -> str:
         return ", ".join(self._named[id(tensor)] for tensor in tensors)
 
-    def _make_gossip(self) -> Gossip:
+    def _make_gossip(self, outer: Outer | None) -> Gossip:
         rules = Rules(
             on_nonfinite=self.settings.on_nonfinite,
             topology=repr(self.topology),
             identical=IdenticalRanks(self.transport.name),
         )
         self._rules = rules.for_transport(self.transport)
-        base, choice = self._optimizer, self.settings.average_state
-        self._aftermath = Aftermath(
-            StatePolicy(choice, base, self.transport, self.layout, self._rules, self.meter),
-            Outer(self.settings.outer, base) if self.settings.outer else None,
-            heals=self._rules.on_nonfinite == "skip",
+        policy = StatePolicy(
+            averages=self.settings.schedule.average_state == "average",
+            optimizer=self._optimizer,
+            transport=self.transport,
+            layout=self.layout,
+            rules=self._rules,
+            meter=self.meter,
         )
+        heals = self._rules.on_nonfinite == "skip"
+        self._aftermath = Aftermath(policy, outer, heals)
         return Gossip(
             *(self.transport, self._timetable(), self._rules, self.meter, self._aftermath),
-            self.settings.mixing_rate,
+            self.settings.schedule.mixing_rate,
         )
 
     def _timetable(self) -> Timetable:
@@ -365,8 +377,8 @@ class Engine:
             self.topology.schedule(self.transport.rank),
             self.transport.rank,
             self.transport.world_size,
-            self.settings.gossip_every,
-            self.settings.global_avg_every,
+            self.settings.schedule.gossip_every,
+            self.settings.schedule.global_avg_every,
         )
 
     def _agree(self, tensors: list[Named]) -> None:
@@ -449,3 +461,11 @@ class Engine:
                 "rank {}: comm_dtype={} saves nothing in groups of more than two, which {!r} has",
                 *(self.transport.name, self.settings.comm_dtype, self.topology),
             )
+
+
+def make_outer(schedule: Schedule, base: Optimizer) -> Outer | None:
+    """The outer optimizer of a schedule, if it has one."""
+    if schedule.outer is None:
+        return None
+    kind = Kind.GOSSIP if schedule.global_avg_every is None else Kind.AVERAGE
+    return Outer(schedule.outer, base, kind)

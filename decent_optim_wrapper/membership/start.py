@@ -17,7 +17,7 @@ from torch import Tensor
 
 from decent_optim_wrapper.comm.state_transfer import share_text
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.config import read_timeout
+from decent_optim_wrapper.config import Elastic, read_timeout
 from decent_optim_wrapper.membership.arguments import Place, resolve_crew, resolve_process_group
 from decent_optim_wrapper.membership.rendezvous import Crew, tell_failure
 
@@ -39,8 +39,7 @@ class Start:
     @property
     def elastic(self) -> bool:
         """Whether the ranks meet in a store, and have no process group for an exchange yet."""
-        mode = self.place.on_peer_failure
-        return isinstance(mode, str) and mode == "continue"
+        return isinstance(self.place.elastic, Elastic)
 
     @cached_property
     def process_group(self) -> Any | None:
@@ -71,8 +70,7 @@ class Start:
             if not self.elastic:
                 exchange(self.transport, (), f"{type(error).__name__}: {error}")
             elif Crew.built == self._crews:
-                place = self.place
-                crew = resolve_crew(place.process_group, place.store, place.rank, place.world_size)
+                crew = resolve_crew(self.place)
                 tell_failure(crew.store, crew.rank, error)
         except Exception as untold:
             # Where the process group itself is the error there is no way to the others.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.config import Settings
+from decent_optim_wrapper.config import Elastic, Settings
 from decent_optim_wrapper.membership.arguments import (
     check_place,
     check_sizes,
@@ -52,10 +52,12 @@ def find_world(start: Start, topology: str | Topology, settings: Settings) -> Fo
         TypeError: an argument of the wrong type.
         ValueError: one that contradicts another, or does not fit.
     """
-    return (_in_store if start.elastic else _in_process_group)(start, topology, settings)
+    if start.place.elastic is None:
+        return _in_process_group(start, topology)
+    return _in_store(start, topology, settings, start.place.elastic)
 
 
-def _in_process_group(start: Start, topology: str | Topology, settings: Settings) -> Found:
+def _in_process_group(start: Start, topology: str | Topology) -> Found:
     place = start.place
     with start.failing_together():
         check_place(place)
@@ -68,11 +70,13 @@ def _in_process_group(start: Start, topology: str | Topology, settings: Settings
     return Found(group, transport, resolved, None)
 
 
-def _in_store(start: Start, topology: str | Topology, settings: Settings) -> Found:
+def _in_store(
+    start: Start, topology: str | Topology, settings: Settings, elastic: Elastic
+) -> Found:
     place = start.place
     with start.failing_together():
         check_place(place)
-        found = resolve_crew(place.process_group, place.store, place.rank, place.world_size)
+        found = resolve_crew(place)
         # Nobody is there to agree with yet: every rank takes its own node for the size of all.
         local_world_size = place.local_world_size
         if local_world_size is None:
@@ -81,6 +85,6 @@ def _in_store(start: Start, topology: str | Topology, settings: Settings) -> Fou
         resolved = resolve_topology(topology, found.world_size, place, local_world_size)
     timeout = settings.patience or found.timeout
     transport = Transport(None, timeout)
-    crew = Crew(found.store, found.rank, found.world_size, timeout)
-    survival = Survival(crew, transport, resolved, place.on_membership_change)
+    crew = Crew(found.store, found.rank, found.world_size, timeout, elastic.stale_after)
+    survival = Survival(crew, transport, resolved, elastic.on_membership_change)
     return Found(None, transport, resolved, survival)

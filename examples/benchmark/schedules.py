@@ -30,17 +30,18 @@ ROWS = {
     "gossip_every=4": "--gossip-every 4",
     "global_avg_every=8": "--global-avg-every 8",
     "gossip_every=4, global_avg_every=8": "--gossip-every 4 --global-avg-every 8",
-    "the same, slow_momentum=0.5": ("--gossip-every 4 --global-avg-every 8 --slow-momentum 0.5"),
+    "the same, SlowMo's outer momentum of 0.5": (
+        "--gossip-every 4 --global-avg-every 8 --outer-momentum 0.5 --outer-lr 1"
+    ),
     "the same, average_state='average'": (
         "--gossip-every 4 --global-avg-every 8 --average-state average"
-    ),
-    "the same, average_state='reset'": (
-        "--gossip-every 4 --global-avg-every 8 --average-state reset"
     ),
     "QGSGD": "--optimizer qgsgd",
     "QGSGD, gossip_every=4": "--optimizer qgsgd --gossip-every 4",
     "random pairs, gossip_every=4": "--topology random --gossip-every 4",
-    "the same, outer_momentum=0.5": "--topology random --gossip-every 4 --outer-momentum 0.5",
+    "the same, outer Nesterov momentum of 0.5": (
+        "--topology random --gossip-every 4 --outer-momentum 0.5 --outer-nesterov"
+    ),
 }
 
 

@@ -31,7 +31,7 @@ from faults import LEAST, MILD, Injector, Kind, draw_faults
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 
-from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper import DecentOptimWrapper, Elastic
 
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])
@@ -124,10 +124,8 @@ def train(rank: int, job: Job, store: Any, report: Callable[[Progress], None]) -
         *(rank, job.world_size),
         topology=job.topology,
         bucket_cap_mb=0.01,
-        store=store,
         timeout=job.timeout,
-        on_peer_failure="continue",
-        on_membership_change=note_change,
+        elastic=Elastic(store=store, on_membership_change=note_change),
     )
 
     def progress() -> Progress:

@@ -129,10 +129,12 @@ def decent_dp(model: nn.Module) -> Step:
     return loop(network, None)
 
 
-def gossip(model: nn.Module, **options: Any) -> Step:
-    optimizer = DecentOptimWrapper(
-        sgd(model.parameters()), topology="ring", bucket_cap_mb=BUCKET_CAP_MB, **options
-    )
+def gossip(model: nn.Module, whole: bool = False, **options: Any) -> Step:
+    base = sgd(model.parameters())
+    if whole:
+        # With a hook of its own, a base is updated in one call.
+        base.register_step_post_hook(lambda *_: None)
+    optimizer = DecentOptimWrapper(base, topology="ring", bucket_cap_mb=BUCKET_CAP_MB, **options)
     step = loop(model, optimizer)
     step.stats = optimizer.stats  # type: ignore[attr-defined]
     return step
@@ -157,7 +159,7 @@ METHODS: dict[str, Callable[[nn.Module], Step]] = {
     "ours, views": partial(gossip, param_as_bucket_view=True),
     "ours, bf16": partial(gossip, comm_dtype=torch.bfloat16),
     "ours, bf16, views": partial(gossip, comm_dtype=torch.bfloat16, param_as_bucket_view=True),
-    "ours, whole update": partial(gossip, split_update=False),
+    "ours, whole update": partial(gossip, whole=True),
     "ours, in the backward pass": in_backward,
     "ours, in the backward pass, bf16": partial(in_backward, comm_dtype=torch.bfloat16),
     "ours, overlap=False": partial(gossip, overlap=False),

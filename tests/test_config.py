@@ -1,0 +1,245 @@
+"""The records that a user passes check themselves, and reach every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from crews import CrewOfProcesses
+from problem import TINY_CAP_MB, backward, flatten, make_params, nesterov, sgd
+from ranks import run_threads
+from torch._C._distributed_c10d import HashStore
+
+from decent_optim_wrapper import (
+    DecentOptimWrapper,
+    DecentralizedDataParallel,
+    Elastic,
+    Schedule,
+)
+from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.membership.heartbeat import Pulse
+
+
+def defaults(record: Any) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(record)}
+
+
+def test_the_records_have_the_promised_fields() -> None:
+    assert defaults(Schedule) == {
+        "gossip_every": 1,
+        "mixing_rate": 1.0,
+        "global_avg_every": None,
+        "average_state": "keep",
+        "outer": None,
+    }
+    assert defaults(Elastic) == {"store": None, "on_membership_change": None, "stale_after": 2.0}
+    signature = inspect.signature(DecentOptimWrapper.__init__)
+    assert signature.parameters["schedule"].default == Schedule()
+    assert signature.parameters["elastic"].default is None
+
+
+@pytest.mark.parametrize("record", [Schedule(gossip_every=2), Elastic(stale_after=1.0)])
+def test_the_records_cannot_be_changed(record: Any) -> None:
+    for field in dataclasses.fields(record):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(record, field.name, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mixing_rate": 0.0}, "mixing_rate must be above 0"),
+        ({"mixing_rate": 1.5}, "at most 1"),
+        ({"mixing_rate": float("nan")}, "mixing_rate must be"),
+        ({"gossip_every": 0}, "gossip_every must be 1 step or more"),
+        ({"global_avg_every": 0}, "global_avg_every must be 1 step or more"),
+        ({"average_state": "forget"}, "average_state expects one of"),
+        ({"average_state": "reset"}, "average_state expects one of"),
+    ],
+)
+def test_a_schedule_out_of_range_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Schedule(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mixing_rate": "1"},
+        {"mixing_rate": None},
+        {"gossip_every": 1.5},
+        {"gossip_every": None},
+        {"global_avg_every": True},
+        {"global_avg_every": "x"},
+        {"average_state": 1},
+        {"outer": 0.5},
+        {"outer": torch.optim.SGD([torch.zeros(1)], lr=0.1)},
+    ],
+)
+def test_a_schedule_of_another_type_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(options))} expects"):
+        Schedule(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"store": {}}, TypeError, r"store expects a torch\.distributed\.Store"),
+        ({"on_membership_change": 5}, TypeError, "on_membership_change expects a function"),
+        ({"stale_after": "1"}, TypeError, "stale_after expects a number of seconds"),
+        ({"stale_after": None}, TypeError, "stale_after expects a number of seconds"),
+        ({"stale_after": 0}, ValueError, "stale_after must be above 0 seconds"),
+        ({"stale_after": -1.0}, ValueError, "stale_after must be above 0 seconds"),
+        ({"stale_after": float("inf")}, ValueError, "stale_after must be above 0 seconds"),
+    ],
+)
+def test_a_wrong_elastic_is_refused(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        Elastic(**options)
+
+
+GONE = [
+    *("split_update", "on_peer_failure", "on_membership_change", "store", "mixing_rate"),
+    *("gossip_every", "global_avg_every", "slow_momentum", "outer_momentum", "average_state"),
+]
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_what_is_in_a_record_or_gone_is_no_argument(name: str) -> None:
+    unexpected = f"unexpected keyword argument '{name}'"
+    options: dict[str, Any] = {name: None}
+    with pytest.raises(TypeError, match=unexpected):
+        DecentOptimWrapper(sgd(make_params()), **options)
+    with pytest.raises(TypeError, match=unexpected):
+        DecentralizedDataParallel(
+            torch.nn.Linear(2, 2), lambda named: sgd([p for _, p in named]), **options
+        )
+
+
+OTHERS = {
+    "gossip_every=2": Schedule(gossip_every=2),
+    "mixing_rate=0.5": Schedule(mixing_rate=0.5),
+    "global_avg_every=3": Schedule(global_avg_every=3),
+    "average_state='average'": Schedule(average_state="average"),
+    "outer=SGD": Schedule(outer=nesterov(0.5)),
+}
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_ranks_with_different_schedules_do_not_start(words: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        schedule = OTHERS[words] if rank else Schedule()
+        with pytest.raises(ValueError, match="the ranks disagree") as raised:
+            DecentOptimWrapper(sgd(make_params()), process_group=group, schedule=schedule)
+        return str(raised.value)
+
+    assert all(f"rank 1 has <{words}" in text for text in run_threads(2, main))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_outer_optimizers_are_compared_by_what_they_are(apart: bool) -> None:
+    """Not by the functions that make them, of which every process has its own."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> float:
+        lr = 0.5 + rank * apart
+        schedule = Schedule(outer=lambda anchors: torch.optim.SGD(anchors, lr=lr))
+        params = make_params()
+        optimizer = DecentOptimWrapper(
+            sgd(params), process_group=group, bucket_cap_mb=TINY_CAP_MB, schedule=schedule
+        )
+        for step in range(3):
+            backward(params, rank, step)
+            optimizer.step()
+        return float((flatten(params) - flatten(make_params())).abs().max())
+
+    if not apart:
+        assert min(run_threads(2, main)) > 1e-3
+        return
+    with pytest.raises(RuntimeError) as caught:
+        run_threads(2, main)
+    assert "outer=SGD({'lr': 1.5" in str(caught.value.__cause__)
+
+
+def test_a_rate_of_one_is_the_same_as_an_integer() -> None:
+    rates: list[Any] = [1, 1.0]
+
+    def main(rank: int, group: dist.ProcessGroup) -> float:
+        schedule = Schedule(mixing_rate=rates[rank])
+        base = sgd(make_params())
+        return DecentOptimWrapper(base, process_group=group, schedule=schedule).mixing_rate
+
+    assert run_threads(2, main) == [1.0, 1.0]
+
+
+def test_a_rank_is_dead_once_its_heartbeat_is_stale_and_not_before() -> None:
+    store = HashStore()
+
+    def pulse(rank: int, stale_after: float) -> Pulse:
+        return Pulse(BoundedStore(store, timedelta(seconds=10)), rank, 4, stale_after)
+
+    dying, impatient, patient, living = (
+        *(pulse(0, 0.2), pulse(1, 0.4), pulse(2, 1000.0), pulse(3, 0.2)),
+    )
+    try:
+        time.sleep(1.0)
+        dying.stop()
+        deadline = time.monotonic() + 60
+        while impatient.alive(0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not impatient.alive(0)
+        assert patient.alive(0)
+    finally:
+        for each in (dying, impatient, patient, living):
+            each.stop()
+
+
+def step_until_alone(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
+) -> float | None:
+    params = make_params()
+    optimizer = DecentOptimWrapper(
+        *(sgd(params), rank, world_size),
+        timeout=4,
+        bucket_cap_mb=TINY_CAP_MB,
+        elastic=Elastic(store=store, stale_after=1000.0),
+    )
+    while True:
+        start = time.monotonic()
+        backward(params, rank, optimizer.round)
+        optimizer.step()
+        if len(optimizer.members) < world_size:
+            return time.monotonic() - start
+        report(f"round {optimizer.round}", None)
+
+
+def test_the_wrapper_waits_for_a_silent_rank_for_as_long_as_it_is_told() -> None:
+    with CrewOfProcesses(2, step_until_alone) as crew:
+        crew.wait_for(1, "round 5")
+        crew.kill(1)
+        # Its timeout, not the seconds after which a heartbeat is stale otherwise.
+        assert crew.wait_for(0, "result") > 3.9
+
+
+def step_with_other_patience(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
+) -> str:
+    elastic = Elastic(store=store, stale_after=1.0 + rank)
+    with pytest.raises(ValueError, match="the ranks disagree") as raised:
+        DecentOptimWrapper(*(sgd(make_params()), rank, world_size), timeout=30, elastic=elastic)
+    return str(raised.value)
+
+
+def test_ranks_that_call_others_dead_at_different_times_do_not_start() -> None:
+    with CrewOfProcesses(2, step_with_other_patience) as crew:
+        texts = [crew.wait_for(rank, "result") for rank in range(2)]
+    for text in texts:
+        assert "rank 1 has <stale_after=2.0> where rank 0 has <stale_after=1.0>" in text
