@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 from torch.optim import LBFGS, Optimizer
 
 from decent_optim_wrapper.gossip.outer import MakeOptimizer
-from decent_optim_wrapper.optim.delegating import OptimizerFacade
+from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 
 # Called with the old and the new members.
 OnMembershipChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
@@ -221,7 +221,7 @@ def check_base(optimizer: Any, overlap: bool) -> None:
         TypeError: not an optimizer.
         ValueError: it has no parameters, exchanges them itself, or does not work with `overlap`.
     """
-    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, OptimizerFacade):
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DelegatingOptimizer):
         raise TypeError(
             f"optimizer expects a torch.optim.Optimizer that is not wrapped yet, "
             f"got {type(optimizer).__name__}"

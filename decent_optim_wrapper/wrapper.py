@@ -36,13 +36,13 @@ from decent_optim_wrapper.membership.consistency import named_parameters
 from decent_optim_wrapper.membership.dcp_warning import warn_of_mixtures
 from decent_optim_wrapper.membership.session import Engine
 from decent_optim_wrapper.membership.start import Start
-from decent_optim_wrapper.optim.delegating import OptimizerFacade
+from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.topo import Topology
 
 _STATE_KEY = "gossip"
 
 
-class DecentOptimWrapper(OptimizerFacade, Joinable):
+class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     """Wraps an optimizer so that every `step()` also averages parameters with a few neighbours.
 
     With n ranks, x_i the parameters of rank i, W_t the mixing matrix of round t and u_i the base

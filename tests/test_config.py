@@ -24,7 +24,7 @@ from decent_optim_wrapper import (
     Schedule,
 )
 from decent_optim_wrapper.comm.store import BoundedStore
-from decent_optim_wrapper.membership.heartbeat import Pulse
+from decent_optim_wrapper.membership.heartbeat import Heartbeat
 
 
 def defaults(record: Any) -> dict[str, Any]:
@@ -183,8 +183,8 @@ def test_a_rate_of_one_is_the_same_as_an_integer() -> None:
 def test_a_rank_is_dead_once_its_heartbeat_is_stale_and_not_before() -> None:
     store = HashStore()
 
-    def pulse(rank: int, stale_after: float) -> Pulse:
-        return Pulse(BoundedStore(store, timedelta(seconds=10)), rank, 4, stale_after)
+    def pulse(rank: int, stale_after: float) -> Heartbeat:
+        return Heartbeat(BoundedStore(store, timedelta(seconds=10)), rank, 4, stale_after)
 
     dying, impatient, patient, living = (
         *(pulse(0, 0.2), pulse(1, 0.4), pulse(2, 1000.0), pulse(3, 0.2)),

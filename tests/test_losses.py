@@ -225,7 +225,7 @@ def slow_rank(
             store=store, on_membership_change=lambda old, new: changes.append((old, new))
         ),
     )
-    recover = optimizer._engine._survival.recover  # type: ignore[union-attr]
+    recover = optimizer._engine._recovery.recover  # type: ignore[union-attr]
 
     def count(reason: object) -> None:
         nonlocal recoveries
@@ -233,7 +233,7 @@ def slow_rank(
         recover(reason)
 
     optimizer._engine.gossip.on_loss = count
-    optimizer._engine._survival.recover = count  # type: ignore[method-assign, union-attr]
+    optimizer._engine._recovery.recover = count  # type: ignore[method-assign, union-attr]
     for step in range(12):
         backward(params, rank, step)
         time.sleep(0.2 * (rank == 1))

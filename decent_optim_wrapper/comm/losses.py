@@ -48,7 +48,7 @@ class Losses:
     """One rank's access to the notes of all.
 
     Args:
-        store: shared by the ranks of one transport; None where there is none, and nobody tells.
+        store: shared by the ranks of one transport; None where there is none.
         rank: this one, as numbered at the start.
     """
 

@@ -65,7 +65,7 @@ class _Closed(NamedTuple):
     broken: bool
 
 
-class Heard(NamedTuple):
+class PendingMessage(NamedTuple):
     """A small message on its way from another rank.
 
     Args:
@@ -98,7 +98,7 @@ class Transport:
         # A closed transport is not a world of one rank: what needs the others raises.
         self._closed: _Closed | None = None
         # Tells whether waiting has become pointless; None where nobody would know.
-        self.alarm: Callable[[], bool] | None = None
+        self.peer_lost: Callable[[], bool] | None = None
         self.rank = 0
         self.world_size = 1
         self.members: tuple[int, ...] = (0,)
@@ -168,10 +168,10 @@ class Transport:
         works.clear()
         start = time.monotonic()
         try:
-            if self.alarm is None:
+            if self.peer_lost is None:
                 self._wait_for_all(pending)
             else:
-                self._wait_watchfully(pending, self.alarm)
+                self._wait_watchfully(pending, self.peer_lost)
         except WireError:
             raise
         except RuntimeError as error:
@@ -191,7 +191,7 @@ class Transport:
     def limit_waits(self, timeout: timedelta) -> None:
         """Wait no longer than that from now on, and for nothing but the peers."""
         self._timeout = min(timeout, self._timeout)
-        self.alarm = None
+        self.peer_lost = None
 
     def lose(self, suspects: tuple[int, ...], silent: bool) -> Loss:
         """Close the connections for good after a failure on the wire, and find out who was lost.
@@ -201,7 +201,7 @@ class Transport:
             silent: as in `WireError`.
         """
         names = [self.members[rank] for rank in suspects]
-        if self.alarm is not None:
+        if self.peer_lost is not None:
             # All members meet again in any case, and find out there.
             loss = self._losses.error() or Loss(names)
             self.abort(f"{loss} was lost")
@@ -282,11 +282,11 @@ class Transport:
         return [self._subgroups[ranks].allreduce([tensor])]
 
     @property
-    def tells(self) -> bool:
+    def has_control(self) -> bool:
         """Whether small messages can travel without making a GPU wait: there is a CPU backend."""
         return self.control_device.type == "cpu"
 
-    def tell(self, message: Tensor, ranks: tuple[int, ...], tag: int) -> list[Heard]:
+    def tell(self, message: Tensor, ranks: tuple[int, ...], tag: int) -> list[PendingMessage]:
         """Start sending a small message to the other ranks of a group, and hearing theirs.
 
         From rank to rank, which shows who does not answer; in a large group by a collective.
@@ -301,11 +301,11 @@ class Transport:
             rows = {rank: torch.empty_like(message) for rank in ranks}
             self._communicator()
             works = [self._subgroups[ranks].allgather([list(rows.values())], [message])]
-            return [Heard(rank, works, rows[rank], peers) for rank in peers]
+            return [PendingMessage(rank, works, rows[rank], peers) for rank in peers]
         heard = []
         for rank in peers:
             row = torch.empty_like(message)
-            heard.append(Heard(rank, self.exchange(message, row, rank, tag), row, (rank,)))
+            heard.append(PendingMessage(rank, self.exchange(message, row, rank, tag), row, (rank,)))
         return heard
 
     def sum_(self, tensor: Tensor) -> None:
@@ -385,15 +385,15 @@ class Transport:
         for work in works:
             work.wait(self._timeout)
 
-    def _wait_watchfully(self, works: Sequence[dist.Work], alarm: Callable[[], bool]) -> None:
-        """Wait on another thread, and look at the alarm here.
+    def _wait_watchfully(self, works: Sequence[dist.Work], peer_lost: Callable[[], bool]) -> None:
+        """Wait on another thread, and ask here whether that has become pointless.
 
         Not by short waits in turn: gloo closes all connections when one wait runs out. If the
-        alarm ends the wait here, `abort` ends that of the thread.
+        answer ends the wait here, `abort` ends that of the thread.
         """
         most = len(works) * self._timeout.total_seconds() + _SLACK_SECONDS
         try:
-            within(most, lambda: self._wait_for_all(works), alarm)
+            within(most, lambda: self._wait_for_all(works), peer_lost)
         except TimeoutError as error:
             raise WireError("another rank has lost a peer, or comes back") from error
 

@@ -1,4 +1,4 @@
-"""Backward passes, as autograd tells of them: gradients that are complete, the end, a failure."""
+"""Backward passes, as autograd reports them: complete gradients, the end, a failure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Listener(Protocol):
         """The pass, or what was told of it, has raised; `on_end` does not come."""
 
 
-class BackwardPasses:
+class AutogradHooks:
     """Follows the backward passes through a model, without keeping it or the listener alive.
 
     Autograd calls back at the end of the pass in which it was asked to. Asked from a gradient that

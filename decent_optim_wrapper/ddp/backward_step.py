@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from decent_optim_wrapper.config import Extras
-from decent_optim_wrapper.ddp.unscale_and_clip import Treatment, params_of
+from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
 from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.local_update import Scaling, global_step_hooks, step_hooks
 from decent_optim_wrapper.membership.consistency import check_gradients, named_parameters
@@ -76,15 +76,15 @@ class _Step(Protocol):
 class _StepAtEnd:
     """Leaves everything to the end of the backward pass, as a training loop does."""
 
-    def __init__(self, optimizer: BackwardOptimizer, treatment: Treatment) -> None:
+    def __init__(self, optimizer: BackwardOptimizer, unscale_and_clip: UnscaleAndClip) -> None:
         self._optimizer = optimizer
-        self._treatment = treatment
+        self._unscale_and_clip = unscale_and_clip
 
     def take(self, param: Tensor) -> None:
         pass
 
     def close(self) -> None:
-        self._treatment.step(self._optimizer)
+        self._unscale_and_clip.step(self._optimizer)
 
     def abort(self) -> bool:
         return False
@@ -97,12 +97,12 @@ class _StepInParts:
     now may still be read by the rest of the backward pass.
     """
 
-    def __init__(self, optimizer: BackwardOptimizer, treatment: Treatment) -> None:
+    def __init__(self, optimizer: BackwardOptimizer, unscale_and_clip: UnscaleAndClip) -> None:
         self._optimizer = optimizer
         buckets = optimizer._engine.gossip.buckets
         self._home = {id(member): bucket for bucket in buckets for member in bucket.members}
         self._missing = {bucket: set(map(id, bucket.members)) for bucket in buckets}
-        self._treatment = treatment
+        self._unscale_and_clip = unscale_and_clip
         self._open = ExitStack()
         self._pass_on: Callable[[Bucket], None] | None = None
         self._takeovers = optimizer._engine.takeovers
@@ -136,7 +136,7 @@ class _StepInParts:
         del self._missing[bucket]
         if self._pass_on is None:
             # Not before: to wait for the wire leaves it idle until the first bucket is complete.
-            step = self._optimizer._in_parts(Scaling(None, None), self._treatment.step_part)
+            step = self._optimizer._in_parts(Scaling(None, None), self._unscale_and_clip.step_part)
             self._pass_on = self._open.enter_context(step)
         if self._takeovers != self._optimizer._engine.takeovers:
             # Gradients at parameters that this rank has lost to the others' meanwhile.
@@ -160,7 +160,7 @@ class BackwardStepper:
 
     Args:
         optimizer: steps.
-        treatment: of the gradients.
+        unscale_and_clip: of the gradients.
         scheduler: stepped after every step; None if there is none.
         in_parts: step inside the backward pass whenever that is the same computation.
     """
@@ -168,13 +168,13 @@ class BackwardStepper:
     def __init__(
         self,
         optimizer: BackwardOptimizer,
-        treatment: Treatment,
+        unscale_and_clip: UnscaleAndClip,
         scheduler: LRScheduler | None,
         in_parts: bool,
     ) -> None:
         self.accumulates = False
         self._optimizer = optimizer
-        self._treatment = treatment
+        self._unscale_and_clip = unscale_and_clip
         self._scheduler = scheduler
         self._in_parts = in_parts
         self._step: _Step | None = None
@@ -219,7 +219,7 @@ class BackwardStepper:
             return
         self._step.close()
         self._step = None
-        self._treatment.end()
+        self._unscale_and_clip.end()
         self._free_all()
         if self._scheduler is not None:
             self._scheduler.step()
@@ -232,7 +232,7 @@ class BackwardStepper:
             self._step = None
             if not self._torn:
                 # A later pass may go on, with a scaler and gradients that are ready for it.
-                self._treatment.end()
+                self._unscale_and_clip.end()
                 self._free_all()
 
     def _free_all(self) -> None:
@@ -241,7 +241,7 @@ class BackwardStepper:
 
     def _begin(self) -> _Step:
         make = _StepInParts if self._in_parts and self._optimizer.splits else _StepAtEnd
-        return make(self._optimizer, self._treatment)
+        return make(self._optimizer, self._unscale_and_clip)
 
 
 def _free(bucket: Bucket) -> None:

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from decent_optim_wrapper.config import check_base
-from decent_optim_wrapper.ddp.autograd_hooks import BackwardPasses
+from decent_optim_wrapper.ddp.autograd_hooks import AutogradHooks
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
-from decent_optim_wrapper.ddp.unscale_and_clip import Treatment, params_of
+from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
 from decent_optim_wrapper.gossip.local_update import SPLITTABLE
 from decent_optim_wrapper.membership.arguments import Place
 from decent_optim_wrapper.membership.start import Start
@@ -132,11 +132,11 @@ class DecentralizedDataParallel(Module):
             warnings.warn(f"rank {wrapper.rank}: {_not_in_parts(base)}", stacklevel=2)
         self._stepper = BackwardStepper(
             wrapper,
-            Treatment(scaler, float(grad_clip_norm)),
+            UnscaleAndClip(scaler, float(grad_clip_norm)),
             self.lr_scheduler,
             update_in_backward is not False,
         )
-        self._passes = BackwardPasses(params_of(base), self._stepper)
+        self._passes = AutogradHooks(params_of(base), self._stepper)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 
-class Treatment:
+class UnscaleAndClip:
     """What is done to gradients before the update, by whatever has `param_groups` and `step()`.
 
     Args:

@@ -191,7 +191,7 @@ class Bucket:
             return []
         return [(member, member._version) for member in self._members if not member.is_inference()]
 
-    def strays(self) -> list[Tensor]:
+    def relocated(self) -> list[Tensor]:
         """The members that were converted or moved since, and views whose storage was replaced."""
         moved = [m for m in self._members if _Kind(m.device, m.dtype) != self._kind]
         if self._storage is not None and not moved:

@@ -14,7 +14,7 @@ from decent_optim_wrapper.gossip.outer import Outer
 from decent_optim_wrapper.gossip.schedule import Kind
 
 
-class Aftermath:
+class PostMixHooks:
     """Told of everything that replaces parameters by mixed ones.
 
     Args:

@@ -10,11 +10,11 @@ from loguru import logger
 from torch import Tensor
 
 from decent_optim_wrapper.comm.call_order import Header
-from decent_optim_wrapper.comm.transport import Heard, Transport, WireError
+from decent_optim_wrapper.comm.transport import PendingMessage, Transport, WireError
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.identical_ranks import IdenticalRanks
-from decent_optim_wrapper.gossip.schedule import Kind, Meeting
+from decent_optim_wrapper.gossip.schedule import Kind, RoundPlan
 from decent_optim_wrapper.gossip.storage import Flat, is_finite
 from decent_optim_wrapper.gossip.timing import Meter
 
@@ -42,7 +42,7 @@ class Rules(NamedTuple):
 
     def for_transport(self, transport: Transport) -> Rules:
         """The rules that can be kept: what is not finite has to be told to the others."""
-        if not self.checks or transport.tells:
+        if not self.checks or transport.has_control:
             return self
         logger.warning(
             'rank {}: on_nonfinite needs a CPU backend in the process group ("cpu:gloo,cuda:nccl")'
@@ -71,24 +71,24 @@ class Round:
 
     Args:
         header: the method that launches it, and its number; the same on all ranks.
-        meeting: the ranks that mix, and how far.
+        plan: the ranks that mix, and how far.
         transport: how to reach them.
         rules: see there.
         meter: told of every wait, every copy and all bytes.
     """
 
     def __init__(
-        self, header: Header, meeting: Meeting, transport: Transport, rules: Rules, meter: Meter
+        self, header: Header, plan: RoundPlan, transport: Transport, rules: Rules, meter: Meter
     ) -> None:
-        self.meeting = meeting
-        self.group = meeting.group
+        self.plan = plan
+        self.group = plan.group
         self._peers = tuple(rank for rank in self.group.ranks if rank != transport.rank)
         self._header = header
         self._transport = transport
         self._rules = rules
         self._meter = meter
         # An exact average is the same number on all ranks, of two as well, and is not rounded.
-        self._sums = self.group.size > 2 or meeting.kind is Kind.AVERAGE
+        self._sums = self.group.size > 2 or plan.kind is Kind.AVERAGE
         self._unmixed: list[Bucket] = []
         self._exchanges: dict[Bucket, _Exchange] = {}
         # 1 for each bucket that leaves with finite values, and the same of every rank of the group.
@@ -102,7 +102,7 @@ class Round:
         self._failed_bucket = 0
         # Before the buckets: a group that sums would take anything for the first of them.
         self._headers = self._tell(self._header.encode(), _HEADER_TAG)
-        self._flags: list[Heard] = []
+        self._flags: list[PendingMessage] = []
 
     @property
     def unmixed(self) -> list[Bucket]:
@@ -184,7 +184,7 @@ class Round:
                 return
             if self._rules.identical.looks and not left_out:
                 self._look(bucket, exchange)
-            weight = exchange.weight * self.meeting.mixing_rate
+            weight = exchange.weight * self.plan.mixing_rate
             if self._transport.rank in left_out:
                 bucket.unpack_(exchange.arriving)
             elif left_out and not self._sums:
@@ -252,8 +252,8 @@ class Round:
                 *(self._transport.name, self._header.round, bad),
             )
 
-    def _tell(self, message: Tensor, tag: int) -> list[Heard]:
-        if self.group.size == 1 or self._failure or not self._transport.tells:
+    def _tell(self, message: Tensor, tag: int) -> list[PendingMessage]:
+        if self.group.size == 1 or self._failure or not self._transport.has_control:
             return []
         try:
             return self._transport.tell(message, self.group.ranks, tag)
@@ -261,7 +261,7 @@ class Round:
             self._failure, self._failed_bucket = error, max(0, len(self._exchanges) - 1)
             return []
 
-    def _hear(self, heard: list[Heard], bucket: int) -> dict[int, list[int]]:
+    def _hear(self, heard: list[PendingMessage], bucket: int) -> dict[int, list[int]]:
         for each in heard:
             self._wait(each.works, bucket, each.suspects)
         return {each.rank: each.message.tolist() for each in heard}

@@ -18,9 +18,9 @@ from decent_optim_wrapper.comm.call_order import Call, Header
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.gossip.bucket import Bucket
-from decent_optim_wrapper.gossip.post_mix import Aftermath
+from decent_optim_wrapper.gossip.post_mix import PostMixHooks
 from decent_optim_wrapper.gossip.round import Round, Rules
-from decent_optim_wrapper.gossip.schedule import Meeting, Timetable
+from decent_optim_wrapper.gossip.schedule import RoundPlan, RoundSchedule
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.topo import Topology
 
@@ -49,26 +49,26 @@ class Gossip:
 
     Args:
         transport: the ranks and how to reach them.
-        timetable: whom this rank meets, round by round.
+        schedule: whom this rank meets, round by round.
         rules: what every round needs to know.
         meter: told of every wait, every copy and all bytes.
-        aftermath: see there.
+        post_mix: see there.
         mixing_rate: of the first rounds.
     """
 
     def __init__(
         self,
         transport: Transport,
-        timetable: Timetable,
+        schedule: RoundSchedule,
         rules: Rules,
         meter: Meter,
-        aftermath: Aftermath,
+        post_mix: PostMixHooks,
         mixing_rate: float,
     ) -> None:
-        transport.connect(timetable.groups)
+        transport.connect(schedule.groups)
         self._transport = transport
-        self._timetable = timetable
-        self._aftermath = aftermath
+        self._schedule = schedule
+        self._post_mix = post_mix
         # Of the rounds that are launched from now on.
         self.mixing_rate = self._last_rate = mixing_rate
         self._rules = rules
@@ -83,7 +83,7 @@ class Gossip:
         self._in_flight: list[Round] = []
         # A resumed run has a round in flight that this process has yet to launch: not at loading,
         # which must not communicate and may come before the parameters are loaded.
-        self._owed = False
+        self._pending = False
         # Runs when the wrapper is dropped or the interpreter exits, whichever comes first. A rank
         # that left with a round in flight would break it for a slower peer, and a gloo thread that
         # works on while Python is finalised can abort the process.
@@ -97,7 +97,7 @@ class Gossip:
     @property
     def state(self) -> GossipState:
         """What to save now."""
-        in_flight = self._owed or bool(self._in_flight)
+        in_flight = self._pending or bool(self._in_flight)
         return GossipState(self._round, in_flight, self.mixing_rate, self._last_rate)
 
     def changed_in_flight(self) -> list[Tensor]:
@@ -107,11 +107,11 @@ class Gossip:
     @property
     def widest_group(self) -> int:
         """Size of the largest group of this rank."""
-        return max(group.size for group in self._timetable.groups)
+        return max(group.size for group in self._schedule.groups)
 
     def abandon(self) -> None:
         """Let go of the round in flight, whatever becomes of its bytes."""
-        self._owed = False
+        self._pending = False
         for flying in self._in_flight:
             flying.abandon()
         self._in_flight.clear()
@@ -124,20 +124,18 @@ class Gossip:
             resume: the round in which all of them meet again.
         """
         rank, world_size = self._transport.rank, self._transport.world_size
-        schedule = topology.schedule(rank)
-        self._timetable = self._timetable._replace(
-            schedule=schedule, rank=rank, world_size=world_size
-        )
+        phases = topology.schedule(rank)
+        self._schedule = self._schedule._replace(phases=phases, rank=rank, world_size=world_size)
         self._rules = self._rules._replace(topology=repr(topology))
         self._resume = resume
-        self._transport.connect(self._timetable.groups)
+        self._transport.connect(self._schedule.groups)
 
     def restore(self, state: GossipState) -> None:
         """Continue from `state`, also where the round in flight, which is dropped, has failed."""
         try:
             self.discard()
         finally:
-            self._round, self._owed, self.mixing_rate, self._last_rate = state
+            self._round, self._pending, self.mixing_rate, self._last_rate = state
 
     def replan(self, buckets: Iterable[Bucket]) -> None:
         """Gossip these buckets from the next launch on; the round in flight keeps its own."""
@@ -154,10 +152,10 @@ class Gossip:
 
     def begin_round(self) -> Round:
         """The next round, to which the buckets are posted one by one."""
-        meeting = self._timetable.meeting(self._round, self.mixing_rate)
-        names = [self._transport.members[rank] for rank in meeting.group.ranks]
+        plan = self._schedule.plan(self._round, self.mixing_rate)
+        names = [self._transport.members[rank] for rank in plan.group.ranks]
         logger.debug("rank {} round {}: group {}", self._transport.name, self._round, names)
-        return self._round_of(Call.STEP, meeting)
+        return self._round_of(Call.STEP, plan)
 
     def hand_over(self, launched: Round) -> None:
         """Leave a round to which everything is posted to the wire, until the next step."""
@@ -178,20 +176,20 @@ class Gossip:
         Raises:
             NonFiniteError: it must not be mixed, and is dropped.
         """
-        self._pay()
+        self._relaunch()
         arrived = self._take()
         if arrived is None:
             return None
         arrived.check_finite()
         # A rank that is lost only now may have cost this one its parameters: they are the others'.
-        arrive = partial(self._aftermath.arrive, arrived.meeting.kind, self._buckets)
+        arrive = partial(self._post_mix.arrive, arrived.plan.kind, self._buckets)
         return arrived if self.survive(arrive) else None
 
     def mix(self, arrived: Round, bucket: Bucket) -> None:
         """Mix in what has arrived for a bucket, if anything has."""
         if bucket in arrived.unmixed:
             arrived.mix(bucket)
-            self._aftermath.mix(arrived.meeting.kind, bucket)
+            self._post_mix.mix(arrived.plan.kind, bucket)
 
     def mix_replaced(self, arrived: Round) -> None:
         """Mix the buckets that are not of the current plan any more."""
@@ -231,21 +229,21 @@ class Gossip:
             PeerError: one does not say.
         """
         # Whom this rank meets next: an announcement during a rest is heard by them.
-        meeting = self._timetable.next_meeting(self._round, self.mixing_rate)
-        self._round_of(call, meeting).receive()
+        plan = self._schedule.next_plan(self._round, self.mixing_rate)
+        self._round_of(call, plan).receive()
 
     def discard(self) -> None:
         """Drop the round in flight, if there is one, whatever it holds: it is not mixed."""
-        self._owed = False
+        self._pending = False
         self._take()
 
-    def _pay(self) -> None:
+    def _relaunch(self) -> None:
         """Launch the round that was in flight when the state was saved."""
-        if self._owed:
+        if self._pending:
             # synchronize() may come before any step(), and the state may be of a run without an
             # outer optimizer: it would miss its start when the round is mixed.
-            self._aftermath.begin(self._buckets)
-            self._owed = False
+            self._post_mix.begin(self._buckets)
+            self._pending = False
             self._round -= 1
             rate, self.mixing_rate = self.mixing_rate, self._last_rate
             self.launch()
@@ -261,12 +259,12 @@ class Gossip:
         flying = self._in_flight.pop()
         return flying if self.survive(flying.receive) else None
 
-    def _round_of(self, call: Call, meeting: Meeting) -> Round:
+    def _round_of(self, call: Call, plan: RoundPlan) -> Round:
         self._transport.check_open()
         if self._round < self._resume:
-            meeting = self._timetable.rest()
-        header = Header(call, self._round, meeting.mixing_rate)
-        return Round(header, meeting, self._transport, self._rules, self._meter)
+            plan = self._schedule.idle()
+        header = Header(call, self._round, plan.mixing_rate)
+        return Round(header, plan, self._transport, self._rules, self._meter)
 
 
 def _close(in_flight: list[Round], transport: Transport) -> None:

@@ -1,4 +1,4 @@
-"""Who meets whom in which round: phases of the topology, rounds of rest, exact averages."""
+"""Who mixes with whom in which round: phases of the topology, idle rounds, exact averages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from decent_optim_wrapper.topo import Group
 class Kind(Enum):
     """What a round is for."""
 
-    REST = "rest"
+    IDLE = "idle"
     GOSSIP = "gossip"
     AVERAGE = "average"
 
 
-class Meeting(NamedTuple):
+class RoundPlan(NamedTuple):
     """What one rank does in one round.
 
     Args:
@@ -30,19 +30,19 @@ class Meeting(NamedTuple):
     mixing_rate: float
 
 
-class Timetable(NamedTuple):
+class RoundSchedule(NamedTuple):
     """The rounds of one rank: one for every step, of which only some exchange anything.
 
     Args:
-        schedule: the rank's groups, phase by phase.
+        phases: the rank's groups, phase by phase.
         rank: the rank itself.
         world_size: number of ranks.
-        gossip_every: steps from one phase to the next; the rank rests in between.
+        gossip_every: steps from one phase to the next; the rank is idle in between.
         global_avg_every: steps from one exact average to the next, each in place of what would
             be due; None for none.
     """
 
-    schedule: tuple[Group, ...]
+    phases: tuple[Group, ...]
     rank: int
     world_size: int
     gossip_every: int = 1
@@ -53,35 +53,35 @@ class Timetable(NamedTuple):
         steps = round + 1
         if self.global_avg_every is not None and steps % self.global_avg_every == 0:
             return Kind.AVERAGE
-        return Kind.REST if steps % self.gossip_every else Kind.GOSSIP
+        return Kind.IDLE if steps % self.gossip_every else Kind.GOSSIP
 
-    def meeting(self, round: int, mixing_rate: float) -> Meeting:
+    def plan(self, round: int, mixing_rate: float) -> RoundPlan:
         """What is due at the end of step `round`; an exact average is not slowed down."""
         match self.kind(round):
-            case Kind.REST:
-                return self.rest()
+            case Kind.IDLE:
+                return self.idle()
             case Kind.AVERAGE:
-                return Meeting(Kind.AVERAGE, self._everyone, 1.0)
+                return RoundPlan(Kind.AVERAGE, self._everyone, 1.0)
             case Kind.GOSSIP:
-                phase = round // self.gossip_every % len(self.schedule)
-                return Meeting(Kind.GOSSIP, self.schedule[phase], mixing_rate)
+                phase = round // self.gossip_every % len(self.phases)
+                return RoundPlan(Kind.GOSSIP, self.phases[phase], mixing_rate)
 
-    def next_meeting(self, round: int, mixing_rate: float) -> Meeting:
-        """What is due at the end of step `round`, or of the first one after it without rest."""
-        while self.kind(round) is Kind.REST:
+    def next_plan(self, round: int, mixing_rate: float) -> RoundPlan:
+        """What is due at the end of step `round`, or of the first one after it that is not idle."""
+        while self.kind(round) is Kind.IDLE:
             round += 1
-        return self.meeting(round, mixing_rate)
+        return self.plan(round, mixing_rate)
 
-    def rest(self) -> Meeting:
+    def idle(self) -> RoundPlan:
         """A round of this rank alone."""
-        return Meeting(Kind.REST, Group([self.rank]), 1.0)
+        return RoundPlan(Kind.IDLE, Group([self.rank]), 1.0)
 
     @property
     def groups(self) -> tuple[Group, ...]:
         """All groups in which this rank ever mixes."""
         if self.global_avg_every is None:
-            return self.schedule
-        return (*self.schedule, self._everyone)
+            return self.phases
+        return (*self.phases, self._everyone)
 
     @property
     def _everyone(self) -> Group:

@@ -124,7 +124,7 @@ class Found(NamedTuple):
     launched_as: Sequence[int]
 
 
-def resolve_crew(place: Place) -> Found:
+def resolve_store(place: Place) -> Found:
     """Find the store, and who this rank is in it.
 
     Raises:

@@ -16,7 +16,7 @@ _LONGEST_PAUSE = 0.25
 _LOOKS = 8
 
 
-class Pulse:
+class Heartbeat:
     """Beats for this rank and watches the others, on a thread of its own.
 
     Args:
@@ -40,7 +40,7 @@ class Pulse:
         self._awaited = ""
         self._came = False
         self._stop = threading.Event()
-        threading.Thread(target=self._run, daemon=True, name="decent-pulse").start()
+        threading.Thread(target=self._run, daemon=True, name="decent-heartbeat").start()
 
     def alive(self, rank: int) -> bool:
         """Whether a beat of the rank has come lately."""
@@ -79,11 +79,11 @@ class Pulse:
 
     def _beat(self, store: Any, count: int) -> None:
         """Beat once and look once, in few calls: the store's link may be a slow one."""
-        store.set(f"pulse/{self._rank}", f"{self._life} {count}")
+        store.set(f"heartbeat/{self._rank}", f"{self._life} {count}")
         keys = {
-            other: f"pulse/{other}"
+            other: f"heartbeat/{other}"
             for other in self._silent
-            if other in self._last or store.check([f"pulse/{other}"])
+            if other in self._last or store.check([f"heartbeat/{other}"])
         }
         beats = dict(zip(keys, _get_all(store, list(keys.values())), strict=True))
         for other in self._silent:

@@ -17,7 +17,7 @@ from decent_optim_wrapper.config import OnMembershipChange
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.rounds import Gossip
 from decent_optim_wrapper.membership.consistency import difference
-from decent_optim_wrapper.membership.rendezvous import Crew, Note
+from decent_optim_wrapper.membership.rendezvous import Note, Rendezvous
 from decent_optim_wrapper.topo import Complete, Greedy, RandomMatching, Topology
 
 # Gives the state of the rank at that place to those that have none, and takes it there; collective.
@@ -27,14 +27,14 @@ Mirror = Callable[[Call], None]
 Result = TypeVar("Result")
 
 
-class Survival:
+class Recovery:
     """Rebuilds topology and connections whenever the members change.
 
     A rank that comes back starts with a step. It makes the other calls with the members, for
     nothing, until all of them are in a step, too.
 
     Args:
-        crew: who is there.
+        rendezvous: who is there.
         transport: what to rebuild.
         topology: that of all ranks.
         on_change: told of the old and the new members.
@@ -42,12 +42,12 @@ class Survival:
 
     def __init__(
         self,
-        crew: Crew,
+        rendezvous: Rendezvous,
         transport: Transport,
         topology: Topology,
         on_change: OnMembershipChange | None,
     ) -> None:
-        self._crew = crew
+        self._rendezvous = rendezvous
         self._transport = transport
         self._full = topology
         self._on_change = on_change
@@ -59,8 +59,8 @@ class Survival:
         self._call: Call | None = None
         # How many calls beside its steps this rank has made, and how many all have.
         self._meetings = self._meetings_of_all = 0
-        weakref.finalize(self, crew.leave)
-        transport.alarm = lambda: crew.wanted
+        weakref.finalize(self, rendezvous.leave)
+        transport.peer_lost = lambda: rendezvous.wanted
         self._notes = self._meet()
         # The members that the user knows of.
         self._told = self.members
@@ -68,7 +68,7 @@ class Survival:
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that take part, as numbered at the start."""
-        return self._crew.members
+        return self._rendezvous.members
 
     @property
     def joins(self) -> bool:
@@ -77,7 +77,7 @@ class Survival:
 
     def leave(self) -> None:
         """Stay away from now on: the others go on at once, and not after a timeout."""
-        self._crew.leave()
+        self._rendezvous.leave()
 
     def agree(self, text: str) -> None:
         """Compare a description with that of the members, or leave it for those that come later.
@@ -86,10 +86,10 @@ class Survival:
             ValueError: this rank comes back as another one than it was.
         """
         if not self.joins:
-            self._crew.publish(text)
-        elif (theirs := self._crew.published()) != text:
+            self._rendezvous.publish(text)
+        elif (theirs := self._rendezvous.published()) != text:
             raise ValueError(
-                f"rank {self._crew.rank}: this rank comes back with "
+                f"rank {self._rendezvous.rank}: this rank comes back with "
                 f"{difference(text, theirs, 'everyone else')}; build the same model, optimizer and "
                 f"wrapper as before"
             )
@@ -110,7 +110,7 @@ class Survival:
     def begin_step(self) -> None:
         """Take in ranks that come back, and follow those that have lost a peer."""
         self._call = Call.STEP
-        if self._crew.wanted:
+        if self._rendezvous.wanted:
             self._gather_again("another rank has lost a peer, or comes back")
         elif self._transport.is_closed:
             # In a call that does not go on without the lost rank, such as Checkpoints.save().
@@ -177,9 +177,9 @@ class Survival:
             calls = self._calls() - {Call.STEP}
             if len(calls) > 1:
                 raise CallOrderError(
-                    f"rank {self._crew.rank}: expected all ranks in the same method when a rank "
-                    f"comes back, but they are in {' and '.join(map(str, sorted(calls)))}; call "
-                    f"the same methods in the same order on every rank"
+                    f"rank {self._rendezvous.rank}: expected all ranks in the same method when a "
+                    f"rank comes back, but they are in {' and '.join(map(str, sorted(calls)))}; "
+                    f"call the same methods in the same order on every rank"
                 )
             if self._call in calls:
                 return
@@ -208,7 +208,7 @@ class Survival:
 
     def _gather_again(self, reason: object, acted: bool = False) -> None:
         """Agree on who is left, and bring them to the same round."""
-        logger.warning("rank {}: {}", self._crew.rank, reason)
+        logger.warning("rank {}: {}", self._rendezvous.rank, reason)
         self._note = self._note._replace(
             round=self._gossip.state.round, meetings=self._meetings + acted
         )
@@ -225,10 +225,12 @@ class Survival:
 
         Nothing here keeps the group itself: hanging up must be able to close it.
         """
-        gathering = self._crew.gather(self._note)
-        mine = gathering.notes[self._crew.rank]
+        gathering = self._rendezvous.gather(self._note)
+        mine = gathering.notes[self._rendezvous.rank]
         self._note = self._note._replace(fresh=mine.fresh)
-        self._transport.reform(gathering.world, gathering.members, self._crew.rank, gathering.store)
+        self._transport.reform(
+            gathering.world, gathering.members, self._rendezvous.rank, gathering.store
+        )
         self.topology = fitting(self._full, gathering.members)
         return list(gathering.notes.values())
 
@@ -239,7 +241,9 @@ class Survival:
                 self._settle()
                 return
             except PeerError as error:
-                logger.warning("rank {}: lost a peer while rebuilding: {}", self._crew.rank, error)
+                logger.warning(
+                    "rank {}: lost a peer while rebuilding: {}", self._rendezvous.rank, error
+                )
                 self._leave_round()
                 self._notes = self._meet()
 
@@ -259,7 +263,7 @@ class Survival:
             self._meetings = self._meetings_of_all
         logger.warning(
             "rank {}: {} of {} ranks go on with round {}: {}, {!r}",
-            *(self._crew.rank, len(self.members), self._full.world_size, self._resume),
+            *(self._rendezvous.rank, len(self.members), self._full.world_size, self._resume),
             *(self.members, self.topology),
         )
 

@@ -25,7 +25,7 @@ from torch.distributed import DistError
 from decent_optim_wrapper.comm.process_groups import prefixed
 from decent_optim_wrapper.comm.store import BoundedStore, within
 from decent_optim_wrapper.errors import PeerError
-from decent_optim_wrapper.membership.heartbeat import Pulse
+from decent_optim_wrapper.membership.heartbeat import Heartbeat
 
 _POLL_SECONDS = 0.02
 # Members are alive when a group is made, so it stands soon, or one of them has just died.
@@ -85,7 +85,7 @@ class Failure(NamedTuple):
     error: str
 
 
-class Crew:
+class Rendezvous:
     """One rank's view of who is there.
 
     Args:
@@ -111,16 +111,16 @@ class Crew:
         # Whether this rank has been a member; and whether there have been any, as far as it knows.
         self._took_part = self._founded = False
         self._life = 0
-        self._pulse = Pulse(self._store, rank, world_size, stale_after)
+        self._heartbeat = Heartbeat(self._store, rank, world_size, stale_after)
 
     @property
     def wanted(self) -> bool:
         """Whether a rank asks the others to gather again: it lost a peer, or comes back."""
-        return self._pulse.came
+        return self._heartbeat.came
 
     def leave(self) -> None:
         """Give no more signs of life."""
-        self._pulse.stop()
+        self._heartbeat.stop()
 
     def publish(self, text: str) -> None:
         """Write down what all members have in common, for those that come later."""
@@ -191,7 +191,7 @@ class Crew:
                 absent = [
                     rank
                     for rank in self._everyone
-                    if not (self._pulse.alive(rank) and self._entered(epoch, [rank]))
+                    if not (self._heartbeat.alive(rank) and self._entered(epoch, [rank]))
                 ]
                 raise PeerError(
                     f"rank {self.rank}: waited {patience} for the other ranks, of which "
@@ -202,7 +202,7 @@ class Crew:
         members = self._read_members(epoch)
         if self.rank in members:
             # All of them are alive and known to be so: they have just entered.
-            self._pulse.expect(members)
+            self._heartbeat.expect(members)
             self.members = members
         return members
 
@@ -214,7 +214,7 @@ class Crew:
 
     def _survivors(self, epoch: int, late: bool) -> tuple[int, ...]:
         """Those who have entered, once every other member is dead or too late."""
-        awaited = [rank for rank in self.members if self._pulse.alive(rank)]
+        awaited = [rank for rank in self.members if self._heartbeat.alive(rank)]
         if not late and not self._entered(epoch, awaited):
             return ()
         return tuple(rank for rank in self._everyone if self._entered(epoch, [rank]))
@@ -239,7 +239,7 @@ class Crew:
     def _stand(self, epoch: int, members: tuple[int, ...]) -> Gathering | None:
         """Connect the members; None if one of them is lost meanwhile."""
         notes = _with_donor({rank: self._note(epoch, rank) for rank in members})
-        self._pulse.await_key(f"{epoch + 1}/knock")
+        self._heartbeat.await_key(f"{epoch + 1}/knock")
         try:
             gathering = Gathering(notes, *self._connect(epoch, members))
         except (RuntimeError, TimeoutError) as error:
@@ -271,7 +271,7 @@ class Crew:
             return world, store
 
         def pointless() -> bool:
-            return self._pulse.came or not all(map(self._pulse.alive, members))
+            return self._heartbeat.came or not all(map(self._heartbeat.alive, members))
 
         return within(patience.total_seconds(), connect, pointless)
 
@@ -285,7 +285,7 @@ class Crew:
 def tell_failure(store: Any, rank: int, error: Exception) -> None:
     """Let the ranks that start together with this one know why it does not come.
 
-    It counts as a crew that was built: the next one has the same number on all ranks.
+    It counts as a rendezvous that was built: the next one has the same number on all ranks.
     """
     part = _part_of(store, _TELL)
     try:
@@ -302,8 +302,8 @@ def tell_failure(store: Any, rank: int, error: Exception) -> None:
 
 
 def _part_of(store: Any, patience: timedelta) -> BoundedStore:
-    part = prefixed(f"decent_optim_wrapper/crew {Crew.built}", store)
-    Crew.built += 1
+    part = prefixed(f"decent_optim_wrapper/rendezvous {Rendezvous.built}", store)
+    Rendezvous.built += 1
     return BoundedStore(part, patience)
 
 

@@ -21,10 +21,10 @@ from decent_optim_wrapper.gossip.bucket import Layout, plan_buckets
 from decent_optim_wrapper.gossip.identical_ranks import IdenticalRanks
 from decent_optim_wrapper.gossip.optimizer_state import StatePolicy
 from decent_optim_wrapper.gossip.outer import Outer
-from decent_optim_wrapper.gossip.post_mix import Aftermath
+from decent_optim_wrapper.gossip.post_mix import PostMixHooks
 from decent_optim_wrapper.gossip.round import Rules
 from decent_optim_wrapper.gossip.rounds import Gossip, GossipState
-from decent_optim_wrapper.gossip.schedule import Kind, Timetable
+from decent_optim_wrapper.gossip.schedule import Kind, RoundSchedule
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.membership.consistency import (
@@ -101,7 +101,7 @@ class Engine:
 
         found = find_world(start, topology, settings)
         self.process_group, self.transport = found.process_group, found.transport
-        self._topology, self._survival = found.topology, found.survival
+        self._topology, self._recovery = found.topology, found.recovery
         self.layout = Layout(
             settings.bucket_cap_mb,
             self.transport.wire_device,
@@ -129,13 +129,13 @@ class Engine:
         self.average = WorldAverage(
             self.transport, self.gossip, self._rules, self._plan_extra(parameters)
         )
-        if self._survival:
-            self._survival.begin(self.gossip, self._hand_over, self._mirror)
+        if self._recovery:
+            self._recovery.begin(self.gossip, self._hand_over, self._mirror)
 
     @property
     def topology(self) -> Topology:
         """The topology of the ranks that are there."""
-        return self._topology if self._survival is None else self._survival.topology
+        return self._topology if self._recovery is None else self._recovery.topology
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -179,9 +179,9 @@ class Engine:
         self.check_parameters()
         if self.average.revertible or self._kept:
             self.keep_average()
-        if self._survival:
-            self._survival.begin_step()
-        self._aftermath.begin(self.gossip.buckets)
+        if self._recovery:
+            self._recovery.begin_step()
+        self._post_mix.begin(self.gossip.buckets)
 
     def global_avg(self, may_revert: bool) -> None:
         """Put the average in place; collective."""
@@ -198,8 +198,8 @@ class Engine:
         self.average.keep()
         with self.failing_together():
             self.gossip.discard()
-            if self._survival and self.settings.schedule.average_state == "average":
-                self._survival.meet(Call.KEEP_AVERAGE, self._keep_state)
+            if self._recovery and self.settings.schedule.average_state == "average":
+                self._recovery.meet(Call.KEEP_AVERAGE, self._keep_state)
             else:
                 self._keep_state()
 
@@ -215,7 +215,7 @@ class Engine:
         if self.average.revertible:
             # What a step() would do with the parameters that are saved now.
             state |= {"in_flight": False, "kept": True}
-        return {**state, **self._aftermath.state_dict()}
+        return {**state, **self._post_mix.state_dict()}
 
     def read(self, saved: Any) -> SavedState:
         """Check what `gossip_state()` has returned; None is the start of the training.
@@ -230,7 +230,7 @@ class Engine:
             state = GossipState(index(saved["round"]), bool(saved["in_flight"]), rate, last_rate)
             if state.round < state.in_flight:
                 raise ValueError(f"round must be 0 or more, and 1 in flight, got {state.round}")
-            outer = self._aftermath.read(saved)
+            outer = self._post_mix.read(saved)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"rank {self.transport.name}: load_state_dict expects what state_dict() of a "
@@ -245,7 +245,7 @@ class Engine:
         """Continue from a state that was saved."""
         self.average.keep()
         self._kept = saved.kept
-        self._aftermath.restore(saved.outer, saved.saved)
+        self._post_mix.restore(saved.outer, saved.saved)
         self.gossip.restore(saved.gossip)
 
     @contextmanager
@@ -278,14 +278,14 @@ class Engine:
                 raise
             self.gossip.abandon()
             self.transport.fail(error)
-            if self._survival:
-                self._survival.leave()
+            if self._recovery:
+                self._recovery.leave()
             raise
 
     def after_launch(self) -> None:
         """End the step: with its round, too, where that is not left to overlap."""
-        if self._survival:
-            self._survival.end_step()
+        if self._recovery:
+            self._recovery.end_step()
         if not self.settings.overlap:
             self.gossip.finish()
         self.meter.close(len(self.gossip.buckets), self.gossip.state.round)
@@ -300,8 +300,8 @@ class Engine:
         self.transport.check_open()
         self.check_parameters()
         with self.failing_together(ValueError):
-            if self._survival:
-                result = self._survival.meet(call, action)
+            if self._recovery:
+                result = self._recovery.meet(call, action)
             else:
                 self.gossip.announce(call)
                 result = action()
@@ -310,16 +310,16 @@ class Engine:
 
     def tell_change(self) -> None:
         """Tell the user of a change of the members, once this rank has nothing left to do in it."""
-        if self._survival:
-            self._survival.tell_change()
+        if self._recovery:
+            self._recovery.tell_change()
 
     def check_parameters(self) -> None:
         """Notice what was done to the parameters since the wrapper was built."""
         self._check_identity()
-        if strays := [tensor for bucket in self.gossip.buckets for tensor in bucket.strays()]:
+        if relocated := [tensor for bucket in self.gossip.buckets for tensor in bucket.relocated()]:
             raise RuntimeError(
                 f"rank {self.transport.name}: expected the parameters as they were when the "
-                f"wrapper was built, but the storage of {self._names(strays)} was replaced or "
+                f"wrapper was built, but the storage of {self._names(relocated)} was replaced or "
                 f"converted; move and convert the model before building the wrapper, and change "
                 f"values in place"
             )
@@ -366,14 +366,14 @@ class Engine:
             meter=self.meter,
         )
         heals = self._rules.on_nonfinite == "skip"
-        self._aftermath = Aftermath(policy, outer, heals)
+        self._post_mix = PostMixHooks(policy, outer, heals)
         return Gossip(
-            *(self.transport, self._timetable(), self._rules, self.meter, self._aftermath),
+            *(self.transport, self._schedule(), self._rules, self.meter, self._post_mix),
             self.settings.schedule.mixing_rate,
         )
 
-    def _timetable(self) -> Timetable:
-        return Timetable(
+    def _schedule(self) -> RoundSchedule:
+        return RoundSchedule(
             self.topology.schedule(self.transport.rank),
             self.transport.rank,
             self.transport.world_size,
@@ -388,12 +388,12 @@ class Engine:
             text += f"\nbuckets filled in the order {hashlib.sha256(places).hexdigest()[:8]}"
         if not self._joins:
             self._agreement.check(text)
-        if self._survival:
-            self._survival.agree(text)
+        if self._recovery:
+            self._recovery.agree(text)
 
     @property
     def _joins(self) -> bool:
-        return self._survival is not None and self._survival.joins
+        return self._recovery is not None and self._recovery.joins
 
     def _plan_extra(self, parameters: list[Named]) -> tuple[Any, ...]:
         extra = [b.tensor for b in self._buffers if b.tensor.is_floating_point()]
@@ -403,7 +403,7 @@ class Engine:
         return plan_buckets(extra, self.layout._replace(as_view=False))
 
     def _keep_state(self) -> None:
-        self._aftermath.keep(self.gossip.buckets)
+        self._post_mix.keep(self.gossip.buckets)
 
     def _mirror(self, call: Call) -> None:
         """Make a call with ranks that are in it, and take nothing from it; collective.

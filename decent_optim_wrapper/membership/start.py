@@ -18,8 +18,8 @@ from torch import Tensor
 from decent_optim_wrapper.comm.state_transfer import share_text
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, read_timeout
-from decent_optim_wrapper.membership.arguments import Place, resolve_crew, resolve_process_group
-from decent_optim_wrapper.membership.rendezvous import Crew, tell_failure
+from decent_optim_wrapper.membership.arguments import Place, resolve_process_group, resolve_store
+from decent_optim_wrapper.membership.rendezvous import Rendezvous, tell_failure
 
 # A SHA-256 digest. All exchanges have one size: a rank that fails does not know which one is next.
 _NUMBERS = 4
@@ -34,7 +34,7 @@ class Start:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self._crews = Crew.built
+        self._crews = Rendezvous.built
 
     @property
     def elastic(self) -> bool:
@@ -69,9 +69,9 @@ class Start:
         try:
             if not self.elastic:
                 exchange(self.transport, (), f"{type(error).__name__}: {error}")
-            elif Crew.built == self._crews:
-                crew = resolve_crew(self.place)
-                tell_failure(crew.store, crew.rank, error)
+            elif Rendezvous.built == self._crews:
+                rendezvous = resolve_store(self.place)
+                tell_failure(rendezvous.store, rendezvous.rank, error)
         except Exception as untold:
             # Where the process group itself is the error there is no way to the others.
             logger.debug("the other ranks could not be told of {!r}: {}", error, untold)

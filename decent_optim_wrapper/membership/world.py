@@ -9,7 +9,7 @@ from decent_optim_wrapper.config import Elastic, Settings
 from decent_optim_wrapper.membership.arguments import (
     check_place,
     check_sizes,
-    resolve_crew,
+    resolve_store,
     resolve_topology,
 )
 from decent_optim_wrapper.membership.nodes import (
@@ -18,8 +18,8 @@ from decent_optim_wrapper.membership.nodes import (
     node_name,
     ranks_per_node,
 )
-from decent_optim_wrapper.membership.recovery import Survival
-from decent_optim_wrapper.membership.rendezvous import Crew
+from decent_optim_wrapper.membership.recovery import Recovery
+from decent_optim_wrapper.membership.rendezvous import Rendezvous
 from decent_optim_wrapper.membership.start import Start
 from decent_optim_wrapper.topo import Topology
 
@@ -31,13 +31,13 @@ class Found(NamedTuple):
         process_group: the user's; None where the ranks meet in a store.
         transport: connects them.
         topology: of all ranks.
-        survival: goes on without lost ranks; None where their loss is an error.
+        recovery: goes on without lost ranks; None where their loss is an error.
     """
 
     process_group: Any | None
     transport: Transport
     topology: Topology
-    survival: Survival | None
+    recovery: Recovery | None
 
 
 def find_world(start: Start, topology: str | Topology, settings: Settings) -> Found:
@@ -76,7 +76,7 @@ def _in_store(
     place = start.place
     with start.failing_together():
         check_place(place)
-        found = resolve_crew(place)
+        found = resolve_store(place)
         # Nobody is there to agree with yet: every rank takes its own node for the size of all.
         local_world_size = place.local_world_size
         if local_world_size is None:
@@ -85,6 +85,6 @@ def _in_store(
         resolved = resolve_topology(topology, found.world_size, place, local_world_size)
     timeout = settings.patience or found.timeout
     transport = Transport(None, timeout)
-    crew = Crew(found.store, found.rank, found.world_size, timeout, elastic.stale_after)
-    survival = Survival(crew, transport, resolved, elastic.on_membership_change)
-    return Found(None, transport, resolved, survival)
+    rendezvous = Rendezvous(found.store, found.rank, found.world_size, timeout, elastic.stale_after)
+    recovery = Recovery(rendezvous, transport, resolved, elastic.on_membership_change)
+    return Found(None, transport, resolved, recovery)

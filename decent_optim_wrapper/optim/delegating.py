@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch.optim import Optimizer
 
 
-class OptimizerFacade(Optimizer):
+class DelegatingOptimizer(Optimizer):
     """Shows groups, state, defaults and state-dict hooks of a base as its own, live.
 
     Args:
