@@ -11,12 +11,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from crews import CrewOfProcesses, StoreProcess
 from problem import TINY_CAP_MB, backward, make_params, sgd
+from ranks import PROCESSES
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import DistError
 
@@ -59,6 +61,30 @@ def test_an_error_keeps_nothing_alive_that_the_action_used() -> None:
         assert watched() is None
     finally:
         gc.enable()
+
+
+def wait_for_an_answer(pipe: Connection) -> None:
+    def ask() -> Any:
+        pipe.send("asked")
+        return pipe.recv()
+
+    within(1.0, ask)
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_was_stopped_has_not_waited_meanwhile() -> None:
+    ours, theirs = PROCESSES.Pipe()
+    worker = PROCESSES.Process(target=wait_for_an_answer, args=(theirs,), daemon=True)
+    worker.start()
+    assert ours.recv() == "asked"
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    time.sleep(2)
+    os.kill(worker.pid, signal.SIGCONT)
+    time.sleep(0.2)
+    ours.send("answer")
+    worker.join(20)
+    assert worker.exitcode == 0
 
 
 def test_calls_of_a_bounded_store_are_those_of_the_store() -> None:
