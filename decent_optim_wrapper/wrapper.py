@@ -228,6 +228,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         before = len(named_parameters(self.param_groups))
         self._optimizer.add_param_group(param_group)
         parameters = named_parameters(self.param_groups)
+        self._engine.know(parameters[before:])
         try:
             self._engine.meet(
                 Call.REGROUP, lambda: self._engine.add(parameters, parameters[before:])

@@ -327,6 +327,30 @@ def test_a_group_added_later_is_synchronised_and_gossiped() -> None:
     assert torch.equal(flatten(worlds[0]), flatten(worlds[1]))
 
 
+def test_a_group_may_be_taken_out_and_another_one_added() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params, late = make_params(), make_params(seed=10 + rank)
+        base = sgd(params[:2])
+        base.add_param_group({"params": params[2:]})
+        wrapper = DecentOptimWrapper(base, bucket_cap_mb=TINY_CAP_MB, process_group=group)
+        backward(params, rank, 0)
+        wrapper.step()
+        wrapper.param_groups.pop()
+        wrapper.add_param_group({"params": late, "lr": 0.01})
+        for step in range(3):
+            backward([*params, *late], rank, step)
+            wrapper.step()
+        for param_group in wrapper.param_groups:
+            param_group["lr"] = 0.0
+        wrapper.step()
+        wrapper.synchronize()
+        return flatten([*params, *late])
+
+    one, other = run_threads(2, main)
+    torch.testing.assert_close(one, other)
+    assert not torch.equal(one, flatten([*make_params(), *make_params(seed=10)]))
+
+
 def test_an_empty_group_and_a_group_that_differs_change_nothing() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params(seed=rank)

@@ -156,10 +156,14 @@ class Engine:
             self._agreement.broadcast(late, source=0)
         self.take_in(parameters)
 
+    def know(self, parameters: Iterable[Named]) -> None:
+        """Take them for additions, not for others in the place of those that are gossiped."""
+        self._named |= {id(each.tensor): each.name for each in parameters}
+
     def take_in(self, parameters: Iterable[Named]) -> None:
         """Gossip those parameters that want a gradient, beside those that are gossiped already."""
         parameters = list(parameters)
-        self._named |= {id(each.tensor): each.name for each in parameters}
+        self.know(parameters)
         known = {id(tensor) for bucket in self.gossip.buckets for tensor in bucket.members}
         tensors = {id(p.tensor): p.tensor for p in parameters}
         live = [t for key, t in tensors.items() if t.requires_grad or key in known]
