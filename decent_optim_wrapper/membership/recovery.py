@@ -223,7 +223,7 @@ class Recovery:
     def _meet(self) -> list[Note]:
         """Gather, and build what depends on who came; what they say of themselves, in their order.
 
-        Nothing here keeps the group itself: hanging up must be able to close it.
+        Nothing here keeps the group itself: `Transport.abort` must be able to close it.
         """
         gathering = self._rendezvous.gather(self._note)
         mine = gathering.notes[self._rendezvous.rank]
