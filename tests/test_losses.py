@@ -20,7 +20,7 @@ from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 from ranks import run_processes, run_threads
 from torch._C._distributed_c10d import TCPStore
 
-from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError, Schedule
 
 PATIENCE = 20.0
 
@@ -88,7 +88,7 @@ def test_a_local_error_is_raised_as_it_is_and_named_by_the_others(topology: str,
 def test_a_local_error_outside_of_steps_is_named_by_the_others_too(call: str) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[str, str, float]:
         params = make_params()
-        optimizer = wrap(params, group, average_state="average")
+        optimizer = wrap(params, group, schedule=Schedule(average_state="average"))
         for step in range(2):
             backward(params, rank, step)
             optimizer.step()
