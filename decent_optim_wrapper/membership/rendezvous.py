@@ -3,8 +3,8 @@
 Every epoch has one list of members, written once by an atomic compare-and-set, and a gloo group of
 exactly these. Ranks that start, for the first time or again, found an epoch once all of them are
 there. Whoever loses a peer closes its connections and enters the next epoch; its own peers notice
-that and follow. A rank that comes back asks to join, and the members enter the next epoch together with
-it.
+that and follow. A rank that comes back asks to join, and the members enter the next epoch together
+with it.
 """
 
 from __future__ import annotations
