@@ -19,7 +19,7 @@ from decent_optim_wrapper.gossip.outer import MakeOptimizer
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 
 # Called with the old and the new members.
-OnMembershipChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
+OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
 AverageState = Literal["keep", "average"]
 OnNonfinite = Literal["raise", "skip", "ignore"]
 
@@ -90,7 +90,7 @@ class Elastic:
     """
 
     store: Store | None = None
-    on_membership_change: OnMembershipChange | None = None
+    on_membership_change: OnChange | None = None
     stale_after: float = 2.0
 
     def __post_init__(self) -> None:

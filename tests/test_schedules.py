@@ -493,7 +493,7 @@ def an_optimizer_of_others(anchors: list[Tensor]) -> Optimizer:
 @pytest.mark.parametrize(
     ("outer", "error", "text"),
     [
-        (lambda anchors: len(anchors), TypeError, "outer expects .* made a int"),
+        (lambda anchors: len(anchors), TypeError, "outer expects .* returned a int"),
         (an_optimizer_of_others, ValueError, "outer expects .* the tensors that it is given"),
         (partial(SGD, lr=-1.0), ValueError, "Invalid learning rate"),
     ],

@@ -41,7 +41,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "outer": (
         lambda: {"schedule": Schedule(outer=cast(Any, len))},
         TypeError,
-        "outer expects .* made a int",
+        "from a list of tensors, but it has returned a int",
     ),
     "size": (lambda: {"world_size": 7}, ValueError, "contradicts the process group"),
     "nodes": (lambda: {"local_world_size": "a"}, TypeError, "local_world_size expects"),

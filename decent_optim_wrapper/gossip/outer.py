@@ -38,7 +38,7 @@ class Outer:
         self._make = make
         self._base = base
         self._kind = kind
-        # By parameter, in the order of the groups. One that has not started shares its parameter's
+        # By parameter, in the order of the groups. One that never started shares its parameter's
         # memory: it costs nothing, and the optimizer sees its shape.
         self._anchors = {param: param.detach() for param in self._params()}
         self._started: set[Tensor] = set()
@@ -46,7 +46,7 @@ class Outer:
         if not isinstance(self._optimizer, Optimizer):
             raise TypeError(
                 f"outer expects a function that makes a torch.optim.Optimizer from a list of "
-                f"tensors, but it has made a {type(self._optimizer).__name__}"
+                f"tensors, but it has returned a {type(self._optimizer).__name__}"
             )
         groups = self._optimizer.param_groups
         if {a for group in groups for a in group["params"]} != {*self._anchors.values()}:
@@ -68,21 +68,16 @@ class Outer:
                 self._anchors[param].data = param.detach().clone()
                 self._started.add(param)
 
-    @torch.inference_mode(False)
     def rebase(self) -> None:
         """Start again from the parameters of the next step; the optimizer's state stays."""
-        for param in self._started:
-            self._anchors[param].data = param.detach()
         self._started.clear()
 
     @torch.inference_mode(False)
     def forget(self, params: Iterable[Tensor]) -> None:
         """Start these parameters again in the next step, without any state."""
-        for param in params:
-            if param in self._anchors:
-                self._anchors[param].data = param.detach()
-                self._started.discard(param)
-                self._reset(self._anchors[param])
+        for param in self._started.intersection(params):
+            self._started.remove(param)
+            self._reset(self._anchors[param])
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -132,19 +127,14 @@ class Outer:
         """Another one that starts from the parameters of the next step."""
         return Outer(self._make, self._base, self._kind)
 
-    def loaded(self, state: dict[str, Any]) -> Outer:
-        """Another one that continues from a state dict.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state dict.
 
         Raises:
             ValueError: it is that of other parameters.
         """
-        other = self.restarted()
-        other._load(state)
-        return other
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _load(self, state: dict[str, Any]) -> None:
         found = [tensor.shape for tensor in state["anchors"]]
         expected = [param.shape for param in self._anchors]
         if found != expected:

@@ -64,18 +64,19 @@ class PostMixHooks:
         Raises:
             ValueError: it is that of other parameters.
         """
-        if self._outer is None:
-            return None
-        return self._outer.loaded(state["outer"]) if "outer" in state else self._outer.restarted()
-
-    def restore(self, outer: Outer | None, state: dict[str, Any]) -> None:
-        """Continue with what `read` has returned for the state dict."""
-        self._outer = outer
-        if outer is None and "outer" in state:
+        outer = self._outer and self._outer.restarted()
+        if outer is not None and "outer" in state:
+            outer.load_state_dict(state["outer"])
+        elif "outer" in state:
             logger.warning(
                 "the state of an outer optimizer is dropped: pass Schedule(outer=...), as in the "
                 "run that was saved, to go on with it"
             )
+        return outer
+
+    def restore(self, outer: Outer | None) -> None:
+        """Continue with what `read` has returned."""
+        self._outer = outer
 
 
 def _members(buckets: Sequence[Bucket]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from loguru import logger
 
 from decent_optim_wrapper.comm.call_order import Call
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.config import OnMembershipChange
+from decent_optim_wrapper.config import OnChange
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.rounds import Gossip
 from decent_optim_wrapper.membership.consistency import difference
@@ -45,7 +45,7 @@ class Recovery:
         rendezvous: Rendezvous,
         transport: Transport,
         topology: Topology,
-        on_change: OnMembershipChange | None,
+        on_change: OnChange | None,
     ) -> None:
         self._rendezvous = rendezvous
         self._transport = transport

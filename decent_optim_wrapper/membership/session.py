@@ -48,13 +48,11 @@ class SavedState(NamedTuple):
         gossip: the counter and the rates.
         kept: whether an average was in place, which the next step keeps.
         outer: the outer optimizer with the state that was saved, if there is one.
-        saved: all that the state dict holds beside the base's state.
     """
 
     gossip: GossipState
     kept: bool
     outer: Outer | None
-    saved: dict[str, Any]
 
 
 class Engine:
@@ -241,15 +239,13 @@ class Engine:
                 f"DecentOptimWrapper around the same parameters has returned, but its key 'gossip' "
                 f"holds something else ({type(error).__name__}: {error}); nothing was loaded"
             ) from error
-        return SavedState(
-            gossip=state, kept=bool(saved.get("kept", False)), outer=outer, saved=saved
-        )
+        return SavedState(gossip=state, kept=bool(saved.get("kept", False)), outer=outer)
 
     def restore(self, saved: SavedState) -> None:
         """Continue from a state that was saved."""
         self.average.keep()
         self._kept = saved.kept
-        self._post_mix.restore(saved.outer, saved.saved)
+        self._post_mix.restore(saved.outer)
         self.gossip.restore(saved.gossip)
 
     @contextmanager
