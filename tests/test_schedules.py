@@ -579,6 +579,45 @@ def test_an_exact_average_of_two_ranks_is_not_rounded() -> None:
     assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("name", ["Nesterov in every round", "Adagrad"])
+def test_parameters_that_are_added_or_unfrozen_get_outer_steps_and_resume(name: str) -> None:
+    plan = OUTER[name]
+
+    def start(group: dist.ProcessGroup, seed: int, late: bool) -> Any:
+        params, more = make_params(seed), make_params(seed + 100)
+        params[0].requires_grad_(late)
+        base = SGD([{"params": params}, *([{"params": more}] if late else [])], lr=0.05)
+        return [*params, *more], wrap(base, group, "ring", plan, sync_at_start=False)
+
+    def main(rank: int, group: dist.ProcessGroup, stop: int | None) -> Tensor:
+        params, optimizer = start(group, 0, late=False)
+        for step in range(10):
+            if step == 3:
+                optimizer.add_param_group({"params": params[5:]})
+                params[0].requires_grad_(True)
+                optimizer.rebuild_buckets()
+            if step == stop:
+                values, state = [p.detach().clone() for p in params], optimizer.state_dict()
+                params, optimizer = start(group, 1, late=True)
+                optimizer.load_state_dict(state)
+                with torch.no_grad():
+                    for param, value in zip(params, values, strict=True):
+                        param.copy_(value)
+            backward([p for p in params if p.requires_grad], rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        outer = optimizer.state_dict()["gossip"]["outer"]
+        assert all([*outer["started"], *outer["stepped"]])
+        assert len(outer["started"]) == len(params)
+        return flatten(params)
+
+    whole = run_threads(2, partial(main, stop=None))
+    for stop in (4, 7):
+        resumed = run_threads(2, partial(main, stop=stop))
+        assert all(map(torch.equal, whole, resumed))
+    assert (whole[0] - flatten([*make_params(0), *make_params(100)])).abs().min() > 0
+
+
 def test_an_outer_state_that_nobody_wants_is_dropped_with_a_warning() -> None:
     saved = wrap(sgd(make_params()), None, "complete", NESTEROV).state_dict()
     lines: list[str] = []
