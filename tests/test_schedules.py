@@ -451,8 +451,11 @@ def test_a_rate_that_differs_is_an_error_on_both_ranks() -> None:
         return str(raised.value)
 
     texts = run_threads(2, main)
-    assert "mixing_rate=0.25, as here, but it has 1.0" in texts[0]
-    assert "mixing_rate=1.0, as here, but it has 0.25" in texts[1]
+    own = ["mixing_rate=0.25, as here, but it has 1.0", "mixing_rate=1.0, as here, but it has 0.25"]
+    # A rank that is closed by the other one before it has read the header quotes the other's text.
+    assert any(text in texts[0] for text in own)
+    assert any(text in texts[1] for text in own)
+    assert own[0] in texts[0] or own[1] in texts[1]
 
 
 def test_another_method_is_noticed_during_a_rest() -> None:

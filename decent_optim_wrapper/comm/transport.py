@@ -29,7 +29,7 @@ from decent_optim_wrapper.comm.process_groups import (
     timeout_of,
 )
 from decent_optim_wrapper.comm.store import cloned, within
-from decent_optim_wrapper.errors import PeerError
+from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.topo import Group
 
 # Tags below are left to the user's own point-to-point traffic on the same process group.
@@ -216,6 +216,11 @@ class Transport:
         if self._closed is None:
             self._losses.note_error(error)
         self.abort(f"this rank failed with {type(error).__name__}: {error}", broken=True)
+
+    def disagree(self, error: CallOrderError) -> None:
+        """Close the connections for good since the ranks called different methods; tell them so."""
+        self._losses.note_error(error)
+        self.abort("the ranks called different methods")
 
     def abort(self, reason: str, broken: bool = False) -> None:
         """Close the connections made here, which the ranks at their other ends notice at once.

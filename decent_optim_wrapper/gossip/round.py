@@ -269,10 +269,10 @@ class Round:
     def _compare(self, message: list[int], rank: int) -> None:
         try:
             self._header.check(message, self._transport.members[rank], self._transport.name)
-        except CallOrderError:
+        except CallOrderError as error:
             # The others wait for this rank in vain from now on: let them notice.
             self.abandon()
-            self._transport.abort("the ranks called different methods")
+            self._transport.disagree(error)
             raise
 
     def _wait(self, works: list[dist.Work], bucket: int, suspects: tuple[int, ...]) -> None:
@@ -281,10 +281,15 @@ class Round:
         except WireError as error:
             raise self._lost(bucket, suspects, error.silent) from error
 
-    def _lost(self, bucket: int, suspects: tuple[int, ...], silent: bool) -> PeerError:
+    def _lost(
+        self, bucket: int, suspects: tuple[int, ...], silent: bool
+    ) -> PeerError | CallOrderError:
         """The error of a round whose bucket did not arrive."""
         self.abandon()
         loss = self._transport.lose(suspects, silent)
+        if loss.error.startswith(CallOrderError.__name__):
+            # That rank closed its connections before this one had read its header.
+            return CallOrderError(f"rank {self._transport.name}: {loss.error}")
         group = tuple(self._transport.members[rank] for rank in self.group.ranks)
         return PeerError(
             f"rank {self._transport.name}: lost {loss} in round {self._header.round}, bucket "
