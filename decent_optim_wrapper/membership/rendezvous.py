@@ -301,8 +301,13 @@ def tell_failure(store: Any, rank: int, error: Exception) -> None:
         logger.warning("rank {}: the others could not be told: {}", rank, silence)
 
 
+def key_prefix(number: int) -> str:
+    """What the store's keys of this process's wrapper of that number, from 0, start with."""
+    return f"decent_optim_wrapper/rendezvous {number}"
+
+
 def _part_of(store: Any, patience: timedelta) -> BoundedStore:
-    part = prefixed(f"decent_optim_wrapper/rendezvous {Rendezvous.built}", store)
+    part = prefixed(key_prefix(Rendezvous.built), store)
     Rendezvous.built += 1
     return BoundedStore(part, patience)
 

@@ -32,6 +32,7 @@ from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic
+from decent_optim_wrapper.membership.rendezvous import key_prefix
 
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])
@@ -185,7 +186,7 @@ class Fleet:
         self._job = job
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # Where the ranks count how often they have gathered.
-        self._meetings = PrefixStore("decent_optim_wrapper/crew 0", self._store)
+        self._meetings = PrefixStore(key_prefix(0), self._store)
         self._gathered = ""
         self.gatherings = 0
         self._processes: dict[int, Any] = {}
@@ -330,6 +331,8 @@ def soak(fleet: Fleet, injector: Injector, args: argparse.Namespace) -> list[str
         fleet.reach(args.quiet_rounds)
     else:
         inject(injector, args, MILD, 15 * args.minutes)
+    if not fleet.gatherings:
+        wrong.append("expected to see the ranks gather at the start: nothing counts recoveries")
     if fleet.recoveries:
         wrong.append(f"expected no recovery before a rank was lost, got {fleet.recoveries}")
     before = fleet.recoveries
