@@ -27,6 +27,7 @@ from decent_optim_wrapper.comm.process_groups import new_backend
 from decent_optim_wrapper.comm.store import BoundedStore, within
 
 PATIENCE = 1.5
+PATIENCE_AT_START = 4.0
 # What the promise adds to the timeout, and what two busy cores may.
 SLACK = 2.0 + 8.0
 
@@ -221,6 +222,32 @@ def test_the_constructor_does_not_wait_for_ever_for_a_stopped_store() -> None:
                 timeout=PATIENCE,
                 elastic=Elastic(store=own),
             )
+
+
+def build_on_a_slow_store(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], port: int
+) -> tuple[int, ...]:
+    own = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    report("connected", None)
+    store.wait(["build"])
+    optimizer = DecentOptimWrapper(
+        *(sgd(make_params()), rank, world_size, None, "complete", TINY_CAP_MB),
+        timeout=PATIENCE_AT_START,
+        elastic=Elastic(store=own),
+    )
+    return optimizer.members
+
+
+@pytest.mark.timeout(60)
+def test_a_connection_may_take_longer_than_the_timeout_at_the_start() -> None:
+    """As where a name server does not answer torch, which asks for a name at each connection."""
+    with StoreProcess() as server, CrewOfProcesses(2, build_on_a_slow_store, server.port) as crew:
+        for rank in range(2):
+            crew.wait_for(rank, "connected")
+        with stopped(server):
+            crew.put("build")
+            time.sleep(PATIENCE_AT_START + 2)
+        assert [crew.wait_for(rank, "result") for rank in range(2)] == [(0, 1)] * 2
 
 
 @pytest.mark.timeout(60)

@@ -19,6 +19,9 @@ Result = TypeVar("Result")
 
 # However long a store has been silent: an answer to a question asked only now takes its time.
 _LEAST_SECONDS = 1.5
+# To connect, torch asks the resolver for the name of the other side's address, and so does the
+# store's process. An answer that gets lost costs either of them 5 s, twice at most.
+_LEAST_SECONDS_TO_CONNECT = 12.0
 # Between two looks at whether to wait on.
 _LOOK_SECONDS = 0.05
 # What takes longer on a busy machine counts as this.
@@ -86,6 +89,14 @@ class BoundedStore:
         self._patience = patience.total_seconds()
         self._answered = time.monotonic()
 
+    def connect(self) -> None:
+        """Connect ahead of the first call, in more time than the store has for an answer.
+
+        Raises:
+            DistError: the store has gone, or does not answer.
+        """
+        self._call(lambda store: store.check([]), _LEAST_SECONDS_TO_CONNECT)
+
     def set(self, key: str, value: str) -> None:
         """Write a value; that it was sent says nothing of the store."""
         answered = self._answered
@@ -116,8 +127,8 @@ class BoundedStore:
         """The store has answered over another connection."""
         self._answered = time.monotonic()
 
-    def _call(self, ask: Callable[[Any], Any]) -> Any:
-        """Ask the store.
+    def _call(self, ask: Callable[[Any], Any], least: float = _LEAST_SECONDS) -> Any:
+        """Ask the store, and wait at least so many seconds for an answer.
 
         Raises:
             DistError: it has gone, or does not answer.
@@ -132,9 +143,7 @@ class BoundedStore:
         try:
             # After a failure the connection is left alone: a late answer would be taken for that
             # to the next question.
-            self._connection, answer = within(
-                max(_LEAST_SECONDS, self._patience - silent), connect_and_ask
-            )
+            self._connection, answer = within(max(least, self._patience - silent), connect_and_ask)
         except TimeoutError as error:
             silent = time.monotonic() - self._answered
             raise DistStoreError(f"no answer for {silent:.1f} s") from error

@@ -142,6 +142,8 @@ class Rendezvous:
         # Where one link of the mesh is dead, no epoch stands, and each attempt takes its time.
         enough = time.monotonic() + _NEWCOMER_TIMEOUTS * self._timeout.total_seconds()
         with _store_errors(self.rank):
+            if self._life == 0:
+                self._store.connect()
             for attempt in range(2 * len(self._everyone) + 8):
                 if attempt > _LEAST_ATTEMPTS and time.monotonic() > enough:
                     break
