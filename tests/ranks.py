@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
+import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -17,9 +22,11 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 Result = TypeVar("Result")
 TIMEOUT = timedelta(seconds=40)
 
-# One import of torch for all ranks that are forked from this server.
+# Imports torch, and what the examples need, once for all ranks: they are forked from it.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])
+PROCESSES.set_forkserver_preload(
+    ["torch._dynamo", "sklearn.datasets", "torchvision", "tqdm", "decent_optim_wrapper"]
+)
 
 
 def process_group(store: Store, rank: int, world_size: int) -> dist.ProcessGroup:
@@ -67,17 +74,9 @@ def run_processes(
     `main` initialises the process group itself, as a user's script does. The ranks in `lost` are
     not expected to return, and are left out of the results.
     """
-    # The launcher holds the store, as torchrun's agent does: no port to guess, none to lose.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = launcher_store()
     results: Any = PROCESSES.Queue()
-    env = {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(local_world_size or world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-    }
+    env = environment(store, world_size, local_world_size or world_size)
     workers = [
         PROCESSES.Process(target=_worker, args=(rank, env, results, main, args), daemon=True)
         for rank in range(world_size)
@@ -99,6 +98,76 @@ def run_processes(
         for rank in lost:
             workers[rank].kill()
     return [collected[rank] for rank in kept]
+
+
+def launcher_store() -> TCPStore:
+    """Held by the launcher, as by torchrun's agent: no port to guess, none to lose."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def environment(store: TCPStore, world_size: int, local_world_size: int) -> dict[str, str]:
+    """What torchrun sets for all ranks."""
+    return {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run_script(*command: str | Path, cwd: Path, seconds: float = 110) -> str:
+    """Run a script as ``python`` does, without importing torch anew; what it prints."""
+    return _run_scripts([{}], command, cwd, seconds)
+
+
+def run_script_on_ranks(
+    world_size: int, *command: str | Path, cwd: Path, seconds: float = 110
+) -> str:
+    """Run a script as torchrun does, without importing torch anew; what all ranks print."""
+    store = launcher_store()
+    env = environment(store, world_size, world_size)
+    ranks = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+    return _run_scripts(ranks, command, cwd, seconds)
+
+
+def _run_scripts(
+    envs: list[dict[str, str]], command: tuple[str | Path, ...], cwd: Path, seconds: float
+) -> str:
+    with TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(rank) for rank in range(len(envs))]
+        workers = [
+            PROCESSES.Process(target=_script, args=(env, tuple(map(str, command)), cwd, output))
+            for env, output in zip(envs, outputs, strict=True)
+        ]
+        for worker in workers:
+            worker.start()
+        deadline = time.monotonic() + seconds
+        try:
+            for worker in workers:
+                worker.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.join()
+        printed = [output.read_text() if output.exists() else "" for output in outputs]
+    assert [worker.exitcode for worker in workers] == [0] * len(envs), "\n".join(printed)
+    return "".join(printed)
+
+
+def _script(env: dict[str, str], command: tuple[str, ...], cwd: Path, output: Path) -> None:
+    """In a process of its own: what a fresh interpreter does, with its output in a file."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1) for stream in (1, 2))  # noqa: PTH123, SIM115
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    os.chdir(cwd)
+    sys.argv[:] = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
 
 
 def _worker(rank: int, env: dict[str, str], results: Any, main: Any, args: Any) -> None:

@@ -15,18 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_script, run_script_on_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 pytest.importorskip("sklearn")
 pytest.importorskip("torchvision")
-
-
-def run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=110
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def launcher(ranks: int) -> tuple[str, ...]:
@@ -34,7 +27,16 @@ def launcher(ranks: int) -> tuple[str, ...]:
 
 
 def torchrun(ranks: int, *command: str | Path, cwd: Path) -> str:
-    return run(*launcher(ranks), *command, cwd=cwd)
+    """The real one, which takes a fresh interpreter for itself and for every rank."""
+    done = subprocess.run(
+        [sys.executable, *launcher(ranks), *map(str, command)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_four_ranks_learn_the_digits_with_the_defaults(tmp_path: Path) -> None:
@@ -50,19 +52,21 @@ def test_four_ranks_learn_the_digits_with_the_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["ddp", "local"])
 def test_the_methods_to_compare_with_run(method: str, tmp_path: Path) -> None:
     script = EXAMPLES / "train_digits.py"
-    out = torchrun(2, script, "--method", method, "--non-iid", "--epochs", "2", cwd=tmp_path)
+    out = run_script_on_ranks(
+        2, script, "--method", method, "--non-iid", "--epochs", "2", cwd=tmp_path
+    )
     assert f"{method}, 2 ranks: averaged model" in out
 
 
 def test_digits_also_run_as_a_plain_process(tmp_path: Path) -> None:
     options = ("--topology", "ring", "--optimizer", "adamw", "--epochs", "3")
-    out = run(EXAMPLES / "train_digits.py", *options, cwd=tmp_path)
+    out = run_script(EXAMPLES / "train_digits.py", *options, cwd=tmp_path)
     assert "gossip on ring, 1 ranks: averaged model" in out
 
 
 def test_the_digits_are_learnt_though_ranks_are_killed_and_one_comes_back(tmp_path: Path) -> None:
     script = EXAMPLES / "survive_digits.py"
-    out = run(script, "--rejoin", "--epochs", "8", "--lr", "0.04", cwd=tmp_path)
+    out = run_script(script, "--rejoin", "--epochs", "8", "--lr", "0.04", cwd=tmp_path)
     assert "rank 0 was killed at step 5" in out
     assert "rank 2 was killed at step 11" in out
     back = re.findall(r"rank 0 starts at step (\d+)", out)
@@ -98,7 +102,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.fixture(scope="module")
 def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("never_stopped")
-    assert "epoch 2: loss" in torchrun(2, CIFAR, *TINY_CIFAR, cwd=folder)
+    assert "epoch 2: loss" in run_script_on_ranks(2, CIFAR, *TINY_CIFAR, cwd=folder)
     return folder
 
 
@@ -169,39 +173,41 @@ def test_cifar_goes_on_from_an_earlier_launch_only_when_told_to(never_stopped: P
     )
     assert refused.returncode != 0
     assert "the checkpoints of another launch, up to step 6: go on from there" in refused.stderr
-    out = torchrun(2, CIFAR, *TINY_CIFAR, "--resume", cwd=never_stopped)
+    out = run_script_on_ranks(2, CIFAR, *TINY_CIFAR, "--resume", cwd=never_stopped)
     assert "resumed after step 6, round 6" in out
     assert all(map(equal, trained(never_stopped), expected))
 
 
 def test_cifar_also_runs_as_a_plain_process_in_mixed_precision(tmp_path: Path) -> None:
     options = ("--fake-data", "--fake-samples", "4", "--batch-size", "4", "--epochs", "1")
-    assert "epoch 1: loss" in run(CIFAR, *options, cwd=tmp_path)
+    assert "epoch 1: loss" in run_script(CIFAR, *options, cwd=tmp_path)
 
 
 def test_the_custom_topology_can_be_looked_at_and_trained_on(tmp_path: Path) -> None:
     script = EXAMPLES / "custom_topology.py"
-    assert "star: consensus rate" in run(script, cwd=tmp_path)
-    assert "largest error of a weight 0.0" in torchrun(3, script, cwd=tmp_path)
+    assert "star: consensus rate" in run_script(script, cwd=tmp_path)
+    assert "largest error of a weight 0.0" in run_script_on_ranks(3, script, cwd=tmp_path)
 
 
 def test_the_benchmarks_run_without_a_network_lab(tmp_path: Path) -> None:
     """Behaviour only: tests time nothing."""
     benchmark = EXAMPLES / "benchmark"
     small = ("--sizes", "1", "--steps", "2", "--warmup", "1", "--rate", "", "--ranks", "2")
-    out = run(benchmark / "step_time.py", *small, "--methods", "DDP", "ours", cwd=tmp_path)
+    out = run_script(benchmark / "step_time.py", *small, "--methods", "DDP", "ours", cwd=tmp_path)
     assert "| ours |" in out
     assert (tmp_path / "runs" / "step_time.png").exists()
-    out = run(benchmark / "overhead.py", "--parameters", "1e5", "--repeats", "1", cwd=tmp_path)
+    out = run_script(
+        benchmark / "overhead.py", "--parameters", "1e5", "--repeats", "1", cwd=tmp_path
+    )
     assert "one round, views:" in out
-    assert "| ring |" in run(benchmark / "startup.py", "--world-sizes", "16", cwd=tmp_path)
+    assert "| ring |" in run_script(benchmark / "startup.py", "--world-sizes", "16", cwd=tmp_path)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory from /proc")
 def test_gradients_of_one_bucket_are_fewer_than_all_of_them(tmp_path: Path) -> None:
     methods = ("DecentOptimWrapper", "DecentralizedDataParallel")
     arguments = ("--parameters", "16e6", "--methods", *methods)
-    out = run(EXAMPLES / "benchmark" / "gradient_memory.py", *arguments, cwd=tmp_path)
+    out = run_script(EXAMPLES / "benchmark" / "gradient_memory.py", *arguments, cwd=tmp_path)
     figures = dict(re.findall(r"\| (\w+) \| (\d+) \|", out))
     assert int(figures["DecentOptimWrapper"]) == 61
     assert int(figures["DecentralizedDataParallel"]) <= 25

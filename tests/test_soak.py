@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from datetime import UTC, datetime
+import os
 from pathlib import Path
 
 import pytest
+from ranks import run_script
 
 SOAK = Path(__file__).parents[1] / "examples" / "benchmark" / "soak.py"
 
 
-def soak(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    command = [sys.executable, str(SOAK), *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    report = f"{' '.join(command[1:])}\n{done.stdout}"
-    # Not only where it fails: the seed of today is to be read in every log.
-    with capsys.disabled():
-        print(f"\n{report}")
-    assert done.returncode == 0, f"{report}\n{done.stderr[-4000:]}"
-    return done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_minute_of_faults_is_survived_by_all_ranks(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    seed = datetime.now(UTC).strftime("%Y%m%d")
-    report = soak(capsys, "--minutes", "1", "--seed", seed)
+def test_a_minute_of_faults_is_survived_by_all_ranks(tmp_path: Path) -> None:
+    command = ("--minutes", "1", "--seed", os.environ["SOAK_SEED"])
+    report = run_script(SOAK, *command, cwd=tmp_path, seconds=280)
+    print(*command, report, sep="\n")
     assert "0 ranks for good" in report
     assert "faults: none" not in report
     assert "| 3 |" in report
@@ -37,7 +24,8 @@ def test_a_minute_of_faults_is_survived_by_all_ranks(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_slow_rank_is_no_reason_to_recover(capsys: pytest.CaptureFixture[str]) -> None:
-    report = soak(capsys, "--quiet-rounds", "24", "--slow", "0.2", "--timeout", "20")
+def test_a_slow_rank_is_no_reason_to_recover(tmp_path: Path) -> None:
+    command = ("--quiet-rounds", "24", "--slow", "0.2", "--timeout", "20")
+    report = run_script(SOAK, *command, cwd=tmp_path, seconds=280)
     assert "recoveries: 0," in report
     assert "faults: none" in report
