@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from problem import TINY_CAP_MB, backward, flatten, make_params, nesterov, oracle, sgd
-from ranks import run_processes
+from ranks import environment, launcher_store, run_processes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -281,8 +281,9 @@ def test_objects_saved_with_equal_keys_are_warned_of_and_with_keys_by_rank_are_n
 
 
 SCRIPT = """
-import sys, time
+import os, sys, time
 import torch, torch.distributed as dist
+import torch._dynamo  # which the first step would import, on every rank
 from decent_optim_wrapper import DecentOptimWrapper
 
 def main(topology, lag, destroy):
@@ -299,23 +300,37 @@ def main(topology, lag, destroy):
         dist.destroy_process_group()
     return optimizer
 
-kept = main(sys.argv[1], float(sys.argv[2]), sys.argv[3] == "destroy")
+lag, *worlds = sys.argv[1:]
+ends = {}
+for world in worlds:
+    topology, end, port = world.split(":")
+    for rank in range(4):
+        child = os.fork()
+        if not child:
+            os.environ |= {"RANK": str(rank), "MASTER_PORT": port}
+            # Until the interpreter itself ends.
+            kept = main(topology, float(lag), end == "destroy")
+            sys.exit()
+        ends[child] = f"{topology}, {end}, rank {rank}"
+for child, where in ends.items():
+    if os.waitpid(child, 0)[1]:
+        print(where)
 """
 
 
-@pytest.mark.parametrize("end", ["destroy", "leave"])
-@pytest.mark.parametrize("topology", ["ring", "complete"])
-def test_a_script_that_ends_with_a_round_in_flight_exits_cleanly(
-    topology: str, end: str, tmp_path: Path
-) -> None:
+def test_a_script_that_ends_with_a_round_in_flight_exits_cleanly() -> None:
     """Rank 1 takes its last step long after the others have ended."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
+    cases = [
+        f"{topology}:{end}" for topology in ("ring", "complete") for end in ("destroy", "leave")
+    ]
+    stores = [launcher_store() for _ in cases]
+    worlds = [f"{case}:{store.port}" for case, store in zip(cases, stores, strict=True)]
     done = subprocess.run(
-        [sys.executable, *launcher, str(script), topology, "7", end],
+        [sys.executable, "-c", SCRIPT, "7", *worlds],
+        env={**os.environ, **environment(stores[0], 4, 4)},
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
+    assert not done.stdout, f"{done.stdout} did not exit cleanly:\n{done.stderr}"
