@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from datetime import UTC, datetime
 
+import pytest
 import torch
 
 # As torchrun starts its ranks. On a busy machine every operation of several threads waits for the
@@ -13,3 +15,16 @@ torch.set_num_threads(1)
 # Torch asks the name server for the name of every address that connects to a store, and meanwhile
 # the store serves nobody. Where the answer is lost, glibc would ask again only after 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# Set here, before the workers start, so that all of them have the same.
+os.environ.setdefault("SOAK_SEED", datetime.now(UTC).strftime("%Y%m%d"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the seed of the soak, also where it passes."""
+    terminalreporter.write_line(f"SOAK_SEED={os.environ['SOAK_SEED']}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests first, so that no worker is left alone with them at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("soak") is None)

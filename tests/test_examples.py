@@ -20,6 +20,7 @@ from ranks import run_script, run_script_on_ranks
 EXAMPLES = Path(__file__).parent.parent / "examples"
 pytest.importorskip("sklearn")
 pytest.importorskip("torchvision")
+pytestmark = pytest.mark.slow
 
 
 def launcher(ranks: int) -> tuple[str, ...]:

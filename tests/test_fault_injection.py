@@ -15,6 +15,8 @@ from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("faults")]
+
 RANKS = 4
 PATIENCE = 4.0
 EVERYONE = tuple(range(RANKS))

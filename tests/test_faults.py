@@ -18,6 +18,8 @@ from torch import Tensor
 from decent_optim_wrapper import DecentOptimWrapper, PeerError
 from decent_optim_wrapper.gossip.bucket import Bucket
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("faults")]
+
 PATIENCE = 4.0
 # What two busy cores and the roll call of a large group may add to the timeout.
 SLACK = 12.0

@@ -17,9 +17,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
 
-pytestmark = pytest.mark.skipif(
-    not netlab.available(), reason="network namespaces need root and iproute2"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("faults"),
+    pytest.mark.skipif(not netlab.available(), reason="network namespaces need root and iproute2"),
+]
 
 RANKS = 3
 STORE = RANKS

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from ranks import run_script
 
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 SOAK = Path(__file__).parents[1] / "examples" / "benchmark" / "soak.py"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_minute_of_faults_is_survived_by_all_ranks(tmp_path: Path) -> None:
     command = ("--minutes", "1", "--seed", os.environ["SOAK_SEED"])
@@ -22,7 +22,6 @@ def test_a_minute_of_faults_is_survived_by_all_ranks(tmp_path: Path) -> None:
     assert "| 3 |" in report
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_slow_rank_is_no_reason_to_recover(tmp_path: Path) -> None:
     command = ("--quiet-rounds", "24", "--slow", "0.2", "--timeout", "20")

@@ -31,6 +31,8 @@ from decent_optim_wrapper import (
 from decent_optim_wrapper.config import AverageState
 from decent_optim_wrapper.membership.recovery import fitting
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("faults")]
+
 PATIENCE = 5.0
 
 
