@@ -1,4 +1,4 @@
-"""A topology of one's own: look at it, and train on it.
+"""A topology of your own: look at it, and train on it.
 
 python examples/custom_topology.py
 torchrun --standalone --nproc-per-node 4 examples/custom_topology.py
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from decent_optim_wrapper import DecentOptimWrapper, Topology, TopologyFactory
 from decent_optim_wrapper.planning import consensus_rate, steady_error
+from decent_optim_wrapper.utils import init_distributed
 
 
 class Star(Topology):
@@ -35,19 +36,19 @@ def main() -> None:
             rate, error = consensus_rate(topology), steady_error(topology)
             print(f"{name}: consensus rate {rate:.3f}, steady error {error:.3f}")
         return
-    dist.init_process_group("gloo")
+    rank, _, _, device, _ = init_distributed()
     torch.manual_seed(0)
-    model = torch.nn.Linear(8, 1)
+    model = torch.nn.Linear(8, 1).to(device)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = DecentOptimWrapper(base, topology="star")
-    data = torch.Generator().manual_seed(dist.get_rank())
+    data = torch.Generator().manual_seed(rank)
     for _ in range(100):
-        batch = torch.randn(16, 8, generator=data)
+        batch = torch.randn(16, 8, generator=data).to(device)
         optimizer.zero_grad()
         (model(batch).squeeze() - batch.sum(dim=1)).square().mean().backward()
         optimizer.step()
     distance = optimizer.consensus_distance()
-    if optimizer.rank == 0:
+    if rank == 0:
         error = (model.weight - 1).abs().max().item()
         print(f"largest error of a weight {error:.4f}, consensus distance {distance:.4f}")
     optimizer.synchronize()

@@ -31,16 +31,9 @@ from tqdm import tqdm
 
 from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
 from decent_optim_wrapper.checkpoint import Checkpoints
+from decent_optim_wrapper.utils import DistInfo, init_distributed
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-
-
-class World(NamedTuple):
-    """Where this process stands."""
-
-    rank: int
-    size: int
-    device: torch.device
 
 
 class Training(NamedTuple):
@@ -72,26 +65,15 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start_world() -> World:
-    """Join the process group that torchrun describes; without one, a world of one rank."""
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    if "RANK" not in os.environ:
-        return World(0, 1, device)
-    one_gpu_each = cuda and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    store, rank, size = next(dist.rendezvous("env://"))
-    if size == int(os.environ["LOCAL_WORLD_SIZE"]):
-        # torchrun keeps one store over its restarts, with the addresses of processes that have
-        # ended (pytorch#135712). Several nodes count their restarts differently: see the README.
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    backend = "nccl" if one_gpu_each else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    return World(rank, size, device)
+def start_world() -> DistInfo:
+    """Join the other ranks; without torchrun, mpirun or srun there are none."""
+    if {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}.isdisjoint(os.environ):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return DistInfo(0, 1, 0, torch.device(device), 1)
+    return init_distributed()
 
 
-def load_data(args: argparse.Namespace, world: World) -> tuple[Dataset, Dataset]:
+def load_data(args: argparse.Namespace, world: DistInfo) -> tuple[Dataset, Dataset]:
     plain = [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
     augmented = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(), *plain]
     for_training, for_test = transforms.Compose(augmented), transforms.Compose(plain)
@@ -107,8 +89,8 @@ def load_data(args: argparse.Namespace, world: World) -> tuple[Dataset, Dataset]
     return CIFAR10(args.data, True, for_training), CIFAR10(args.data, False, for_test)
 
 
-def barrier(world: World) -> None:
-    if world.size > 1:
+def barrier(world: DistInfo) -> None:
+    if world.world_size > 1:
         dist.barrier()
 
 
@@ -120,7 +102,7 @@ def build_model() -> nn.Module:
     return model
 
 
-def build_training(args: argparse.Namespace, world: World, steps_per_epoch: int) -> Training:
+def build_training(args: argparse.Namespace, world: DistInfo, steps_per_epoch: int) -> Training:
     model = build_model().to(world.device, memory_format=torch.channels_last)
     base = torch.optim.SGD(
         model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True
@@ -171,7 +153,7 @@ def resume(training: Training, checkpoints: Checkpoints, args: argparse.Namespac
 
 
 def train_step(
-    training: Training, images: Tensor, labels: Tensor, args: argparse.Namespace, world: World
+    training: Training, images: Tensor, labels: Tensor, args: argparse.Namespace, world: DistInfo
 ) -> Tensor:
     model, optimizer, scheduler, scaler = training
     model.train()
@@ -186,7 +168,9 @@ def train_step(
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, loader: DataLoader, args: argparse.Namespace, world: World) -> float:
+def accuracy(
+    model: nn.Module, loader: DataLoader, args: argparse.Namespace, world: DistInfo
+) -> float:
     """Share of hits over the test images of all ranks."""
     model.eval()
     counts = torch.zeros(2, device=world.device)
@@ -195,17 +179,17 @@ def accuracy(model: nn.Module, loader: DataLoader, args: argparse.Namespace, wor
         with autocast(args, world):
             hits = model(images).argmax(dim=1) == labels
         counts += torch.stack([hits.sum(), torch.tensor(len(hits), device=world.device)])
-    if world.size > 1:
+    if world.world_size > 1:
         dist.all_reduce(counts)
     return (counts[0] / counts[1]).item()
 
 
-def to_device(images: Tensor, labels: Tensor, world: World) -> tuple[Tensor, Tensor]:
+def to_device(images: Tensor, labels: Tensor, world: DistInfo) -> tuple[Tensor, Tensor]:
     images = images.to(world.device, memory_format=torch.channels_last, non_blocking=True)
     return images, labels.to(world.device, non_blocking=True)
 
 
-def autocast(args: argparse.Namespace, world: World) -> torch.autocast:
+def autocast(args: argparse.Namespace, world: DistInfo) -> torch.autocast:
     dtype = torch.float16 if world.device.type == "cuda" else torch.bfloat16
     return torch.autocast(world.device.type, dtype, enabled=not args.no_amp)
 
@@ -220,7 +204,7 @@ def load_batches(
     )
 
 
-def tell(text: str, world: World) -> None:
+def print_once(text: str, world: DistInfo) -> None:
     if world.rank == 0:
         print(text, flush=True)
 
@@ -231,8 +215,8 @@ def main() -> None:
     world = start_world()
     torch.manual_seed(world.rank)
     train_set, test_set = load_data(args, world)
-    sampler = DistributedSampler(train_set, world.size, world.rank, drop_last=True)
-    test_order = list(DistributedSampler(test_set, world.size, world.rank, shuffle=False))
+    sampler = DistributedSampler(train_set, world.world_size, world.rank, drop_last=True)
+    test_order = list(DistributedSampler(test_set, world.world_size, world.rank, shuffle=False))
     steps_per_epoch = len(sampler) // args.batch_size
     if not steps_per_epoch:
         raise SystemExit("fewer samples than one batch per rank: take smaller batches or more data")
@@ -240,7 +224,7 @@ def main() -> None:
     checkpoints = Checkpoints(args.checkpoints, training.optimizer)
     step = resume(training, checkpoints, args)
     if step:
-        tell(f"resumed after step {step}, round {training.optimizer.round}", world)
+        print_once(f"resumed after step {step}, round {training.optimizer.round}", world)
     for epoch in range(step // steps_per_epoch, args.epochs):
         sampler.set_epoch(epoch)
         order = list(sampler)[step % steps_per_epoch * args.batch_size :]
@@ -257,7 +241,7 @@ def main() -> None:
             hits = accuracy(training.model, load_batches(test_set, test_order, args), args, world)
         loss, rate = torch.stack(losses).mean(), training.scheduler.get_last_lr()[0]
         result = f"loss {loss:.4f}, averaged model {hits:.2%}, next lr {rate:.4f}"
-        tell(f"epoch {epoch + 1}: {result}", world)
+        print_once(f"epoch {epoch + 1}: {result}", world)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -234,3 +234,20 @@ def test_two_processes_meet_under_every_launcher(launcher: str) -> None:
         assert info == (rank, 2, rank, torch.device("cpu"), 2)
         assert variables == [str(rank), "2", str(rank), "2"]
         assert (total, local) == (3.0, 2)
+
+
+def start_twice(rank: int) -> list[float]:
+    """As after a restart of torchrun, whose store still holds the addresses of dead processes."""
+    sums = []
+    for restarts in ("0", "1"):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = restarts
+        init_distributed("gloo")
+        total = torch.tensor(float(rank + 1))
+        dist.all_reduce(total)
+        sums.append(total.item())
+        dist.destroy_process_group()
+    return sums
+
+
+def test_ranks_meet_again_on_the_store_of_before_a_restart() -> None:
+    assert run_processes(2, start_twice) == [[3.0, 3.0]] * 2

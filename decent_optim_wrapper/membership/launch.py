@@ -7,10 +7,12 @@ import re
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 
 class DistInfo(NamedTuple):
@@ -69,6 +71,9 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
     address is 127.0.0.1. Under all three the process then has the variables that torchrun sets, so
     that LOCAL_WORLD_SIZE, the wrapper's default for `local_world_size`, is known.
 
+    When torchrun restarts the ranks of one node, they meet under other keys of its store than
+    before. On several nodes launch with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that.
+
     A process group that exists is left as it is and described; only the current CUDA device is set,
     where the group is NCCL's.
 
@@ -94,7 +99,7 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
         backend = backend or _default_backend(ranks)
         device = _device(backend, ranks)
         os.environ.update(launch.variables())
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, **_store_after_a_restart(ranks))
     return DistInfo(ranks.rank, ranks.world_size, ranks.local_rank, device, ranks.local_world_size)
 
 
@@ -222,6 +227,20 @@ def _ranks_in_group() -> Ranks:
         return Ranks("", 0, 1, 0, 1)
     found = _find_ranks(os.environ)
     return found._replace(rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def _store_after_a_restart(ranks: Ranks) -> dict[str, Any]:
+    """Where to find the other ranks, if torchrun has restarted them on one node; else nothing.
+
+    torchrun keeps one store over its restarts, which still holds the addresses of processes that
+    have ended (pytorch#135712): keys get a prefix for each restart. Agents of several nodes count
+    their restarts differently.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or ranks.world_size != ranks.local_world_size:
+        return {}
+    store, rank, world_size = next(rendezvous("env://"))
+    return {"store": PrefixStore(restarts, store), "rank": rank, "world_size": world_size}
 
 
 def _default_backend(ranks: Ranks) -> str:
