@@ -5,7 +5,7 @@
 Starts the ranks itself and keeps the store in which they agree on who is left, so that it outlives
 every one of them, rank 0 included. It kills the first victim (SIGKILL) after 30 % of the steps and
 the second one after 60 %; with `--rejoin` it starts the first one again at once. Whoever is left
-takes over the scans of the dead, and at the end the accuracy of the averaged model is told.
+takes over the scans of the dead, and the accuracy of the averaged model is printed at the end.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from multiprocessing.process import BaseProcess
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
-from train_digits import Data, World, accuracy, batches, build_model, load_data
+from train_digits import Data, accuracy, batches, build_model, load_data
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, TopologyFactory
 
 HOST = "127.0.0.1"
 KILL_AT = (0.3, 0.6)
+CPU = torch.device("cpu")
 # One import of torch for all ranks, so that one that is started again is soon back.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch._dynamo", "sklearn.datasets", "decent_optim_wrapper"])
@@ -45,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Shard:
-    """This rank's share of the training scans, dealt anew whenever the members change.
+    """This rank's share of the training scans, dealt again whenever the members change.
 
     Args:
         rank: as numbered at the start.
@@ -59,8 +60,7 @@ class Shard:
 
     def deal(self, old: tuple[int, ...], new: tuple[int, ...]) -> None:
         """Take the share of this rank among the members `new`."""
-        world = World(new.index(self._rank), len(new), torch.device("cpu"))
-        self._data, self.test = load_data(world, non_iid=False)
+        self._data, self.test = load_data(new.index(self._rank), len(new), CPU, by_digit=False)
         self.batches = self._endless_batches()
 
     def _endless_batches(self) -> Iterator[Data]:
@@ -87,7 +87,7 @@ def train(rank: int, port: int, args: argparse.Namespace) -> None:
     print(f"rank {rank} starts at step {optimizer.round}", flush=True)
     steps = count_steps(args)
     while optimizer.round < steps:
-        # By the round, which one that comes back has in common with the others.
+        # By the round, which a rank that comes back has in common with the others.
         for group in optimizer.param_groups:
             group["lr"] = args.lr * (1 - optimizer.round / steps)
         batch = next(shard.batches)
@@ -103,7 +103,7 @@ def train(rank: int, port: int, args: argparse.Namespace) -> None:
 
 def count_steps(args: argparse.Namespace) -> int:
     """As many as the given epochs have while all ranks are there."""
-    shard, _ = load_data(World(0, args.ranks, torch.device("cpu")), non_iid=False)
+    shard, _ = load_data(0, args.ranks, CPU, by_digit=False)
     return int(args.epochs * -(-len(shard.labels) // args.batch_size))
 
 

@@ -2,7 +2,7 @@
 
     python examples/benchmark/non_iid.py
 
-Runs `examples/train_digits.py --non-iid` and prints, as mean and range over the seeds, the final
+Trains the digits on shards by digit and prints, as mean and range over the seeds, the final
 test accuracy of the averaged model and the mean consensus distance over the epochs.
 """
 
@@ -10,27 +10,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-from pathlib import Path
 
 import netlab
-import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import train_digits
+from digits import Row, train
 
 from decent_optim_wrapper import TopologyFactory
-
-
-def train(topology: str, seed: int, epochs: int) -> list[train_digits.Epoch]:
-    sys.argv = [
-        "train_digits.py",
-        *("--non-iid", "--topology", topology, "--seed", str(seed), "--epochs", str(epochs)),
-    ]
-    world = train_digits.start_world()
-    history = train_digits.train(train_digits.parse_arguments(), world)
-    dist.barrier()
-    return history
 
 
 def main() -> None:
@@ -49,7 +33,7 @@ def main() -> None:
         for size in args.world_sizes:
             for topology in filter(lambda name, size=size: kinds[name].fits(size), args.topologies):
                 runs = [
-                    netlab.run(where, size, train, topology, seed, args.epochs, timeout=300)[0]
+                    netlab.run(where, size, train, Row(topology), args.epochs, seed, timeout=300)[0]
                     for seed in args.seeds
                 ]
                 hits = [history[-1].averaged_accuracy for history in runs]

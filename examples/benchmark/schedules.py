@@ -2,45 +2,47 @@
 
     python examples/benchmark/schedules.py
 
-Runs `examples/train_digits.py --non-iid --decay` and prints, as mean and range over the seeds, the
-final test accuracy of the averaged model, MiB sent per rank and the final consensus distance, with
-the learning rate that is best for the row.
+Trains the digits on shards by digit, with a learning rate that falls linearly to 0, and prints, as
+mean and range over the seeds, the final test accuracy of the averaged model, MiB sent per rank and
+the final consensus distance, with the learning rate that is best for the row.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import netlab
-import torch.distributed as dist
+import torch
+from digits import Epoch, Row, train
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import train_digits
+from decent_optim_wrapper import Schedule
+from decent_optim_wrapper.optim import QGSGD
 
 MIB = 1 << 20
+SGD = torch.optim.SGD
+SLOW_MOMENTUM = partial(SGD, lr=1.0, momentum=0.5)
+OUTER_NESTEROV = partial(SGD, lr=0.7, momentum=0.5, nesterov=True)
+EVERY_4 = Schedule(gossip_every=4)
+PGA = Schedule(gossip_every=4, global_avg_every=8)
 ROWS = {
-    "DDP": "--method ddp",
-    "plain gossip": "",
-    "mixing_rate=0.5": "--mixing-rate 0.5",
-    "mixing_rate=lr/lr_max": "--mixing-power 1",
-    "gossip_every=4": "--gossip-every 4",
-    "global_avg_every=8": "--global-avg-every 8",
-    "gossip_every=4, global_avg_every=8": "--gossip-every 4 --global-avg-every 8",
-    "the same, SlowMo's outer momentum of 0.5": (
-        "--gossip-every 4 --global-avg-every 8 --outer-momentum 0.5 --outer-lr 1"
-    ),
-    "the same, average_state='average'": (
-        "--gossip-every 4 --global-avg-every 8 --average-state average"
-    ),
-    "QGSGD": "--optimizer qgsgd",
-    "QGSGD, gossip_every=4": "--optimizer qgsgd --gossip-every 4",
-    "random pairs, gossip_every=4": "--topology random --gossip-every 4",
-    "the same, outer Nesterov momentum of 0.5": (
-        "--topology random --gossip-every 4 --outer-momentum 0.5 --outer-nesterov"
+    "DDP": Row(topology=None),
+    "plain gossip": Row(),
+    "mixing_rate=0.5": Row(schedule=Schedule(mixing_rate=0.5)),
+    "mixing_rate=lr/lr_max": Row(mixing_power=1.0),
+    "gossip_every=4": Row(schedule=EVERY_4),
+    "global_avg_every=8": Row(schedule=Schedule(global_avg_every=8)),
+    "gossip_every=4, global_avg_every=8": Row(schedule=PGA),
+    "the same, outer=SGD(lr=1, momentum=0.5)": Row(schedule=replace(PGA, outer=SLOW_MOMENTUM)),
+    "the same, average_state='average'": Row(schedule=replace(PGA, average_state="average")),
+    "QGSGD": Row(optimizer=QGSGD),
+    "QGSGD, gossip_every=4": Row(optimizer=QGSGD, schedule=EVERY_4),
+    "random pairs, gossip_every=4": Row(topology="random", schedule=EVERY_4),
+    "the same, outer=SGD(lr=0.7, momentum=0.5, nesterov=True)": Row(
+        topology="random", schedule=replace(EVERY_4, outer=OUTER_NESTEROV)
     ),
 }
 
@@ -49,7 +51,7 @@ class Ends(NamedTuple):
     """How the runs of a row ended with one learning rate."""
 
     lr: float
-    epochs: list[train_digits.Epoch]
+    epochs: list[Epoch]
 
     @property
     def accuracy(self) -> float:
@@ -61,14 +63,6 @@ class Ends(NamedTuple):
         apart = statistics.mean(epoch.consensus_distance for epoch in self.epochs)
         span = f"{min(hits):.1%} to {max(hits):.1%}"
         return f"| {name} | {self.lr:g} | {self.accuracy:.1%} ({span}) | {sent:.1f} | {apart:.3f} |"
-
-
-def train(options: str) -> list[train_digits.Epoch]:
-    sys.argv = ["train_digits.py", "--non-iid", "--decay", *options.split()]
-    world = train_digits.start_world()
-    history = train_digits.train(train_digits.parse_arguments(), world)
-    dist.barrier()
-    return history
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -91,12 +85,13 @@ def main() -> None:
         for name in args.rows:
             tried = []
             for lr in args.lrs:
-                fixed = f"--topology {args.topology} --lr {lr} --epochs {args.epochs} "
+                row = ROWS[name]._replace(lr=lr, decay=True)
+                if row.topology == "ring":
+                    row = row._replace(topology=args.topology)
                 ends = [
-                    netlab.run(
-                        *(where, args.world_size, train, f"{fixed} --seed {seed} {ROWS[name]}"),
-                        timeout=300,
-                    )[0][-1]
+                    netlab.run(where, args.world_size, train, row, args.epochs, seed, timeout=300)[
+                        0
+                    ][-1]
                     for seed in args.seeds
                 ]
                 tried.append(Ends(lr, ends))
