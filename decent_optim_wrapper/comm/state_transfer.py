@@ -67,7 +67,11 @@ def receive_text(transport: Transport, source: int) -> str:
     transport.broadcast(announced, source)
     size = int(announced.item())
     if not 0 <= size <= _LONGEST_TEXT:
-        raise ValueError(f"rank {transport.name}: rank {source} announced a text of {size} bytes")
+        raise ValueError(
+            f"rank {transport.name}: rank {source} announced a text of {size} bytes, which is no "
+            f"state of a wrapper; make sure that nothing else communicates on this process group "
+            f"meanwhile, and that all ranks run the same version"
+        )
     data = torch.empty(size, dtype=torch.uint8, device=device)
     transport.broadcast(data, source)
     return bytes(data.cpu().tolist()).decode(errors="replace")
@@ -85,7 +89,11 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
         return {kind: [_describe(item, tensors) for item in value]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"cannot send a {type(value).__name__} to another rank: {value!r}")
+    raise TypeError(
+        f"cannot send a {type(value).__name__} to a rank that comes back: {value!r}; use a base "
+        f"optimizer whose state_dict() holds only tensors, numbers, strings and containers of "
+        f"these, or restart all ranks from a checkpoint"
+    )
 
 
 def _rebuild(shape: Any, transport: Transport, source: int) -> Any:

@@ -252,8 +252,8 @@ class DecentralizedDataParallel(Module):
         if saved != set(parts):
             raise ValueError(
                 f"rank {self.optimizer.rank}: expected the states of {sorted(parts)}, as from "
-                f"state_dict() of a DecentralizedDataParallel built alike, got {sorted(saved)}; a "
-                f"model alone goes into module.load_state_dict()"
+                f"state_dict() of a DecentralizedDataParallel with the same arguments, got "
+                f"{sorted(saved)}; a model alone goes into module.load_state_dict()"
             )
         for name, part in parts.items():
             part.load_state_dict(state_dict[name])

@@ -140,7 +140,7 @@ class Outer:
         if found != expected:
             raise ValueError(
                 f"the anchors of the outer optimizer are of the shapes {[*map(tuple, found)]}, not "
-                f"{[*map(tuple, expected)]}"
+                f"{[*map(tuple, expected)]}; load the state of a wrapper around the same model"
             )
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         rows = zip(

@@ -187,7 +187,10 @@ def resolve_topology(
         ("local_world_size", topology.local_world_size, place.local_world_size),
     ):
         if actual is not None and given != actual:
-            raise ValueError(f"{topology!r} was built for {name}={given}, but here it is {actual}")
+            raise ValueError(
+                f"{topology!r} was built for {name}={given}, but here it is {actual}; pass a name, "
+                f"or build the topology with the sizes of this run"
+            )
     return topology
 
 

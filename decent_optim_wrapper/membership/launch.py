@@ -120,7 +120,10 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
         (ranks.local_world_size, ranks.world_size + 1),
     ):
         if not value < size:
-            raise ValueError(f"the variables of {ranks.launcher} contradict each other: {ranks}")
+            raise ValueError(
+                f"the variables of {ranks.launcher} contradict each other: {ranks}; unset those "
+                f"that are left from another launcher, and start the script again"
+            )
     if ranks.launcher == "srun":
         return Launch(ranks, _slurm_addr(environ), _slurm_port(environ))
     if ranks.launcher == "mpirun":
@@ -173,13 +176,19 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
     for entry in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
         if match is None:
-            raise ValueError(f"{names[0]} should read like 4(x2),3, got {text!r}")
+            raise ValueError(
+                f"{names[0]} should read like 4(x2),3 (tasks per node), got {text!r}; start the "
+                f"script with srun, which sets it"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     if len(set(counts)) == 1:
         return counts[0]
     node = _number(environ, "SLURM_NODEID")
     if node >= len(counts):
-        raise ValueError(f"SLURM_NODEID is {node}, but {names[0]} has {len(counts)}: {text!r}")
+        raise ValueError(
+            f"SLURM_NODEID is {node}, but {names[0]} has {len(counts)}: {text!r}; start the script "
+            f"with srun, which sets both"
+        )
     return counts[node]
 
 

@@ -45,7 +45,10 @@ def launched_local_world_size() -> int:
     """LOCAL_WORLD_SIZE, or 1 where it is not set."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"the variable LOCAL_WORLD_SIZE must be a number above 0, got {text!r}")
+        raise ValueError(
+            f"the variable LOCAL_WORLD_SIZE must be a number above 0, got {text!r}; set it to the "
+            f"number of ranks of this node, or unset it"
+        )
     return int(text)
 
 

@@ -158,7 +158,7 @@ class Rendezvous:
         raise PeerError(
             f"rank {self.rank}: the ranks agreed on who is left, {list(self.members)}, and could "
             f"not connect, several times; look for ranks that fail one after the other, and for "
-            f"links between two ranks that are dead"
+            f"links between two ranks that are dead, and restart from a checkpoint"
         )
 
     def _enter(self, note: Note) -> int:

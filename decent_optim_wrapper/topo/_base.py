@@ -90,7 +90,8 @@ class Topology:
         local_world_size = _size("local_world_size", local_world_size)
         if world_size % local_world_size:
             raise ValueError(
-                f"local_world_size must divide world_size, got {local_world_size} and {world_size}"
+                f"local_world_size must divide world_size, got {local_world_size} and "
+                f"{world_size}; where nodes have different numbers of ranks, leave it out"
             )
         return world_size == 1 or cls.fits(world_size, local_world_size)
 

@@ -73,7 +73,9 @@ class TopologyFactory:
             ValueError: the name is taken and `overwrite` is False.
         """
         if not (isinstance(kind, type) and issubclass(kind, Topology)):
-            raise TypeError(f"add_topology expects a subclass of Topology, got {kind!r}")
+            raise TypeError(
+                f"add_topology expects a subclass of Topology, got {kind!r}; pass the class itself"
+            )
         if name in REGISTRY and not overwrite:
             raise ValueError(
                 f"a topology named {name!r} exists ({REGISTRY[name].__name__}); "

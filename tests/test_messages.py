@@ -1,0 +1,71 @@
+"""An error says what to do: the remedies that once were in a table of the README."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_threads
+
+from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
+from decent_optim_wrapper.membership.launch import find_launch
+from decent_optim_wrapper.topo import Ring
+
+SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+
+
+class Mistake(NamedTuple):
+    """A call that raises, and what its text advises."""
+
+    call: Callable[[], object]
+    advice: str
+
+
+def launched(**variables: str) -> Callable[[], object]:
+    return lambda: find_launch(SRUN | variables)
+
+
+MISTAKES = {
+    "nodes of different sizes": Mistake(
+        lambda: TopologyFactory.create("ring", 6, 4), "leave it out"
+    ),
+    "a topology's instance": Mistake(
+        lambda: TopologyFactory.add_topology("mine", Ring(4)),  # type: ignore[arg-type]
+        "pass the class itself",
+    ),
+    "a name of a topology": Mistake(lambda: TopologyFactory.create("rng", 4), "known ones are"),
+    "a size that does not fit": Mistake(
+        lambda: TopologyFactory.create("ring", 5), "topologies that fit: complete"
+    ),
+    "tasks of no node": Mistake(
+        launched(SLURM_STEP_TASKS_PER_NODE="two"), "start the script with srun"
+    ),
+    "a node too many": Mistake(
+        launched(SLURM_STEP_TASKS_PER_NODE="1,2", SLURM_NODEID="9"), "start the script with srun"
+    ),
+    "variables of two launchers": Mistake(
+        launched(SLURM_STEP_TASKS_PER_NODE="3(x1)"), "unset those that are left"
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_the_text_says_what_to_do(mistake: Mistake) -> None:
+    with pytest.raises((TypeError, ValueError)) as error:
+        mistake.call()
+    assert mistake.advice in str(error.value)
+
+
+def test_a_topology_of_other_sizes_is_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        base = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        with pytest.raises(ValueError, match="was built for world_size=4") as error:
+            DecentOptimWrapper(base, topology=Ring(4), process_group=group)
+        return str(error.value)
+
+    assert all("build the topology with the sizes of this run" in t for t in run_threads(2, main))
