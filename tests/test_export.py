@@ -29,7 +29,7 @@ def saved_bytes(part: nn.Module) -> int:
 
 
 def test_a_copy_of_a_model_with_views_is_exported_whole_and_in_part(tmp_path: Path) -> None:
-    """The README's recipe."""
+    """The recipe of the guide to checkpoints."""
     bucket_mb = 3 * 40 * 41 * 4 / 2**20
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:

@@ -311,7 +311,7 @@ def their_edges(name: str, world_size: int, local: int) -> Any:
     return topology._get_topo_edges()
 
 
-GUIDE = Path(__file__).parent.parent / "examples" / "from_decent_dp.md"
+GUIDE = Path(__file__).parent.parent / "examples" / "guides" / "from_decent_dp.md"
 
 
 def code(title: str) -> str:

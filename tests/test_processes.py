@@ -153,7 +153,7 @@ def states(run: Trained) -> dict[str, Any]:
 def resume_by_distributed_checkpoint(
     rank: int, folder: str, options: dict[str, Any]
 ) -> tuple[list[float], list[float]]:
-    """The README's recipe: a key per rank, and state to load into."""
+    """The recipe of the guide to checkpoints: a key per rank, and state to load into."""
     dist.init_process_group("gloo")
     whole = fresh(seed=0, **options)
     whole.advance(rank, range(3))

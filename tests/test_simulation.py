@@ -39,7 +39,7 @@ def test_the_clock_agrees_with_the_closed_cases() -> None:
 
 
 def test_the_clock_agrees_with_the_measured_network_lab() -> None:
-    """The README's table: 400 Mbit/s, 4 % headers, M = 20 and 40 MiB on a ring of four."""
+    """The table of the benchmarks: 400 Mbit/s, 4 % headers, M = 20 and 40 MiB on a ring of four."""
     ring = TopologyFactory.create("ring", 4)
     for mib, gossip, ddp in ((20, 0.450, 0.808), (40, 0.920, 1.456)):
         ours, _, all_reduce = paces(

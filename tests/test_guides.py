@@ -1,0 +1,182 @@
+"""The README and the guides: their Python runs, and their links lead somewhere.
+
+The blocks of a page share a namespace and run in order on four ranks. A block that cannot run here
+is fenced as ``python no-run: <reason>``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from loguru import logger
+from ranks import run_processes
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parent.parent
+GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))
+PAGES = [ROOT / "README.md", *GUIDES, ROOT / "examples" / "benchmark" / "README.md"]
+RANKS = 4
+
+FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
+NO_RUN = re.compile(r"python no-run: \S.*")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+FILE = re.compile(r"\b(?:examples|tests)/[\w/]+\.\w+")
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Block(NamedTuple):
+    """A block of code: what stands behind its fence, the line of the fence, and its text."""
+
+    info: str
+    line: int
+    code: str
+
+
+def blocks(text: str) -> list[Block]:
+    return [
+        Block(info=found[1], line=text.count("\n", 0, found.start()) + 1, code=found[2])
+        for found in FENCE.finditer(text)
+    ]
+
+
+def run_block(page: Path, block: Block, namespace: dict[str, Any]) -> None:
+    """Run a block as if it stood alone in a file that has the name and the lines of the page."""
+    exec(compile("\n" * block.line + block.code, str(page), "exec"), namespace)
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20), nn.Tanh(), nn.Linear(20, 1))
+
+
+def flat(model: nn.Module) -> list[float]:
+    return nn.utils.parameters_to_vector(model.parameters()).tolist()
+
+
+def batches(rank: int, count: int) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(count):
+        inputs = torch.randn(16, 10, generator=generator)
+        yield inputs, inputs.sum(dim=1, keepdim=True)
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    inputs, targets = batch
+    return nn.functional.mse_loss(model(inputs).float(), targets)
+
+
+def saved_by_decent_dp() -> dict[str, Tensor]:
+    model = nn.Sequential(nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, 1))
+    return {f"_model.{name}": tensor for name, tensor in model.state_dict().items()}
+
+
+class Outcome(NamedTuple):
+    """What came of a page on one rank."""
+
+    blocks: int
+    # The parameters of each model that was validated.
+    validated: list[list[float]]
+
+
+def run_page(rank: int, page: Path, folder: Path) -> Outcome:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # decent-dp moves the model to a GPU that it sees.
+    logger.disable("decent_dp")
+    os.chdir(folder)
+    validated: list[list[float]] = []
+
+    def validate(model: nn.Module) -> None:
+        validated.append(flat(model))
+
+    # What the pages say is the reader's own.
+    namespace = {
+        "build_model": build_model,
+        "loader": list(batches(rank, 8)),
+        "load_shard": lambda shard, shards: batches(shard, 100),
+        "loss": loss,
+        "validate": validate,
+        "folder": folder,
+        "saved": saved_by_decent_dp(),
+    }
+    torch.manual_seed(rank)
+    run = [block for block in blocks(page.read_text(encoding="utf-8")) if block.info == "python"]
+    for number, block in enumerate(run):
+        # Where a page has several scripts, the ranks meet again on the same store.
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        run_block(page, block, namespace)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return Outcome(len(run), validated)
+
+
+@pytest.mark.parametrize("page", PAGES[:-1], ids=lambda page: page.stem)
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    ranks = run_processes(RANKS, run_page, page, tmp_path)
+    assert ranks[0].blocks > 0
+    assert len({rank.blocks for rank in ranks}) == 1
+    torch.manual_seed(0)
+    start = flat(build_model())
+    for models in zip(*(rank.validated for rank in ranks if rank.validated), strict=True):
+        assert all(model == models[0] for model in models), "what is validated is the average"
+        assert models[0] != start
+
+
+def test_an_error_names_the_page_and_its_line() -> None:
+    page = Path("page.md")
+    text = "# Title\n\n```python\nname = 1\n```\n\n```python\nname += 1\n1 / 0\n```\n"
+    namespace: dict[str, Any] = {}
+    first, second = blocks(text)
+    run_block(page, first, namespace)
+    with pytest.raises(ZeroDivisionError) as error:
+        run_block(page, second, namespace)
+    frame = traceback.extract_tb(error.tb)[-1]
+    assert (frame.filename, frame.lineno) == ("page.md", 9)
+    assert namespace["name"] == 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}_{page.stem}")
+def test_a_block_is_run_or_says_why_not(page: Path) -> None:
+    for block in blocks(page.read_text(encoding="utf-8")):
+        runs = block.info in ("python", "sh")
+        assert runs or NO_RUN.fullmatch(block.info), f"line {block.line}: {block.info!r}"
+
+
+def prose(text: str) -> str:
+    return FENCE.sub("", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings."""
+    headings = HEADING.findall(prose(page.read_text(encoding="utf-8")))
+    slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert max(Counter(slugs).values()) == 1, f"{page}: two headings of one name"
+    return set(slugs)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}_{page.stem}")
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = [link for link in LINK.findall(prose(text)) if not link.startswith("https://")]
+    assert links
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
+    for name in FILE.findall(text):
+        assert (ROOT / name).is_file(), name
+
+
+def test_every_guide_is_linked_from_the_readme() -> None:
+    text = PAGES[0].read_text(encoding="utf-8")
+    links = {(ROOT / link.partition("#")[0]).resolve() for link in LINK.findall(prose(text))}
+    assert set(PAGES[1:]) <= links
