@@ -295,3 +295,23 @@ def start_in_odd_places(rank: int) -> tuple[int, ...]:
 def test_processes_agree_on_their_nodes() -> None:
     rows = run_processes(8, start_in_odd_places, local_world_size=2)
     assert rows == [(2, 1, 1, 8)] * 8
+
+
+def start_with_a_wrong_record(rank: int) -> tuple[str, str, float]:
+    """Rank 1 passes a number where the others go on without lost ranks."""
+    dist.init_process_group("gloo")
+    elastic: Any = 5 if rank == 1 else Elastic()
+    start = time.monotonic()
+    with pytest.raises((TypeError, ValueError)) as caught:
+        DecentOptimWrapper(sgd(make_params()), topology="ring", timeout=60, elastic=elastic)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.timeout(60)
+def test_a_record_of_the_wrong_type_is_told_though_it_says_where_the_others_meet() -> None:
+    results = run_processes(4, start_with_a_wrong_record)
+    assert results[1][0] == "TypeError"
+    for kind, text, seconds in results:
+        assert "elastic expects" in text
+        assert seconds < 30
+        assert kind == "TypeError" or "rank 1 could not start" in text

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +25,8 @@ from decent_optim_wrapper.membership.rendezvous import Rendezvous, tell_failure
 
 # A SHA-256 digest. All exchanges have one size: a rank that fails does not know which one is next.
 _NUMBERS = 4
+# How long a rank that cannot start waits for others that may meet elsewhere.
+_TELL = timedelta(seconds=5)
 
 
 class Start:
@@ -66,15 +70,28 @@ class Start:
             raise
 
     def _tell(self, error: Exception) -> None:
-        try:
-            if not self.elastic:
-                exchange(self.transport, (), f"{type(error).__name__}: {error}")
-            elif Rendezvous.built == self._crews:
-                rendezvous = resolve_store(self.place)
-                tell_failure(rendezvous.store, rendezvous.rank, error)
-        except Exception as untold:
-            # Where the process group itself is the error there is no way to the others.
-            logger.debug("the other ranks could not be told of {!r}: {}", error, untold)
+        for tell in (self._tell_in_store, self._tell_in_process_group):
+            try:
+                tell(error)
+            except Exception as untold:
+                # Where the process group itself is the error there is no way to the others.
+                logger.debug("the other ranks could not be told of {!r}: {}", error, untold)
+
+    def _tell_in_store(self, error: Exception) -> None:
+        if self.place.elastic is None or Rendezvous.built != self._crews:
+            return
+        # Where `elastic` is what is wrong, the others may be in the process group's store.
+        place = self.place if self.elastic else replace(self.place, elastic=Elastic())
+        found = resolve_store(place)
+        tell_failure(found.store, found.rank, error)
+
+    def _tell_in_process_group(self, error: Exception) -> None:
+        if self.elastic:
+            return
+        if self.place.elastic is not None:
+            # It is not known where the others are, and whether they come here.
+            self.transport.limit_waits(_TELL)
+        exchange(self.transport, (), f"{type(error).__name__}: {error}")
 
 
 def exchange(transport: Transport, numbers: Sequence[int], failure: str = "") -> Tensor:
