@@ -1,16 +1,89 @@
-"""The calls that players perform, by dense matrices on all ranks in one place."""
+"""The oracle: all ranks in one place, mixed by dense matrices."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from players import LR, MOMENTUM, Part, Player, World, wide
+from problem import MakeOptimizer, backward, flatten, make_params
 from torch import Tensor
+
+from decent_optim_wrapper import Topology
+
+# The parameters of every rank.
+Worlds = Sequence[Sequence[Tensor]]
+
+
+def oracle(
+    topology: Topology, steps: int, overlap: bool, make_optimizer: MakeOptimizer, seed: int = 0
+) -> Tensor:
+    """Train the regression on all ranks; as `train_densely`."""
+    worlds = [make_params(seed) for _ in range(topology.world_size)]
+    bases = [make_optimizer(params) for params in worlds]
+    return train_densely(
+        worlds,
+        steps,
+        overlap,
+        compute=lambda rank, step: backward(worlds[rank], rank, step),
+        update=lambda rank, step: bases[rank].step(),
+        land=lambda step: mix(worlds, topology.mixing_matrix(step)),
+    )
+
+
+def train_densely(
+    worlds: Worlds,
+    steps: int,
+    overlap: bool,
+    compute: Callable[[int, int], Any],
+    update: Callable[[int, int], Any],
+    land: Callable[[int], None],
+) -> Tensor:
+    """Train all ranks in one place: x <- W x - u(x) with overlap, else x <- W (x - u(x)).
+
+    Args:
+        worlds: the parameters of every rank.
+        steps: how many.
+        overlap: whether a round lands one step after its launch.
+        compute: sets the gradients of a rank in a step.
+        update: makes the update of a rank in a step.
+        land: mixes what was launched at the end of a step.
+
+    Returns:
+        float64 of shape (world_size, number of parameters), nothing left in flight.
+    """
+    for step in range(steps):
+        for rank in range(len(worlds)):
+            compute(rank, step)
+        if overlap and step:
+            land(step - 1)
+        for rank in range(len(worlds)):
+            update(rank, step)
+        if not overlap:
+            land(step)
+    if overlap:
+        land(steps - 1)
+    return torch.stack([flatten(params) for params in worlds])
+
+
+def mix(worlds: Worlds, matrix: Tensor) -> None:
+    """x <- W x."""
+    put(worlds, matrix @ torch.stack([flatten(params) for params in worlds]))
+
+
+@torch.no_grad()
+def put(worlds: Worlds, rows: Tensor) -> None:
+    """Set the parameters of every rank, in place: an optimizer's state belongs to them."""
+    for row, params in zip(rows, worlds, strict=True):
+        parts = row.split([param.numel() for param in params])
+        for param, part in zip(params, parts, strict=True):
+            param.copy_(part.view(param.shape))
 
 
 class Oracle(Player):
-    """All ranks in one place in float64 or complex128; every value has the ranks in front."""
+    """Performs a script of calls, in float64 or complex128; every value has the ranks in front."""
 
     def __init__(self, world: World) -> None:
         self.world, self.round, self.steps = world, 0, 0

@@ -1,4 +1,4 @@
-"""A small regression that differs on every rank, and the dense-matrix oracle of its training."""
+"""A small regression that differs on every rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-
-from decent_optim_wrapper import Topology
 
 # Shapes that fill several buckets of TINY_CAP_MB, one of them by a parameter beyond the cap.
 SHAPES = [(3, 4), (4,), (5, 6), (), (2, 3, 2)]
@@ -67,36 +65,3 @@ def backward(params: Sequence[Tensor], rank: int, step: int) -> Tensor:
 
 def flatten(params: Sequence[Tensor]) -> Tensor:
     return torch.cat([param.detach().reshape(-1).double() for param in params])
-
-
-def oracle(
-    topology: Topology, steps: int, overlap: bool, make_optimizer: MakeOptimizer, seed: int = 0
-) -> Tensor:
-    """Train all ranks in one place, mixing by dense matrices.
-
-    Returns:
-        float64 of shape (world_size, number of parameters), nothing left in flight.
-    """
-    worlds = [make_params(seed) for _ in range(topology.world_size)]
-    optimizers = [make_optimizer(params) for params in worlds]
-    for step in range(steps):
-        for rank, params in enumerate(worlds):
-            backward(params, rank, step)
-        if overlap and step:
-            mix(worlds, topology.mixing_matrix(step - 1))
-        for optimizer in optimizers:
-            optimizer.step()
-        if not overlap:
-            mix(worlds, topology.mixing_matrix(step))
-    if overlap:
-        mix(worlds, topology.mixing_matrix(steps - 1))
-    return torch.stack([flatten(params) for params in worlds])
-
-
-@torch.no_grad()
-def mix(worlds: Sequence[Sequence[Tensor]], matrix: Tensor) -> None:
-    mixed = matrix @ torch.stack([flatten(params) for params in worlds])
-    for row, params in zip(mixed, worlds, strict=True):
-        parts = row.split([param.numel() for param in params])
-        for param, part in zip(params, parts, strict=True):
-            param.copy_(part.view(param.shape))

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dense import mix, train_densely
 from problem import MODES
 from ranks import run_threads
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
 
 STEPS = 5
 BAD_STEP = 2
@@ -112,34 +113,32 @@ def test_an_overflow_skips_one_ranks_local_update_only(
         torch.testing.assert_close(params, expected[rank], rtol=1e-5, atol=tolerance)
 
 
-def oracle(fused: bool, clip: float | None) -> list[Tensor]:
-    """The ring of four by hand, without scaler; rank 1 makes no update at BAD_STEP."""
+def oracle(fused: bool, clip: float | None) -> Tensor:
+    """The ring of four without scaler; rank 1 makes no update at BAD_STEP."""
+    topology = TopologyFactory.create("ring", 4)
     models = [make_model() for _ in range(4)]
+    worlds = [list(model.parameters()) for model in models]
     bases = [make_base(model, fused) for model in models]
-    pairs = [[(0, 1), (2, 3)], [(1, 2), (3, 0)]]
 
-    def mix(step: int) -> None:
-        for one, other in pairs[step % 2]:
-            for mine, theirs in zip(
-                models[one].parameters(), models[other].parameters(), strict=True
-            ):
-                mean = (mine.data + theirs.data) / 2
-                mine.data.copy_(mean)
-                theirs.data.copy_(mean)
+    def compute(rank: int, step: int) -> None:
+        bases[rank].zero_grad()
+        loss_of(models[rank], rank, step).backward()  # type: ignore[no-untyped-call]
+        if clip is not None:
+            nn.utils.clip_grad_norm_(worlds[rank], clip)
 
-    for step in range(STEPS):
-        for rank, (model, base) in enumerate(zip(models, bases, strict=True)):
-            base.zero_grad()
-            loss_of(model, rank, step).backward()  # type: ignore[no-untyped-call]
-            if clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-        if step:
-            mix(step - 1)
-        for rank, base in enumerate(bases):
-            if (rank, step) != (1, BAD_STEP):
-                base.step()
-    mix(STEPS - 1)
-    return [flat(model) for model in models]
+    def update(rank: int, step: int) -> None:
+        if (rank, step) != (1, BAD_STEP):
+            bases[rank].step()
+
+    rows = train_densely(
+        worlds,
+        STEPS,
+        True,
+        compute,
+        update,
+        land=lambda step: mix(worlds, topology.mixing_matrix(step)),
+    )
+    return rows.to(worlds[0][0].dtype)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])

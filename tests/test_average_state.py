@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from problem import TINY_CAP_MB, adamw, backward, flatten, make_params, mix, sgd
+from dense import mix, train_densely
+from problem import TINY_CAP_MB, adamw, backward, flatten, make_params, sgd
 from ranks import run_threads
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -129,18 +130,14 @@ def test_scheduled_averages_follow_the_oracle(policy: AverageState, overlap: boo
                     for buffer in own:
                         buffer.copy_(mean)
 
-        for step in range(steps):
-            for rank, params in enumerate(worlds):
-                backward(params, rank, step)
-            if overlap and step:
-                land(step - 1)
-            for base in bases:
-                base.step()
-            if not overlap:
-                land(step)
-        if overlap:
-            land(steps - 1)
-        return torch.stack([flatten(params) for params in worlds])
+        return train_densely(
+            worlds,
+            steps,
+            overlap,
+            compute=lambda rank, step: backward(worlds[rank], rank, step),
+            update=lambda rank, step: bases[rank].step(),
+            land=land,
+        )
 
     rows = torch.stack(run_threads(4, main))
     torch.testing.assert_close(rows, simulate(), rtol=1e-11, atol=1e-12)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from crews import CrewOfProcesses
+from dense import mix, train_densely
 from modules import (
     accum_adam,
     adamw,
@@ -123,25 +124,23 @@ def test_it_follows_the_dense_oracle(name: str, optim_fn: Any) -> None:
     models = [make_model() for _ in range(4)]
     bases = [optim_fn(list(model.named_parameters())) for model in models]
 
-    def mix(round: int) -> None:
-        mixed = topology.mixing_matrix(round) @ torch.stack([flat(model) for model in models])
-        for model, row in zip(models, mixed, strict=True):
-            nn.utils.vector_to_parameters(row, model.parameters())
+    worlds = [list(model.parameters()) for model in models]
 
-    for step in range(STEPS):
-        for rank, (model, base) in enumerate(zip(models, bases, strict=True)):
-            base.zero_grad()
-            backward(loss_of(model, rank, step))
-        if step:
-            # In place: the base's state belongs to these parameters.
-            mix(step - 1)
-        for base in bases:
-            base.step()
-    mix(STEPS - 1)
+    def compute(rank: int, step: int) -> None:
+        bases[rank].zero_grad()
+        backward(loss_of(models[rank], rank, step))
+
+    expected = train_densely(
+        worlds,
+        STEPS,
+        True,
+        compute,
+        update=lambda rank, step: bases[rank].step(),
+        land=lambda step: mix(worlds, topology.mixing_matrix(step)),
+    )
     rows = run_threads(
         4, lambda rank, group: by_backward(rank, group, optim_fn=optim_fn, topology=topology)
     )
-    expected = torch.stack([flat(model) for model in models])
     torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-11, atol=1e-12)
 
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from dense import mix, train_densely
 from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 from ranks import run_processes
-from torch import Tensor
 
-from decent_optim_wrapper import DecentOptimWrapper, PeerError
+from decent_optim_wrapper import DecentOptimWrapper, PeerError, TopologyFactory
 from decent_optim_wrapper.gossip.bucket import Bucket
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("faults")]
@@ -171,34 +171,26 @@ def run_uneven(rank: int, overlap: bool) -> list[float]:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
 def test_ranks_with_fewer_batches_join_in_the_rounds_of_the_others(overlap: bool) -> None:
-    from problem import mix
-
-    from decent_optim_wrapper import TopologyFactory
-
     rows = torch.tensor(run_processes(4, run_uneven, overlap), dtype=torch.float64)
     topology = TopologyFactory.create("ring", 4)
     worlds = [make_params() for _ in range(4)]
     bases = [sgd(params) for params in worlds]
-    for step in range(8):
-        if overlap and step:
-            # Gradients belong to the parameters before the mixing.
-            grads_first(worlds, step)
-            mix(worlds, topology.mixing_matrix(step - 1))
-        elif not overlap or not step:
-            grads_first(worlds, step)
-        for rank, base in enumerate(bases):
-            if step < 2 + 2 * rank:
-                base.step()
-        if not overlap:
-            mix(worlds, topology.mixing_matrix(step))
-    if overlap:
-        mix(worlds, topology.mixing_matrix(7))
-    for row, params in zip(rows, worlds, strict=True):
-        torch.testing.assert_close(row, flatten(params), rtol=1e-11, atol=1e-12)
-    assert not torch.equal(rows[0], flatten(make_params()))
 
-
-def grads_first(worlds: list[list[Tensor]], step: int) -> None:
-    for rank, params in enumerate(worlds):
+    def compute(rank: int, step: int) -> None:
         if step < 2 + 2 * rank:
-            backward(params, rank, step)
+            backward(worlds[rank], rank, step)
+
+    def update(rank: int, step: int) -> None:
+        if step < 2 + 2 * rank:
+            bases[rank].step()
+
+    expected = train_densely(
+        worlds,
+        8,
+        overlap,
+        compute,
+        update,
+        land=lambda step: mix(worlds, topology.mixing_matrix(step)),
+    )
+    torch.testing.assert_close(rows, expected, rtol=1e-11, atol=1e-12)
+    assert not torch.equal(rows[0], flatten(make_params()))

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from decent_dp import optim as decent_dp
-from problem import TINY_CAP_MB, backward, flatten, in_one_call, make_params, oracle
+from dense import oracle
+from problem import TINY_CAP_MB, backward, flatten, in_one_call, make_params
 from ranks import run_threads
 from torch import Tensor, nn
 from torch.optim import Optimizer

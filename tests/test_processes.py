@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from problem import TINY_CAP_MB, backward, flatten, make_params, nesterov, oracle, sgd
+from dense import oracle
+from problem import TINY_CAP_MB, backward, flatten, make_params, nesterov, sgd
 from ranks import environment, launcher_store, run_processes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from dense import mix, train_densely
 from problem import backward, flatten, make_params
 from torch import Tensor
 from torch.optim import Optimizer
@@ -54,24 +55,18 @@ def test_qgsgd_follows_the_mixed_parameters(overlap: bool, nesterov: bool) -> No
     params = [start.clone().requires_grad_() for _ in range(RANKS)]
     optimizers = [QGSGD([p], 0, BETA, MU, DECAY, nesterov=nesterov) for p in params]
 
-    def mix(step: int) -> None:
-        mixed = matrices[step] @ torch.stack(params)
-        for param, row in zip(params, mixed, strict=True):
-            param.data.copy_(row)
+    worlds = [[param] for param in params]
 
-    for step in range(STEPS):
-        for rank, param in enumerate(params):
-            param.grad = gradient(param.detach(), rank)
-        if overlap and step:
-            mix(step - 1)
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = rate(step)
-            optimizer.step()
-        if not overlap:
-            mix(step)
-    if overlap:
-        mix(STEPS - 1)
-    rows = torch.stack(params).detach()
+    def compute(rank: int, step: int) -> None:
+        params[rank].grad = gradient(params[rank].detach(), rank)
+
+    def update(rank: int, step: int) -> None:
+        optimizers[rank].param_groups[0]["lr"] = rate(step)
+        optimizers[rank].step()
+
+    rows = train_densely(
+        worlds, STEPS, overlap, compute, update, land=lambda step: mix(worlds, matrices[step])
+    )
     expected = quasi_global_by_matrices(matrices, overlap, nesterov)
     torch.testing.assert_close(rows, expected, rtol=1e-12, atol=1e-13)
     assert (rows - start).abs().max() > 0.1

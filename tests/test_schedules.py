@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from dense import mix, put, train_densely
 from loguru import logger
 from problem import (
     TINY_CAP_MB,
@@ -18,7 +19,6 @@ from problem import (
     flatten,
     in_one_call,
     make_params,
-    mix,
     nesterov,
     sgd,
 )
@@ -175,30 +175,28 @@ def simulate(
     start = torch.stack([flatten(params) for params in worlds])
     outer = {"anchor": start, "momentum": torch.zeros_like(start)}
 
-    def land(step: int, lr: float) -> None:
-        """Mix what was launched at the end of `step`."""
+    def land(step: int) -> None:
         matrix, kind = due(topology, plan, step)
         mix(worlds, matrix)
         due_at = "gossip" if plan.global_avg_every is None else "average"
         if plan.rule is not None and kind == due_at:
+            lr = plan.lr(min(step + overlap, steps - 1))
             after = torch.stack([flatten(params) for params in worlds])
             outer["anchor"] = plan.rule(outer, after, matrix, lr)
             put(worlds, outer["anchor"])
 
-    for step in range(steps):
-        for rank, params in enumerate(worlds):
-            backward(params, rank, step)
-        for base in bases:
-            base.param_groups[0]["lr"] = plan.lr(step)
-        if overlap and step:
-            land(step - 1, plan.lr(step))
-        for base in bases:
-            base.step()
-        if not overlap:
-            land(step, plan.lr(step))
-    if overlap:
-        land(steps - 1, plan.lr(steps - 1))
-    return torch.stack([flatten(params) for params in worlds])
+    def update(rank: int, step: int) -> None:
+        bases[rank].param_groups[0]["lr"] = plan.lr(step)
+        bases[rank].step()
+
+    return train_densely(
+        worlds,
+        steps,
+        overlap,
+        compute=lambda rank, step: backward(worlds[rank], rank, step),
+        update=update,
+        land=land,
+    )
 
 
 def due(topology: Topology, plan: Plan, step: int) -> tuple[Tensor, str]:
@@ -211,13 +209,6 @@ def due(topology: Topology, plan: Plan, step: int) -> tuple[Tensor, str]:
     phase = done // plan.gossip_every - 1
     rate = plan.mixing_rate(step)
     return (1 - rate) * identity + rate * topology.mixing_matrix(phase), "gossip"
-
-
-@torch.no_grad()
-def put(worlds: list[list[Tensor]], rows: Tensor) -> None:
-    for row, params in zip(rows, worlds, strict=True):
-        for param, part in zip(params, row.split([p.numel() for p in params]), strict=True):
-            param.copy_(part.view(param.shape))
 
 
 def train(

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 import torch.distributed as dist
+from dense import oracle
 from modules import make_model
 from modules import wrap as wrap_module
-from problem import TINY_CAP_MB, backward, flatten, make_params, oracle, sgd
+from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 from ranks import run_processes, run_threads
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore

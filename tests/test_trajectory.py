@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dense import oracle
 from problem import (
     TINY_CAP_MB,
     MakeOptimizer,
@@ -15,7 +16,6 @@ from problem import (
     flatten,
     in_one_call,
     make_params,
-    oracle,
     sgd,
 )
 from ranks import run_threads
