@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import runpy
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -167,7 +167,11 @@ def _script(env: dict[str, str], command: tuple[str, ...], cwd: Path, output: Pa
     os.chdir(cwd)
     sys.argv[:] = command
     sys.path.insert(0, str(Path(command[0]).parent))
-    runpy.run_path(command[0], run_name="__main__")
+    # Not by runpy: what the script's own processes send back has to be found in its module.
+    main = ModuleType("__main__")
+    main.__file__ = command[0]
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    exec(compile(Path(command[0]).read_text(), command[0], "exec"), vars(main))
 
 
 def _worker(rank: int, env: dict[str, str], results: Any, main: Any, args: Any) -> None:
