@@ -107,6 +107,17 @@ class CrewOfProcesses:
             self._take(remaining)
         return self.reports.pop((rank, key))
 
+    def wait_for_members(self, rank: int, members: tuple[int, ...], seconds: float = 60) -> None:
+        """Return once the rank reports a round, from now on, with these members."""
+        deadline = time.monotonic() + seconds
+        while any(pipe.poll() for pipe in list(self._pipes)):
+            self._take(0)
+        while not any(
+            teller == rank and key.startswith("round ") and self.reports[teller, key] == members
+            for teller, key in self._take(max(0.0, deadline - time.monotonic()))
+        ):
+            assert time.monotonic() < deadline, f"rank {rank} did not train with {members}"
+
     def _take(self, seconds: float) -> set[tuple[int, str]]:
         """Take one report from each rank that has some, and say which."""
         taken = set()

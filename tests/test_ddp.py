@@ -338,7 +338,7 @@ def stand_still(rank: int, world_size: int, store: Store, report: Any, views: bo
         round = model.optimizer.round
         train(model, rank, range(round, round + 1))
         if model.optimizer.round % 10 == 0:
-            report(f"round {model.optimizer.round}", None)
+            report(f"round {model.optimizer.round}", model.optimizer.members)
         time.sleep(0.005)
     takeovers = model.optimizer._engine.takeovers
     model.global_avg(will_revert=False)
@@ -350,10 +350,12 @@ def test_a_backward_pass_in_which_its_rank_comes_back_ends_well(views: bool) -> 
     with CrewOfProcesses(3, stand_still, views) as crew:
         crew.wait_for(2, "round 20")
         crew.signal(2, signal.SIGSTOP)
-        time.sleep(6)
+        crew.wait_for_members(0, (0, 1))
+        # Longer than the timeout: its own waits are over when it goes on.
+        time.sleep(3)
         crew.signal(2, signal.SIGCONT)
-        time.sleep(4)
-        crew.finish(margin=200)
+        crew.wait_for_members(0, (0, 1, 2))
+        crew.finish()
         results = [crew.wait_for(rank, "result") for rank in range(3)]
     assert [members for members, *_ in results] == [(0, 1, 2)] * 3
     assert results[2][1] >= 1
