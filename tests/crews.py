@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -87,7 +88,7 @@ class CrewOfProcesses:
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """SIGSTOP or SIGCONT."""
-        os.kill(self._workers[rank].pid, number)
+        _signal(self._workers[rank].pid, number)
 
     def delay(self, rank: int, seconds: float) -> None:
         """Ask the rank to sleep before its next step."""
@@ -175,7 +176,20 @@ class StoreProcess:
     def signal(self, number: signal.Signals) -> None:
         """SIGSTOP or SIGCONT."""
         assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        _signal(self._process.pid, number)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    """Return once the process stands still: until then a busy machine lets it go on a little."""
+    os.kill(pid, number)
+    while number is signal.SIGSTOP and not all(
+        map(_stands_still, Path(f"/proc/{pid}/task").iterdir())
+    ):
+        time.sleep(0.01)
+
+
+def _stands_still(thread: Path) -> bool:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0] in "TZ"
 
 
 def _serve(

@@ -67,8 +67,13 @@ class World(NamedTuple):
     def run(self, calls: list[str], alike: bool = False) -> list[tuple[Seen, ...]]:
         """What the ranks see at the start, where they are alike or not, and after each call."""
 
+        # Until all ranks have ended: one that is late may still connect to those that have.
+        trainers = []
+
         def main(rank: int, group: dist.ProcessGroup) -> list[Seen]:
-            return Trainer(self, rank, group, 0 if alike else rank).perform(calls)
+            trainer = Trainer(self, rank, group, 0 if alike else rank)
+            trainers.append(trainer)
+            return trainer.perform(calls)
 
         return list(zip(*run_threads(self.size, main), strict=True))
 
