@@ -465,7 +465,7 @@ def save_after_a_loss(
     return saved, errors
 
 
-@pytest.mark.parametrize("timeout", [1.5, None], ids=["own_timeout", "the_groups"])
+@pytest.mark.parametrize("timeout", [20.0, None], ids=["own_timeout", "the_groups"])
 @pytest.mark.parametrize(
     ("moment", "saved", "found"),
     [("before", 2, 2), ("write", 2, 2), ("agreement", 2, 3), ("removal", 3, 3)],

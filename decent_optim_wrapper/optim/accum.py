@@ -12,6 +12,8 @@ from torch.optim.optimizer import ParamsT
 
 from decent_optim_wrapper.optim.gradients import with_gradients
 
+_SLOTS = ("exp_avg", "exp_avg_sq", "grad_sum")
+
 
 class AccumAdam(Optimizer):
     """Adam whose moments move once every `accum_iter` steps, by the average gradient of those.
@@ -84,6 +86,17 @@ class AccumAdam(Optimizer):
         }
         super().__init__(params, defaults)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for slots in self.state.values():
+            if missing := {"step", "position", *_SLOTS} - slots.keys():
+                raise ValueError(
+                    f"{type(self).__name__} expects a state of its own, got one without "
+                    f"{', '.join(sorted(missing))}; load the state dict of the same optimizer"
+                )
+            # Tensors in states that were saved by the first version.
+            slots["step"], slots["position"] = int(slots["step"]), int(slots["position"])
+
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None
@@ -145,7 +158,7 @@ class AccumAdam(Optimizer):
         if not state:
             # Numbers: torch's load_state_dict would cast tensors to the parameter's dtype.
             state["step"] = state["position"] = 0
-            for name in ("exp_avg", "exp_avg_sq", "grad_sum"):
+            for name in _SLOTS:
                 state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
         return state
 
