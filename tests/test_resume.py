@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from covering import OVERLAP, pairwise
 from problem import MODES, TINY_CAP_MB, adamw, backward, flatten, make_params, nesterov
 from ranks import run_threads
 from torch import Tensor
@@ -66,10 +67,15 @@ def load(run: Run, path: Path, optimizer_first: bool) -> None:
     run.scheduler.load_state_dict(saved["scheduler"])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-@pytest.mark.parametrize("topology", ["ring", "alternating-exp-ring"])
-@pytest.mark.parametrize("stop", [0, 1, 2, 5])
+@pytest.mark.parametrize(
+    ("stop", "topology", "overlap", "mode"),
+    pairwise(
+        {str(stop): stop for stop in (0, 1, 2, 5)},
+        {name: name for name in ("ring", "alternating-exp-ring")},
+        OVERLAP,
+        {mode: mode for mode in MODES},
+    ),
+)
 def test_a_resumed_run_continues_bit_for_bit(
     topology: str, stop: int, overlap: bool, mode: str, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from covering import OVERLAP, VIEWS, pairwise
 from dense import mix, put, train_densely
 from loguru import logger
 from problem import (
@@ -274,16 +275,17 @@ def check(
     assert (plain - expected).abs().max() > 1e-4, "the schedule made no difference"
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-@pytest.mark.parametrize("name", ["ring", "one-peer-exp"])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+@pytest.mark.parametrize(
+    ("plan", "name", "overlap"),
+    pairwise(PLANS, {"ring": "ring", "one-peer-exp": "one-peer-exp"}, OVERLAP),
+)
 def test_follows_the_oracle(plan: Plan, name: str, overlap: bool) -> None:
     check(TopologyFactory.create(name, 4), plan, overlap)
 
 
-@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
-@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+@pytest.mark.parametrize(
+    ("plan", "split", "views"), pairwise(PLANS, {"split": True, "whole": False}, VIEWS)
+)
 def test_follows_the_oracle_whatever_the_engine(plan: Plan, split: bool, views: bool) -> None:
     topology = TopologyFactory.create("greedy", 5)
     make = adamw if split else lambda params: in_one_call(adamw(params))
@@ -308,9 +310,9 @@ def reborn(
     return params, optimizer
 
 
-@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
-@pytest.mark.parametrize("stop", [3, 5, 8])
+@pytest.mark.parametrize(
+    ("plan", "stop", "views"), pairwise(PLANS, {"3": 3, "5": 5, "8": 8}, VIEWS)
+)
 def test_a_resumed_run_continues_bit_for_bit(plan: Plan, stop: int, views: bool) -> None:
     def main(rank: int, group: dist.ProcessGroup, stop: int | None) -> Tensor:
         params = make_params()
