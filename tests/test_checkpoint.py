@@ -559,6 +559,7 @@ def save_while_ranks_go_and_come(
     return optimizer.round
 
 
+@pytest.mark.slow
 def test_sets_of_fewer_ranks_never_displace_those_of_all(tmp_path: Path) -> None:
     with CrewOfProcesses(3, save_while_ranks_go_and_come, str(tmp_path)) as crew:
         alone = crew.wait_for(0, "alone")

@@ -345,6 +345,7 @@ def stand_still(rank: int, world_size: int, store: Store, report: Any, views: bo
     return model.optimizer.members, takeovers, flat(model).tolist(), model.get_lr()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 def test_a_backward_pass_in_which_its_rank_comes_back_ends_well(views: bool) -> None:
     with CrewOfProcesses(3, stand_still, views) as crew:

@@ -45,6 +45,8 @@ from decent_optim_wrapper import DecentOptimWrapper, Group, Topology, TopologyFa
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.topo._base import REGISTRY
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 # Several buckets, of one and of several parameters, in both libraries and dtypes.
 CAP_MB = 600 / 2**20

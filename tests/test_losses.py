@@ -147,6 +147,7 @@ def break_in_the_middle(
     return "went on", (optimizer.members, flatten(params).tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_the_others_go_on_without_a_rank_that_failed_by_itself() -> None:
     with CrewOfProcesses(4, break_in_the_middle) as crew:
@@ -254,6 +255,7 @@ def test_a_slow_rank_is_waited_for_and_not_given_up(topology: str) -> None:
         assert 0 < distance < 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["ring", "complete"])
 def test_a_dropped_wrapper_waits_a_few_seconds_and_leaves_the_users_connections_alone(
     topology: str,

@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule, TopologyFactory
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 
 

@@ -14,6 +14,8 @@ from players import Part, Spec, World, stack, table_of, table_topology
 from decent_optim_wrapper import Group
 from decent_optim_wrapper.gossip.bucket import MIB, Layout, plan_buckets
 
+pytestmark = pytest.mark.slow
+
 # The same examples in every run.
 seeded = settings(derandomize=True, database=None, deadline=None)
 
