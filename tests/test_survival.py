@@ -291,20 +291,23 @@ def test_a_topology_that_fails_for_fewer_ranks_is_replaced(kind: type[Topology])
     assert repr(fitting(full, (0, 3))).startswith("Complete(world_size=2")
 
 
-def raise_at_changes(
-    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
-) -> dict[str, Any]:
-    """Train with a callback that raises on rank 2 when the members change."""
-
+def refuse_changes(rank: int) -> Callable[[tuple[int, ...], tuple[int, ...]], None]:
     def refuse(old: tuple[int, ...], new: tuple[int, ...]) -> None:
         if rank == 2:
             raise LookupError(f"no data for {new}")
 
+    return refuse
+
+
+def raise_at_changes(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
+) -> dict[str, Any]:
+    """Train with a callback that raises on rank 2 when the members change."""
     params = make_params(seed=rank)
     optimizer = DecentOptimWrapper(
         *(sgd(params), rank, world_size, None, "ring", TINY_CAP_MB),
         timeout=PATIENCE,
-        elastic=Elastic(store=store, on_membership_change=refuse),
+        elastic=Elastic(store=store, on_membership_change=refuse_changes(rank)),
     )
     caught = []
     while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
@@ -344,17 +347,12 @@ def raise_in_an_average(
     state: Literal["keep", "average"],
 ) -> dict[str, Any]:
     """Lose rank 1 in the middle of the training in an average, where rank 2's callback raises."""
-
-    def refuse(old: tuple[int, ...], new: tuple[int, ...]) -> None:
-        if rank == 2:
-            raise LookupError(f"no data for {new}")
-
     params = make_params(seed=rank)
     optimizer = DecentOptimWrapper(
         *(sgd(params), rank, world_size, None, "complete", TINY_CAP_MB),
         timeout=PATIENCE,
         schedule=Schedule(average_state=state),
-        elastic=Elastic(store=store, on_membership_change=refuse),
+        elastic=Elastic(store=store, on_membership_change=refuse_changes(rank)),
     )
     caught = False
     for step in range(8):
@@ -705,14 +703,6 @@ def test_continuing_needs_a_store() -> None:
         DecentOptimWrapper(base, elastic=Elastic(store=HashStore()))
     with pytest.raises(TypeError, match=r"store expects a torch\.distributed\.Store"):
         Elastic(store=cast(Any, "tcp://"))
-
-
-def refuse_changes(rank: int) -> Callable[[tuple[int, ...], tuple[int, ...]], None]:
-    def refuse(old: tuple[int, ...], new: tuple[int, ...]) -> None:
-        if rank == 2:
-            raise LookupError(f"no data for {new}")
-
-    return refuse
 
 
 def average_with_a_callback_that_raises(
