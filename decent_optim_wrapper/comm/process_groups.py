@@ -98,21 +98,35 @@ def new_backend(like: Any, store: Any, rank: int, size: int, timeout: timedelta)
     if like.name() == "gloo":
         # Where a link is dead, or the store does not answer, gloo's own bound does not hold.
         seconds = timeout.total_seconds() + _CONNECT_SLACK_SECONDS
-        return within(seconds, lambda: _connect_gloo(store, rank, size, timeout))
+        return within(seconds, lambda: connect_gloo(store, rank, size, timeout))
     raise ValueError(
         f"rank {rank} of {size}: communicators of our own work with gloo and nccl, not with "
         f"{like.name()}; use a topology of pairs, or complete, and no timeout"
     )
 
 
-def _connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """A gloo group, once all its members are in it.
 
     A member that leaves early, as where its training ends, would close the connections to one that
     is still making its own.
+
+    Args:
+        store: where its members meet, under a prefix of their own.
+        rank: this rank's place among the members.
+        size: number of members.
+        timeout: bounds the meeting, the proof that all are there, and every operation.
+
+    Raises:
+        RuntimeError: not all members came; what was connected is closed.
     """
     group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-    group.allreduce([torch.ones(1, device="cpu")]).wait(timeout)
+    try:
+        group.allreduce([torch.ones(1, device="cpu")]).wait(timeout)
+    except RuntimeError:
+        # A collective that hangs would hold the group until the timeout.
+        abort(group)
+        raise
     return group
 
 

@@ -10,19 +10,16 @@ with it.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
 from loguru import logger
 from torch.distributed import DistError
 
-from decent_optim_wrapper.comm.process_groups import prefixed
+from decent_optim_wrapper.comm.process_groups import connect_gloo, prefixed
 from decent_optim_wrapper.comm.store import BoundedStore, within
 from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.membership.heartbeat import Heartbeat
@@ -259,16 +256,7 @@ class Rendezvous:
 
         def connect() -> tuple[Any, Any]:
             store = prefixed(f"{epoch}", self._store.clone())
-            world: Any = dist.ProcessGroupGloo(
-                prefixed("world", store), place, len(members), patience
-            )
-            try:
-                world.allreduce([torch.ones(1, device="cpu")]).wait(patience)
-            except RuntimeError:
-                # A collective that hangs holds the group until the timeout.
-                threading.Thread(target=[world].clear, daemon=True).start()
-                del world
-                raise
+            world = connect_gloo(prefixed("world", store), place, len(members), patience)
             world._set_default_timeout(self._timeout)
             return world, store
 

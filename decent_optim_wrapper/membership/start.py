@@ -38,7 +38,7 @@ class Start:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self._crews = Rendezvous.built
+        self._built = Rendezvous.built
 
     @property
     def elastic(self) -> bool:
@@ -78,7 +78,7 @@ class Start:
                 logger.debug("the other ranks could not be told of {!r}: {}", error, untold)
 
     def _tell_in_store(self, error: Exception) -> None:
-        if self.place.elastic is None or Rendezvous.built != self._crews:
+        if self.place.elastic is None or Rendezvous.built != self._built:
             return
         # Where `elastic` is what is wrong, the others may be in the process group's store.
         place = self.place if self.elastic else replace(self.place, elastic=Elastic())
