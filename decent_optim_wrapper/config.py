@@ -5,17 +5,17 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.optim import LBFGS, Optimizer
 
 from decent_optim_wrapper.gossip.outer import MakeOptimizer
+from decent_optim_wrapper.gossip.schedule import check_mixing_rate
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 
 # Called with the old and the new members.
@@ -154,41 +154,6 @@ class Settings:
     def lines(self) -> list[str]:
         """A line for each option that means the same on all ranks if it reads the same."""
         return [*_lines(self, without="schedule"), *_lines(self.schedule, without="outer")]
-
-
-@dataclass(frozen=True)
-class Extras:
-    """What a module adds that has the optimizer inside.
-
-    Args:
-        order: the parameters as buckets are filled with them, others last; empty means the order
-            of the groups.
-        carried: what else the ranks have in common at the start, and tell one that comes back.
-        parts: have a `state_dict` that one that comes back takes over.
-    """
-
-    order: tuple[Tensor, ...] = ()
-    carried: tuple[Tensor, ...] = ()
-    parts: tuple[Any, ...] = ()
-
-    def places(self, tensors: Iterable[Tensor]) -> list[int]:
-        """Where each of them stands in the order."""
-        places = {id(tensor): place for place, tensor in enumerate(self.order)}
-        return [places.get(id(tensor), len(places)) for tensor in tensors]
-
-
-def check_mixing_rate(rate: Any) -> float:
-    """Return the rate as a float, if it lies in (0, 1].
-
-    Raises:
-        TypeError: not a number.
-        ValueError: out of range.
-    """
-    real = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
-    _expect(real, "mixing_rate expects a number", rate)
-    if not 0 < rate <= 1:
-        raise ValueError(f"mixing_rate must be above 0 and at most 1, got {rate}")
-    return float(rate)
 
 
 def read_timeout(timeout: Any) -> timedelta | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -15,26 +15,26 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.comm.call_order import Call
 from decent_optim_wrapper.config import (
     Elastic,
-    Extras,
     OnNonfinite,
     Schedule,
     Settings,
     check_base,
-    check_mixing_rate,
 )
 from decent_optim_wrapper.gossip.average import consensus_distance
 from decent_optim_wrapper.gossip.batch_norms import recalibrated
 from decent_optim_wrapper.gossip.bucket import MIB, Bucket
 from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling, apply_update
+from decent_optim_wrapper.gossip.parameters import Named, named_parameters
+from decent_optim_wrapper.gossip.round import Call
+from decent_optim_wrapper.gossip.saved_state import gossip_state, read_state, restore
+from decent_optim_wrapper.gossip.schedule import check_mixing_rate
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import StepStats
 from decent_optim_wrapper.membership.arguments import Place
-from decent_optim_wrapper.membership.consistency import named_parameters
 from decent_optim_wrapper.membership.dcp_warning import warn_of_mixtures
-from decent_optim_wrapper.membership.session import Engine
+from decent_optim_wrapper.membership.session import Extras, open_session
 from decent_optim_wrapper.membership.start import Start
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.topo import Topology
@@ -147,49 +147,58 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             check_base(optimizer, overlap)
             super().__init__(optimizer)
             self._local_update = LocalUpdate(optimizer)
-        self._engine = Engine(optimizer, settings, start, topology, buffers, self._extras)
+        self._settings = settings
+        self._parts = open_session(
+            self._local_update, optimizer, settings, start, topology, buffers, self._extras
+        )
+        self._gossip = self._parts.gossip
         Joinable.__init__(self)
-        warn_of_mixtures(self, self._engine)
+        warn_of_mixtures(self, self._gossip)
         logger.info("{!r}", self)
 
     @property
     def topology(self) -> Topology:
         """The topology of the gossip, among `members`."""
-        return self._engine.topology
+        return self._gossip.session.topology
 
     @property
     def round(self) -> int:
         """Number of steps made so far, each of which is a round; the same on every rank."""
-        return self._engine.gossip.state.round
+        return self._gossip.state.round
 
     @property
     def is_averaged(self) -> bool:
         """Whether an average is in place that `revert_global_avg()` would take out again."""
-        return self._engine.average.revertible
+        return self._gossip.average.snapshot is not None
 
     @property
     def mixing_rate(self) -> float:
         """How far the rounds launched from now on mix; to be set alike on all ranks."""
-        return self._engine.gossip.mixing_rate
+        return self._gossip.mixing_rate
 
     @mixing_rate.setter
     def mixing_rate(self, rate: float) -> None:
-        self._engine.gossip.mixing_rate = check_mixing_rate(rate)
+        self._gossip.mixing_rate = check_mixing_rate(rate)
 
     @property
     def rank(self) -> int:
         """This rank, as numbered at the start."""
-        return self._engine.transport.name
+        return self._gossip.session.transport.name
 
     @property
     def world_size(self) -> int:
         """Number of ranks that take part."""
-        return self._engine.transport.world_size
+        return self._gossip.session.transport.world_size
 
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that take part, as numbered at the start."""
-        return self._engine.members
+        return self._gossip.session.transport.members
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets in which the parameters travel, in the order in which they do."""
+        return self._gossip.buckets
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -210,12 +219,12 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """
         splits = self._local_update.splits
         loss = None
-        if closure is not None and (self._engine.settings.overlap or splits):
+        if closure is not None and (self._settings.overlap or splits):
             with torch.enable_grad():
                 loss, closure = closure(), None
         if splits:
             with self._in_parts(self._scaling()) as advance:
-                for bucket in self._engine.gossip.buckets:
+                for bucket in self._gossip.buckets:
                     advance(bucket)
             return loss
         with self._step() as step:
@@ -228,19 +237,16 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         before = len(named_parameters(self.param_groups))
         self._optimizer.add_param_group(param_group)
         parameters = named_parameters(self.param_groups)
-        self._engine.know(parameters[before:])
+        self._local_update.know(parameters[before:])
         try:
-            self._engine.meet(
-                Call.REGROUP, lambda: self._engine.add(parameters, parameters[before:])
-            )
+            self._regroup(parameters, parameters[before:])
         except ValueError:
             self.param_groups.pop()
             raise
 
     def rebuild_buckets(self) -> None:
         """Gossip what was unfrozen since, too, from the next round on; collective."""
-        parameters = named_parameters(self.param_groups)
-        self._engine.meet(Call.REGROUP, lambda: self._engine.add(parameters, []))
+        self._regroup(named_parameters(self.param_groups), [])
 
     def global_avg(self, may_revert: bool = True) -> None:
         """Put the world average of parameters (and floating-point buffers) in place; collective.
@@ -257,7 +263,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 `load_state_dict()` drops it. With ``may_revert=False`` also where momenta that are
                 to be averaged hold them: the parameters are averaged then, and the momenta are not.
         """
-        self._engine.global_avg(may_revert)
+        self._gossip.global_avg(may_revert)
+        self._tell_change()
 
     def revert_global_avg(self) -> None:
         """Restore what was before `global_avg()`, bit for bit, and free the snapshot.
@@ -265,7 +272,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             RuntimeError: there is no snapshot.
         """
-        self._engine.average.revert()
+        self._gossip.average.revert()
 
     @contextmanager
     def averaged(
@@ -282,16 +289,15 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 statistics is not that of the averaged model. Norms in evaluation mode in a model
                 in training mode are left alone. All buffers are restored with the parameters.
         """
-        average = self._engine.average
-        nested = average.revertible
+        nested = self.is_averaged
         try:
             # Inside: the average is in place where the callback for new members raises.
             if not nested:
                 self.global_avg()
-            with recalibrated(recalibrate, lambda: average.revertible):
+            with recalibrated(recalibrate, lambda: self.is_averaged):
                 yield
         finally:
-            if average.revertible and not nested:
+            if self.is_averaged and not nested:
                 self.revert_global_avg()
 
     def synchronize(self) -> None:
@@ -300,34 +306,48 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             RuntimeError: a revertible average is in place, which the mixing would pull apart.
         """
-        if self._engine.average.revertible:
+        if self.is_averaged:
             raise RuntimeError(
                 f"rank {self.rank}: synchronize() expects the rank's own parameters, but an "
                 f"average is in place; call revert_global_avg() first, or keep the average with "
                 f"global_avg(may_revert=False)"
             )
-        self._engine.synchronize()
+        self._gossip.synchronize()
 
     def consensus_distance(self) -> float:
         """Root mean square over the ranks of ||x_i - mean(x)||_2; collective."""
-        engine = self._engine
-        return float(
-            engine.meet(
-                Call.CONSENSUS_DISTANCE,
-                lambda: consensus_distance(engine.gossip.buckets, engine.transport),
-            )
+        gossip = self._gossip
+        distance = gossip.meet(
+            Call.CONSENSUS_DISTANCE,
+            lambda: consensus_distance(gossip.buckets, gossip.session.transport),
         )
+        self._tell_change()
+        return distance
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Stack a small tensor of every rank that takes part; collective.
+
+        Args:
+            tensor: of the same shape and dtype on all ranks.
+
+        Returns:
+            shape (world_size, *tensor.shape), on the CPU, in the order of `members`.
+
+        Raises:
+            PeerError: not every rank answers.
+        """
+        return self._gossip.session.transport.all_gather(tensor)
 
     def stats(self) -> StepStats:
         """Bytes, seconds and counts of the last `step()` on this rank; communicates nothing."""
-        return self._engine.meter.last
+        return self._gossip.meter.last
 
     def state_dict(self) -> dict[str, Any]:
         """The base's state dict and one key for the round; communicates nothing.
 
         Each rank saves its own, with its own parameters.
         """
-        return {**self._optimizer.state_dict(), _STATE_KEY: self._engine.gossip_state()}
+        return {**self._optimizer.state_dict(), _STATE_KEY: gossip_state(self._gossip)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where `state_dict()` was taken, or at round 0 with the bare base's state dict.
@@ -339,7 +359,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             ValueError: a state dict of something else. Then nothing of it was loaded.
         """
-        saved = self._engine.read(state_dict.get(_STATE_KEY))
+        rate = self._settings.schedule.mixing_rate
+        saved = read_state(self._gossip, state_dict.get(_STATE_KEY), rate)
         before = self.state, self.param_groups
         try:
             base = {key: value for key, value in state_dict.items() if key != _STATE_KEY}
@@ -347,56 +368,67 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         except BaseException:
             self.state, self.param_groups = before
             raise
-        self._engine.restore(saved)
+        restore(self._gossip, saved)
 
     def __repr__(self) -> str:
-        buckets = self._engine.gossip.buckets
-        size = sum(bucket.nbytes for bucket in buckets) / MIB
+        size = sum(bucket.nbytes for bucket in self.buckets) / MIB
+        cap = self._settings.bucket_cap_mb
         return (
             f"DecentOptimWrapper(\n"
             f"  base: {type(self._optimizer).__name__}\n"
             f"  topology: {self.topology!r}, period {self.topology.period}\n"
             f"  rank: {self.rank} of {self.world_size}\n"
-            f"  buckets: {len(buckets)}, {size:.2f} MiB, cap {self._engine.layout.cap_mb} MiB\n"
-            f"  overlap: {self._engine.settings.overlap}\n"
+            f"  buckets: {len(self.buckets)}, {size:.2f} MiB, cap {cap} MiB\n"
+            f"  overlap: {self._settings.overlap}\n"
             f")"
         )
 
     def join_hook(self, **kwargs: Any) -> IdleRounds:
         """What torch.distributed.algorithms.Join runs on a rank whose data has ended."""
-        return IdleRounds(self._engine.idle_step)
+        return IdleRounds(self._idle_step)
 
-    # In the engine: Join sets it on whatever it is given, such as Fabric's proxy of this wrapper,
-    # and steps look for it here.
     @property
     def _join_config(self) -> Any:
-        return self._engine.join_config
+        return self._parts.join_config
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
-        self._engine.join_config = config
+        self._parts.join_config = config
 
     @property
     def join_device(self) -> torch.device:
         """Where Join counts the ranks that still have data."""
-        return self._engine.transport.control_device
+        return self._gossip.session.transport.control_device
 
     @property
     def join_process_group(self) -> Any:
         """The ranks among which Join counts."""
-        return self._engine.process_group
+        return self._parts.process_group
 
     @contextmanager
     def _step(self) -> Iterator[Step]:
         Join.notify_join_context(self)
-        with self._engine.step() as step:
+        with Step(self._gossip) as step:
             yield step
-            self._engine.meter.skipped = self._local_update.skipped
+            self._gossip.meter.skipped = self._local_update.skipped
+        self._tell_change()
+
+    def _idle_step(self) -> None:
+        """One round without a local update."""
+        with Step(self._gossip) as step:
+            step.advance(step.buckets, lambda: None)
+        self._tell_change()
+
+    def _regroup(self, parameters: list[Named], late: list[Named]) -> None:
+        """Gossip these parameters from the next round on, of which `late` are new; collective."""
+        add = partial(self._parts.agreement.add, self._gossip, parameters, late)
+        self._gossip.meet(Call.REGROUP, add)
         self._tell_change()
 
     def _tell_change(self) -> None:
-        """The step is done: the user may hear of the members."""
-        self._engine.tell_change()
+        """Call back if the members have changed: this rank has nothing left to do for them."""
+        if self._gossip.members:
+            self._gossip.members.tell_change()
 
     @contextmanager
     def _in_parts(

@@ -70,7 +70,7 @@ def wrap(
 ) -> DecentralizedDataParallel:
     options = {"bucket_size_in_mb": CAP_MB, "process_group": group, **options}
     wrapped = DecentralizedDataParallel(model, optim_fn, **options)
-    assert len(wrapped.optimizer._engine.gossip.buckets) >= 2
+    assert len(wrapped.optimizer.buckets) >= 2
     return wrapped
 
 

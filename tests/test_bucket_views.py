@@ -66,7 +66,7 @@ def test_a_backward_pass_notices_that_values_it_saved_were_mixed(
             sync_at_start=False,
             **MODES[mode],
         )
-        assert len(optimizer._engine.gossip.buckets) > 1
+        assert len(optimizer.buckets) > 1
         x = torch.ones(2, 4)
         for _ in range(2):
             model(x).sum().backward()
@@ -78,7 +78,7 @@ def test_a_backward_pass_notices_that_values_it_saved_were_mixed(
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         # What is computed after the writing is fine.
-        if optimizer._engine.average.revertible:
+        if optimizer.is_averaged:
             optimizer.revert_global_avg()
         model(x).square().sum().backward()
         optimizer.step()
@@ -203,7 +203,7 @@ def test_values_may_be_changed_where_none_of_them_travel(
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params()
         optimizer = wrap(params, group, **options)
-        assert len(optimizer._engine.gossip.buckets) > 1
+        assert len(optimizer.buckets) > 1
         for step in range(4):
             before = flatten(params)
             backward(params, rank, step)

@@ -185,7 +185,7 @@ def test_no_more_gradients_than_those_of_one_bucket_are_there_at_a_time(
         largest = 16 * 16 * 4
         options: Any = {"param_as_bucket_view": views, "topology": "ring"}
         model = wrap(module, group, optim_fn, bucket_size_in_mb=3000 / 2**20, **options)
-        buckets = model.optimizer._engine.gossip.buckets
+        buckets = model.optimizer.buckets
         for step in range(3):
             backward(model(torch.ones(2, 16) * step).sum())
             assert all(param.grad is None for param in model.parameters())
@@ -340,7 +340,7 @@ def stand_still(rank: int, world_size: int, store: Store, report: Any, views: bo
         if model.optimizer.round % 10 == 0:
             report(f"round {model.optimizer.round}", model.optimizer.members)
         time.sleep(0.005)
-    takeovers = model.optimizer._engine.takeovers
+    takeovers = model.optimizer.takeovers
     model.global_avg(will_revert=False)
     return model.optimizer.members, takeovers, flat(model).tolist(), model.get_lr()
 

@@ -423,7 +423,7 @@ def test_frozen_parameters_are_broadcast_and_gossiped_once_rebuilt() -> None:
         assert params[1].mean().item() == rank, "not before rebuild_buckets()"
         wrapper.rebuild_buckets()
         wrapper.rebuild_buckets()
-        members = [m for bucket in wrapper._engine.gossip.buckets for m in bucket.members]
+        members = [m for bucket in wrapper.buckets for m in bucket.members]
         assert len(members) == len({id(member) for member in members}) == len(params)
         step_from(rank)
         assert params[1].mean().item() == 0.5

@@ -40,7 +40,7 @@ def train(
     params = make_params(dtype=options.pop("dtype", torch.float32))
     base = torch.optim.SGD(params, lr=0.05)
     optimizer = DecentOptimWrapper(base, process_group=group, bucket_cap_mb=TINY_CAP_MB, **options)
-    assert len(optimizer._engine.gossip.buckets) >= 2
+    assert len(optimizer.buckets) >= 2
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr(step)
         backward(params, data(rank), step)

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from decent_optim_wrapper import PeerError
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
+from decent_optim_wrapper.gossip.step import Gossip
 
 VIEWS = pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 
@@ -446,7 +447,7 @@ def test_an_overflow_skips_its_bucket_only() -> None:
     scaler = GradScaler("cpu", init_scale=8.0)
     module = make_model(dtype=torch.float32)
     model = wrap(module, None, scaler=scaler)
-    first, *_, last = model.optimizer._engine.gossip.buckets
+    first, *_, last = model.optimizer.buckets
     overflowing = module.get_parameter("4.bias")
     overflowing.register_hook(lambda grad: grad * float("inf"))  # type: ignore[no-untyped-call]
     before = [[p.detach().clone() for p in bucket.members] for bucket in (first, last)]
@@ -467,7 +468,7 @@ def test_clipping_is_by_bucket_inside_the_pass_and_by_the_model_at_its_end() -> 
             grad_clip_norm=1.0,
             update_in_backward=in_backward,
         )
-        buckets = model.optimizer._engine.gossip.buckets
+        buckets = model.optimizer.buckets
         before = flat(model)
         backward(1000 * loss_of(model, 0, 0))
         moved[in_backward] = (flat(model) - before).norm().item()
@@ -725,12 +726,12 @@ def test_a_module_is_wrapped_once() -> None:
 def test_an_idle_step_that_fails_leaves_nothing_to_the_next_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail() -> None:
+    def fail(_: Gossip) -> None:
         raise ArithmeticError("out of luck")
 
     model = wrap(make_model(), None)
     with monkeypatch.context() as patch:
-        patch.setattr(model.optimizer._engine, "before_step", fail)
+        patch.setattr(Gossip, "begin_step", fail)
         with pytest.raises(ArithmeticError, match="out of luck"):
             model.idle_step()
     train(model, 0, range(1))

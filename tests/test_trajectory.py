@@ -68,7 +68,7 @@ def train(
         process_group=group,
         **options,
     )
-    assert len(optimizer._engine.gossip.buckets) >= 2
+    assert len(optimizer.buckets) >= 2
     for step in range(steps):
         backward(params, rank, step)
         optimizer.step()

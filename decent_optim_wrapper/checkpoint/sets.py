@@ -242,7 +242,7 @@ class Checkpoints:
             PeerError: not every rank answers.
         """
         optimizer = self._optimizer
-        answers = optimizer._engine.transport.all_gather(torch.tensor(numbers, device="cpu"))
+        answers = optimizer.all_gather(torch.tensor(numbers, device="cpu"))
         if len(answers) != optimizer.world_size:
             raise PeerError(
                 f"rank {optimizer.rank}: expected all {optimizer.world_size} ranks to take part in "

@@ -21,7 +21,7 @@ from decent_optim_wrapper.comm.process_groups import (
     abort,
     backend_of,
     exchange_device,
-    is_closed,
+    is_registered,
     new_backend,
     prefixed,
     serves,
@@ -82,53 +82,74 @@ class PendingMessage(NamedTuple):
 
 
 class Transport:
-    """The ranks of one process group, and the communicators of the groups that mix in it.
+    """The ranks that exchange with each other, and the communicators of the groups that mix.
 
     Args:
-        process_group: registered or raw; None is a world of one rank that exchanges nothing.
-        timeout: bound of every wait; None takes the process group's.
+        world: the communicator of all of them; None for a rank that is alone.
+        rank: the place of this rank among them.
+        members: their numbers at the start.
+        timeout: bound of every wait.
+        store: where they meet to connect, and leave notes of losses; None where there is none.
+        user_group: `world` where it is the user's own, which is never closed here.
+        peer_lost: tells whether waiting has become pointless; None where nobody would know.
     """
 
-    def __init__(self, process_group: Any | None, timeout: timedelta | None = None) -> None:
-        self._user_group = process_group
-        self._world = process_group
+    def __init__(
+        self,
+        world: Any | None,
+        rank: int,
+        members: tuple[int, ...],
+        timeout: timedelta,
+        store: Any | None = None,
+        *,
+        user_group: Any | None = None,
+        peer_lost: Callable[[], bool] | None = None,
+    ) -> None:
+        self._world = world
+        self.rank = rank
+        self.members = members
+        self.world_size = len(members)
+        self._timeout = timeout
+        self._store = store
+        self._user_group = user_group
+        self._registered = user_group is not None and is_registered(user_group)
+        self._peer_lost = peer_lost
         self._subgroups: dict[tuple[int, ...], Any] = {}
-        self._store: Any | None = None
-        self._timeout = timeout or timedelta(0)
+        # Where small messages travel; the same for all communicators that are made here.
+        self.control_device = torch.device("cpu")
+        if world is not None and not serves(world, self.control_device):
+            self.control_device = torch.device("cuda", torch.cuda.current_device())
+        # By type of device: a backend tells slowly.
+        self._coalescing: dict[str, bool] = {}
         # A closed transport is not a world of one rank: what needs the others raises.
         self._closed: _Closed | None = None
-        # Tells whether waiting has become pointless; None where nobody would know.
-        self.peer_lost: Callable[[], bool] | None = None
-        self.rank = 0
-        self.world_size = 1
-        self.members: tuple[int, ...] = (0,)
-        if process_group is not None:
-            self.rank, self.world_size = process_group.rank(), process_group.size()
-            self.members = tuple(range(self.world_size))
-            self._timeout = timeout or timeout_of(process_group)
-            self._store = self._own_store(store_of(process_group))
-        self._losses = Losses(self._store, self.name)
+        self._losses = Losses(store, self.name)
+
+    @classmethod
+    def over(cls, process_group: Any | None, timeout: timedelta | None = None) -> Transport:
+        """Connect the ranks of a process group.
+
+        Args:
+            process_group: registered or raw; None is a world of one rank that exchanges nothing.
+            timeout: bound of every wait; None takes the process group's.
+        """
+        if process_group is None:
+            return cls(None, 0, (0,), timeout or timedelta(0))
+        timeout = timeout or timeout_of(process_group)
+        rank = process_group.rank()
+        return cls(
+            process_group,
+            rank,
+            tuple(range(process_group.size())),
+            timeout,
+            _own_store(store_of(process_group), rank, timeout),
+            user_group=process_group,
+        )
 
     @property
     def name(self) -> int:
-        """What this rank is called: its number at the start."""
+        """The number of this rank at the start."""
         return self.members[self.rank]
-
-    def reform(self, world: Any | None, members: tuple[int, ...], name: int, store: Any) -> None:
-        """Go on with other ranks.
-
-        Args:
-            world: their communicator; None for a rank that is alone.
-            members: what they are called; they are numbered anew in this order.
-            name: which of them is this rank.
-            store: theirs, empty.
-        """
-        self._world = world
-        self._store = store
-        self._closed = None
-        self.members = members
-        self.rank, self.world_size = members.index(name), len(members)
-        self._losses = Losses(store, name)
 
     def connect(self, schedule: Sequence[Group]) -> None:
         """Create the communicators that `schedule` (this rank's groups, phase by phase) needs.
@@ -150,7 +171,7 @@ class Transport:
         Raises:
             RuntimeError: the user's process group has been destroyed, or this rank has failed.
         """
-        if self._user_group is not None and is_closed(self._user_group):
+        if self._registered and self._user_group not in dist.distributed_c10d._world.pg_group_ranks:
             raise RuntimeError(
                 f"rank {self.rank}: expected the process group to be open, but it was destroyed; "
                 f"call destroy_process_group() after the last step() and average"
@@ -168,10 +189,10 @@ class Transport:
         works.clear()
         start = time.monotonic()
         try:
-            if self.peer_lost is None:
+            if self._peer_lost is None:
                 self._wait_for_all(pending)
             else:
-                self._wait_watchfully(pending, self.peer_lost)
+                self._wait_watchfully(pending, self._peer_lost)
         except WireError:
             raise
         except RuntimeError as error:
@@ -185,13 +206,13 @@ class Transport:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the connections were closed, and `reform` has made no other ones since."""
+        """Whether the connections were closed."""
         return self._closed is not None
 
     def limit_waits(self, timeout: timedelta) -> None:
         """Wait no longer than that from now on, and for nothing but the peers."""
         self._timeout = min(timeout, self._timeout)
-        self.peer_lost = None
+        self._peer_lost = None
 
     def lose(self, suspects: tuple[int, ...], silent: bool) -> Loss:
         """Close the connections for good after a failure on the wire, and find out who was lost.
@@ -201,7 +222,7 @@ class Transport:
             silent: as in `WireError`.
         """
         names = [self.members[rank] for rank in suspects]
-        if self.peer_lost is not None:
+        if self._peer_lost is not None:
             # All members meet again in any case, and find out there.
             loss = self._losses.error() or Loss(names)
             self.abort(f"{loss} was lost")
@@ -269,7 +290,7 @@ class Transport:
         """
         group = self._communicator()
         try:
-            if backend_of(group, outgoing.device).supports_coalescing:
+            if self._coalesces(group, outgoing.device):
                 # On such a backend (NCCL) a send alone would wait for a receive behind it.
                 return _exchange_coalesced(group, outgoing, incoming, peer)
             tag += _FIRST_TAG
@@ -341,17 +362,14 @@ class Transport:
         return torch.stack(gathered).cpu()
 
     @property
-    def control_device(self) -> torch.device:
-        """The device on which small control messages travel."""
-        cpu = torch.device("cpu")
-        if self._world is None or serves(self._world, cpu):
-            return cpu
-        return torch.device("cuda", torch.cuda.current_device())
-
-    @property
     def exchange_device(self) -> torch.device:
         """The kind of device whose tensors are exchanged: the GPU where the group serves it."""
         return torch.device("cpu") if self._world is None else exchange_device(self._world)
+
+    def _coalesces(self, group: Any, device: torch.device) -> bool:
+        if device.type not in self._coalescing:
+            self._coalescing[device.type] = backend_of(group, device).supports_coalescing
+        return self._coalescing[device.type]
 
     def _communicator(self) -> Any:
         """The communicator of all ranks.
@@ -402,24 +420,6 @@ class Transport:
         except TimeoutError as error:
             raise WireError("another rank has lost a peer, or comes back") from error
 
-    def _own_store(self, store: Any | None) -> Any | None:
-        """A part of the store for this wrapper alone: ranks build wrappers in the same order."""
-        if store is None:
-            return None
-
-        def connect() -> Any:
-            # What hangs on this connection holds up no call of the user.
-            part = prefixed("decent_optim_wrapper", cloned(store))
-            return prefixed(str(part.add(f"made by {self.rank}", 1)), part)
-
-        try:
-            return within(self._timeout.total_seconds(), connect)
-        except (TimeoutError, DistError) as error:
-            raise PeerError(
-                f"rank {self.rank}: the process group's store does not answer ({error}); look at "
-                f"the process that holds it"
-            ) from error
-
     def _wants_own_world(self) -> bool:
         """Whether all exchange goes over a communicator of our own.
 
@@ -455,3 +455,22 @@ def _exchange_coalesced(
         for op, tensor in ((dist.isend, outgoing), (dist.irecv, incoming))
     ]
     return dist.batch_isend_irecv(pair)
+
+
+def _own_store(store: Any | None, rank: int, timeout: timedelta) -> Any | None:
+    """A part of the store for this wrapper alone: ranks build wrappers in the same order."""
+    if store is None:
+        return None
+
+    def connect() -> Any:
+        # What hangs on this connection holds up no call of the user.
+        part = prefixed("decent_optim_wrapper", cloned(store))
+        return prefixed(str(part.add(f"made by {rank}", 1)), part)
+
+    try:
+        return within(timeout.total_seconds(), connect)
+    except (TimeoutError, DistError) as error:
+        raise PeerError(
+            f"rank {rank}: the process group's store does not answer ({error}); look at the "
+            f"process that holds it"
+        ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_optim_wrapper.config import Extras
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
 from decent_optim_wrapper.gossip.bucket import Bucket
-from decent_optim_wrapper.gossip.local_update import Scaling, global_step_hooks, step_hooks
-from decent_optim_wrapper.membership.consistency import check_gradients, named_parameters
+from decent_optim_wrapper.gossip.local_update import Apply, Scaling, global_step_hooks, step_hooks
+from decent_optim_wrapper.gossip.parameters import named_parameters, sparse_gradient_error
+from decent_optim_wrapper.membership.session import Extras
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 
@@ -55,6 +55,27 @@ class BackwardOptimizer(DecentOptimWrapper):
     def splits(self) -> bool:
         """Whether a step may be made in parts now: nothing waits for a call of `step()`."""
         return self._local_update.splits and not step_hooks(self) and not global_step_hooks()
+
+    @property
+    def takeovers(self) -> int:
+        """How often this rank has taken over the others' state."""
+        return self._parts.hand_over.takeovers if self._parts.hand_over else 0
+
+    def in_parts(self, apply: Apply) -> AbstractContextManager[Callable[[Bucket], None]]:
+        """A step in parts: yields what mixes, updates and launches a bucket, to call for each."""
+        return self._in_parts(Scaling(None, None), apply)
+
+    def tell_change(self) -> None:
+        """Call back if the members have changed."""
+        super()._tell_change()
+
+    def distance_to_average(self) -> float:
+        """||x_i - mean(x)||_2, the distance of this rank's own parameters to the average."""
+        return self._gossip.average.distance(self.buckets)
+
+    def keep_average(self) -> None:
+        """Accept the average in place as the ranks' own parameters; collective."""
+        self._gossip.keep_average()
 
     def _tell_change(self) -> None:
         """Nothing yet: what the user's callback raises must not tear the backward pass."""
@@ -99,17 +120,16 @@ class _StepInParts:
 
     def __init__(self, optimizer: BackwardOptimizer, unscale_and_clip: UnscaleAndClip) -> None:
         self._optimizer = optimizer
-        buckets = optimizer._engine.gossip.buckets
-        self._home = {id(member): bucket for bucket in buckets for member in bucket.members}
-        self._missing = {bucket: set(map(id, bucket.members)) for bucket in buckets}
+        self._home = {id(m): bucket for bucket in optimizer.buckets for m in bucket.members}
+        self._missing = {bucket: set(map(id, bucket.members)) for bucket in optimizer.buckets}
         self._unscale_and_clip = unscale_and_clip
         self._open = ExitStack()
         self._pass_on: Callable[[Bucket], None] | None = None
-        self._takeovers = optimizer._engine.takeovers
+        self._takeovers = optimizer.takeovers
 
     def take(self, param: Tensor) -> None:
         if param.grad is not None and param.grad.layout != torch.strided:
-            check_gradients(self._optimizer.param_groups, self._optimizer.rank)
+            raise sparse_gradient_error(self._optimizer, param, self._optimizer.rank)
         bucket = self._home.get(id(param))
         if bucket is None:
             return
@@ -136,9 +156,9 @@ class _StepInParts:
         del self._missing[bucket]
         if self._pass_on is None:
             # Not before: to wait for the wire leaves it idle until the first bucket is complete.
-            step = self._optimizer._in_parts(Scaling(None, None), self._unscale_and_clip.step_part)
+            step = self._optimizer.in_parts(self._unscale_and_clip.step_part)
             self._pass_on = self._open.enter_context(step)
-        if self._takeovers != self._optimizer._engine.takeovers:
+        if self._takeovers != self._optimizer.takeovers:
             # Gradients at parameters that this rank has lost to the others' meanwhile.
             _free(bucket)
         self._pass_on(bucket)
@@ -223,7 +243,7 @@ class BackwardStepper:
         self._free_all()
         if self._scheduler is not None:
             self._scheduler.step()
-        self._optimizer._engine.tell_change()
+        self._optimizer.tell_change()
 
     def on_failure(self) -> None:
         """Give up the step that is being made."""

@@ -23,7 +23,6 @@ from decent_optim_wrapper.gossip.local_update import SPLITTABLE
 from decent_optim_wrapper.membership.arguments import Place
 from decent_optim_wrapper.membership.start import Start
 from decent_optim_wrapper.topo import Topology
-from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 __all__ = ["DecentralizedDataParallel", "LRSchedulerFn", "OptimFn"]
 
@@ -85,7 +84,7 @@ class DecentralizedDataParallel(Module):
             `DecentOptimWrapper`.
     """
 
-    optimizer: DecentOptimWrapper
+    optimizer: BackwardOptimizer
 
     def __init__(
         self,
@@ -181,10 +180,9 @@ class DecentralizedDataParallel(Module):
             self.optimizer.global_avg(will_revert)
             return None
         self.optimizer.global_avg()
-        engine = self.optimizer._engine
-        distance = engine.average.distance()
+        distance = self.optimizer.distance_to_average()
         if not will_revert:
-            engine.keep_average()
+            self.optimizer.keep_average()
         return distance
 
     def revert_global_avg(self) -> None:

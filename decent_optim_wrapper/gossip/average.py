@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -14,99 +13,75 @@ from decent_optim_wrapper.gossip.round import Rules, nonfinite_error
 from decent_optim_wrapper.gossip.storage import Flat
 
 
-class HasBuckets(Protocol):
-    """What holds the parameters' buckets: the gossip."""
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """As they are now."""
-
-
 class WorldAverage:
     """Replaces tensors by their average over all ranks, and restores them.
 
     Args:
-        transport: the ranks and how to reach them.
-        owner: of the parameters' buckets, which may grow.
+        rank: of errors.
         rules: what happens to values that are not finite.
         extra: buckets of further tensors to average.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        owner: HasBuckets,
-        rules: Rules,
-        extra: Iterable[Bucket],
-    ) -> None:
-        self._transport = transport
-        self._owner = owner
+    def __init__(self, rank: int, rules: Rules, extra: Iterable[Bucket]) -> None:
+        self._rank = rank
         self._rules = rules
         self._extra = tuple(extra)
-        self._snapshot: list[tuple[Bucket, Flat]] | None = None
+        # What was before the average that is in place, if it can still be reverted.
+        self.snapshot: list[tuple[Bucket, Flat]] | None = None
 
-    @property
-    def revertible(self) -> bool:
-        """Whether an average is in place that can still be reverted."""
-        return self._snapshot is not None
-
-    def apply(self, may_revert: bool) -> None:
+    def apply(self, parameters: Sequence[Bucket], transport: Transport, may_revert: bool) -> None:
         """Put the average in place of the own values; collective.
 
         Args:
+            parameters: their buckets.
+            transport: the ranks and how to reach them.
             may_revert: keep a snapshot of the own values: those from before the first average
                 where one is in place already.
         """
         if not may_revert:
             self.keep()
-        elif self._snapshot is not None:
+        elif self.snapshot is not None:
             # Tensors may have come since, and the snapshot must hold theirs, too.
             self.revert()
-        finite = finite_shares(
-            self._buckets, self._transport, self._rules, "global_avg()", "parameters"
-        )
+        buckets = [*parameters, *self._extra]
+        finite = finite_shares(buckets, transport, self._rules, "global_avg()", "parameters")
         if may_revert:
-            self._snapshot = [(bucket, bucket.pack(bucket.new_flat())) for bucket in self._buckets]
+            self.snapshot = [(bucket, bucket.pack(bucket.new_flat())) for bucket in buckets]
         try:
-            for bucket, shares in zip(self._buckets, finite, strict=True):
+            for bucket, shares in zip(buckets, finite, strict=True):
                 if any(shares):
-                    bucket.unpack_(average(bucket, self._transport, shares))
+                    bucket.unpack_(average(bucket, transport, shares))
         except BaseException:
             # Half an average is neither the one thing nor the other.
-            if self._snapshot is not None:
+            if self.snapshot is not None:
                 self.revert()
             raise
 
-    @property
-    def _buckets(self) -> tuple[Bucket, ...]:
-        return (*self._owner.buckets, *self._extra)
-
     def revert(self) -> None:
         """Restore the own values and free the snapshot."""
-        if self._snapshot is None:
+        if self.snapshot is None:
             raise RuntimeError(
-                f"rank {self._transport.name}: revert_global_avg() expects an average in place "
+                f"rank {self._rank}: revert_global_avg() expects an average in place "
                 f"that may be reverted; call global_avg(may_revert=True) first, and revert it "
                 f"before the next step()"
             )
-        for bucket, flat in self._snapshot:
+        for bucket, flat in self.snapshot:
             bucket.unpack_(flat)
-        self._snapshot = None
+        self.snapshot = None
 
     @torch.no_grad()
-    def distance(self) -> float:
+    def distance(self, parameters: Sequence[Bucket]) -> float:
         """||x_i - mean(x)||_2 over the parameters, of the own values to the average in place."""
         square = torch.zeros((), dtype=torch.float64, device="cpu")
-        gossiped = set(self._owner.buckets)
-        for bucket, own in self._snapshot or []:
-            if bucket in gossiped:
+        for bucket, own in self.snapshot or []:
+            if bucket in parameters:
                 away = bucket.pack(bucket.new_flat()).data.double() - own.data.double()
                 square += away.square().sum().cpu()
         return math.sqrt(square.item())
 
     def keep(self) -> None:
         """Accept the average as the own values and free the snapshot."""
-        self._snapshot = None
+        self.snapshot = None
 
 
 def finite_shares(

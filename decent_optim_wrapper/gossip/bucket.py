@@ -6,12 +6,13 @@ Layout, packing and mixing; no communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.gossip.storage import Arena, Flat, is_finite, move_together, new_vector
+from decent_optim_wrapper.gossip.storage import Arena, Flat, move_together, new_vector
 
 MIB = 1024 * 1024
 # Elements that are mixed at once where a temporary copy is needed.
@@ -27,12 +28,24 @@ class Layout(NamedTuple):
         wire_device: maps a tensor's device to the device that the transport exchanges on.
         comm_dtype: what wider floating-point values are rounded to on the wire; None keeps them.
         as_view: make the tensors views of the bucket's own storage.
+        order: the tensors with which buckets are filled first, in this order.
     """
 
     cap_mb: float
     wire_device: Callable[[torch.device], torch.device] = lambda device: device
     comm_dtype: torch.dtype | None = None
     as_view: bool = False
+    order: tuple[Tensor, ...] = ()
+
+    @property
+    def plain(self) -> Layout:
+        """For tensors that are exchanged as they are, beside the gossip."""
+        return Layout(self.cap_mb, self.wire_device)
+
+    def places(self, tensors: Iterable[Tensor]) -> list[int]:
+        """Where each of the tensors stands in the order; the others come last."""
+        places = {id(tensor): place for place, tensor in enumerate(self.order)}
+        return [places.get(id(tensor), len(places)) for tensor in tensors]
 
 
 class _Kind(NamedTuple):
@@ -248,8 +261,37 @@ class Bucket:
         return Flat(data, (data,))
 
 
+def is_finite(data: Tensor) -> bool:
+    """Whether all elements are finite: one pass, and another where the sum itself overflows."""
+    data = data.detach()
+    return bool(data.sum().isfinite()) or bool(data.isfinite().all())
+
+
+def extend_plan(
+    buckets: Sequence[Bucket], tensors: Iterable[Tensor], layout: Layout
+) -> tuple[Bucket, ...]:
+    """Plan the buckets of those tensors that require a gradient, or are in a bucket already.
+
+    Args:
+        buckets: as they are now.
+        tensors: all parameters, one of them perhaps several times.
+        layout: cap and form of the buckets.
+
+    Returns:
+        The plan of a new wrapper on the same parameters, with which a resumed run sums in the same
+        order; with views the present buckets, whose members stay in the storage that they have, and
+        further ones.
+    """
+    known = {id(member) for bucket in buckets for member in bucket.members}
+    distinct = {id(tensor): tensor for tensor in tensors}
+    live = [t for key, t in distinct.items() if t.requires_grad or key in known]
+    if not layout.as_view:
+        return plan_buckets(live, layout)
+    return (*buckets, *plan_buckets((t for t in live if id(t) not in known), layout))
+
+
 def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...]:
-    """Fill buckets in the order given, one open bucket for each device and dtype.
+    """Fill buckets in the layout's order, one open bucket for each device and dtype.
 
     Args:
         tensors: any tensors, in an order that is the same on every rank.
@@ -261,7 +303,9 @@ def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...
     cap_bytes = layout.cap_mb * MIB
     filled: list[list[Tensor]] = []
     open_buckets: dict[_Kind, tuple[list[Tensor], int]] = {}
-    for tensor in tensors:
+    listed = list(tensors)
+    placed = sorted(zip(layout.places(listed), listed, strict=True), key=itemgetter(0))
+    for _, tensor in placed:
         kind = _Kind(tensor.device, tensor.dtype)
         members, used_bytes = open_buckets.get(kind, ([], 0))
         if not members or used_bytes + tensor.nbytes > cap_bytes:

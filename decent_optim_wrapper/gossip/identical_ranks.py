@@ -24,16 +24,12 @@ class IdenticalRanks:
     """
 
     def __init__(self, rank: int) -> None:
-        self._rounds_left = _LONGEST_SEARCH if rank == 0 else 0
+        # Whether, and for how many rounds, there is still something to compare.
+        self.rounds_left = _LONGEST_SEARCH if rank == 0 else 0
         self._suspicious = 0
         # A checksum of what was sent of each bucket: in the round before, and so far in this one.
         self._before: list[int] = []
         self._now: list[int] = []
-
-    @property
-    def looks(self) -> bool:
-        """Whether there is still something to compare."""
-        return self._rounds_left > 0
 
     def compare(self, sent: Tensor, arriving: Tensor, dtype: torch.dtype, size: int) -> None:
         """Look at a bucket.
@@ -50,17 +46,17 @@ class IdenticalRanks:
             bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
             self._now.append(int(sent.detach().to(dtype).view(bits).sum()))
         else:
-            self._rounds_left = 0
+            self.rounds_left = 0
 
     def end_round(self) -> None:
         """Count the round, all of whose buckets have been compared."""
-        if not self.looks or not self._now:
+        if not self._now:
             return
-        self._rounds_left -= 1
+        self.rounds_left -= 1
         self._suspicious += self._now != self._before
         self._before, self._now = self._now, []
         if self._suspicious == _SUSPICIOUS:
-            self._rounds_left = 0
+            self.rounds_left = 0
             warnings.warn(
                 f"rank 0: in {_SUSPICIOUS} rounds of training the peers have sent what this rank "
                 f"has itself, so that gossip does nothing: take DistributedDataParallel off the "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from decent_optim_wrapper.gossip.bucket import Bucket
+from decent_optim_wrapper.gossip.parameters import Named, sparse_gradient_error
 from decent_optim_wrapper.optim import QGSGD, AccumAdam, AccumAdamW
 
 # State per parameter and nothing that couples parameters: updating them in several calls is the
@@ -69,6 +70,8 @@ class LocalUpdate:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Any = optimizer
+        # What errors call the parameters that the base had when their buckets were planned.
+        self._names_of: dict[int, str] = {}
         # Whether an overflow has skipped any of the last update; true or false as a tensor is, of
         # which a GPU may not know yet.
         self.skipped: Tensor | int = False
@@ -82,6 +85,54 @@ class LocalUpdate:
         """
         base = self._optimizer
         return type(base) in SPLITTABLE and not step_hooks(base) and not self._step_is_replaced()
+
+    def know(self, parameters: Iterable[Named]) -> None:
+        """Take them for additions, not for others in the place of those that are gossiped."""
+        self._names_of |= {id(each.tensor): each.name for each in parameters}
+
+    def check(self, buckets: Sequence[Bucket], changed: Sequence[Tensor], rank: int) -> None:
+        """Notice what was done to the parameters since their buckets were planned.
+
+        Args:
+            buckets: in which they are.
+            changed: those that are sent from where they are, and were changed meanwhile.
+            rank: of errors.
+
+        Raises:
+            RuntimeError: one was replaced, moved, converted or changed, or has a sparse gradient.
+        """
+        here: set[int] = set()
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                here.add(id(param))
+                if param.grad is not None and param.grad.layout != torch.strided:
+                    raise sparse_gradient_error(self._optimizer, param, rank)
+        gone = [member for each in buckets for member in each.members if id(member) not in here]
+        # A group that was only taken out is gossiped on, as what is frozen.
+        if gone and here - self._names_of.keys():
+            raise RuntimeError(
+                f"rank {rank}: expected in param_groups the parameters that the wrapper knows, but "
+                f"{self._names(gone)} was replaced by another Parameter, which no other rank would "
+                f"get; change values in place (param.copy_() under torch.no_grad()), or build the "
+                f"optimizer and the wrapper again"
+            )
+        if relocated := [tensor for bucket in buckets for tensor in bucket.relocated()]:
+            raise RuntimeError(
+                f"rank {rank}: expected the parameters as they were when the wrapper was built, "
+                f"but the storage of {self._names(relocated)} was replaced or converted; move and "
+                f"convert the model before building the wrapper, and change values in place"
+            )
+        if changed:
+            raise RuntimeError(
+                f"rank {rank}: expected the parameters as the last step() left them, but the "
+                f"values of {self._names(changed)} were changed while they were being sent to "
+                f"other ranks, which may have received either; call synchronize() before changing "
+                f"values by hand, or pass param_as_bucket_view=False. To go on from here, load a "
+                f"checkpoint on all ranks"
+            )
+
+    def _names(self, tensors: Sequence[Tensor]) -> str:
+        return ", ".join(self._names_of[id(tensor)] for tensor in tensors)
 
     def whole(self, closure: Callable[[], float] | None, scaling: Scaling) -> float | None:
         """Step once.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,60 +20,44 @@ from decent_optim_wrapper.topo import Group
 _COUNTERS = frozenset({"step", "position", "mu_product", "eta", "mu"})
 
 
-class StatePolicy:
-    """Keeps or averages momenta.
+class StateAverage:
+    """Averages momenta.
 
     Args:
-        averages: whether they are averaged.
         optimizer: the base.
-        transport: the ranks and how to reach them.
         layout: cap and wire of the buckets.
         rules: what happens to values that are not finite.
-        meter: told of all bytes.
+        meter: counts all bytes.
     """
 
-    def __init__(
-        self,
-        averages: bool,
-        optimizer: Optimizer,
-        transport: Transport,
-        layout: Layout,
-        rules: Rules,
-        meter: Meter,
-    ) -> None:
-        self._averages = averages
+    def __init__(self, optimizer: Optimizer, layout: Layout, rules: Rules, meter: Meter) -> None:
         self._optimizer = optimizer
-        self._transport = transport
+        self._layout = layout.plain
         self._rules = rules
         self._meter = meter
-        self._layout = Layout(layout.cap_mb, layout.wire_device)
 
-    def apply(self, params: Iterable[Tensor]) -> None:
-        """Average the state of these parameters where that is wanted; collective there.
+    def apply(self, params: Sequence[Tensor], transport: Transport) -> None:
+        """Average the state of these parameters; collective.
 
         Raises:
-            NonFiniteError: what is to be averaged is not finite on a rank, and the rules say so.
+            NonFiniteError: it is not finite on a rank, and the rules say so.
         """
-        if self._averages:
-            self._average(list(params))
-
-    def _average(self, params: list[Tensor]) -> None:
         tensors = [list(self._tensors(param)) for param in params]
         # A rank may have nothing yet for what had no gradient there.
         counts = torch.tensor([len(each) for each in tensors], dtype=torch.int64, device="cpu")
-        shared = (self._transport.all_gather(counts) == counts).all(dim=0).tolist()
+        shared = (transport.all_gather(counts) == counts).all(dim=0).tolist()
         of_all = [
             t for each, is_shared in zip(tensors, shared, strict=True) if is_shared for t in each
         ]
         buckets = plan_buckets(of_all, self._layout)
         finite = finite_shares(
-            buckets, self._transport, self._rules, 'average_state="average"', "momenta"
+            buckets, transport, self._rules, 'average_state="average"', "momenta"
         )
-        everyone = Group(range(self._transport.world_size))
+        everyone = Group(range(transport.world_size))
         for bucket, shares in zip(buckets, finite, strict=True):
             if not any(shares):
                 continue
-            mean = average(bucket, self._transport, shares)
+            mean = average(bucket, transport, shares)
             self._meter.bytes_sent += int(everyone.copies_sent * mean.data.nbytes)
             bucket.unpack_(mean)
 

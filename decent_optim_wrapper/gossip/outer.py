@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.gossip.bucket import is_finite
 from decent_optim_wrapper.gossip.schedule import Kind
-from decent_optim_wrapper.gossip.storage import is_finite
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 

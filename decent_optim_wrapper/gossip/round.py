@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -9,17 +11,75 @@ import torch.distributed as dist
 from loguru import logger
 from torch import Tensor
 
-from decent_optim_wrapper.comm.call_order import Header
 from decent_optim_wrapper.comm.transport import PendingMessage, Transport, WireError
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
-from decent_optim_wrapper.gossip.bucket import Bucket
+from decent_optim_wrapper.gossip.bucket import Bucket, is_finite
 from decent_optim_wrapper.gossip.identical_ranks import IdenticalRanks
-from decent_optim_wrapper.gossip.schedule import Kind, RoundPlan
-from decent_optim_wrapper.gossip.storage import Flat, is_finite
+from decent_optim_wrapper.gossip.schedule import Kind, RoundPlan, Session
+from decent_optim_wrapper.gossip.storage import Flat
 from decent_optim_wrapper.gossip.timing import Meter
 
 # Tags of an exchange: two for small messages, then one for each bucket.
 _HEADER_TAG, _FLAGS_TAG, _FIRST_BUCKET_TAG = 0, 1, 2
+
+
+class Call(IntEnum):
+    """The methods in which ranks meet."""
+
+    STEP = 1
+    GLOBAL_AVG = 2
+    CONSENSUS_DISTANCE = 3
+    REGROUP = 4
+    KEEP_AVERAGE = 5
+
+    def __str__(self) -> str:
+        if self is Call.REGROUP:
+            return "add_param_group() or rebuild_buckets()"
+        if self is Call.KEEP_AVERAGE:
+            return "step() after an average"
+        return f"{self.name.lower()}()"
+
+
+class Header(NamedTuple):
+    """What a rank is about to do.
+
+    Args:
+        call: the method that it is in.
+        round: the number of the next round, or of the one that is launched by the method.
+        mixing_rate: of that round; where it differs between two ranks their mean would drift.
+    """
+
+    call: Call
+    round: int
+    mixing_rate: float
+
+    def encode(self) -> Tensor:
+        """As a message: int64 of shape (3,), the rate by its bits."""
+        numbers = [self.call, self.round, _bits(self.mixing_rate)]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+    def check(self, message: list[int], rank: int, own_rank: int) -> None:
+        """Compare with the message of another rank.
+
+        Raises:
+            CallOrderError: the rank is in another method or round, or has another rate.
+        """
+        call, round, rate = message
+        if (call, round) != (self.call, self.round):
+            known = {int(call): str(call) for call in Call}
+            theirs = f"{known.get(call, 'something unknown')} at round {round}"
+            raise CallOrderError(
+                f"rank {own_rank}: expected rank {rank} in {self.call} at round {self.round}, as "
+                f"here, but it is in {theirs}; call the same methods in the same order on every "
+                f"rank, and step() equally often (torch.distributed.algorithms.Join for uneven "
+                f"data)"
+            )
+        if rate != _bits(self.mixing_rate):
+            raise CallOrderError(
+                f"rank {own_rank}: expected rank {rank} to mix round {self.round} with "
+                f"mixing_rate={self.mixing_rate}, as here, but it has {_float(rate)}; set the same "
+                f"rate on every rank before the same step()"
+            )
 
 
 class Rules(NamedTuple):
@@ -27,12 +87,10 @@ class Rules(NamedTuple):
 
     Args:
         on_nonfinite: what happens to parameters that are not finite: "raise", "skip" or "ignore".
-        topology: what errors call the topology.
         identical: notices that all ranks stay the same.
     """
 
     on_nonfinite: str
-    topology: str
     identical: IdenticalRanks
 
     @property
@@ -72,23 +130,25 @@ class Round:
     Args:
         header: the method that launches it, and its number; the same on all ranks.
         plan: the ranks that mix, and how far.
-        transport: how to reach them.
-        rules: see there.
-        meter: told of every wait, every copy and all bytes.
+        session: how to reach them.
+        rules: what is checked.
+        meter: counts every wait, every copy and all bytes.
     """
 
     def __init__(
-        self, header: Header, plan: RoundPlan, transport: Transport, rules: Rules, meter: Meter
+        self, header: Header, plan: RoundPlan, session: Session, rules: Rules, meter: Meter
     ) -> None:
         self.plan = plan
-        self.group = plan.group
-        self._peers = tuple(rank for rank in self.group.ranks if rank != transport.rank)
+        self._group = plan.group
+        self._size = len(plan.group.ranks)
         self._header = header
-        self._transport = transport
+        self._topology = session.topology
+        self._transport = session.transport
+        self._peers = tuple(rank for rank in self._group.ranks if rank != self._transport.rank)
         self._rules = rules
         self._meter = meter
         # An exact average is the same number on all ranks, of two as well, and is not rounded.
-        self._sums = self.group.size > 2 or plan.kind is Kind.AVERAGE
+        self._sums = self._size > 2 or plan.kind is Kind.AVERAGE
         self._unmixed: list[Bucket] = []
         self._exchanges: dict[Bucket, _Exchange] = {}
         # 1 for each bucket that leaves with finite values, and the same of every rank of the group.
@@ -112,7 +172,7 @@ class Round:
     def post(self, bucket: Bucket) -> None:
         """Pack a bucket and start its exchange; a rank alone exchanges nothing."""
         self._unmixed.append(bucket)
-        if self.group.size == 1 or not bucket.numel or self._failure:
+        if self._size == 1 or not bucket.numel or self._failure:
             return
         with self._meter.launch:
             post = self._post_group if self._sums else self._post_pair
@@ -171,7 +231,7 @@ class Round:
         exchange = self._exchanges.get(bucket)
         if exchange is not None:
             self._mix(bucket, exchange)
-        if not self._unmixed:
+        if not self._unmixed and self._rules.identical.rounds_left:
             self._rules.identical.end_round()
 
     def _mix(self, bucket: Bucket, exchange: _Exchange) -> None:
@@ -179,10 +239,10 @@ class Round:
             flags = self._finite_of.items()
             left_out = [rank for rank, finite in flags if not finite[exchange.position]]
             if self._sums:
-                exchange.arriving.data.div_(max(1, self.group.size - len(left_out)))
-            if len(left_out) == self.group.size:
+                exchange.arriving.data.div_(max(1, self._size - len(left_out)))
+            if len(left_out) == self._size:
                 return
-            if self._rules.identical.looks and not left_out:
+            if self._rules.identical.rounds_left and not left_out:
                 self._look(bucket, exchange)
             weight = exchange.weight * self.plan.mixing_rate
             if self._transport.rank in left_out:
@@ -205,7 +265,7 @@ class Round:
         arriving = exchange.arriving.data
         # A sum has taken the place of what was sent, which is still in the bucket itself.
         sent = exchange.sent or bucket.pack(bucket.new_flat(arriving.device, arriving.dtype))
-        self._rules.identical.compare(sent.data, arriving, bucket.wire_dtype, self.group.size)
+        self._rules.identical.compare(sent.data, arriving, bucket.wire_dtype, self._size)
 
     def _post_pair(self, bucket: Bucket) -> _Exchange:
         outgoing, incoming = bucket.pair()
@@ -218,7 +278,7 @@ class Round:
         )
         self._meter.bytes_sent += outgoing.data.nbytes
         rounded = outgoing if bucket.quantised else None
-        weight = 1 - self.group.self_weight
+        weight = 1 - self._group.self_weight
         return _Exchange(position, works, incoming, weight, outgoing, rounded)
 
     def _post_group(self, bucket: Bucket) -> _Exchange:
@@ -226,13 +286,13 @@ class Round:
 
         w x_i + (1-w)/(m-1) * sum of the others  =  x_i + m(1-w)/(m-1) * (mean - x_i)
         """
-        size = self.group.size
+        size = self._size
         flat = bucket.pack(bucket.summing())
         if not self._note_finite(flat) and self._rules.on_nonfinite == "skip":
             flat.data.zero_()
-        works = self._transport.all_reduce(flat.data, self.group.ranks)
-        self._meter.bytes_sent += int(self.group.copies_sent * flat.data.nbytes)
-        weight = size * (1 - self.group.self_weight) / (size - 1)
+        works = self._transport.all_reduce(flat.data, self._group.ranks)
+        self._meter.bytes_sent += int(self._group.copies_sent * flat.data.nbytes)
+        weight = size * (1 - self._group.self_weight) / (size - 1)
         return _Exchange(len(self._exchanges), works, flat, weight)
 
     def _note_finite(self, flat: Flat) -> bool:
@@ -253,10 +313,10 @@ class Round:
             )
 
     def _tell(self, message: Tensor, tag: int) -> list[PendingMessage]:
-        if self.group.size == 1 or self._failure or not self._transport.has_control:
+        if self._size == 1 or self._failure or not self._transport.has_control:
             return []
         try:
-            return self._transport.tell(message, self.group.ranks, tag)
+            return self._transport.tell(message, self._group.ranks, tag)
         except WireError as error:
             self._failure, self._failed_bucket = error, max(0, len(self._exchanges) - 1)
             return []
@@ -290,10 +350,10 @@ class Round:
         if loss.error.startswith(CallOrderError.__name__):
             # That rank closed its connections before this one had read its header.
             return CallOrderError(f"rank {self._transport.name}: {loss.error}")
-        group = tuple(self._transport.members[rank] for rank in self.group.ranks)
+        group = tuple(self._transport.members[rank] for rank in self._group.ranks)
         return PeerError(
             f"rank {self._transport.name}: lost {loss} in round {self._header.round}, bucket "
-            f"{bucket}, group {group} of {self._rules.topology}; look there for the first error. "
+            f"{bucket}, group {group} of {self._topology!r}; look there for the first error. "
             f"The parameters are as they were before this round was mixed: restart from a "
             f"checkpoint, or let the others go on with elastic=Elastic()",
             rank=loss.ranks[0] if len(loss.ranks) == 1 else None,
@@ -313,3 +373,11 @@ def nonfinite_error(
         f'with on_nonfinite="skip"',
         bad,
     )
+
+
+def _bits(number: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

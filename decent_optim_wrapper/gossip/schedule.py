@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
-from decent_optim_wrapper.topo import Group
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.topo import Group, Topology
 
 
 class Kind(Enum):
@@ -40,6 +43,8 @@ class RoundSchedule(NamedTuple):
         gossip_every: steps from one phase to the next; the rank is idle in between.
         global_avg_every: steps from one exact average to the next, each in place of what would
             be due; None for none.
+        first_round: rounds before it are idle: they belong to ranks that were ahead when another
+            one was lost.
     """
 
     phases: tuple[Group, ...]
@@ -47,10 +52,13 @@ class RoundSchedule(NamedTuple):
     world_size: int
     gossip_every: int = 1
     global_avg_every: int | None = None
+    first_round: int = 0
 
     def kind(self, round: int) -> Kind:
         """What is due at the end of step `round`, counted from 0."""
         steps = round + 1
+        if round < self.first_round:
+            return Kind.IDLE
         if self.global_avg_every is not None and steps % self.global_avg_every == 0:
             return Kind.AVERAGE
         return Kind.IDLE if steps % self.gossip_every else Kind.GOSSIP
@@ -86,3 +94,62 @@ class RoundSchedule(NamedTuple):
     @property
     def _everyone(self) -> Group:
         return Group(range(self.world_size))
+
+
+@dataclass(frozen=True)
+class Session:
+    """The ranks that take part, from one round on until one of them is lost or comes back.
+
+    Args:
+        transport: the members and their communicators.
+        topology: of the members.
+        schedule: the rounds of this rank.
+    """
+
+    transport: Transport
+    topology: Topology
+    schedule: RoundSchedule
+
+    @classmethod
+    def connect(
+        cls,
+        transport: Transport,
+        topology: Topology,
+        gossip_every: int = 1,
+        global_avg_every: int | None = None,
+        first_round: int = 0,
+    ) -> Session:
+        """Connect the groups in which this rank mixes; collective.
+
+        Args:
+            transport: the members.
+            topology: of as many ranks.
+            gossip_every: as in `RoundSchedule`.
+            global_avg_every: as in `RoundSchedule`.
+            first_round: as in `RoundSchedule`.
+        """
+        schedule = RoundSchedule(
+            phases=topology.schedule(transport.rank),
+            rank=transport.rank,
+            world_size=transport.world_size,
+            gossip_every=gossip_every,
+            global_avg_every=global_avg_every,
+            first_round=first_round,
+        )
+        transport.connect(schedule.groups)
+        return cls(transport=transport, topology=topology, schedule=schedule)
+
+
+def check_mixing_rate(rate: Any) -> float:
+    """Return the rate as a float, if it lies in (0, 1].
+
+    Raises:
+        TypeError: not a number.
+        ValueError: out of range.
+    """
+    if not isinstance(rate, Real) or isinstance(rate, bool):
+        raise TypeError(f"mixing_rate expects a number, got {rate!r}")
+    number = float(rate)
+    if not 0 < number <= 1:
+        raise ValueError(f"mixing_rate must be above 0 and at most 1, got {rate}")
+    return number

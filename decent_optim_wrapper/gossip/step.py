@@ -6,20 +6,37 @@ step, and u the local update from the gradient at x, a step is
     x <- W x - u(x),    and the next round leaves with the new x.
 
 Without overlap the next round is finished within the same step: x <- W (x - u(x)).
+
+`Step` is the algorithm; `Gossip` owns what lasts from one step to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
+from loguru import logger
+from torch import Tensor
+
+from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
+from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.bucket import Bucket
-from decent_optim_wrapper.gossip.round import Round
-from decent_optim_wrapper.gossip.rounds import Gossip
+from decent_optim_wrapper.gossip.local_update import LocalUpdate
+from decent_optim_wrapper.gossip.optimizer_state import StateAverage
+from decent_optim_wrapper.gossip.outer import Outer
+from decent_optim_wrapper.gossip.round import Call, Header, Round, Rules
+from decent_optim_wrapper.gossip.schedule import Kind, RoundPlan, Session
 from decent_optim_wrapper.gossip.timing import Meter
 
 Result = TypeVar("Result")
+
+# How long a wrapper that is dropped waits for peers that still have to launch its last round.
+_CLOSE_TIMEOUT = timedelta(seconds=5)
 
 
 class Step:
@@ -32,12 +49,10 @@ class Step:
 
     Args:
         gossip: the rounds, one of which may be in flight.
-        meter: counts the seconds of the updates.
     """
 
-    def __init__(self, gossip: Gossip, meter: Meter) -> None:
+    def __init__(self, gossip: Gossip) -> None:
         self._gossip = gossip
-        self._meter = meter
         self._arrived: Round | None = None
         self._launched: Round | None = None
         self._ready: set[Bucket] = set()
@@ -49,13 +64,20 @@ class Step:
         return self._gossip.buckets
 
     def __enter__(self) -> Step:
+        self._gossip.begin_step()
+        with self._gossip.failing_together():
+            self._gossip.surviving(self._receive)
+        self._waiting = list(self.buckets)
+        return self
+
+    def _receive(self) -> None:
         self._arrived = self._gossip.receive()
         if self._arrived:
             # Members of a replaced bucket are in a new one, which must not leave before the mixing.
-            self._gossip.mix_replaced(self._arrived)
+            for bucket in self._arrived.unmixed:
+                if bucket not in self.buckets:
+                    self._gossip.mix(self._arrived, bucket)
         self._launched = self._gossip.begin_round()
-        self._waiting = list(self.buckets)
-        return self
 
     def advance(self, buckets: Sequence[Bucket], update: Callable[[], Result]) -> Result:
         """Mix some buckets, update their parameters, and let them leave.
@@ -70,7 +92,7 @@ class Step:
         for bucket in buckets:
             if self._arrived:
                 self._gossip.mix(self._arrived, bucket)
-        with self._meter.update:
+        with self._gossip.meter.update:
             result = update()
         self._ready.update(buckets)
         self._post()
@@ -83,12 +105,15 @@ class Step:
         trace: TracebackType | None,
     ) -> None:
         if self._launched is None:
-            return
-        if error is None:
-            self._gossip.hand_over(self._launched)
-        else:
-            # The others notice: whoever makes the step closes its connections.
+            raise RuntimeError("exit is for a step that has been entered")
+        if error is not None:
+            # The others notice: this rank closes its connections.
             self._launched.abandon()
+            self._gossip.fail(error)
+            return
+        with self._gossip.failing_together():
+            self._gossip.hand_over(self._launched)
+            self._gossip.end_step()
 
     def _post(self) -> None:
         """Let those buckets leave whose turn it is.
@@ -100,3 +125,403 @@ class Step:
             raise RuntimeError("advance() is for a step that has been entered")
         while self._waiting and self._waiting[0] in self._ready:
             self._launched.post(self._waiting.pop(0))
+
+
+class Members(Protocol):
+    """A membership that survives the loss of a rank."""
+
+    def begin_step(self) -> None:
+        """Take in ranks that come back, and follow those that have lost a peer."""
+
+    def end_step(self) -> None:
+        """The next round is launched."""
+
+    def recover(self, reason: object) -> None:
+        """Agree on who is left, drop the round in flight, and go on in a new session."""
+
+    def meet(self, call: Call, action: Callable[[], Result]) -> Result:
+        """Make a call with all ranks, again with those that are left if one is lost."""
+
+    def leave(self) -> None:
+        """Stay away from now on."""
+
+    def tell_change(self) -> None:
+        """Call back if the members have changed."""
+
+
+class GossipState(NamedTuple):
+    """What a checkpoint needs to know of the rounds.
+
+    Args:
+        round: the counter.
+        in_flight: whether the last round is still to be mixed.
+        mixing_rate: of the next round.
+        last_rate: what it was when the last round was launched.
+    """
+
+    round: int
+    in_flight: bool
+    mixing_rate: float = 1.0
+    last_rate: float = 1.0
+
+
+@dataclass
+class _Connected:
+    """What must be taken off the wire when the wrapper is dropped."""
+
+    session: Session
+    in_flight: Round | None = None
+
+
+class Gossip:
+    """The rounds of one rank, one of which may be in flight, and what all ranks do together.
+
+    Args:
+        session: the ranks that take part; replaced as a whole when they change.
+        local_update: steps the base optimizer, and knows its parameters.
+        average: puts the world average in place.
+        rules: what every round checks.
+        meter: counts every wait, every copy and all bytes.
+        mixing_rate: of the first rounds.
+        overlap: let a round travel until the next step.
+        outer: the outer optimizer, if there is one.
+        state_average: averages the base's state at exact averages; None keeps it.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        local_update: LocalUpdate,
+        average: WorldAverage,
+        rules: Rules,
+        meter: Meter,
+        *,
+        mixing_rate: float,
+        overlap: bool,
+        outer: Outer | None,
+        state_average: StateAverage | None,
+    ) -> None:
+        self._connected = _Connected(session)
+        self._local_update = local_update
+        self.average = average
+        self._rules = rules
+        self.meter = meter
+        # Of the rounds that are launched from now on.
+        self.mixing_rate = self._last_rate = mixing_rate
+        self._overlap = overlap
+        self.outer = outer
+        self._state_average = state_average
+        # Set where ranks may be lost and come back.
+        self.members: Members | None = None
+        self._buckets: tuple[Bucket, ...] = ()
+        self._round = 0
+        # A resumed run has a round in flight that this process has yet to launch: not at loading,
+        # which must not communicate and may come before the parameters are loaded.
+        self._pending = False
+        # Whether the state that was loaded was saved while an average was in place.
+        self._kept = False
+        # Runs when the wrapper is dropped or the interpreter exits, whichever comes first. A rank
+        # that left with a round in flight would break it for a slower peer, and a gloo thread that
+        # works on while Python is finalised can abort the process.
+        weakref.finalize(self, _close, self._connected)
+
+    @property
+    def session(self) -> Session:
+        """The ranks that take part now."""
+        return self._connected.session
+
+    @session.setter
+    def session(self, session: Session) -> None:
+        self._connected.session = session
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets, in the order in which they are exchanged."""
+        return self._buckets
+
+    @buckets.setter
+    def buckets(self, buckets: Sequence[Bucket]) -> None:
+        # From the next launch on; the round in flight keeps its own.
+        self._buckets = tuple(buckets)
+        for index, bucket in enumerate(buckets):
+            logger.info("rank {} bucket {}: {!r}", self.session.transport.name, index, bucket)
+
+    @property
+    def state(self) -> GossipState:
+        """What to save now."""
+        in_flight = self._pending or self._connected.in_flight is not None
+        return GossipState(self._round, in_flight, self.mixing_rate, self._last_rate)
+
+    @property
+    def differs(self) -> bool:
+        """Whether a round is in flight, and the values in place differ by rank."""
+        if self.session.transport.world_size == 1 or self.average.snapshot is not None:
+            return False
+        return self.state.in_flight
+
+    def restore(self, state: GossipState, kept: bool = False) -> None:
+        """Continue from `state`, also where the round in flight, which is dropped, has failed."""
+        self._kept = kept
+        try:
+            self.discard()
+        finally:
+            self._round, self._pending, self.mixing_rate, self._last_rate = state
+
+    def begin_step(self) -> None:
+        """Notice what was done to parameters, averages and members since the last step."""
+        self.meter.reset()
+        self.session.transport.check_open()
+        self.check_parameters()
+        if self._kept or self.average.snapshot is not None:
+            self.keep_average()
+        if self.members:
+            self.members.begin_step()
+        self._anchor()
+
+    def end_step(self) -> None:
+        """End the step: with its round, too, where that is not left to overlap."""
+        if self.members:
+            self.members.end_step()
+        if not self._overlap:
+            self.surviving(self._finish)
+        self.meter.close(len(self._buckets), self._round)
+
+    def receive(self) -> Round | None:
+        """Wait for the round in flight as a whole, if there is one, in order to mix it.
+
+        Raises:
+            NonFiniteError: it must not be mixed, and is dropped.
+        """
+        self._relaunch()
+        arrived = self._take()
+        if arrived is not None:
+            arrived.check_finite()
+            if arrived.plan.kind is Kind.AVERAGE:
+                self._average_state()
+        return arrived
+
+    def mix(self, arrived: Round, bucket: Bucket) -> None:
+        """Mix in what has arrived for a bucket, if anything has."""
+        if bucket in arrived.unmixed:
+            arrived.mix(bucket)
+            if self.outer:
+                self._step_outer(self.outer, arrived.plan.kind, bucket)
+
+    def begin_round(self) -> Round:
+        """The next round, to which the buckets are posted one by one."""
+        plan = self.session.schedule.plan(self._round, self.mixing_rate)
+        transport = self.session.transport
+        names = [transport.members[rank] for rank in plan.group.ranks]
+        logger.debug("rank {} round {}: group {}", transport.name, self._round, names)
+        return self._round_of(Call.STEP, plan)
+
+    def hand_over(self, launched: Round) -> None:
+        """Leave a round to which everything is posted to the wire, until the next step."""
+        launched.seal()
+        self._connected.in_flight = launched
+        self._last_rate = self.mixing_rate
+        self._round += 1
+
+    def launch(self) -> None:
+        """Start the next round with the parameters as they are now."""
+        launched = self.begin_round()
+        for bucket in self._buckets:
+            launched.post(bucket)
+        self.hand_over(launched)
+
+    def synchronize(self) -> None:
+        """Finish and mix the round in flight."""
+        self.check_parameters()
+        with self.failing_together():
+            self.surviving(self._finish)
+
+    def global_avg(self, may_revert: bool) -> None:
+        """Put the average in place; collective."""
+        self.check_parameters()
+        with self.failing_together():
+            self.surviving(self._arrive)
+        self.meet(Call.GLOBAL_AVG, lambda: self.apply_average(may_revert))
+        if not may_revert:
+            self.keep_average()
+
+    def apply_average(self, may_revert: bool) -> None:
+        """Replace the parameters by their average; collective."""
+        self.average.apply(self._buckets, self.session.transport, may_revert)
+
+    def keep_average(self) -> None:
+        """Accept the average in place as the ranks' own parameters; collective."""
+        self._kept = False
+        self.average.keep()
+        with self.failing_together():
+            self.discard()
+            if self.members and self._state_average:
+                self.members.meet(Call.KEEP_AVERAGE, self.keep_state)
+            else:
+                self.keep_state()
+
+    def keep_state(self) -> None:
+        """Let the outer optimizer and the base's state follow an average; collective."""
+        if self.outer:
+            self.outer.rebase()
+        self._average_state()
+
+    def meet(self, call: Call, action: Callable[[], Result]) -> Result:
+        """Do something in which all ranks take part, again with those that are left if one is lost.
+
+        Args:
+            call: the method that this rank is in.
+            action: may be repeated.
+        """
+        self.session.transport.check_open()
+        self.check_parameters()
+        with self.failing_together(ValueError):
+            if self.members:
+                return self.members.meet(call, action)
+            self.announce(call)
+            return action()
+
+    def announce(self, call: Call) -> None:
+        """Make sure that the ranks of the next round's group are in the same method as this one.
+
+        Raises:
+            CallOrderError: one is elsewhere.
+            PeerError: one does not say.
+        """
+        schedule = self.session.schedule
+        plan = schedule.idle()
+        if self._round >= schedule.first_round:
+            # Whom this rank meets next: an announcement while it is idle reaches them.
+            plan = schedule.next_plan(self._round, self.mixing_rate)
+        self._round_of(call, plan).receive()
+
+    def surviving(self, action: Callable[[], Result]) -> Result:
+        """Do something that waits for peers, again in a new session if one is lost meanwhile."""
+        while True:
+            try:
+                return action()
+            except PeerError as error:
+                if self.members is None:
+                    raise
+                self.members.recover(error)
+
+    @contextmanager
+    def failing_together(self, *shared: type[Exception]) -> Iterator[None]:
+        """Tell the others if the body fails on this rank, since they would wait for it in vain.
+
+        Args:
+            shared: further errors that all ranks raise together, and that change nothing.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error, *shared)
+            raise
+
+    def fail(self, error: BaseException, *shared: type[Exception]) -> None:
+        """Close the connections after an error of this rank alone; see `failing_together`."""
+        if isinstance(error, (PeerError, CallOrderError, NonFiniteError, *shared)):
+            return
+        self.abandon()
+        self.session.transport.fail(error)
+        if self.members:
+            self.members.leave()
+
+    def abandon(self) -> None:
+        """Let go of the round in flight, whatever becomes of its bytes."""
+        self._pending = False
+        if self._connected.in_flight:
+            self._connected.in_flight.abandon()
+        self._connected.in_flight = None
+
+    def discard(self) -> None:
+        """Drop the round in flight, if there is one, whatever it holds: it is not mixed."""
+        self._pending = False
+        self.surviving(self._take)
+
+    def check_parameters(self) -> None:
+        """Notice what was done to the parameters since the wrapper was built."""
+        flying = self._connected.in_flight
+        changed = flying.changed_in_flight() if flying else []
+        self._local_update.check(self._buckets, changed, self.session.transport.name)
+
+    def _finish(self) -> None:
+        """Wait for the round in flight, if there is one, and mix it into the parameters."""
+        if arrived := self.receive():
+            for bucket in arrived.unmixed:
+                self.mix(arrived, bucket)
+
+    def _arrive(self) -> None:
+        """Wait for the round in flight, if there is one; nothing is mixed yet.
+
+        Raises:
+            NonFiniteError: it must not be mixed; it stays in flight, and whoever mixes it raises.
+        """
+        if self._connected.in_flight:
+            self._connected.in_flight.receive()
+            self._connected.in_flight.check_finite()
+
+    def _relaunch(self) -> None:
+        """Launch the round that was in flight when the state was saved."""
+        if self._pending:
+            # synchronize() may come before any step(), and the state may be of a run without an
+            # outer optimizer: it would miss its start when the round is mixed.
+            self._anchor()
+            self._pending = False
+            self._round -= 1
+            rate, self.mixing_rate = self.mixing_rate, self._last_rate
+            self.launch()
+            self.mixing_rate = rate
+
+    def _take(self) -> Round | None:
+        """Take the round out of flight once it has arrived.
+
+        One that fails is out of flight, too: what fails on the wire is not waited for again.
+        """
+        flying, self._connected.in_flight = self._connected.in_flight, None
+        if flying is not None:
+            flying.receive()
+        return flying
+
+    def _round_of(self, call: Call, plan: RoundPlan) -> Round:
+        self.session.transport.check_open()
+        header = Header(call, self._round, plan.mixing_rate)
+        return Round(header, plan, self.session, self._rules, self.meter)
+
+    def _anchor(self) -> None:
+        if self.outer:
+            self.outer.anchor(_members(self._buckets))
+
+    def _step_outer(self, outer: Outer, kind: Kind, bucket: Bucket) -> None:
+        if self._rules.on_nonfinite == "skip" and not bucket.is_finite():
+            # Neither must they get into its state, where no mixing reaches them.
+            outer.forget(bucket.members)
+        else:
+            outer.step(bucket.members, kind)
+
+    def _average_state(self) -> None:
+        if self._state_average:
+            self._state_average.apply(_members(self._buckets), self.session.transport)
+
+
+def _members(buckets: Iterable[Bucket]) -> list[Tensor]:
+    return [member for bucket in buckets for member in bucket.members]
+
+
+def _close(connected: _Connected) -> None:
+    """See a round that nobody will mix off the wire, and let go of the process group.
+
+    The peers launch the same round sooner or later, unless they are gone; a script that ends, or a
+    wrapper that is replaced, does not wait for them for as long as a step would.
+    """
+    transport = connected.session.transport
+    transport.limit_waits(_CLOSE_TIMEOUT)
+    try:
+        if connected.in_flight:
+            connected.in_flight.receive()
+    except RuntimeError as error:
+        logger.warning(
+            "rank {}: the wrapper was dropped with a round in flight, which did not arrive within "
+            "{}: {}; call synchronize() at the end of the training",
+            *(transport.name, _CLOSE_TIMEOUT, error),
+        )
+    transport.close()

@@ -112,12 +112,6 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def is_finite(data: Tensor) -> bool:
-    """Whether all elements are finite: one pass, and another where the sum itself overflows."""
-    data = data.detach()
-    return bool(data.sum().isfinite()) or bool(data.isfinite().all())
-
-
 def _end(tensor: Tensor) -> int:
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in pairs)

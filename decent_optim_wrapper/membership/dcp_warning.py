@@ -13,14 +13,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.membership.session import Engine
+from decent_optim_wrapper.gossip.step import Gossip
 
 _PACKAGE = "torch.distributed.checkpoint."
 _SAVERS = ("save", "async_save")
 _GETTERS = ("get_optimizer_state_dict", "get_state_dict")
 
 
-def warn_of_mixtures(optimizer: Optimizer, engine: Engine) -> None:
+def warn_of_mixtures(optimizer: Optimizer, gossip: Gossip) -> None:
     """Warn when the state dict of `optimizer` is taken for a checkpoint that mixes the ranks.
 
     Seen is who asks for this state dict. A model that is saved alone, or a dict that was made
@@ -28,13 +28,13 @@ def warn_of_mixtures(optimizer: Optimizer, engine: Engine) -> None:
 
     Args:
         optimizer: whose `state_dict()` is watched.
-        engine: knows whether the ranks' values differ; the watch ends with it.
+        gossip: knows whether the ranks' values differ; the watch ends with it.
     """
-    alive = weakref.ref(engine)
+    alive = weakref.ref(gossip)
 
     def warn(_: Optimizer) -> None:
-        engine = alive()
-        if engine is not None and engine.differs and _takes_one_for_all():
+        gossip = alive()
+        if gossip is not None and gossip.differs and _takes_one_for_all():
             warnings.warn(
                 "torch.distributed.checkpoint takes equal keys on several ranks for replicas of "
                 "one value, but the ranks' values differ: it would store a mixture of them, "
@@ -46,7 +46,7 @@ def warn_of_mixtures(optimizer: Optimizer, engine: Engine) -> None:
             )
 
     handle = optimizer.register_state_dict_pre_hook(warn)
-    weakref.finalize(engine, handle.remove)
+    weakref.finalize(gossip, handle.remove)
 
 
 def _takes_one_for_all() -> bool:

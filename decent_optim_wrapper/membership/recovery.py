@@ -5,51 +5,55 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
 import torch
 from loguru import logger
 
-from decent_optim_wrapper.comm.call_order import Call
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.config import OnChange
+from decent_optim_wrapper.config import OnChange, Schedule
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
-from decent_optim_wrapper.gossip.rounds import Gossip
-from decent_optim_wrapper.membership.consistency import difference
+from decent_optim_wrapper.gossip.average import consensus_distance
+from decent_optim_wrapper.gossip.round import Call
+from decent_optim_wrapper.gossip.schedule import Session
+from decent_optim_wrapper.gossip.step import Gossip
 from decent_optim_wrapper.membership.rendezvous import Note, Rendezvous
+from decent_optim_wrapper.membership.start import difference
 from decent_optim_wrapper.topo import Complete, Greedy, RandomMatching, Topology
 
 # Gives the state of the rank at that place to those that have none, and takes it there; collective.
 HandOver = Callable[[int, bool], None]
-# Makes a call of others with them, without taking anything from it; collective.
-Mirror = Callable[[Call], None]
 Result = TypeVar("Result")
 
 
 class Recovery:
-    """Rebuilds topology and connections whenever the members change.
+    """Opens a new session whenever the members change.
 
     A rank that comes back starts with a step. It makes the other calls with the members, for
     nothing, until all of them are in a step, too.
 
     Args:
         rendezvous: who is there.
-        transport: what to rebuild.
         topology: that of all ranks.
-        on_change: told of the old and the new members.
+        schedule: when they mix.
+        timeout: bound of every wait.
+        on_change: called with the old and the new members.
     """
 
     def __init__(
         self,
         rendezvous: Rendezvous,
-        transport: Transport,
         topology: Topology,
+        schedule: Schedule,
+        timeout: timedelta,
         on_change: OnChange | None,
     ) -> None:
         self._rendezvous = rendezvous
-        self._transport = transport
         self._full = topology
+        self._schedule = schedule
+        self._timeout = timeout
         self._on_change = on_change
         # All that start are fresh; where nobody is there yet to take over from, none stays so.
         self._note = Note(round=0, fresh=True)
@@ -60,8 +64,7 @@ class Recovery:
         # How many calls beside its steps this rank has made, and how many all have.
         self._meetings = self._meetings_of_all = 0
         weakref.finalize(self, rendezvous.leave)
-        transport.peer_lost = lambda: rendezvous.wanted
-        self._notes = self._meet()
+        self._meet()
         # The members that the user knows of.
         self._told = self.members
 
@@ -94,12 +97,17 @@ class Recovery:
                 f"wrapper as before"
             )
 
-    def begin(self, gossip: Gossip, hand_over: HandOver, mirror: Mirror) -> None:
+    def open_session(self, first_round: int = 0) -> Session:
+        """Connect the groups of the members; collective."""
+        topology = fitting(self._full, self.members)
+        every, average_every = self._schedule.gossip_every, self._schedule.global_avg_every
+        return Session.connect(self.transport, topology, every, average_every, first_round)
+
+    def begin(self, gossip: Gossip, hand_over: HandOver) -> None:
         """Take charge of the gossip, from the first epoch on."""
         self._gossip = gossip
         self._hand_over = hand_over
-        self._mirror = mirror
-        gossip.on_loss = self.recover
+        gossip.members = self
         if self.joins:
             self._call = Call.STEP
             self._settle_all()
@@ -112,7 +120,7 @@ class Recovery:
         self._call = Call.STEP
         if self._rendezvous.wanted:
             self._gather_again("another rank has lost a peer, or comes back")
-        elif self._transport.is_closed:
+        elif self.transport.is_closed:
             # In a call that does not go on without the lost rank, such as Checkpoints.save().
             self._gather_again("lost a peer since the last step")
         self._assemble()
@@ -160,7 +168,7 @@ class Recovery:
             self._gossip.announce(call)
             action()
             acted = True
-            self._transport.all_gather(torch.zeros(1, device="cpu"))
+            self.transport.all_gather(torch.zeros(1, device="cpu"))
         except PeerError as error:
             self._gather_again(error, acted)
             acted = acted and self._meetings_of_all > self._meetings
@@ -185,12 +193,12 @@ class Recovery:
                 return
             for call in calls:
                 with suppress(NonFiniteError):
-                    self._make(call, partial(self._mirror, call))
+                    self._make(call, partial(_mirror, call, self._gossip, self._rendezvous.rank))
 
     def _calls(self) -> set[Call]:
         """The calls that the ranks are in; once all are in a step, nobody is a newcomer."""
         try:
-            numbers = self._transport.all_gather(torch.tensor([self._call or 0], device="cpu"))
+            numbers = self.transport.all_gather(torch.tensor([self._call or 0], device="cpu"))
         except PeerError as error:
             self._gather_again(error)
             return set()
@@ -213,26 +221,28 @@ class Recovery:
             round=self._gossip.state.round, meetings=self._meetings + acted
         )
         self._leave_round()
-        self._notes = self._meet()
+        self._meet()
         self._settle_all()
 
     def _leave_round(self) -> None:
         self._gossip.abandon()
-        self._transport.abort("the members gather again")
+        self.transport.abort("the members gather again")
 
-    def _meet(self) -> list[Note]:
-        """Gather, and build what depends on who came; what they say of themselves, in their order.
-
-        Nothing here keeps the group itself: `Transport.abort` must be able to close it.
-        """
-        gathering = self._rendezvous.gather(self._note)
-        mine = gathering.notes[self._rendezvous.rank]
-        self._note = self._note._replace(fresh=mine.fresh)
-        self._transport.reform(
-            gathering.world, gathering.members, self._rendezvous.rank, gathering.store
+    def _meet(self) -> None:
+        """Gather, and notice who came, and what they say of themselves, in their order."""
+        rank, rendezvous = self._rendezvous.rank, self._rendezvous
+        gathering = rendezvous.gather(self._note)
+        self._notes = list(gathering.notes.values())
+        self._note = self._note._replace(fresh=gathering.notes[rank].fresh)
+        # Nothing else here keeps the communicator: `abort` must be able to close it.
+        self.transport = Transport(
+            gathering.world,
+            gathering.members.index(rank),
+            gathering.members,
+            self._timeout,
+            gathering.store,
+            peer_lost=lambda: rendezvous.wanted,
         )
-        self.topology = fitting(self._full, gathering.members)
-        return list(gathering.notes.values())
 
     def _settle_all(self) -> None:
         """Settle, with those that are left if one is lost meanwhile."""
@@ -245,7 +255,7 @@ class Recovery:
                     "rank {}: lost a peer while rebuilding: {}", self._rendezvous.rank, error
                 )
                 self._leave_round()
-                self._notes = self._meet()
+                self._meet()
 
     def _settle(self) -> None:
         """Bring the members to the same round, and those that come back to the same state."""
@@ -253,7 +263,8 @@ class Recovery:
         self._resume = max(self._notes[place].round for place in donors)
         self._meetings_of_all = min(self._notes[place].meetings for place in donors)
         self._newcomers = len(donors) < len(self._notes)
-        self._gossip.rewire(self.topology, self._resume)
+        session = self.open_session(self._resume)
+        self._gossip.session = session
         if self._newcomers:
             # From a rank that is there already: another one still has a step to make until then.
             donor = next(p for p in donors if self._notes[p].round == self._resume)
@@ -264,8 +275,29 @@ class Recovery:
         logger.warning(
             "rank {}: {} of {} ranks go on with round {}: {}, {!r}",
             *(self._rendezvous.rank, len(self.members), self._full.world_size, self._resume),
-            *(self.members, self.topology),
+            *(self.members, session.topology),
         )
+
+
+def _mirror(call: Call, gossip: Gossip, rank: int) -> None:
+    """Make a call with ranks that are in it, and take nothing from it; collective.
+
+    Raises:
+        CallOrderError: it changes what the ranks train.
+    """
+    match call:
+        case Call.GLOBAL_AVG:
+            gossip.apply_average(may_revert=True)
+            gossip.average.revert()
+        case Call.CONSENSUS_DISTANCE:
+            consensus_distance(gossip.buckets, gossip.session.transport)
+        case Call.KEEP_AVERAGE:
+            gossip.keep_state()
+        case _:
+            raise CallOrderError(
+                f"rank {rank}: a rank comes back while others are in {call}, and cannot make that "
+                f"call with them; restart it"
+            )
 
 
 def fitting(full: Topology, members: tuple[int, ...]) -> Topology:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class Start:
         except (TypeError, ValueError):
             # The settings refuse it, which the others are told with the group's own timeout.
             timeout = None
-        return Transport(self.process_group, timeout)
+        return Transport.over(self.process_group, timeout)
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -119,3 +120,16 @@ def exchange(transport: Transport, numbers: Sequence[int], failure: str = "") ->
                 f"{transport.members[failed[0]]} raised {reason} (ranks that failed: {failed})"
             )
     return rows[:, 1:]
+
+
+def difference(theirs: str, ours: str, whose: str) -> str:
+    """The first line in which two descriptions differ, in words.
+
+    Args:
+        theirs: one description.
+        ours: another.
+        whose: the owner of `ours`.
+    """
+    pairs = zip_longest(theirs.split("\n"), ours.split("\n"), fillvalue="nothing more")
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"<{one}> where {whose} has <{other}>"

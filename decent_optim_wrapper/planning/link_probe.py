@@ -70,7 +70,7 @@ def run(mib: float, repeats: int) -> Report | None:
 
 
 def _measure(mib: float, repeats: int, device: torch.device) -> Report | None:
-    transport = Transport(dist.group.WORLD)
+    transport = Transport.over(dist.group.WORLD)
     n = transport.world_size
     large = torch.zeros(int(mib * _MIB / 4), device=device)
     small = torch.zeros(2, device=device)

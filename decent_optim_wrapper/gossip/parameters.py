@@ -1,0 +1,104 @@
+"""Parameters and buffers by name, and what kinds of them can be exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from decent_optim_wrapper.gossip.storage import overlapping
+
+
+class Named(NamedTuple):
+    """A tensor and what to call it in an error."""
+
+    kind: str
+    name: str
+    tensor: Tensor
+
+    def describe(self) -> str:
+        """One line with everything in which ranks must agree on the tensor."""
+        frozen = ", frozen" if self.kind == "parameter" and not self.tensor.requires_grad else ""
+        shape, device = tuple(self.tensor.shape), self.tensor.device.type
+        return f"{self.kind} {self.name}: {self.tensor.dtype} {shape} on {device}{frozen}"
+
+
+def named_parameters(param_groups: Sequence[dict[str, Any]]) -> list[Named]:
+    """The parameters in their groups' order, by name where the optimizer was given names."""
+    named = []
+    for number, group in enumerate(param_groups):
+        names = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
+        named += [Named("parameter", *pair) for pair in zip(names, group["params"], strict=True)]
+    return named
+
+
+def named_buffers(buffers: Any) -> list[Named]:
+    """The tensors by number.
+
+    Raises:
+        TypeError: they are no iterable of tensors.
+    """
+    if isinstance(buffers, Tensor) or not isinstance(buffers, Iterable):
+        kind = "a single one" if isinstance(buffers, Tensor) else repr(buffers)
+        raise TypeError(f"buffers expects several tensors (model.buffers()), got {kind}")
+    named = [Named("buffer", str(number), tensor) for number, tensor in enumerate(buffers)]
+    for each in named:
+        if not isinstance(each.tensor, Tensor):
+            kind = type(each.tensor).__name__
+            raise TypeError(f"buffers expects tensors (model.buffers()), got a {kind}")
+    return named
+
+
+def check_tensors(named: Sequence[Named]) -> None:
+    """Make sure that every parameter is a dense tensor with memory of its own.
+
+    Raises:
+        TypeError: one is made of other tensors.
+        ValueError: names one that is not dense, or two that overlap and would be mixed twice.
+    """
+    check_dense(named)
+    distinct = list({id(each.tensor): each for each in named}.values())
+    found = overlapping([each.tensor for each in distinct])
+    if found is not None:
+        one, other = (next(e.name for e in distinct if e.tensor is tensor) for tensor in found)
+        raise ValueError(
+            f"expected parameters with memory of their own, but {one} and {other} overlap; tie "
+            f"them by using one and the same Parameter"
+        )
+
+
+def check_dense(named: Sequence[Named]) -> None:
+    """Make sure that every tensor is a dense one of its own kind.
+
+    Raises:
+        TypeError: one is made of other tensors.
+        ValueError: one is sparse, or has no values.
+    """
+    for each in named:
+        if is_traceable_wrapper_subclass(each.tensor):
+            raise TypeError(
+                f"expected {each.kind}s that are plain tensors, but {each.kind} {each.name} "
+                f"is a {type(each.tensor).__name__}, which gossip cannot exchange yet; build the "
+                f"wrapper on a model that is whole on every rank, without FSDP or tensor "
+                f"parallelism"
+            )
+        if each.tensor.layout != torch.strided or each.tensor.is_meta:
+            kind = "on the meta device" if each.tensor.is_meta else f"{each.tensor.layout}"
+            raise ValueError(
+                f"expected dense {each.kind}s with values, but {each.kind} {each.name} is {kind}; "
+                f"materialise the model (to_empty, to_dense) before building the wrapper"
+            )
+
+
+def sparse_gradient_error(optimizer: Any, param: Tensor, rank: int) -> RuntimeError:
+    """The error of a parameter whose gradient is not dense."""
+    named = named_parameters(optimizer.param_groups)
+    name = next(each.name for each in named if each.tensor is param)
+    layout = None if param.grad is None else param.grad.layout
+    return RuntimeError(
+        f"rank {rank}: expected dense gradients, but that of {name} is {layout}; gossip exchanges "
+        f"whole parameters: build the module with sparse=False"
+    )

@@ -1,0 +1,80 @@
+"""What a rank that comes back takes over from the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from loguru import logger
+from torch.optim import Optimizer
+
+from decent_optim_wrapper.comm.state_transfer import receive_state, send_state, sendable
+from decent_optim_wrapper.gossip.bucket import Layout
+from decent_optim_wrapper.gossip.parameters import Named, named_parameters
+from decent_optim_wrapper.gossip.saved_state import gossip_state, read_state, restore
+from decent_optim_wrapper.gossip.step import Gossip
+from decent_optim_wrapper.membership.consistency import broadcast
+
+
+class HandOver:
+    """Gives parameters, buffers and states to those that have none.
+
+    Args:
+        optimizer: the base.
+        gossip: of its parameters.
+        others: tensors in addition to the parameters.
+        parts: have a `state_dict`, such as a scheduler.
+        layout: how tensors travel.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        gossip: Gossip,
+        others: Sequence[Named],
+        parts: Sequence[Any],
+        layout: Layout,
+    ) -> None:
+        self._optimizer = optimizer
+        self._gossip = gossip
+        self._others = others
+        self._parts = parts
+        self._layout = layout
+        # How often this rank has taken over the others' state.
+        self.takeovers = 0
+
+    def __call__(self, donor: int, takes: bool) -> None:
+        """Send everything from one rank to all; collective.
+
+        Args:
+            donor: its place among the members.
+            takes: whether this rank takes over what it receives.
+        """
+        transport = self._gossip.session.transport
+        tensors = [*named_parameters(self._optimizer.param_groups), *self._others]
+        broadcast(tensors, transport, self._layout, donor, keep=not takes)
+        if transport.rank == donor:
+            parts = [self._state_of(part) for part in self._parts]
+            state = [self._optimizer.state_dict(), gossip_state(self._gossip), parts]
+            send_state(state, transport)
+            return
+        base, saved, parts = receive_state(transport, donor)
+        if takes:
+            self.takeovers += 1
+            self._optimizer.load_state_dict(base)
+            saved |= {"in_flight": False, "kept": False}
+            restore(self._gossip, read_state(self._gossip, saved, self._gossip.mixing_rate))
+            for part, state in zip(self._parts, parts, strict=True):
+                if state is not None:
+                    part.load_state_dict(state)
+
+    def _state_of(self, part: Any) -> Any | None:
+        state = part.state_dict()
+        if sendable(state):
+            return state
+        logger.warning(
+            "rank {}: the state of {} holds more than tensors, numbers and texts, and is not given "
+            "to the rank that comes back, where it begins anew",
+            *(self._gossip.session.transport.name, type(part).__name__),
+        )
+        return None
