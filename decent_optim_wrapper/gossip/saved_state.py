@@ -32,7 +32,8 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
     if gossip.average.snapshot is not None:
         # What a step() would do with the parameters that are saved now.
         state |= {"in_flight": False, "kept": True}
-    return state | ({"outer": gossip.outer.state_dict()} if gossip.outer else {})
+    outer = _outer_of(gossip)
+    return state | ({"outer": outer.state_dict()} if outer else {})
 
 
 def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
@@ -57,7 +58,7 @@ def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
         )
         if state.round < state.in_flight:
             raise ValueError(f"round must be 0 or more, and 1 in flight, got {state.round}")
-        outer = _read_outer(gossip.outer, saved)
+        outer = _read_outer(_outer_of(gossip), saved)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"rank {gossip.session.transport.name}: load_state_dict expects what state_dict() of a "
@@ -70,8 +71,13 @@ def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
 def restore(gossip: Gossip, saved: SavedState) -> None:
     """Continue from a state that was saved."""
     gossip.average.keep()
-    gossip.outer = saved.outer
+    if gossip.post_mix:
+        gossip.post_mix.outer = saved.outer
     gossip.restore(saved.gossip, saved.kept)
+
+
+def _outer_of(gossip: Gossip) -> Outer | None:
+    return gossip.post_mix.outer if gossip.post_mix else None
 
 
 def _read_outer(outer: Outer | None, saved: dict[str, Any]) -> Outer | None:

@@ -13,24 +13,23 @@ Without overlap the next round is finished within the same step: x <- W (x - u(x
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from loguru import logger
-from torch import Tensor
 
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
-from decent_optim_wrapper.gossip.optimizer_state import StateAverage
-from decent_optim_wrapper.gossip.outer import Outer
+from decent_optim_wrapper.gossip.members import Members
+from decent_optim_wrapper.gossip.post_mix import PostMix
 from decent_optim_wrapper.gossip.round import Call, Header, Round, Rules
-from decent_optim_wrapper.gossip.schedule import Kind, RoundPlan, Session
+from decent_optim_wrapper.gossip.schedule import RoundPlan, Session
 from decent_optim_wrapper.gossip.timing import Meter
 
 Result = TypeVar("Result")
@@ -127,28 +126,6 @@ class Step:
             self._launched.post(self._waiting.pop(0))
 
 
-class Members(Protocol):
-    """A membership that survives the loss of a rank."""
-
-    def begin_step(self) -> None:
-        """Take in ranks that come back, and follow those that have lost a peer."""
-
-    def end_step(self) -> None:
-        """The next round is launched."""
-
-    def recover(self, reason: object) -> None:
-        """Agree on who is left, drop the round in flight, and go on in a new session."""
-
-    def meet(self, call: Call, action: Callable[[], Result]) -> Result:
-        """Make a call with all ranks, again with those that are left if one is lost."""
-
-    def leave(self) -> None:
-        """Stay away from now on."""
-
-    def tell_change(self) -> None:
-        """Call back if the members have changed."""
-
-
 class GossipState(NamedTuple):
     """What a checkpoint needs to know of the rounds.
 
@@ -184,8 +161,7 @@ class Gossip:
         meter: counts every wait, every copy and all bytes.
         mixing_rate: of the first rounds.
         overlap: let a round travel until the next step.
-        outer: the outer optimizer, if there is one.
-        state_average: averages the base's state at exact averages; None keeps it.
+        post_mix: what follows the mixing, if anything does.
     """
 
     def __init__(
@@ -198,8 +174,7 @@ class Gossip:
         *,
         mixing_rate: float,
         overlap: bool,
-        outer: Outer | None,
-        state_average: StateAverage | None,
+        post_mix: PostMix | None,
     ) -> None:
         self._connected = _Connected(session)
         self._local_update = local_update
@@ -209,8 +184,7 @@ class Gossip:
         # Of the rounds that are launched from now on.
         self.mixing_rate = self._last_rate = mixing_rate
         self._overlap = overlap
-        self.outer = outer
-        self._state_average = state_average
+        self.post_mix = post_mix
         # Set where ranks may be lost and come back.
         self.members: Members | None = None
         self._buckets: tuple[Bucket, ...] = ()
@@ -276,7 +250,8 @@ class Gossip:
             self.keep_average()
         if self.members:
             self.members.begin_step()
-        self._anchor()
+        if self.post_mix:
+            self.post_mix.begin(self._buckets)
 
     def end_step(self) -> None:
         """End the step: with its round, too, where that is not left to overlap."""
@@ -296,16 +271,16 @@ class Gossip:
         arrived = self._take()
         if arrived is not None:
             arrived.check_finite()
-            if arrived.plan.kind is Kind.AVERAGE:
-                self._average_state()
+            if self.post_mix:
+                self.post_mix.arrive(arrived.plan.kind, self._buckets, self.session.transport)
         return arrived
 
     def mix(self, arrived: Round, bucket: Bucket) -> None:
         """Mix in what has arrived for a bucket, if anything has."""
         if bucket in arrived.unmixed:
             arrived.mix(bucket)
-            if self.outer:
-                self._step_outer(self.outer, arrived.plan.kind, bucket)
+            if self.post_mix:
+                self.post_mix.mix(arrived.plan.kind, bucket)
 
     def begin_round(self) -> Round:
         """The next round, to which the buckets are posted one by one."""
@@ -354,16 +329,15 @@ class Gossip:
         self.average.keep()
         with self.failing_together():
             self.discard()
-            if self.members and self._state_average:
+            if self.members and self.post_mix and self.post_mix.collective:
                 self.members.meet(Call.KEEP_AVERAGE, self.keep_state)
             else:
                 self.keep_state()
 
     def keep_state(self) -> None:
-        """Let the outer optimizer and the base's state follow an average; collective."""
-        if self.outer:
-            self.outer.rebase()
-        self._average_state()
+        """Let what follows the mixing follow an average that is kept; collective."""
+        if self.post_mix:
+            self.post_mix.keep(self._buckets, self.session.transport)
 
     def meet(self, call: Call, action: Callable[[], Result]) -> Result:
         """Do something in which all ranks take part, again with those that are left if one is lost.
@@ -465,7 +439,8 @@ class Gossip:
         if self._pending:
             # synchronize() may come before any step(), and the state may be of a run without an
             # outer optimizer: it would miss its start when the round is mixed.
-            self._anchor()
+            if self.post_mix:
+                self.post_mix.begin(self._buckets)
             self._pending = False
             self._round -= 1
             rate, self.mixing_rate = self.mixing_rate, self._last_rate
@@ -486,25 +461,6 @@ class Gossip:
         self.session.transport.check_open()
         header = Header(call, self._round, plan.mixing_rate)
         return Round(header, plan, self.session, self._rules, self.meter)
-
-    def _anchor(self) -> None:
-        if self.outer:
-            self.outer.anchor(_members(self._buckets))
-
-    def _step_outer(self, outer: Outer, kind: Kind, bucket: Bucket) -> None:
-        if self._rules.on_nonfinite == "skip" and not bucket.is_finite():
-            # Neither must they get into its state, where no mixing reaches them.
-            outer.forget(bucket.members)
-        else:
-            outer.step(bucket.members, kind)
-
-    def _average_state(self) -> None:
-        if self._state_average:
-            self._state_average.apply(_members(self._buckets), self.session.transport)
-
-
-def _members(buckets: Iterable[Bucket]) -> list[Tensor]:
-    return [member for bucket in buckets for member in bucket.members]
 
 
 def _close(connected: _Connected) -> None:

@@ -26,6 +26,7 @@ from decent_optim_wrapper.gossip.parameters import (
     named_buffers,
     named_parameters,
 )
+from decent_optim_wrapper.gossip.post_mix import PostMix
 from decent_optim_wrapper.gossip.round import Rules
 from decent_optim_wrapper.gossip.schedule import Kind, Session
 from decent_optim_wrapper.gossip.step import Gossip
@@ -244,7 +245,12 @@ def _make_gossip(
     rules = Rules(
         on_nonfinite=settings.on_nonfinite, identical=IdenticalRanks(transport.name)
     ).for_transport(transport)
-    averages = schedule.average_state == "average"
+    state_average = None
+    if schedule.average_state == "average":
+        state_average = StateAverage(optimizer, layout, rules, meter)
+    post_mix = None
+    if outer or state_average:
+        post_mix = PostMix(outer, state_average, heals=rules.on_nonfinite == "skip")
     return Gossip(
         session,
         local_update,
@@ -253,8 +259,7 @@ def _make_gossip(
         meter,
         mixing_rate=schedule.mixing_rate,
         overlap=settings.overlap,
-        outer=outer,
-        state_average=StateAverage(optimizer, layout, rules, meter) if averages else None,
+        post_mix=post_mix,
     )
 
 

@@ -1,0 +1,32 @@
+"""What the gossip asks of a membership that may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from decent_optim_wrapper.gossip.round import Call
+
+Result = TypeVar("Result")
+
+
+class Members(Protocol):
+    """A membership that survives the loss of a rank."""
+
+    def begin_step(self) -> None:
+        """Take in ranks that come back, and follow those that have lost a peer."""
+
+    def end_step(self) -> None:
+        """The next round is launched."""
+
+    def recover(self, reason: object) -> None:
+        """Agree on who is left, drop the round in flight, and go on in a new session."""
+
+    def meet(self, call: Call, action: Callable[[], Result]) -> Result:
+        """Make a call with all ranks, again with those that are left if one is lost."""
+
+    def leave(self) -> None:
+        """Stay away from now on."""
+
+    def tell_change(self) -> None:
+        """Call back if the members have changed."""

@@ -1,0 +1,66 @@
+"""What follows the mixing: the outer optimizer's step, and the base's state at exact averages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.gossip.bucket import Bucket
+from decent_optim_wrapper.gossip.optimizer_state import StateAverage
+from decent_optim_wrapper.gossip.outer import Outer
+from decent_optim_wrapper.gossip.schedule import Kind
+
+
+class PostMix:
+    """Follows everything that replaces parameters by mixed ones.
+
+    Args:
+        outer: the outer optimizer, if there is one.
+        state_average: averages the base's state at exact averages; None keeps it.
+        heals: whether parameters that are not finite get better by mixing.
+    """
+
+    def __init__(
+        self, outer: Outer | None, state_average: StateAverage | None, heals: bool
+    ) -> None:
+        self.outer = outer
+        self._state_average = state_average
+        self._heals = heals
+
+    @property
+    def collective(self) -> bool:
+        """Whether keeping an average takes all ranks."""
+        return self._state_average is not None
+
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        """A step begins, and nothing of it is done yet."""
+        if self.outer:
+            self.outer.anchor(_members(buckets))
+
+    def arrive(self, kind: Kind, buckets: Sequence[Bucket], transport: Transport) -> None:
+        """A round has arrived, and nothing of it is mixed yet; collective for exact averages."""
+        if kind is Kind.AVERAGE and self._state_average:
+            self._state_average.apply(_members(buckets), transport)
+
+    def mix(self, kind: Kind, bucket: Bucket) -> None:
+        """A bucket that was posted has been mixed; also where the rank was alone in the round."""
+        if self.outer is None:
+            return
+        if self._heals and not bucket.is_finite():
+            # Neither must they get into its state, where no mixing reaches them.
+            self.outer.forget(bucket.members)
+        else:
+            self.outer.step(bucket.members, kind)
+
+    def keep(self, buckets: Sequence[Bucket], transport: Transport) -> None:
+        """The world average has become the ranks' own parameters; collective."""
+        if self.outer:
+            self.outer.rebase()
+        if self._state_average:
+            self._state_average.apply(_members(buckets), transport)
+
+
+def _members(buckets: Sequence[Bucket]) -> list[Tensor]:
+    return [member for bucket in buckets for member in bucket.members]
