@@ -76,17 +76,14 @@ def test_a_missing_matplotlib_is_explained(
     assert "decent-optim-wrapper[plot]" in capsys.readouterr().err
 
 
-def test_simulate_prints_the_speed_up_and_draws_it(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "speed.png"
-    command = ["simulate", "--world-size", "4", "8", "--steps", "50", "-o", str(picture), "--json"]
-    assert main(command) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+def test_simulate_prints_the_speed_up(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("simulate", "--world-size", "4", "8", "--steps", "50")
+    rows = json.loads(printed(capsys, *command, "--json"))["rows"]
     assert {row["world_size"] for row in rows} == {4, 8}
     assert all(row["speedup"] > 0 for row in rows)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    header, _, first, *_ = printed(capsys, *command).splitlines()
+    assert header.split()[-1] == "speedup"
+    assert float(first.split()[-1]) == pytest.approx(rows[0]["speedup"], abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +105,6 @@ def test_simulate_prints_the_speed_up_and_draws_it(
         ["simulate", "--bytes-per-parameter", "nan"],
         ["topologies", "--topology", "rign"],
         ["show", "ring", "--world-size", "4", "-o", "no/such/folder/ring.png"],
-        ["simulate", "--steps", "2", "-o", "no/such/folder/speed.png"],
         ["comm"],
         ["comm", "--mib", "inf"],
         ["comm", "--mib", "1e-9"],
@@ -159,7 +155,7 @@ def test_ranks_that_drift_apart_are_told_in_words_and_in_valid_json(
     command = ("topologies", "--world-size", "4", "--topology", "ring", "apart")
     lines = printed(capsys, *command).splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["ring", "apart"]
-    assert "diverges" in lines[3]
+    assert lines[3].split()[5] == "inf"
     text = printed(capsys, *command, "--json")
     assert "Infinity" not in text
     rows = json.loads(text)["topologies"]
@@ -206,7 +202,7 @@ def test_greedy_is_for_at_most_256_ranks(
     command = ("topologies", "--world-size", "257", "--topology", "greedy", "hypercuboid")
     text = printed(capsys, *command)
     assert "greedy does not fit: it needs at most 256 ranks" in text
-    assert "hypercuboid  1       257" in text
+    assert ["hypercuboid", "1", "257"] in [line.split()[:3] for line in text.splitlines()]
     simulated = printed(capsys, "simulate", "--world-size", "257", "--steps", "2")
     assert "hypercuboid" in simulated
     assert "greedy" not in simulated

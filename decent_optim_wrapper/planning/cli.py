@@ -9,6 +9,7 @@ torchrun --nproc-per-node 4 -m decent_optim_wrapper comm
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,11 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         report: tables.Report | None = args.command(args)
-        text = "" if report is None else report.json() if args.json else report.text
     except (ValueError, ModuleNotFoundError, OSError) as error:
         parser.error(str(error))
-    if text:
-        print(text)
+    if report is not None:
+        print(json.dumps(report.data, indent=1, allow_nan=False) if args.json else report.text)
     return 0
 
 
@@ -60,25 +60,16 @@ def _show(args: argparse.Namespace) -> tables.Report:
 
 
 def _simulate(args: argparse.Namespace) -> tables.Report:
-    report = tables.simulations(
-        args.world_size,
-        args.local_world_size,
-        tables.Cluster(
-            compute_time=args.compute_time,
-            jitter=args.jitter,
-            bandwidth=args.bandwidth,
-            latency=args.latency,
-            parameter_bytes=args.parameters * args.bytes_per_parameter,
-            steps=args.steps,
-            seed=args.seed,
-        ),
-        args.topology,
-    )
-    if args.output is not None:
-        from decent_optim_wrapper.planning import plots
-
-        plots.speedups(report.data, args.output)
-    return report
+    cluster = {
+        "compute_time": args.compute_time,
+        "jitter": args.jitter,
+        "bandwidth": args.bandwidth,
+        "latency": args.latency,
+        "parameter_bytes": args.parameters * args.bytes_per_parameter,
+        "steps": args.steps,
+        "seed": args.seed,
+    }
+    return tables.simulations(args.world_size, args.local_world_size, cluster, args.topology)
 
 
 def _comm(args: argparse.Namespace) -> tables.Report | None:
@@ -129,7 +120,6 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--bytes-per-parameter", type=_number, default=4)
     simulate.add_argument("--steps", type=int, default=500)
     simulate.add_argument("--seed", type=int, default=0)
-    simulate.add_argument("-o", "--output", type=Path, help="a .png or .svg file")
 
     comm = add("comm", _comm, "measure the links between the ranks; start it with torchrun")
     comm.add_argument("--mib", type=_number, default=8, help="size of the large message")

@@ -7,30 +7,19 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.planning.tables import Report, columns
+from decent_optim_wrapper.planning.tables import Report, table
 
 _MIB = 1024 * 1024
 _LEAST_MIB = 0.001
 # A pair below this share of the median bandwidth is called slow.
 _SLOW = 0.7
-
-
-class _AllReduce(NamedTuple):
-    """An all-reduce of all ranks.
-
-    Args:
-        bytes_per_second: bytes of the reduced tensor per second.
-        latency: seconds for 8 bytes.
-    """
-
-    bytes_per_second: float
-    latency: float
 
 
 def run(mib: float, repeats: int) -> Report | None:
@@ -72,25 +61,19 @@ def run(mib: float, repeats: int) -> Report | None:
 def _measure(mib: float, repeats: int, device: torch.device) -> Report | None:
     transport = Transport.over(dist.group.WORLD)
     n = transport.world_size
-    large = torch.zeros(int(mib * _MIB / 4), device=device)
-    small = torch.zeros(2, device=device)
-    bandwidth = torch.zeros(n, n, dtype=torch.float64, device="cpu")
-    latency = torch.zeros(n, n, dtype=torch.float64, device="cpu")
-    for a in range(n):
-        for b in range(a + 1, n):
-            seconds = [_pair_seconds(transport, t, a, b, repeats) for t in (small, large)]
-            latency[a, b] = latency[b, a] = seconds[0]
-            if seconds[1]:
-                bandwidth[a, b] = bandwidth[b, a] = large.nbytes / seconds[1]
-    reduce_small = _median(lambda: transport.sum_(small), repeats)
-    reduce_large = _median(lambda: transport.sum_(large), repeats)
+    messages = torch.zeros(2, device=device), torch.zeros(int(mib * _MIB / 4), device=device)
+    seconds = torch.zeros(2, n, n, dtype=torch.float64, device="cpu")
+    for a, b in combinations(range(n), 2):
+        for of_size, message in zip(seconds, messages, strict=True):
+            of_size[a, b] = of_size[b, a] = _pair_seconds(transport, message, a, b, repeats)
+    reduce_small, reduce_large = (_median(partial(transport.sum_, m), repeats) for m in messages)
     # Only the two ends of a pair have its figures, the others have zeros.
-    everything = transport.all_gather(torch.stack([bandwidth, latency]))
-    bandwidth, latency = (everything[:, k].amax(dim=0) for k in (0, 1))
+    latency, transfer = transport.all_gather(seconds).amax(dim=0)
     if transport.rank:
         return None
-    all_reduce = _AllReduce(bytes_per_second=large.nbytes / reduce_large, latency=reduce_small)
-    return _report(bandwidth, latency, all_reduce)
+    nbytes = messages[1].nbytes
+    bandwidth = (nbytes / transfer).fill_diagonal_(0)
+    return _report(bandwidth, latency, nbytes / reduce_large, reduce_small)
 
 
 def _pair_seconds(transport: Transport, data: torch.Tensor, a: int, b: int, repeats: int) -> float:
@@ -120,31 +103,32 @@ def _wait(works: list[dist.Work]) -> None:
         work.wait()
 
 
-def _report(bandwidth: torch.Tensor, latency: torch.Tensor, all_reduce: _AllReduce) -> Report:
+def _report(
+    bandwidth: torch.Tensor, latency: torch.Tensor, reduce_bandwidth: float, reduce_latency: float
+) -> Report:
     n = len(bandwidth)
-    pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
+    pairs = list(combinations(range(n), 2))
     typical = statistics.median(bandwidth[pair].item() for pair in pairs)
+    typical_latency = statistics.median(latency[pair].item() for pair in pairs)
     slow = [pair for pair in pairs if bandwidth[pair] < _SLOW * typical]
-    header = ("MB/s", *(f"rank {b}" for b in range(n)))
-    body = [
-        (f"rank {a}", *("-" if a == b else f"{bandwidth[a, b] / 1e6:.0f}" for b in range(n)))
+    rows = [
+        {"MB/s": f"rank {a}"} | {f"rank {b}": f"{bandwidth[a, b] / 1e6:.0f}" for b in range(n)}
         for a in range(n)
     ]
-    latencies = [latency[pair].item() for pair in pairs]
     lines = [
-        columns([header, *body]),
+        table(rows),
         f"median bandwidth of a pair, both ways at once: {typical / 1e6:.0f} MB/s",
-        f"median latency of a pair: {1e6 * statistics.median(latencies):.0f} us",
-        f"all-reduce of all ranks: {all_reduce.bytes_per_second / 1e6:.0f} MB/s, "
-        f"latency {1e6 * all_reduce.latency:.0f} us",
+        f"median latency of a pair: {1e6 * typical_latency:.0f} us",
+        f"all-reduce of all ranks: {reduce_bandwidth / 1e6:.0f} MB/s, "
+        f"latency {1e6 * reduce_latency:.0f} us",
         *(f"slow pair: ranks {a} and {b}, {bandwidth[a, b] / 1e6:.0f} MB/s" for a, b in slow),
-        f"simulate --bandwidth {typical:.3g} --latency {statistics.median(latencies):.3g}",
+        f"simulate --bandwidth {typical:.3g} --latency {typical_latency:.3g}",
     ]
     data = {
         "bandwidth": bandwidth.tolist(),
-        "latency": [[0.0 if a == b else latency[a, b].item() for b in range(n)] for a in range(n)],
-        "all_reduce_bytes_per_second": all_reduce.bytes_per_second,
-        "all_reduce_latency": all_reduce.latency,
+        "latency": latency.tolist(),
+        "all_reduce_bytes_per_second": reduce_bandwidth,
+        "all_reduce_latency": reduce_latency,
         "slow_pairs": slow,
     }
     return Report(text="\n".join(lines), data=data)

@@ -1,4 +1,4 @@
-"""Pictures of topologies and simulations; needs matplotlib, from the extra `plot`."""
+"""Pictures of topologies; needs matplotlib, from the extra `plot`."""
 
 from __future__ import annotations
 
@@ -45,28 +45,6 @@ def phases(topology: Topology, name: str, path: Path) -> None:
             axis.text(x, y, str(rank), ha="center", va="center", fontsize=8, zorder=3)
     more = f", the first {shown} of {topology.period} phases" if topology.period > shown else ""
     figure.suptitle(f"{name}, {n} ranks{more}")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def speedups(data: Any, path: Path) -> None:
-    """Draw the speed-up over all-reduce against the number of ranks, a line for each topology.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is missing.
-        ValueError: the file is neither .png nor .svg, or its folder does not exist.
-    """
-    pyplot = _pyplot(path)
-    figure, axis = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for name in dict.fromkeys(row["topology"] for row in data["rows"]):
-        known = [row for row in data["rows"] if row["speedup"] is not None]
-        rows = [row for row in known if row["topology"] == name]
-        sizes, gains = [r["world_size"] for r in rows], [r["speedup"] for r in rows]
-        axis.plot(sizes, gains, marker="o", label=name)
-    axis.axhline(1, color="grey", linewidth=1)
-    axis.set_xscale("log", base=2)
-    axis.set(xlabel="ranks", ylabel="speed-up over all-reduce (DDP)", ylim=(0, None))
-    axis.legend()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
