@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -72,7 +71,7 @@ class Topology:
             `groups[rank][phase]`: the ranks that mix with `rank` in that phase, itself included,
             as a list of ranks or a `Group`.
         """
-        return _rank_by_rank(self.phases(), self._world_size)
+        return _by_rank(self.phases(), self._world_size)
 
     @classmethod
     def fits(cls, world_size: int, local_world_size: int = 1) -> bool:
@@ -114,8 +113,13 @@ class Topology:
     def _schedules(self) -> tuple[tuple[Group, ...], ...]:
         """`groups[rank][phase]` of all ranks, proved to be partitions; built when missing."""
         if self._built_schedules is None:
-            table = [[[0]]] if self._world_size == 1 else self.assign_groups()
-            self._built_schedules = _validated(table, self._world_size)
+            n = self._world_size
+            phases: Sequence[Sequence[Group | Sequence[int]]] = [[[0]]]
+            if n > 1 and type(self).assign_groups is Topology.assign_groups:
+                phases = self.phases()
+            elif n > 1:
+                phases = _by_phase(self.assign_groups(), n)
+            self._built_schedules = _by_rank(phases, n)
         return self._built_schedules
 
     def release(self) -> None:
@@ -184,69 +188,53 @@ class Topology:
 REGISTRY: dict[str, type[Topology]] = {}
 
 
-def _rank_by_rank(
+def _by_rank(
     phases: Iterable[Iterable[Group | Iterable[int]]], world_size: int
-) -> list[list[Group]]:
-    """Turn the groups of every phase into the `groups[rank][phase]` of `assign_groups`."""
-    table: list[list[Group]] = [[] for _ in range(world_size)]
-    for number, phase in enumerate(phases):
-        if not isinstance(phase, Iterable):
-            raise ValueError(f"phase {number}: expected a list of groups, got {phase!r}")
-        group_of: dict[int, Group] = {}
-        for entry in phase:
-            group = _as_group(entry, f"phase {number}", world_size)
-            for rank in group.ranks:
-                if rank in group_of:
-                    raise ValueError(
-                        f"phase {number}: rank {rank} is in two groups, {group_of[rank].ranks} and "
-                        f"{group.ranks}; every rank can be in one group of a phase only"
-                    )
-                group_of[rank] = group
-        for rank, row in enumerate(table):
-            row.append(group_of.get(rank) or Group([rank]))
-    return table
-
-
-def _size(name: str, value: int) -> int:
-    size = operator.index(value)
-    if size < 1:
-        raise ValueError(f"{name} must be 1 or more, got {size}")
-    return size
-
-
-def _validated(
-    table: Sequence[Sequence[Group | Sequence[int]]], world_size: int
 ) -> tuple[tuple[Group, ...], ...]:
-    """Prove that the table is a partition of the ranks in every phase."""
-    if len(table) != world_size:
-        raise ValueError(f"expected groups for {world_size} ranks, got {len(table)}")
-    period = len(table[0])
-    lengths = {rank: len(row) for rank, row in enumerate(table) if len(row) != period}
-    if period == 0 or lengths:
-        raise ValueError(
-            f"every rank needs the same number of phases, 1 or more; rank 0 has {period}"
-            + "".join(f", rank {rank} has {length}" for rank, length in lengths.items())
-        )
-    columns = [_validated_phase(phase, [row[phase] for row in table]) for phase in range(period)]
+    """Turn the groups of every phase into `groups[rank][phase]`, if they are partitions."""
+    columns = [_column(f"phase {number}", each, world_size) for number, each in enumerate(phases)]
+    if not columns:
+        raise ValueError("expected the groups of 1 or more phases, got none")
     return tuple(zip(*columns, strict=True))
 
 
-def _validated_phase(phase: int, entries: Sequence[Group | Sequence[int]]) -> list[Group]:
-    """Prove that the ranks' entries of one phase are the groups of a partition."""
-    column = [
-        _validated_entry(phase, rank, entry, len(entries)) for rank, entry in enumerate(entries)
-    ]
-    for rank, group in enumerate(list(column)):
-        leader = group.ranks[0]
-        for member in group.ranks if leader == rank else (leader,):
-            if column[member] != group:
+def _column(place: str, phase: Iterable[Group | Iterable[int]], world_size: int) -> list[Group]:
+    """The group of every rank in one phase."""
+    if not isinstance(phase, Iterable):
+        raise ValueError(f"{place}: expected a list of groups, got {phase!r}")
+    group_of: dict[int, Group] = {}
+    for entry in phase:
+        group = _as_group(entry, place, world_size)
+        for rank in group.ranks:
+            if rank in group_of:
                 raise ValueError(
-                    f"phase {phase}: rank {rank} lists {group}, but its member {member} lists "
-                    f"{column[member]}; all members of a group must list the same one"
+                    f"{place}: rank {rank} is in two groups, {group_of[rank]} and {group}; every "
+                    f"rank can be in one group of a phase only"
                 )
-            # One object per group: thousands of ranks may have listed it each on their own.
-            column[member] = column[leader]
-    return column
+            group_of[rank] = group
+    return [group_of.get(rank) or Group([rank]) for rank in range(world_size)]
+
+
+def _by_phase(
+    table: Sequence[Sequence[Group | Sequence[int]]], world_size: int
+) -> list[list[Group]]:
+    """Turn `groups[rank][phase]` into the groups of every phase, each of them once."""
+    if len(table) != world_size:
+        raise ValueError(f"expected groups for {world_size} ranks, got {len(table)}")
+    periods = [len(row) for row in table]
+    if len(set(periods)) > 1:
+        raise ValueError(f"every rank needs the same number of phases, got {periods} by rank")
+    phases = []
+    for number, column in enumerate(zip(*table, strict=True)):
+        groups: dict[Group, None] = {}
+        for rank, entry in enumerate(column):
+            place = f"phase {number}, rank {rank}"
+            group = _as_group(entry, place, world_size)
+            if rank not in group.ranks:
+                raise ValueError(f"{place}: not a member of its group {group.ranks}")
+            groups[group] = None
+        phases.append([*groups])
+    return phases
 
 
 def _as_group(entry: Group | Iterable[int], place: str, world_size: int) -> Group:
@@ -261,9 +249,8 @@ def _as_group(entry: Group | Iterable[int], place: str, world_size: int) -> Grou
     return group
 
 
-def _validated_entry(phase: int, rank: int, entry: Group | Sequence[int], world_size: int) -> Group:
-    group = _as_group(entry, f"phase {phase}, rank {rank}", world_size)
-    # By bisection: a scan of every rank's group would be quadratic for large groups.
-    if group.ranks[bisect_left(group.ranks, rank, hi=group.size - 1)] != rank:
-        raise ValueError(f"phase {phase}, rank {rank}: not a member of its group {group.ranks}")
-    return group
+def _size(name: str, value: int) -> int:
+    size = operator.index(value)
+    if size < 1:
+        raise ValueError(f"{name} must be 1 or more, got {size}")
+    return size
