@@ -14,6 +14,17 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+# In the order of the fields of `Ranks`.
+_RANK_VARIABLES = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpirun": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+}
+
 
 class DistInfo(NamedTuple):
     """Where this process stands.
@@ -114,45 +125,32 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
         ValueError: a variable is not what it should be.
     """
     ranks = _find_ranks(environ)
-    for value, size in (
-        (ranks.rank, ranks.world_size),
-        (ranks.local_rank, ranks.local_world_size),
-        (ranks.local_world_size, ranks.world_size + 1),
-    ):
-        if not value < size:
-            raise ValueError(
-                f"the variables of {ranks.launcher} contradict each other: {ranks}; unset those "
-                f"that are left from another launcher, and start the script again"
-            )
+    if not ranks.rank < ranks.world_size >= ranks.local_world_size > ranks.local_rank:
+        raise ValueError(
+            f"the variables of {ranks.launcher} contradict each other: {ranks}; unset those that "
+            f"are left from another launcher, and start the script again"
+        )
+    addr, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if ranks.launcher == "srun":
-        return Launch(ranks, _slurm_addr(environ), _slurm_port(environ))
-    if ranks.launcher == "mpirun":
-        hint = "pass it on with `mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<free port>`"
-        on_one_node = ranks.local_world_size == ranks.world_size
-        addr = environ.get("MASTER_ADDR") or ("127.0.0.1" if on_one_node else None)
-        addr = addr or _text(environ, "MASTER_ADDR", hint=hint)
-        return Launch(ranks, addr, _text(environ, "MASTER_PORT", hint=hint))
-    return Launch(ranks, _text(environ, "MASTER_ADDR"), _text(environ, "MASTER_PORT"))
+        addr = addr or _first_slurm_node(environ)
+        port = port or _slurm_port(environ)
+    if ranks.launcher == "mpirun" and ranks.local_world_size == ranks.world_size:
+        addr = addr or "127.0.0.1"
+    for name, value in (("MASTER_ADDR", addr), ("MASTER_PORT", port)):
+        if not value:
+            raise RuntimeError(
+                f"the variable {name} is missing; export MASTER_ADDR, the host of rank 0, and "
+                f"MASTER_PORT, a free port there, both the same for all ranks (`mpirun -x` passes "
+                f"them on)"
+            )
+    return Launch(ranks=ranks, master_addr=str(addr), master_port=str(port))
 
 
 def _find_ranks(environ: Mapping[str, str]) -> Ranks:
     # mpirun inside of a Slurm job inherits the job's SLURM_PROCID, the same in all its processes.
-    if environ.get("RANK"):
-        return Ranks(
-            "torchrun",
-            _number(environ, "RANK"),
-            _number(environ, "WORLD_SIZE"),
-            _number(environ, "LOCAL_RANK"),
-            _number(environ, "LOCAL_WORLD_SIZE"),
-        )
-    if environ.get("OMPI_COMM_WORLD_RANK"):
-        return Ranks(
-            "mpirun",
-            _number(environ, "OMPI_COMM_WORLD_RANK"),
-            _number(environ, "OMPI_COMM_WORLD_SIZE"),
-            _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
-            _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        )
+    for launcher, names in _RANK_VARIABLES.items():
+        if environ.get(names[0]):
+            return Ranks(launcher, *(_number(environ, name) for name in names))
     if environ.get("SLURM_PROCID"):
         return Ranks(
             "srun",
@@ -192,25 +190,18 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
     return counts[node]
 
 
-def _slurm_addr(environ: Mapping[str, str]) -> str:
-    """MASTER_ADDR, else the first node of the step, where Slurm by default puts rank 0."""
-    if addr := environ.get("MASTER_ADDR"):
-        return addr
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
-        hint = 'export it as $(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-        return _text(environ, "MASTER_ADDR", hint=hint)
+def _first_slurm_node(environ: Mapping[str, str]) -> str:
+    """Where Slurm by default puts rank 0; empty where it does not tell."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     # Of a list such as gpu[07,10-12],login1 the first: gpu07.
     first = next(re.finditer(r"(?:[^,\[]|\[[^\]]*\])*", nodes))
     return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0])
 
 
 def _slurm_port(environ: Mapping[str, str]) -> str:
-    """MASTER_PORT, else one between 10000 and 29999 that differs between the steps of a node."""
-    if port := environ.get("MASTER_PORT"):
-        return port
+    """One between 10000 and 29999 that differs between the steps of a node; empty outside a job."""
     if not environ.get("SLURM_JOB_ID"):
-        return _text(environ, "MASTER_PORT", hint="export a free port, the same for all ranks")
+        return ""
     step = _number(environ, "SLURM_STEP_ID") if environ.get("SLURM_STEP_ID") else 0
     return str(10000 + (31 * _number(environ, "SLURM_JOB_ID") + step) % 20000)
 
@@ -222,13 +213,15 @@ def _number(environ: Mapping[str, str], *names: str) -> int:
     return int(text)
 
 
-def _text(environ: Mapping[str, str], *names: str, hint: str = "") -> str:
+def _text(environ: Mapping[str, str], *names: str) -> str:
     """The first of these variables that is set."""
     for name in names:
         if text := environ.get(name):
             return text
-    advice = hint or "start the script with torchrun, srun or mpirun, which set it, or export it"
-    raise RuntimeError(f"the variable {' or '.join(names)} is missing; {advice}")
+    raise RuntimeError(
+        f"the variable {' or '.join(names)} is missing; start the script with torchrun, srun or "
+        f"mpirun, which set it, or export it"
+    )
 
 
 def _ranks_in_group() -> Ranks:
