@@ -93,7 +93,7 @@ def test_simulate_prints_the_speed_up(capsys: pytest.CaptureFixture[str]) -> Non
         ["topologies", "--world-size", "8", "--local-world-size", "3"],
         ["show", "rign", "--world-size", "4"],
         ["show", "ring", "--world-size", "5"],
-        ["show", "ring", "--world-size", "4", "-o", "ring.gif"],
+        ["show", "ring", "--world-size", "4", "-o", "ring.doc"],
         ["simulate", "--world-size", "4", "--bandwidth", "-1"],
         ["simulate", "--world-size", "0", "8"],
         ["simulate", "--world-size", "8", "7", "--topology", "ring"],

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -78,13 +77,6 @@ def _comm(args: argparse.Namespace) -> tables.Report | None:
     return link_probe.run(args.mib, args.repeats)
 
 
-def _number(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"expected a finite number, got {text!r}")
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="decent_optim_wrapper", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(required=True, parser_class=_Parser)
@@ -104,24 +96,22 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("name")
     show.add_argument("--world-size", type=int, required=True)
     show.add_argument("--local-world-size", type=int, default=1)
-    show.add_argument("-o", "--output", type=Path, help="a .png or .svg file")
+    show.add_argument("-o", "--output", type=Path, help="a picture, such as phases.png")
 
     simulate = add("simulate", _simulate, "step times, and the speed-up over all-reduce (DDP)")
     simulate.add_argument("--world-size", type=int, nargs="+", default=[8])
     simulate.add_argument("--local-world-size", type=int, default=1)
     simulate.add_argument("--topology", nargs="+", metavar="NAME", help="only these")
-    simulate.add_argument("--compute-time", type=_number, default=0.3, help="seconds per step")
-    simulate.add_argument(
-        "--jitter", type=_number, default=0.03, help="standard deviation, seconds"
-    )
-    simulate.add_argument("--bandwidth", type=_number, default=125e6, help="bytes per second")
-    simulate.add_argument("--latency", type=_number, default=1e-4, help="seconds per message")
-    simulate.add_argument("--parameters", type=_number, default=25e6, help="number of parameters")
-    simulate.add_argument("--bytes-per-parameter", type=_number, default=4)
+    simulate.add_argument("--compute-time", type=float, default=0.3, help="seconds per step")
+    simulate.add_argument("--jitter", type=float, default=0.03, help="standard deviation, seconds")
+    simulate.add_argument("--bandwidth", type=float, default=125e6, help="bytes per second")
+    simulate.add_argument("--latency", type=float, default=1e-4, help="seconds per message")
+    simulate.add_argument("--parameters", type=float, default=25e6, help="number of parameters")
+    simulate.add_argument("--bytes-per-parameter", type=float, default=4)
     simulate.add_argument("--steps", type=int, default=500)
     simulate.add_argument("--seed", type=int, default=0)
 
     comm = add("comm", _comm, "measure the links between the ranks; start it with torchrun")
-    comm.add_argument("--mib", type=_number, default=8, help="size of the large message")
+    comm.add_argument("--mib", type=float, default=8, help="size of the large message")
     comm.add_argument("--repeats", type=int, default=5)
     return parser

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from decent_optim_wrapper.topo import Topology
 
@@ -15,52 +15,41 @@ _PER_ROW = 4
 def phases(topology: Topology, name: str, path: Path) -> None:
     """Draw the phases side by side: ranks on a circle, a line between ranks that mix.
 
+    Args:
+        topology: whose phases.
+        name: the title calls it so.
+        path: a file of a kind that matplotlib writes.
+
     Raises:
         ModuleNotFoundError: matplotlib is missing.
-        ValueError: the file is neither .png nor .svg, or its folder does not exist.
+        ValueError: matplotlib does not write such files.
+        OSError: the file cannot be written.
     """
-    pyplot = _pyplot(path)
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "pictures need matplotlib: pip install 'decent-optim-wrapper[plot]'"
+        ) from error
     n = topology.world_size
     angles = [math.pi / 2 - 2 * math.pi * rank / n for rank in range(n)]
     places = [(math.cos(angle), math.sin(angle)) for angle in angles]
     shown = min(topology.period, _MOST_PHASES)
     wide, high = min(shown, _PER_ROW), math.ceil(shown / _PER_ROW)
-    figure, axes = pyplot.subplots(
-        high, wide, figsize=(3 * wide, 3.2 * high), layout="constrained", squeeze=False
-    )
-    for phase, axis in enumerate(axes.flat):
+    figure = Figure(figsize=(3 * wide, 3.2 * high), layout="constrained")
+    for phase, axis in enumerate(figure.subplots(high, wide, squeeze=False).flat):
         axis.set_aspect("equal")
         axis.axis("off")
         if phase >= shown:
             continue
         axis.set_title(f"phase {phase}")
         for index, group in enumerate(topology.groups(phase)):
-            for a in group.ranks:
-                for b in group.ranks:
-                    if a < b:
-                        ends = zip(places[a], places[b], strict=True)
-                        axis.plot(*ends, color=f"C{index % 10}", zorder=1)
+            for a, b in combinations(group.ranks, 2):
+                ends = zip(places[a], places[b], strict=True)
+                axis.plot(*ends, color=f"C{index % 10}", zorder=1)
         axis.scatter(*zip(*places, strict=True), s=240, color="white", edgecolor="black", zorder=2)
         for rank, (x, y) in enumerate(places):
             axis.text(x, y, str(rank), ha="center", va="center", fontsize=8, zorder=3)
     more = f", the first {shown} of {topology.period} phases" if topology.period > shown else ""
     figure.suptitle(f"{name}, {n} ranks{more}")
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def _pyplot(path: Path) -> Any:
-    if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"expected a .png or .svg file, got {path}")
-    if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} for {path.name}: create it first")
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "pictures need matplotlib: pip install 'decent-optim-wrapper[plot]'"
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
