@@ -131,7 +131,7 @@ def test_ranks_that_never_hear_of_each_other_drift_apart() -> None:
     apart = RandomMatching(8, period=1)
     assert steady_error(apart) == math.inf
     assert consensus_rate(apart) == pytest.approx(1)
-    with pytest.raises(ValueError, match="unknown inner topology 'rign'"):
+    with pytest.raises(ValueError, match="unknown topology 'rign'"):
         Hierarchical(8, 2, inner="rign")
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from decent_optim_wrapper.optim.gradients import with_gradients
+from decent_optim_wrapper.optim.gradients import OptimizerOfGroups, with_gradients
 
 _SLOTS = ("exp_avg", "exp_avg_sq", "grad_sum")
 
 
-class AccumAdam(Optimizer):
+class AccumAdam(OptimizerOfGroups):
     """Adam whose moments move once every `accum_iter` steps, by the average gradient of those.
 
     Every step updates the parameters, with moments that the step's own gradient has been added to
@@ -97,35 +95,12 @@ class AccumAdam(Optimizer):
             # Tensors in states that were saved by the first version.
             slots["step"], slots["position"] = int(slots["step"]), int(slots["position"])
 
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None
-    ) -> float | None:
-        """Update the parameters once.
-
-        Args:
-            closure: re-evaluates the model and returns the loss.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            RuntimeError: a gradient is sparse, or a CUDA graph is being captured.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step_group(self, group: dict[str, Any]) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             # A replay would repeat the counts of the captured step.
             raise RuntimeError(
                 f"{type(self).__name__} cannot be captured in a CUDA graph; leave step() out of it"
             )
-        for group in self.param_groups:
-            self._step_group(group)
-        return loss
-
-    def _step_group(self, group: dict[str, Any]) -> None:
         params, grads = with_gradients(group["params"])
         if not params:
             return

@@ -1,11 +1,43 @@
-"""What the optimizers read of a parameter group."""
+"""What the optimizers have in common: a step group by group, over the parameters with gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+
+class OptimizerOfGroups(Optimizer):
+    """Updates one group of parameters after the other."""
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Update the parameters once.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse, or the optimizer cannot step here.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
 
 
 def with_gradients(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from decent_optim_wrapper.optim.gradients import with_gradients
+from decent_optim_wrapper.optim.gradients import OptimizerOfGroups, with_gradients
 
 
-class QGSGD(Optimizer):
+class QGSGD(OptimizerOfGroups):
     """SGD whose momentum follows the averaged model, not the rank's own gradients (QG-DSGDm).
 
     Local momentum remembers what only this rank's shard asked for. Here the buffer h follows the
@@ -79,29 +77,6 @@ class QGSGD(Optimizer):
             "nesterov": nesterov,
         }
         super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None
-    ) -> float | None:
-        """Update the parameters once.
-
-        Args:
-            closure: re-evaluates the model and returns the loss.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            RuntimeError: a sparse gradient.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            self._step_group(group)
-        return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
         params, grads = with_gradients(group["params"])

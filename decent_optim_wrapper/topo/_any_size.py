@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
-from decent_optim_wrapper.topo._base import REGISTRY, Topology
+from decent_optim_wrapper.topo._base import Topology, build
 from decent_optim_wrapper.topo._classic import EvenSizes
 from decent_optim_wrapper.topo._group import Group
 
@@ -162,46 +163,42 @@ class Hierarchical(Topology):
             if self._inner.world_size != count:
                 raise ValueError(f"inner must be a topology of {count} nodes, got {self._inner!r}")
             return self._inner
-        if self._inner not in REGISTRY:
-            raise ValueError(
-                f"unknown inner topology {self._inner!r}; the known ones are {', '.join(REGISTRY)}"
-            )
-        return REGISTRY[self._inner](count)
+        return build(self._inner, count)
 
 
 def _binary_split(n: int) -> list[list[Group]]:
     """The base-2 schedule of n ranks.
 
-    Blocks V_1, V_2, ... of descending powers of two. First every block averages itself on an XOR
+    Blocks V_0, V_1, ... of descending powers of two. First every block averages itself on an XOR
     hypercube. Then, for each block V_s but the last, every rank of the later blocks mixes with a
     rank of V_s of its own, weighted so that the later blocks then hold the average of all that is
     left; the rest of V_s pairs up. Blocks that have had their turn average themselves once more.
     """
     sizes = [1 << bit for bit in reversed(range(n.bit_length())) if n >> bit & 1]
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    blocks = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    stops = accumulate(sizes)
+    blocks = [range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
     bits = sizes[0].bit_length() - 1
-    rounds = [[g for block in blocks for g in _xor_round(block, t)] for t in range(bits)]
-    if len(blocks) == 1:
-        return rounds
-    for source, block in enumerate(blocks[:-1]):
-        later = range(block.stop, n)
-        weight = len(block) / (n - block.start)
-        groups = [Group((own, other), 1 - weight) for own, other in zip(block, later, strict=False)]
-        groups += map(Group, _pairs(block[len(later) :]))
-        rounds.append(groups + _second_pass(blocks[:source], len(rounds), bits))
-    while len(rounds) < 2 * bits + 1:
-        rounds.append(_second_pass(blocks, len(rounds), bits))
+    rounds = []
+    for t in range(2 * bits + 1 if len(blocks) > 1 else bits):
+        groups: list[Group] = []
+        for s, block in enumerate(blocks):
+            if t == bits + s and block.stop < n:
+                groups += _hand_over(block, n)
+            elif t < bits:
+                groups += _xor_round(block, t)
+            elif t >= bits + s:
+                groups += _xor_round(block, t - bits - s - 1)
+        rounds.append(groups)
     return rounds
 
 
-def _second_pass(blocks: Sequence[range], done: int, bits: int) -> list[Group]:
-    """One more hypercube round of the blocks that have had their turn, s in round bits + s."""
-    return [
-        group
-        for source, block in enumerate(blocks)
-        for group in _xor_round(block, done - bits - source - 1)
-    ]
+def _hand_over(block: range, n: int) -> list[Group]:
+    """Every rank of the later blocks with one of this block, and the rest of it in pairs."""
+    later = range(block.stop, n)
+    weight = len(block) / (n - block.start)
+    groups = [Group((own, other), 1 - weight) for own, other in zip(block, later, strict=False)]
+    rest = block[len(later) :]
+    return groups + [Group(pair) for pair in zip(rest[::2], rest[1::2], strict=False)]
 
 
 def _xor_round(block: range, t: int) -> list[Group]:
@@ -211,10 +208,6 @@ def _xor_round(block: range, t: int) -> list[Group]:
         return []
     hop = 1 << t % (size.bit_length() - 1)
     return [Group((block[i], block[i ^ hop])) for i in range(size) if not i & hop]
-
-
-def _pairs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return zip(ranks[::2], ranks[1::2], strict=False)
 
 
 def _prime_factors(n: int) -> list[int]:

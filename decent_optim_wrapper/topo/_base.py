@@ -188,6 +188,14 @@ class Topology:
 REGISTRY: dict[str, type[Topology]] = {}
 
 
+def build(name: str, world_size: int, local_world_size: int = 1) -> Topology:
+    """Build the topology of that name."""
+    if name not in REGISTRY:
+        known = ", ".join(REGISTRY)
+        raise ValueError(f"unknown topology {name!r}; the known ones are {known}")
+    return REGISTRY[name](world_size, local_world_size)
+
+
 def _by_rank(
     phases: Iterable[Iterable[Group | Iterable[int]]], world_size: int
 ) -> tuple[tuple[Group, ...], ...]:

@@ -9,7 +9,7 @@ from decent_optim_wrapper.topo._any_size import (
     Hypercuboid,
     RandomMatching,
 )
-from decent_optim_wrapper.topo._base import REGISTRY, Topology
+from decent_optim_wrapper.topo._base import REGISTRY, Topology, build
 from decent_optim_wrapper.topo._classic import (
     AlternatingExponentialRing,
     Complete,
@@ -54,10 +54,7 @@ class TopologyFactory:
         Raises:
             ValueError: the name is unknown, or the sizes do not fit the topology.
         """
-        if name not in REGISTRY:
-            known = ", ".join(cls.names())
-            raise ValueError(f"unknown topology {name!r}; the known ones are {known}")
-        return REGISTRY[name](world_size, local_world_size)
+        return build(name, world_size, local_world_size)
 
     @classmethod
     def add_topology(cls, name: str, kind: type[Topology], overwrite: bool = False) -> None:
