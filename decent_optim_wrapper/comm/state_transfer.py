@@ -37,7 +37,18 @@ def sendable(state: Any) -> bool:
 
 def receive_state(transport: Transport, source: int) -> Any:
     """Take what rank `source` sends; collective. Tensors are on the CPU."""
-    return _rebuild(json.loads(receive_text(transport, source)), transport, source)
+
+    # Called for one object after the other as it ends: tensors come in the order of the text.
+    def rebuild(described: dict[str, Any]) -> Any:
+        ((kind, content),) = described.items()
+        if kind != "tensor":
+            return tuple(content) if kind == "tuple" else dict(content)
+        dtype, shape = content
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+        transport.broadcast(tensor.view(-1), source)
+        return tensor
+
+    return json.loads(receive_text(transport, source), object_hook=rebuild)
 
 
 def send_text(text: str, transport: Transport) -> None:
@@ -85,8 +96,8 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
         pairs = [[_describe(k, tensors), _describe(v, tensors)] for k, v in value.items()]
         return {"dict": pairs}
     if isinstance(value, (list, tuple)):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_describe(item, tensors) for item in value]}
+        items = [_describe(item, tensors) for item in value]
+        return items if isinstance(value, list) else {"tuple": items}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(
@@ -94,22 +105,3 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
         f"optimizer whose state_dict() holds only tensors, numbers, strings and containers of "
         f"these, or restart all ranks from a checkpoint"
     )
-
-
-def _rebuild(shape: Any, transport: Transport, source: int) -> Any:
-    if not isinstance(shape, dict):
-        return shape
-    ((kind, content),) = shape.items()
-    if kind == "tensor":
-        dtype = getattr(torch, content[0])
-        data = torch.empty(content[1], dtype=dtype, device="cpu")
-        flat = data.view(-1)
-        transport.broadcast(flat, source)
-        return data
-    if kind == "dict":
-        return {
-            _rebuild(key, transport, source): _rebuild(value, transport, source)
-            for key, value in content
-        }
-    items = [_rebuild(item, transport, source) for item in content]
-    return tuple(items) if kind == "tuple" else items
