@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 import numbers
+import sys
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
@@ -165,18 +165,14 @@ def read_timeout(timeout: Any) -> timedelta | None:
     """
     if timeout is None:
         return None
-    seconds = timeout
-    if isinstance(timeout, timedelta):
-        seconds = timeout.total_seconds()
-    elif not isinstance(timeout, numbers.Real):
-        raise TypeError(f"timeout expects a timedelta, seconds or None, got {timeout!r}")
-    number = _positive("timeout", "seconds", seconds)
-    if not _SHORTEST_TIMEOUT <= number <= _LONGEST_TIMEOUT:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    _expect(_is_real(seconds), "timeout expects a number of seconds, a timedelta or None", timeout)
+    if not _SHORTEST_TIMEOUT <= seconds <= _LONGEST_TIMEOUT:
         raise ValueError(
             f"timeout must be {_SHORTEST_TIMEOUT} to {_LONGEST_TIMEOUT} seconds (which torch "
-            f"counts in milliseconds of 32 bits), got {number}"
+            f"counts in milliseconds of 32 bits), got {seconds}"
         )
-    return timedelta(seconds=number)
+    return timedelta(seconds=float(seconds))
 
 
 def check_base(optimizer: Any, overlap: bool) -> None:
@@ -251,12 +247,11 @@ def _check_steps(name: str, value: Any) -> None:
 
 
 def _positive(name: str, unit: str, value: Any) -> float:
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    _expect(real, f"{name} expects a number of {unit}", value)
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not number > 0 or math.isinf(number):
+    _expect(_is_real(value), f"{name} expects a number of {unit}", value)
+    if not 0 < value <= sys.float_info.max:
         raise ValueError(f"{name} must be above 0 {unit} and finite, got {value}")
-    return number
+    return float(value)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
