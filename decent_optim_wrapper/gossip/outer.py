@@ -113,14 +113,12 @@ class Outer:
         values = [a if p in self._started else p for p, a in self._anchors.items()]
         own = self._optimizer.state_dict()
         stepped = [place in own["state"] for place in range(len(values))]
-        missing = [place for place, has_state in enumerate(stepped) if not has_state]
-        blank = self._blank_state([values[place] for place in missing])
-        filled = {place: blank[i] for i, place in enumerate(missing) if i in blank}
+        blank = {} if all(stepped) else self._blank_state(values)
         return {
             "anchors": [value.detach().clone() for value in values],
             "started": [param in self._started for param in self._anchors],
             "stepped": stepped,
-            "optimizer": {**own, "state": {**own["state"], **filled}},
+            "optimizer": {**own, "state": {**blank, **own["state"]}},
         }
 
     def restarted(self) -> Outer:
@@ -172,8 +170,6 @@ class Outer:
     @torch.inference_mode(False)
     def _blank_state(self, values: list[Tensor]) -> dict[int, Any]:
         """The state of tensors like these, with the shapes that it has after a step."""
-        if not values:
-            return {}
         places = [torch.zeros_like(value) for value in values]
         for place in places:
             place.grad = torch.zeros_like(place)

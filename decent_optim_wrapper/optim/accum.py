@@ -92,8 +92,6 @@ class AccumAdam(OptimizerOfGroups):
                     f"{type(self).__name__} expects a state of its own, got one without "
                     f"{', '.join(sorted(missing))}; load the state dict of the same optimizer"
                 )
-            # Tensors in states that were saved by the first version.
-            slots["step"], slots["position"] = int(slots["step"]), int(slots["position"])
 
     def _step_group(self, group: dict[str, Any]) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
