@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from decent_optim_wrapper.gossip.outer import MakeOptimizer
 from decent_optim_wrapper.gossip.schedule import check_mixing_rate
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
+from decent_optim_wrapper.topo._base import did_you_mean
 
 # Called with the old and the new members.
 OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
@@ -236,7 +237,8 @@ def _lines(record: Any, without: str) -> list[str]:
 def _check_choice(name: str, choice: Any, choices: tuple[str, ...]) -> None:
     _expect(isinstance(choice, str), f"{name} expects one of {choices}", choice)
     if choice not in choices:
-        raise ValueError(f"{name} expects one of {choices}, got {choice!r}")
+        hint = did_you_mean(choice, choices)
+        raise ValueError(f"{name} expects one of {choices}, got {choice!r}{hint}")
 
 
 def _check_steps(name: str, value: Any) -> None:

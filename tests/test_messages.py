@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_threads
 
-from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, Schedule, TopologyFactory
 from decent_optim_wrapper.membership.launch import find_launch
-from decent_optim_wrapper.topo import Ring
+from decent_optim_wrapper.topo import Hierarchical, Ring
 
 SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
 
@@ -36,7 +36,19 @@ MISTAKES = {
         lambda: TopologyFactory.add_topology("mine", Ring(4)),  # type: ignore[arg-type]
         "pass the class itself",
     ),
-    "a name of a topology": Mistake(lambda: TopologyFactory.create("rng", 4), "known ones are"),
+    "a name of a topology": Mistake(
+        lambda: TopologyFactory.create("Rings", 4), "did you mean 'ring'?"
+    ),
+    "a name like no topology's": Mistake(
+        lambda: TopologyFactory.create("torus", 4), "'torus'; the known ones are complete, ring"
+    ),
+    "a name of an inner topology": Mistake(
+        lambda: Hierarchical(8, 2, inner="one_peer_exp"), "did you mean 'one-peer-exp'?"
+    ),
+    "a choice of one of the records": Mistake(
+        lambda: Schedule(average_state="averge"),  # type: ignore[arg-type]
+        "did you mean 'average'?",
+    ),
     "a size that does not fit": Mistake(
         lambda: TopologyFactory.create("ring", 5), "topologies that fit: complete"
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -191,9 +192,17 @@ REGISTRY: dict[str, type[Topology]] = {}
 def build(name: str, world_size: int, local_world_size: int = 1) -> Topology:
     """Build the topology of that name."""
     if name not in REGISTRY:
-        known = ", ".join(REGISTRY)
-        raise ValueError(f"unknown topology {name!r}; the known ones are {known}")
+        raise ValueError(
+            f"unknown topology {name!r}{did_you_mean(name, REGISTRY)}; the known ones are "
+            f"{', '.join(REGISTRY)}"
+        )
     return REGISTRY[name](world_size, local_world_size)
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """The known word nearest to a misspelt one, as a part of an error message; often empty."""
+    nearest = get_close_matches(str(word).lower(), list(known), n=1)
+    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
 
 
 def _by_rank(
