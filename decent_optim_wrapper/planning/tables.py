@@ -18,6 +18,14 @@ from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
 # A row of a table by the names of its columns.
 Row = dict[str, Any]
 
+# Printed below the table of topologies, on one line.
+_LEGEND = (
+    "best first by steady_error x copies_mean; consensus_rate: contraction of the distance to the "
+    "average per round; rounds_to_consensus: until the average is exact; steady_error: mean "
+    "squared distance under unit noise in every step; copies_mean, copies_maximum: copies of the "
+    "parameters that a rank sends per round"
+)
+
 
 class Report(NamedTuple):
     """The same content for a person and for a program."""
@@ -49,7 +57,7 @@ def topologies(
         "topologies": _finite(rows),
         "misfits": misfits,
     }
-    lines = [table(rows)] if rows else []
+    lines = [table(rows), _LEGEND] if rows else []
     return Report("\n".join([*lines, *map(_reason, misfits)]), data)
 
 
