@@ -1,7 +1,8 @@
 """The README and the guides: their Python runs, and their links lead somewhere.
 
-The blocks of a page share a namespace and run in order on four ranks. A block that cannot run here
-is fenced as ``python no-run: <reason>``.
+The blocks of a page share a namespace and run in order on four ranks. A block fenced as
+``python launch.py`` is a file that starts the page's other blocks as ``train.py``. A block that
+cannot run here is fenced as ``python no-run: <reason>``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from loguru import logger
-from ranks import run_processes
+from ranks import run_processes, run_script
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +28,7 @@ PAGES = [ROOT / "README.md", *GUIDES, ROOT / "examples" / "benchmark" / "README.
 RANKS = 4
 
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
+LAUNCHER = "python launch.py"
 NO_RUN = re.compile(r"python no-run: \S.*")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -130,6 +132,39 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         assert models[0] != start
 
 
+# What the elastic guide says is the reader's own. Rank 0 dies in its fifth step.
+READERS_PART = """
+import itertools, os, signal, torch
+
+build_model = lambda: torch.nn.Linear(4, 1)
+load_shard = lambda shard, shards: iter(torch.randn(8, 4) for _ in range(1000))
+validate = lambda model: print("validated by rank", os.environ["RANK"], flush=True)
+steps = itertools.count(1)
+
+
+def loss(model, batch):
+    if os.environ["RANK"] == "0" and next(steps) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return model(batch).square().mean()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # every rank is a fresh interpreter, as for a user
+def test_the_launcher_of_the_elastic_guide_lets_the_others_end_when_rank_0_dies(
+    tmp_path: Path,
+) -> None:
+    page = blocks((ROOT / "examples" / "guides" / "elastic.md").read_text(encoding="utf-8"))
+    (launcher,) = (block.code for block in page if block.info == LAUNCHER)
+    training = [block.code for block in page if block.info == "python"]
+    (tmp_path / "launch.py").write_text(launcher)
+    (tmp_path / "train.py").write_text("".join([READERS_PART, *training]))
+    out = run_script("launch.py", "2", "train.py", cwd=tmp_path, seconds=280)
+    assert "validated by rank 1" in out
+    assert "validated by rank 0" not in out
+    assert "ended with an error: [0]" in out
+
+
 def test_an_error_names_the_page_and_its_line() -> None:
     page = Path("page.md")
     text = "# Title\n\n```python\nname = 1\n```\n\n```python\nname += 1\n1 / 0\n```\n"
@@ -146,7 +181,7 @@ def test_an_error_names_the_page_and_its_line() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}_{page.stem}")
 def test_a_block_is_run_or_says_why_not(page: Path) -> None:
     for block in blocks(page.read_text(encoding="utf-8")):
-        runs = block.info in ("python", "sh")
+        runs = block.info in ("python", "sh", LAUNCHER)
         assert runs or NO_RUN.fullmatch(block.info), f"line {block.line}: {block.info!r}"
 
 
