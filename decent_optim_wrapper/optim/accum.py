@@ -1,4 +1,4 @@
-"""Adam and AdamW whose moments see the average of several steps' gradients."""
+"""Adam and AdamW whose moments follow the average gradient of several steps."""
 
 from __future__ import annotations
 
@@ -14,39 +14,37 @@ _SLOTS = ("exp_avg", "exp_avg_sq", "grad_sum")
 
 
 class AccumAdam(OptimizerOfGroups):
-    """Adam whose moments move once every `accum_iter` steps, by the average gradient of those.
+    """Adam whose moments move once per `accum_iter` steps, by the average gradient of these steps.
 
-    Every step updates the parameters, with moments that the step's own gradient has been added to
-    for this step only. With s = `accum_iter`, t the step from 1 on, k = ceil(t / s) and b = 0 at
-    first::
+    Every step updates the parameters, with temporary moments that include the step's own gradient.
+    With s = `accum_iter`, t the step counted from 1, k = ceil(t / s) and b = 0 at first::
 
         x <- x - lr * m' / (sqrt(v') + eps),    m' = (β1 m + (1 - β1) g) / (1 - β1^k)
         b <- b + g / s                          v' = (β2 v + (1 - β2) g²) / (1 - β2^k)
         every s steps: m <- β1 m + (1 - β1) b,  v <- β2 v + (1 - β2) b²,  b <- 0
 
     (Wang et al., "From Promise to Practice", 2025, and decent-dp). The gradient of one rank is
-    noisier than that of the global batch, which makes v too large; the average of s steps has about
-    the noise of a batch s times as large. s = 1 is `torch.optim.Adam`, which holds one copy of the
-    parameters less.
+    noisier than that of the global batch, which makes v too large. The average of s steps has about
+    the noise of a batch that is s times as large. s = 1 is `torch.optim.Adam`, which holds one copy
+    less of the parameters.
 
-    Weight decay is Adam's: λx is added to g, and so is part of b. The state is per parameter:
-    ``step`` is the number of finished windows, one less than k, and ``position`` the number of
-    gradients in the current window. A parameter without a gradient is skipped, and its window
-    waits. A state dict holds the current window; a resumed run continues it. When
-    ``group["accum_iter"]`` is changed, the current window ends as soon as it holds that many
-    gradients, and b is the average of those it holds.
+    Weight decay is that of Adam: λx is added to g, and so is part of b. The state is per parameter:
+    ``step`` is the number of finished windows, k - 1, and ``position`` the number of gradients in
+    the current window. A parameter without a gradient is skipped, and its window waits. A state
+    dict contains the current window, and a resumed run continues it. If ``group["accum_iter"]`` is
+    changed, the current window ends as soon as it has that many gradients, and b is their average.
 
-    All tensors of a group are updated by torch's foreach kernels. The counts are kept on the host:
-    no step waits for a GPU, unless `lr` is a tensor there, but a CUDA graph cannot capture one.
+    All tensors of a group are updated by torch's foreach kernels. The counts are kept on the host,
+    so no step waits for a GPU, unless `lr` is a tensor there. A CUDA graph cannot capture a step.
 
     Args:
         params: tensors, or parameter groups.
         lr: learning rate.
-        betas: β1 and β2, decay of the moments for every window.
+        betas: β1 and β2, decay of the moments per window.
         eps: added to the denominator.
         weight_decay: λ.
-        accum_iter: s, the steps of a window.
-        maximize: ascend.
+        accum_iter: s, the number of steps of a window.
+        maximize: maximize the objective instead of minimizing it.
 
     Raises:
         ValueError: a number is out of range.
@@ -89,7 +87,7 @@ class AccumAdam(OptimizerOfGroups):
         for slots in self.state.values():
             if missing := {"step", "position", *_SLOTS} - slots.keys():
                 raise ValueError(
-                    f"{type(self).__name__} expects a state of its own, got one without "
+                    f"{type(self).__name__} expects its own state, got one without "
                     f"{', '.join(sorted(missing))}; load the state dict of the same optimizer"
                 )
 
@@ -137,9 +135,10 @@ class AccumAdam(OptimizerOfGroups):
 
 
 class AccumAdamW(AccumAdam):
-    """`AccumAdam` with AdamW's weight decay: x <- (1 - lr λ) x in every step, apart from g and b.
+    """`AccumAdam` with the weight decay of AdamW: x <- (1 - lr λ) x in every step, not in g and b.
 
-    s = 1 is `torch.optim.AdamW`. Arguments and errors are `AccumAdam`'s; λ is 0.01 by default.
+    s = 1 is `torch.optim.AdamW`. Arguments and errors are those of `AccumAdam`; λ is 0.01 by
+    default.
     """
 
     _decoupled = True

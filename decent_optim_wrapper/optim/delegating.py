@@ -1,4 +1,4 @@
-"""A torch optimizer that stands in front of another one."""
+"""A torch optimizer that delegates to another one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 
 class DelegatingOptimizer(Optimizer):
-    """Shows groups, state, defaults and state-dict hooks of a base as its own, live.
+    """Presents groups, state, defaults and state-dict hooks of a base optimizer as its own, live.
 
     Args:
         optimizer: the base.
@@ -25,7 +25,7 @@ class DelegatingOptimizer(Optimizer):
             "_optimizer_load_state_dict_pre_hooks",
             "_optimizer_load_state_dict_post_hooks",
         ):
-            # A base that skips Optimizer.__init__, as one in front of another does, has none.
+            # A base that skips Optimizer.__init__, as a delegating one does, has none.
             if table in vars(self._optimizer):
                 setattr(self, table, getattr(self._optimizer, table))
 
@@ -68,7 +68,7 @@ class DelegatingOptimizer(Optimizer):
         self._optimizer.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
-        """What only the base has; public, since flags such as those for GradScaler are not ours."""
+        """Forward public names only: the base's private flags for GradScaler must not leak."""
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._optimizer, name)

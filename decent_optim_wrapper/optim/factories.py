@@ -42,7 +42,7 @@ def optim_fn_adam(
         lr: learning rate.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
-        weight_decay: of all other parameters.
+        weight_decay: weight decay of all other parameters.
         eps: added to the denominator.
     """
     return Adam(_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
@@ -56,7 +56,7 @@ def optim_fn_adamw(
     weight_decay: float = 0.1,
     eps: float = 1e-8,
 ) -> Optimizer:
-    """Build `torch.optim.AdamW`; arguments and exemptions as in `optim_fn_adam`."""
+    """Build `torch.optim.AdamW`, with the arguments and exemptions of `optim_fn_adam`."""
     return AdamW(_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
 
 
@@ -69,7 +69,7 @@ def optim_fn_accum_adam(
     weight_decay: float = 1 / 32768,
     accum_iter: int = 4,
 ) -> Optimizer:
-    """Build `AccumAdam` with windows of `accum_iter` steps; the rest as in `optim_fn_adam`."""
+    """Build `AccumAdam` with windows of `accum_iter` steps, else as `optim_fn_adam` does."""
     groups = _groups(params, weight_decay)
     return AccumAdam(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter)
 
@@ -83,7 +83,7 @@ def optim_fn_accum_adamw(
     weight_decay: float = 0.1,
     accum_iter: int = 4,
 ) -> Optimizer:
-    """Build `AccumAdamW` with windows of `accum_iter` steps; the rest as in `optim_fn_adam`."""
+    """Build `AccumAdamW` with windows of `accum_iter` steps, else as `optim_fn_adam` does."""
     groups = _groups(params, weight_decay)
     return AccumAdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter)
 
@@ -95,18 +95,18 @@ def lr_scheduler_fn_cosine_with_warmup(
     cosine_eta_min: float = 1e-6,
     warmup_decay: float = 0.01,
 ) -> LRScheduler:
-    """Warm up linearly, then anneal along half a cosine (Loshchilov and Hutter, 2017), then stay.
+    """Linear warm-up, then half a cosine (Loshchilov and Hutter, 2017), then a constant rate.
 
-    With lr the optimizer's own rate, the rate before step t (from 0 on) is::
+    With lr the optimizer's own rate, the rate before step t (counted from 0) is::
 
         t < t_warmup:                      lr * (warmup_decay + (1 - warmup_decay) t / t_warmup)
         τ = t - t_warmup from 0 to t_max:  eta_min + (lr - eta_min) (1 + cos(π τ / t_max)) / 2
         afterwards:                        eta_min
 
     Args:
-        optimizer: the base or the wrapper; each of its groups has its own lr.
-        t_max: steps of the cosine, which begins after the warm-up.
-        t_warmup: steps of the warm-up; 0 for none.
+        optimizer: the base or the wrapper; each of its groups keeps its own lr.
+        t_max: number of steps of the cosine, which begins after the warm-up.
+        t_warmup: number of steps of the warm-up; 0 for none.
         cosine_eta_min: eta_min, the last rate.
         warmup_decay: the first rate, as a fraction of lr.
 
@@ -125,7 +125,7 @@ def lr_scheduler_fn_cosine_with_warmup(
         annealed = min((step - t_warmup) / t_max, 1.0)
         return floor + (1 - floor) * (1 + math.cos(math.pi * annealed)) / 2
 
-    # A group that is being resumed holds its own rate as `initial_lr`.
+    # In a resumed group `lr` has been scheduled already; `initial_lr` has not.
     rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     floors = [cosine_eta_min / rate if rate else 1.0 for rate in rates]
     return LambdaLR(optimizer, [partial(factor, floor=floor) for floor in floors])

@@ -1,4 +1,4 @@
-"""What the optimizers have in common: a step group by group, over the parameters with gradients."""
+"""Base of the optimizers: a step for each group, over its parameters with gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OptimizerOfGroups(Optimizer):
             closure: re-evaluates the model and returns the loss.
 
         Returns:
-            What the closure returned.
+            The result of the closure; None without one.
 
         Raises:
             RuntimeError: a gradient is sparse, or the optimizer cannot step here.

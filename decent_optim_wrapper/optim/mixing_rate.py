@@ -8,16 +8,19 @@ from torch.optim import Optimizer
 def mixing_rate_from_lr(
     optimizer: Optimizer, lr_max: float, power: float = 1.0, at_least: float = 1e-3
 ) -> float:
-    """γ = (lr / lr_max)^p: mix less when the steps, which drive the ranks apart, get smaller.
+    """Return γ = (lr / lr_max)^p: mix less as the steps, which drive the ranks apart, get smaller.
 
-    ``optimizer.mixing_rate = mixing_rate_from_lr(optimizer, lr_max=0.1)`` after every step of the
-    learning rate's schedule, the same on all ranks.
+    Assign ``optimizer.mixing_rate = mixing_rate_from_lr(optimizer, lr_max=0.1)`` on all ranks,
+    after every step of the learning rate scheduler.
 
     Args:
-        optimizer: the base or the wrapper; the learning rate of its first group counts.
-        lr_max: the rate at which γ is 1, above 0; γ stays 1 beyond it.
-        power: p; 0 mixes in full.
+        optimizer: the base or the wrapper; lr is the learning rate of its first group.
+        lr_max: the learning rate from which on γ is 1; above 0.
+        power: p; with 0, γ is always 1.
         at_least: lower bound of γ, in (0, 1].
+
+    Returns:
+        γ, in (0, 1].
 
     Raises:
         ValueError: an argument is out of range.

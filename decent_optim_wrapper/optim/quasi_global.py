@@ -14,40 +14,39 @@ from decent_optim_wrapper.optim.gradients import OptimizerOfGroups, with_gradien
 class QGSGD(OptimizerOfGroups):
     """SGD whose momentum follows the averaged model, not the rank's own gradients (QG-DSGDm).
 
-    Local momentum remembers what only this rank's shard asked for. Here the buffer h follows the
-    movement of the parameters, mixing included. At step t, with z_t the parameters as `step` finds
-    them and η_t the learning rate::
+    Local momentum accumulates gradients of this rank's shard only. Here the buffer h follows the
+    movement of the parameters, mixing included. At step t, with z_t the parameters at the start of
+    `step` and η_t the learning rate::
 
         h_t     = μ h_{t-1} + (1 - μ) (z_{t-1} - z_t) / η_{t-1}     (h_0 = 0)
         m       = β h_t + g + λ z_t
         u       = m, with nesterov g + λ z_t + β m
         params  = z_t - η_t u
 
-    This is Algorithm 1 of Lin et al., "Quasi-Global Momentum", 2021, with its last line, the
-    update of h, put off to the next step, when the mixing has been done. Under
-    `DecentOptimWrapper` with mixing matrix W_t of round t, both modes make
-    ``z_{t+1} = W_t (z_t - η_t u)``:
+    This is Algorithm 1 of Lin et al., "Quasi-Global Momentum", 2021. Its last line, the update of
+    h, is done in the next step, after the mixing. Under `DecentOptimWrapper` with mixing matrix W_t
+    of round t, both modes compute ``z_{t+1} = W_t (z_t - η_t u)``:
 
-    - ``overlap=False`` is the paper's algorithm: g is the gradient at z_t.
-    - ``overlap=True`` is the paper's with a delayed gradient: `step` finds the parameters already
-      mixed, and g was taken before that, at z_{t-1} - η_{t-1} u_{t-1}.
+    - ``overlap=False`` is the algorithm of the paper: g is the gradient at z_t.
+    - ``overlap=True`` has a delayed gradient: the parameters are already mixed when `step` updates
+      them, and g was taken before that, at z_{t-1} - η_{t-1} u_{t-1}.
 
-    Without mixing a constant gradient ends at u = g / (1 - β), as in SGD with momentum β.
+    Without mixing and with a constant gradient, u tends to g / (1 - β), as in SGD with momentum β.
 
     The state is per parameter: h and z_{t-1} (each a copy of the parameter) and η_{t-1}. Steps with
-    learning rate 0 leave no trace in h, nor does the mixing after them. A parameter without a
-    gradient is skipped: its next step takes for z_{t-1} the last one that was not. Whatever else
-    moves the parameters between two steps, such as keeping a world average, counts as mixing. Since
-    the mixing is divided by the learning rate too, a rate that falls faster than the ranks approach
-    each other makes h large.
+    learning rate 0, and the mixing after them, do not change h. A parameter without a gradient is
+    skipped; z_{t-1} of its next step is that of its last step that was not skipped. All other
+    changes of the parameters between two steps, such as keeping a world average, count as mixing.
+    The mixing is also divided by the learning rate: a rate that falls faster than the ranks
+    approach each other makes h large.
 
     Args:
         params: tensors, or parameter groups.
-        lr: η.
-        momentum: β.
-        mu: μ, how slowly h follows.
-        weight_decay: λ.
-        nesterov: look ahead as Nesterov's momentum does.
+        lr: η, the learning rate.
+        momentum: β, the weight of h in the update.
+        mu: μ, the decay of h.
+        weight_decay: λ, added to the gradient as λ z.
+        nesterov: use Nesterov momentum.
 
     Raises:
         ValueError: a number is out of range.
@@ -94,7 +93,7 @@ class QGSGD(OptimizerOfGroups):
         torch._foreach_add_(params, update, alpha=-lr)
 
     def _follow(self, params: list[Tensor], mu: float, lr: float) -> list[Tensor]:
-        """Let the momentum buffers follow the parameters to where they are now; returns them."""
+        """Update the momentum buffers by the last movement of the parameters, and return them."""
         states = [self._state_of(param) for param in params]
         buffers = [state["momentum_buffer"] for state in states]
         previous = [state["prev_param"] for state in states]

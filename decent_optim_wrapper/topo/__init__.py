@@ -1,6 +1,6 @@
 """Topologies: which ranks mix with which, round by round, and with what weight.
 
-This package knows nothing of communication and works without a process group.
+This package does not communicate and works without a process group.
 """
 
 from decent_optim_wrapper.topo._any_size import (

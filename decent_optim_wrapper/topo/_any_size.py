@@ -32,9 +32,9 @@ class Hypercuboid(Topology):
 
 
 class BipartiteExponential(EvenSizes):
-    """Even rank i with i + s mod n, for s = 1, -1, 3, -3, 5, -5, 9, -9, ... below n.
+    """Pairs every even rank i with i + s mod n, for s = 1, -1, 3, -3, 5, -5, 9, -9, ... below n.
 
-    Beyond 1 these are +-(1 + 2^k); shifts that are the same modulo n count once.
+    Beyond 1 the shifts s are +-(1 + 2^k); shifts that are equal modulo n count once.
     """
 
     def phases(self) -> Sequence[Sequence[Sequence[int]]]:
@@ -48,10 +48,11 @@ class BipartiteExponential(EvenSizes):
 class Base2(Topology):
     """Exact averaging of any number of ranks in pairs, from phase 0 on.
 
-    The ranks are split into blocks of descending powers of two; see `_binary_split`. Where the
-    world size is 2^a q, the schedule of q in every block of q and then XOR hops across the blocks
-    is taken if it is shorter. Takezawa et al., "Beyond Exponential Graph: Communication-Efficient
-    Topologies for Decentralized Learning via Finite-time Convergence" (2023).
+    The ranks are split into blocks of descending powers of two (`_binary_split`). For a world size
+    of 2^a q there is a second schedule: that of q in every block of q, then XOR hops across the
+    blocks. The shorter one is taken. Takezawa et al., "Beyond Exponential Graph:
+    Communication-Efficient Topologies for Decentralized Learning via Finite-time Convergence"
+    (2023).
     """
 
     def phases(self) -> Sequence[Sequence[Group]]:
@@ -72,12 +73,12 @@ class Base2(Topology):
 
 
 class RandomMatching(Topology):
-    """Uniform random disjoint pairs in every round; of an odd number of ranks, three mix together.
+    """Uniform random disjoint pairs in every round; with an odd number of ranks, one triple.
 
     Args:
         world_size: number of ranks.
         local_world_size: ranks per node.
-        seed: the same on every rank.
+        seed: seed of the random pairs, the same on every rank.
         period: number of rounds until the schedule repeats.
     """
 
@@ -106,9 +107,9 @@ class RandomMatching(Topology):
 
 
 class Hierarchical(Topology):
-    """Averages inside every node, then gossips between nodes on an inner topology, in turn.
+    """Alternates between averaging inside every node and gossip between nodes.
 
-    Between nodes, the ranks of equal local rank mix, so that all links of a node are used.
+    Between nodes, ranks with the same local rank mix, so that all links of a node are used.
 
     Args:
         world_size: number of ranks.
@@ -116,8 +117,8 @@ class Hierarchical(Topology):
         inner: the topology over the nodes, of one rank per node: a name or an instance.
 
     Raises:
-        ValueError: also where the name is unknown, or the instance has another number of ranks
-            than there are nodes.
+        ValueError: the sizes do not fit, the name is unknown, or the number of ranks of the
+            instance is not the number of nodes.
     """
 
     condition = "more than one node (world_size / local_world_size)"
@@ -161,7 +162,10 @@ class Hierarchical(Topology):
         count = self._world_size // self._local_world_size
         if isinstance(self._inner, Topology):
             if self._inner.world_size != count:
-                raise ValueError(f"inner must be a topology of {count} nodes, got {self._inner!r}")
+                raise ValueError(
+                    f"inner must be a topology of {count} nodes, got {self._inner!r}; build it "
+                    f"with world_size={count} or pass its name"
+                )
             return self._inner
         return build(self._inner, count)
 
@@ -169,10 +173,11 @@ class Hierarchical(Topology):
 def _binary_split(n: int) -> list[list[Group]]:
     """The base-2 schedule of n ranks.
 
-    Blocks V_0, V_1, ... of descending powers of two. First every block averages itself on an XOR
-    hypercube. Then, for each block V_s but the last, every rank of the later blocks mixes with a
-    rank of V_s of its own, weighted so that the later blocks then hold the average of all that is
-    left; the rest of V_s pairs up. Blocks that have had their turn average themselves once more.
+    The blocks V_0, V_1, ... have descending powers of two as sizes. First every block averages
+    itself on an XOR hypercube. Then, for each block V_s except the last, every rank of the later
+    blocks mixes with a different rank of V_s. The weights are such that the later blocks then hold
+    the average of V_s and themselves. The other ranks of V_s form pairs. Blocks that have had their
+    turn average themselves once more.
     """
     sizes = [1 << bit for bit in reversed(range(n.bit_length())) if n >> bit & 1]
     stops = accumulate(sizes)
@@ -193,7 +198,7 @@ def _binary_split(n: int) -> list[list[Group]]:
 
 
 def _hand_over(block: range, n: int) -> list[Group]:
-    """Every rank of the later blocks with one of this block, and the rest of it in pairs."""
+    """Pair every rank of the later blocks with one of this block, and the others of it in twos."""
     later = range(block.stop, n)
     weight = len(block) / (n - block.start)
     groups = [Group((own, other), 1 - weight) for own, other in zip(block, later, strict=False)]
@@ -202,7 +207,7 @@ def _hand_over(block: range, n: int) -> list[Group]:
 
 
 def _xor_round(block: range, t: int) -> list[Group]:
-    """Pairs of a block whose size is a power of two, along bit t of the place in it."""
+    """Pairs of a block whose size is a power of two, along bit t of the position in it."""
     size = len(block)
     if size == 1:
         return []

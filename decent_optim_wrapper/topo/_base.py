@@ -1,4 +1,4 @@
-"""What a topology is: a periodic schedule of groups, proved to be a partition of the ranks."""
+"""The base class of topologies: a periodic schedule of groups, checked to be partitions."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from decent_optim_wrapper.topo._group import Group
 
 
 class Topology:
-    """A periodic schedule of groups: a partition of the ranks for every phase.
+    """A periodic schedule of groups, which are a partition of the ranks in every phase.
 
-    A subclass defines `phases`, the groups of one phase after the other::
+    A subclass defines `phases`, the list of groups of every phase::
 
         class Star(Topology):
             def phases(self):
                 return [[[0, leaf]] for leaf in range(1, self.world_size)]
 
-    or, where it is easier to say for each rank, `assign_groups`. The constructor checks that every
+    or `assign_groups`, if the groups are easier to list by rank. The constructor checks that every
     phase is a partition of the ranks. The mixing matrix of every phase is then symmetric and doubly
-    stochastic by construction. A world of one rank has nobody to mix with: every topology accepts
-    it, as one idle phase.
+    stochastic by construction. Every topology accepts a world of one rank, as one idle phase.
 
     Args:
         world_size: number of ranks.
-        local_world_size: ranks per node; divides `world_size`.
+        local_world_size: ranks per node; must divide `world_size`.
 
     Raises:
         ValueError: the sizes do not fit the topology, or the groups are not a valid schedule.
@@ -59,14 +58,14 @@ class Topology:
         """The groups of every phase of one period.
 
         Returns:
-            A list of phases, each of them a list of groups: a list of ranks, which mix as their
-            mean, or a `Group` with a weight of its own. A rank that is in no group of a phase is
-            idle in it.
+            A list of phases, each of which is a list of groups. A group is a list of ranks, which
+            mix as their mean, or a `Group` with its own weight. A rank that is in no group of a
+            phase is idle in it.
         """
         raise TypeError(f"{type(self).__name__} must define phases() or assign_groups()")
 
     def assign_groups(self) -> Sequence[Sequence[Group | Sequence[int]]]:
-        """The same schedule rank by rank; by default made from `phases`.
+        """The same schedule, listed by rank; the default makes it from `phases`.
 
         Returns:
             `groups[rank][phase]`: the ranks that mix with `rank` in that phase, itself included,
@@ -76,7 +75,7 @@ class Topology:
 
     @classmethod
     def fits(cls, world_size: int, local_world_size: int = 1) -> bool:
-        """Whether the topology is defined for these sizes; `condition` says it in words."""
+        """Whether the topology is defined for these sizes; `condition` describes them in words."""
         return True
 
     @classmethod
@@ -84,7 +83,7 @@ class Topology:
         """Whether the topology can be built: it fits, or there is a single rank.
 
         Raises:
-            ValueError: the sizes make no world.
+            ValueError: a size is below 1, or `local_world_size` does not divide `world_size`.
         """
         world_size = _size("world_size", world_size)
         local_world_size = _size("local_world_size", local_world_size)
@@ -112,7 +111,7 @@ class Topology:
 
     @property
     def _schedules(self) -> tuple[tuple[Group, ...], ...]:
-        """`groups[rank][phase]` of all ranks, proved to be partitions; built when missing."""
+        """`groups[rank][phase]` of all ranks, checked to be partitions; built when missing."""
         if self._built_schedules is None:
             n = self._world_size
             phases: Sequence[Sequence[Group | Sequence[int]]] = [[[0]]]
@@ -129,7 +128,7 @@ class Topology:
 
     @cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits that tell schedules apart: ranks and weights of all groups."""
+        """A hash of the ranks and weights of all groups, as 16 hexadecimal digits."""
         digest = hashlib.sha256()
         for phase in range(self._phases_per_period):
             groups = [(group.ranks, group.self_weight) for group in self.groups(phase)]
@@ -185,7 +184,7 @@ class Topology:
         )
 
 
-# The topologies that can be asked for by name; the factory's.
+# The topologies that have a name; filled by the factory.
 REGISTRY: dict[str, type[Topology]] = {}
 
 
@@ -225,8 +224,8 @@ def _column(place: str, phase: Iterable[Group | Iterable[int]], world_size: int)
         for rank in group.ranks:
             if rank in group_of:
                 raise ValueError(
-                    f"{place}: rank {rank} is in two groups, {group_of[rank]} and {group}; every "
-                    f"rank can be in one group of a phase only"
+                    f"{place}: rank {rank} is in two groups, {group_of[rank]} and {group}; put "
+                    f"every rank into at most one group of a phase"
                 )
             group_of[rank] = group
     return [group_of.get(rank) or Group([rank]) for rank in range(world_size)]
@@ -237,7 +236,10 @@ def _by_phase(
 ) -> list[list[Group]]:
     """Turn `groups[rank][phase]` into the groups of every phase, each of them once."""
     if len(table) != world_size:
-        raise ValueError(f"expected groups for {world_size} ranks, got {len(table)}")
+        raise ValueError(
+            f"expected groups for {world_size} ranks, got them for {len(table)}; assign_groups() "
+            f"must return a list for every rank"
+        )
     periods = [len(row) for row in table]
     if len(set(periods)) > 1:
         raise ValueError(f"every rank needs the same number of phases, got {periods} by rank")
@@ -248,7 +250,9 @@ def _by_phase(
             place = f"phase {number}, rank {rank}"
             group = _as_group(entry, place, world_size)
             if rank not in group.ranks:
-                raise ValueError(f"{place}: not a member of its group {group.ranks}")
+                raise ValueError(
+                    f"{place}: not a member of its group {group.ranks}; list the rank itself, too"
+                )
             groups[group] = None
         phases.append([*groups])
     return phases
@@ -262,7 +266,9 @@ def _as_group(entry: Group | Iterable[int], place: str, world_size: int) -> Grou
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
     if group.ranks[-1] >= world_size:
-        raise ValueError(f"{place}: ranks {group.ranks} reach beyond world size {world_size}")
+        raise ValueError(
+            f"{place}: expected ranks below the world size {world_size}, got {group.ranks}"
+        )
     return group
 
 

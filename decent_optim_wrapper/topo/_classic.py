@@ -8,7 +8,7 @@ from decent_optim_wrapper.topo._base import Topology
 
 
 class EvenSizes(Topology):
-    """Base of the topologies that pair every rank with one of the other parity."""
+    """Base class of the topologies that pair every even rank with an odd one."""
 
     condition = "an even world size"
 
@@ -19,7 +19,7 @@ class EvenSizes(Topology):
 
 
 class Complete(Topology):
-    """All ranks average in every round: exact after one."""
+    """All ranks average in every round: exact after one round."""
 
     def phases(self) -> Sequence[Sequence[Sequence[int]]]:
         """One group of all ranks."""
@@ -56,11 +56,11 @@ class OnePeerExponential(Topology):
 
 
 class AlternatingExponentialRing(Topology):
-    """Averages inside a node and over pairs of nodes in turn, so that both links are always busy.
+    """Alternates between averaging inside a node and over a pair of nodes; both links stay busy.
 
-    With p = log2(nodes), phases A_i and B_i for i in 0..p-1 look at the node pairs (j, j XOR 2^i).
-    Every second pair averages each node inside itself in A_i and both nodes jointly in B_i, the
-    other pairs the other way round; the count runs on over all i. Exact after 2p rounds.
+    With p = log2(nodes), phases A_i and B_i for i in 0..p-1 use the node pairs (j, j XOR 2^i).
+    Every second pair averages each node by itself in A_i and both nodes jointly in B_i; the other
+    pairs do it the other way round. The pairs are counted over all i. Exact after 2p rounds.
     Wang et al., "From Promise to Practice: Realizing High-performance Decentralized Training"
     (ICLR 2025).
     """

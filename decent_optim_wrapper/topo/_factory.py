@@ -35,7 +35,7 @@ REGISTRY.update(
 
 
 class TopologyFactory:
-    """The topologies that can be asked for by name."""
+    """Builds topologies by name."""
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ class TopologyFactory:
 
     @classmethod
     def registered(cls) -> tuple[tuple[str, type[Topology]], ...]:
-        """The known names with their classes."""
+        """The known names and their classes."""
         return tuple(REGISTRY.items())
 
     @classmethod
@@ -61,9 +61,9 @@ class TopologyFactory:
         """Make `kind` available as `name`.
 
         Args:
-            name: what `topology=` takes.
+            name: the name that `topology=` then takes.
             kind: a subclass of `Topology` whose constructor takes the two sizes.
-            overwrite: replace a topology of that name.
+            overwrite: replace an existing topology of that name.
 
         Raises:
             TypeError: `kind` is not a subclass of `Topology`.

@@ -1,4 +1,4 @@
-"""Matching the ranks that disagree most, worked out ahead of training."""
+"""Matching the ranks that disagree most, computed before training."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _MANY = 64
 
 
 class Greedy(Topology):
-    """Pairs those ranks whose disagreement is expected to be largest, for up to 256 ranks.
+    """Pairs the ranks whose disagreement is expected to be largest, for up to 256 ranks.
 
     Under unit white noise the ranks' covariance follows C <- W C W' + (I - J) from C = I - J. Each
     round pairs greedily by D_ij = (C_ii + C_jj - 2 C_ij) / 2, improves the pairs by 2-opt swaps,
-    and lets the rank left over from an odd number join the pair that gains most. The schedule is
-    cut where the matchings begin to repeat, at the latest after 200 rounds, or 32 above 64 ranks,
-    where a round takes long to work out and the seam costs less than 0.2 % of steady error. All
-    arithmetic is elementwise and rounded before it is compared, so every rank and machine gets the
-    same schedule.
+    and, if the number of ranks is odd, adds the last one to the pair that gains most. The schedule
+    is cut where the matchings begin to repeat, at the latest after 200 rounds. Above 64 ranks it is
+    cut after 32 rounds: a round takes long to compute, and the cut costs less than 0.2 % of steady
+    error. All arithmetic is elementwise and rounded before it is compared, so every rank and
+    machine gets the same schedule.
     """
 
     condition = f"at most {_MOST_RANKS} ranks"
 
     @classmethod
     def fits(cls, world_size: int, local_world_size: int = 1) -> bool:
-        """Up to 256 ranks: beyond, a schedule takes minutes to work out."""
+        """Up to 256 ranks: a schedule for more takes minutes to compute."""
         return world_size <= _MOST_RANKS
 
     def phases(self) -> Sequence[Matching]:
@@ -46,7 +46,7 @@ class Greedy(Topology):
             own = covariance.diagonal()
             disagreement = (own.unsqueeze(0) + own.unsqueeze(1) - 2 * covariance) / 2
             rounded = disagreement.round(decimals=6)
-            # The matching is a function of the disagreement: the first repeat closes a cycle.
+            # The matching depends on the disagreement only: the first repeat closes a cycle.
             start = next((t for t, other in enumerate(seen) if torch.equal(rounded, other)), None)
             if start is not None:
                 return matchings[start:]
@@ -57,14 +57,14 @@ class Greedy(Topology):
 
 
 def _mixed(covariance: Tensor, matching: Matching) -> Tensor:
-    """W C W', in which a rank's row and column become the means of those of its group."""
+    """W C W': a rank's row and column become the means of those of its group."""
     mixed = _group_means(_group_means(covariance, matching).T.contiguous(), matching)
-    # Four numbers were summed in one order above the diagonal, in another below it.
+    # Exactly symmetric: the sums above and below the diagonal are rounded in different orders.
     return (mixed + mixed.T) / 2
 
 
 def _group_means(rows: Tensor, matching: Matching) -> Tensor:
-    """For every rank the mean row of its group, summed in the order of the group's ranks."""
+    """The mean row of its group for every rank, summed in the order of the group's ranks."""
     means = torch.empty_like(rows)
     for group in matching:
         means[list(group)] = sum(rows[rank] for rank in group) / len(group)

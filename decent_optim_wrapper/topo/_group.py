@@ -16,7 +16,7 @@ class Group:
 
     Args:
         ranks: the members; kept sorted.
-        self_weight: weight of the own parameters, in (0, 1); None means 1/m, the plain mean.
+        self_weight: weight of a member's own parameters, in (0, 1); None means 1/m, the mean.
 
     Raises:
         ValueError: no ranks, a rank twice, a negative rank, or a weight outside (0, 1).
@@ -28,9 +28,11 @@ class Group:
     def __init__(self, ranks: Iterable[int], self_weight: float | None = None) -> None:
         members = tuple(sorted(operator.index(rank) for rank in ranks))
         if not members or len(set(members)) != len(members) or members[0] < 0:
-            raise ValueError(f"a group needs distinct ranks of 0 or more, got {members}")
+            raise ValueError(
+                f"a group needs distinct ranks, at least one and none negative, got {members}"
+            )
         weight = 1 / len(members) if self_weight is None else float(self_weight)
-        # A rank alone keeps its parameters, whatever weight was meant for it.
+        # A group of one rank keeps its parameters, whatever its weight.
         if len(members) > 1 and not 0 < weight < 1:
             raise ValueError(f"self_weight must lie in (0, 1), got {weight} for ranks {members}")
         object.__setattr__(self, "ranks", members)
@@ -43,7 +45,7 @@ class Group:
 
     @property
     def copies_sent(self) -> float:
-        """Copies of the parameters that a member sends: 0, 1 in a pair, 2 (m - 1) / m as a ring."""
+        """Copies of the parameters that a member sends: 2 (m - 1) / m; in a pair 1, alone 0."""
         if self.size <= 2:
             return float(self.size - 1)
         return 2 * (self.size - 1) / self.size

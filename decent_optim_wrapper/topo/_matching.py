@@ -1,6 +1,6 @@
-"""Disjoint pairs of ranks that cover as much of a table as a greedy choice and swaps find.
+"""Disjoint pairs of ranks with a large total gain, found greedily and improved by swaps.
 
-The result is a function of the table alone: ties go to the lower ranks.
+The result depends on the table only: ties go to the lower ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _GAIN = 1e-9
 
 
 def match(table: Table) -> Matching:
-    """Greedy pairs, improved by swaps, with a triple where the number of ranks is odd.
+    """Greedy pairs, improved by swaps, and one triple if the number of ranks is odd.
 
     Args:
         table: symmetric; ``table[i][j]`` is the gain of pairing ranks i and j.
@@ -38,7 +38,7 @@ def match(table: Table) -> Matching:
 
 
 def _greedy_pairs(table: Table) -> list[tuple[int, int]]:
-    """Take the pairs i < j in the order (-table, i, j), as long as both ranks are free."""
+    """Take the pairs i < j in the order (-table, i, j) whose ranks are both free."""
     # A stable sort: pairs of equal gain stay in the order of their ranks.
     order = sorted(combinations(range(len(table)), 2), key=lambda pair: -table[pair[0]][pair[1]])
     free = set(range(len(table)))
@@ -51,7 +51,7 @@ def _greedy_pairs(table: Table) -> list[tuple[int, int]]:
 
 
 def _swap_partners_(pairs: list[tuple[int, int]], table: Table) -> None:
-    """Let two pairs exchange partners as long as the total gain grows by it (2-opt)."""
+    """Exchange the partners of two pairs as long as the total gain grows (2-opt)."""
     swapped = True
     while swapped:
         swapped = False
