@@ -1,4 +1,4 @@
-"""Plan a run before the machines are rented: which topology, what it costs, how fast it steps."""
+"""Plan a run before you rent machines: which topology, what it sends, how fast it steps."""
 
 from decent_optim_wrapper.planning.analysis import (
     BytesSent,

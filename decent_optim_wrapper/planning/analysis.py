@@ -1,7 +1,7 @@
 """How well a topology mixes and how much it sends, in float64 and without a process group.
 
 With W_1, ..., W_p the mixing matrices of one period and J the matrix of the mean, everything here
-follows from the products of the W_t.
+follows from products of the W_t.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from decent_optim_wrapper.topo import Topology, TopologyFactory
 
 # A round that leaves this share of the distance to the mean has averaged exactly, up to rounding.
 _EXACT = 1e-9
-# Below it, rounding is too large a share of the distance to tell.
+# Below this distance the share of rounding is too large to tell.
 _ROUNDING_SHOWS = 1e-5
 _VANISHED = 1e-16
 # 2^50 periods: whatever has not died out by then does not contract.
@@ -28,8 +28,8 @@ class BytesSent(NamedTuple):
     """Bytes that a rank sends per round, averaged over the phases.
 
     Args:
-        mean: over the ranks.
-        maximum: of the rank that sends most.
+        mean: mean over the ranks, in bytes.
+        maximum: bytes of the rank that sends most.
     """
 
     mean: float
@@ -39,20 +39,20 @@ class BytesSent(NamedTuple):
 def consensus_rate(topology: Topology) -> float:
     """Contraction of the distance to the average per round, in the long run.
 
-    The spectral radius of W_p ... W_2 W_1 - J over a period p, to the power 1/p; 0 where the
+    This is the spectral radius of W_p ... W_2 W_1 - J over a period p, to the power 1/p; 0 if the
     average is reached exactly.
     """
     # Rounding would turn an exact zero, reached over several periods, into some small rate.
     if rounds_to_consensus(topology) is not None:
         return 0.0
-    # Rescaled every time: over a long period, or squared often, the product would vanish.
+    # Rescaled every time, or the product would vanish over a long period or many squarings.
     power, log_radius = _away_from_mean(topology.world_size), 0.0
     for mixing in _mixing_matrices(topology):
         power = mixing @ power
         power, log_size = _rescaled(power - power.mean(dim=0, keepdim=True))
         log_radius += log_size
     # The k-th root of the size of the k-th power, k = 2, 4, 8, ..., tends to the spectral radius.
-    # Eigenvalues would do, but LAPACK does not always find those of a product of many rounds.
+    # Not by eigenvalues: LAPACK does not always find those of a product of many rounds.
     for doubling in range(1, _MOST_DOUBLINGS + 1):
         power, log_size = _rescaled(power @ power)
         log_radius += log_size / 2**doubling
@@ -60,11 +60,11 @@ def consensus_rate(topology: Topology) -> float:
 
 
 def rounds_to_consensus(topology: Topology) -> int | None:
-    """Number of rounds from phase 0 on after which all ranks hold the average; None if never.
+    """Number of rounds from phase 0 on after which all ranks have the average; None if never.
 
-    Ranks hold random numbers and mix them until a single round takes away all of the distance to
-    the mean but rounding. Where the ranks come within 1e-5 of their distance at the start without
-    such a round, the answer is None.
+    The ranks start with random numbers and mix them until a single round removes all of the
+    distance to the mean except rounding. If the distance falls below 1e-5 of that at the start
+    without such a round, the result is None.
     """
     mixings = _mixing_matrices(topology)
     n, period = topology.world_size, topology.period
@@ -72,7 +72,7 @@ def rounds_to_consensus(topology: Topology) -> int | None:
     away = torch.randn(n, _WITNESSES, generator=generator, dtype=torch.float64, device="cpu")
     away -= away.mean(dim=0)
     start = before = away.abs().max().item()
-    # What a product of matrices can take to zero it has after as many periods as it has rows.
+    # A matrix whose powers vanish has done so after as many powers as it has rows.
     for done in range(1, n * period + 1):
         away = mixings[(done - 1) % period] @ away
         left = away.abs().max().item()
@@ -89,11 +89,11 @@ def steady_error(topology: Topology, overlap: bool = True) -> float:
 
     Args:
         topology: the topology.
-        overlap: the noise enters after the mixing, x <- W x + noise; else x <- W (x + noise).
+        overlap: add the noise after the mixing, x <- W x + noise; else x <- W (x + noise).
 
     Returns:
-        The error after a round in the steady state, averaged over the phases. Smaller is better;
-        infinite where some ranks never receive anything of others.
+        The error after a round in the steady state, averaged over the phases. Smaller is better.
+        It is infinite if some ranks never receive anything from others.
     """
     mixings = _mixing_matrices(topology)
     n = topology.world_size
@@ -103,7 +103,7 @@ def steady_error(topology: Topology, overlap: bool = True) -> float:
         before, after = (0, noise) if overlap else (noise, 0)
         return mixing @ (mixing @ (covariance + before)).T + after
 
-    # What one period makes of the ranks' distances, and adds to a covariance of zero.
+    # The product of one period's matrices, and the covariance that its noise adds to zero.
     product, covariance = noise, torch.zeros_like(noise)
     for mixing in mixings:
         product = mixing @ product
@@ -122,11 +122,14 @@ def bytes_per_round(topology: Topology, parameter_bytes: float) -> BytesSent:
     """Bytes that a rank sends per round.
 
     A pair exchanges one copy of the parameters; a larger group of m all-reduces as a ring, which
-    takes 2 (m - 1) / m copies; a rank alone sends nothing.
+    takes 2 (m - 1) / m copies; an idle rank sends nothing.
 
     Args:
         topology: the topology.
-        parameter_bytes: size of one copy.
+        parameter_bytes: bytes of one copy.
+
+    Returns:
+        Mean and maximum over the ranks, in bytes.
     """
     totals = [
         math.fsum(group.copies_sent for group in topology.schedule(rank))
@@ -140,15 +143,15 @@ def bytes_per_round(topology: Topology, parameter_bytes: float) -> BytesSent:
 def suggest(world_size: int, local_world_size: int = 1) -> tuple[str, ...]:
     """The names of the topologies that fit, best first by mixing per byte.
 
-    The order is that of steady error times mean bytes per round: how far apart noise keeps the
-    ranks, and what it costs to hold them together.
+    They are ordered by steady error times mean bytes per round: how far apart noise keeps the
+    ranks, times what it costs.
 
     Args:
         world_size: number of ranks.
         local_world_size: ranks per node.
 
     Raises:
-        ValueError: the sizes make no world.
+        ValueError: a size is below 1, or `local_world_size` does not divide `world_size`.
     """
 
     def cost(name: str) -> float:
@@ -166,18 +169,18 @@ def _mixing_matrices(topology: Topology) -> list[Tensor]:
 
 
 def _rescaled(matrix: Tensor) -> tuple[Tensor, float]:
-    """A matrix with a largest entry of 1, and the logarithm of what that took away."""
+    """The matrix divided by its largest entry, and the logarithm of that entry."""
     size = matrix.abs().max().item()
     return (matrix / size, math.log(size)) if size else (matrix, -math.inf)
 
 
 def _away_from_mean(n: int) -> Tensor:
-    """I - J, which takes the mean away; also the covariance of unit noise without its mean."""
+    """I - J, which subtracts the mean; also the covariance of unit noise without its mean."""
     return torch.eye(n, dtype=torch.float64, device="cpu") - 1 / n
 
 
 def _fixed_point(product: Tensor, added: Tensor) -> Tensor | None:
-    """The fixed point of C <- P C P' + Q, by doubling the steps taken; None if there is none."""
+    """The fixed point of C <- P C P' + Q, by doubling the number of steps; else None."""
     for _ in range(_MOST_DOUBLINGS):
         if product.abs().max() < _VANISHED:
             return added

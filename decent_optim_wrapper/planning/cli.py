@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: as on the command line; None takes those of the process.
+        arguments: as on the command line; None takes `sys.argv`.
 
     Returns:
         The exit status: 0, or 2 for bad arguments.

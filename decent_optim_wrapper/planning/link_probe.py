@@ -1,4 +1,4 @@
-"""Measures the links between the ranks; the results are the options of a simulation."""
+"""Measure the links between the ranks; the results are options for a simulation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from decent_optim_wrapper.planning.tables import Report, table
 
 _MIB = 1024 * 1024
 _LEAST_MIB = 0.001
-# A pair below this share of the median bandwidth is called slow.
+# A pair whose bandwidth is below this share of the median is slow.
 _SLOW = 0.7
 
 
@@ -26,15 +26,15 @@ def run(mib: float, repeats: int) -> Report | None:
     """Time messages between all pairs, one pair at a time, and an all-reduce; collective.
 
     Args:
-        mib: size of the large message in MiB; latency is that of 8 bytes.
-        repeats: number of measurements, of which the median counts.
+        mib: size of the large message in MiB; latency is measured with 8 bytes.
+        repeats: number of measurements; the report has their median.
 
     Returns:
         The report on rank 0, None on the others.
 
     Raises:
-        ValueError: a size or a number of repeats is out of range, or there is a single rank,
-            as without torchrun.
+        ValueError: `mib` or `repeats` is out of range, or there is only one rank, as without
+            torchrun.
     """
     if not _LEAST_MIB <= mib < math.inf or repeats < 1:
         raise ValueError(
@@ -67,7 +67,7 @@ def _measure(mib: float, repeats: int, device: torch.device) -> Report | None:
         for of_size, message in zip(seconds, messages, strict=True):
             of_size[a, b] = of_size[b, a] = _pair_seconds(transport, message, a, b, repeats)
     reduce_small, reduce_large = (_median(partial(transport.sum_, m), repeats) for m in messages)
-    # Only the two ends of a pair have its figures, the others have zeros.
+    # Only the two ranks of a pair have its figures; all others have zeros.
     latency, transfer = transport.all_gather(seconds).amax(dim=0)
     if transport.rank:
         return None
@@ -92,7 +92,7 @@ def _median(action: Callable[[], None], repeats: int) -> float:
         start = time.perf_counter()
         action()
         if torch.cuda.is_available():
-            # With NCCL, a wait orders the stream only.
+            # With NCCL, a wait only orders the stream.
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])

@@ -1,4 +1,4 @@
-"""Pictures of topologies; needs matplotlib, from the extra `plot`."""
+"""Pictures of topologies; they need matplotlib, from the extra `plot`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def phases(topology: Topology, name: str, path: Path) -> None:
     """Draw the phases side by side: ranks on a circle, a line between ranks that mix.
 
     Args:
-        topology: whose phases.
-        name: the title calls it so.
-        path: a file of a kind that matplotlib writes.
+        topology: the topology whose phases are drawn.
+        name: its name, for the title.
+        path: the file to write, of any format of matplotlib.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing.
-        ValueError: matplotlib does not write such files.
+        ValueError: matplotlib does not know the format.
         OSError: the file cannot be written.
     """
     try:

@@ -1,4 +1,4 @@
-"""Simulated step times: a max-plus clock over the ranks of a topology."""
+"""Simulated step times: a clock for every rank of a topology."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Pace(NamedTuple):
 
     Args:
         step_time: mean seconds per step.
-        waiting_share: share of that time in which a rank, on average, does not compute.
+        waiting_share: mean share of that time in which a rank does not compute, in [0, 1].
     """
 
     step_time: float
@@ -27,7 +27,7 @@ class Pace(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """The paces of the three methods with the same random compute times."""
+    """The paces of three methods with the same random compute times."""
 
     overlap: Pace
     no_overlap: Pace
@@ -35,7 +35,7 @@ class Simulation(NamedTuple):
 
     @property
     def speedup(self) -> float:
-        """Of the overlapped gossip over all-reduce; 1 where neither takes any time."""
+        """Speed-up of overlapped gossip over all-reduce; 1 if neither takes any time."""
         ours, theirs = self.overlap.step_time, self.all_reduce.step_time
         if ours:
             return theirs / ours
@@ -46,8 +46,8 @@ class _Phase(NamedTuple):
     """The groups of a phase.
 
     Args:
-        group_of: int64 of shape (ranks,), the group of every rank.
-        seconds: float64 of shape (ranks,), how long the exchange of the rank's group takes.
+        group_of: int64 of shape (ranks,), the number of every rank's group.
+        seconds: float64 of shape (ranks,), the time that the exchange of the rank's group takes.
     """
 
     group_of: Tensor
@@ -64,24 +64,28 @@ def simulate(
     steps: int = 1000,
     seed: int = 0,
 ) -> Simulation:
-    """Run the ranks' clocks.
+    """Simulate the step times of gossip, with and without overlap, and of all-reduce.
 
     Every rank computes for a normally distributed time (cut off at 0). A group exchanges as soon
-    as its last member has launched, over links of its own for each rank.
+    as its last member has launched. Every rank has its own link.
 
     Args:
-        topology: who mixes with whom.
+        topology: which ranks mix.
         compute_time: mean seconds of forward, backward and update.
-        jitter: its standard deviation, in seconds, independent for every rank and step.
+        jitter: standard deviation of the compute time in seconds, independent for every rank and
+            step.
         bandwidth: bytes per second that a rank can send, and receive at the same time.
         latency: seconds per message.
-        parameter_bytes: size of one copy of the parameters.
+        parameter_bytes: bytes of one copy of the parameters.
         steps: number of steps.
-        seed: of the compute times.
+        seed: seed of the compute times.
+
+    Returns:
+        Step times in seconds and shares of waiting.
 
     Raises:
-        ValueError: a negative time, a bandwidth or number of steps that is not positive, or any
-            of them infinite or not a number.
+        ValueError: a time is negative, the bandwidth or the number of steps is not positive, or an
+            argument is infinite or not a number.
     """
     figures = (compute_time, jitter, bandwidth, latency, parameter_bytes, steps)
     positive = min(bandwidth, steps) > 0 and min(figures) >= 0
@@ -122,7 +126,9 @@ def simulate(
 def _pace(clock: Tensor, computed: Tensor, steps: int) -> Pace:
     end = clock.mean().item()
     if not math.isfinite(end):
-        raise ValueError("the simulated times add up to more than a float can hold; make them less")
+        raise ValueError(
+            "expected times whose sum a float can hold, got an infinite sum; make the times shorter"
+        )
     waiting = 1 - computed.mean().item() / end if end else 0.0
     return Pace(step_time=end / steps, waiting_share=waiting)
 
@@ -148,6 +154,6 @@ def _phase(
 
 
 def _exchanged(launched: Tensor, phase: _Phase) -> Tensor:
-    """When every rank has the bytes of its group: after the last member's launch."""
+    """The time at which every rank has the bytes of its group, whose last member launches last."""
     last = torch.zeros_like(launched).scatter_reduce(0, phase.group_of, launched, "amax")
     return last[phase.group_of] + phase.seconds

@@ -1,4 +1,4 @@
-"""What the command line prints about topologies: rows of figures, as text and as data."""
+"""The tables of the command line: rows of figures, as text and as data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decent_optim_wrapper.planning.analysis import (
 from decent_optim_wrapper.planning.simulation import simulate
 from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
 
-# A row of a table by the names of its columns.
+# A row of a table: its values by the names of the columns.
 Row = dict[str, Any]
 
 # Printed below the table of topologies, on one line.
@@ -28,7 +28,7 @@ _LEGEND = (
 
 
 class Report(NamedTuple):
-    """The same content for a person and for a program."""
+    """The same content as text and as data."""
 
     text: str
     data: Any
@@ -45,7 +45,7 @@ def topologies(
         names: names of topologies; None for all.
 
     Raises:
-        ValueError: the sizes make no world, or a name is unknown.
+        ValueError: the sizes are wrong for every topology, or a name is unknown.
     """
     fitting, misfits = _choose(world_size, local_world_size, names)
     rows = [_figures(name, topology) for name, topology in fitting.items()]
@@ -87,7 +87,7 @@ def simulations(
     Args:
         world_sizes: numbers of ranks.
         local_world_size: ranks per node.
-        cluster: what they run on, as the arguments of `simulate`.
+        cluster: the arguments of `simulate` that describe the machines.
         names: as in `topologies`.
     """
     rows: list[Row] = []
@@ -110,7 +110,7 @@ def table(rows: Sequence[Row]) -> str:
 def _choose(
     world_size: int, local_world_size: int, names: Sequence[str] | None
 ) -> tuple[dict[str, Topology], list[Row]]:
-    """Build the topologies that fit, and say what the others need."""
+    """The topologies that fit, by name, and rows that say what the others need."""
     kinds = dict(TopologyFactory.registered())
     fitting, misfits = {}, {}
     for name in names or kinds:
