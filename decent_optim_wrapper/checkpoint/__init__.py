@@ -1,4 +1,4 @@
-"""Checkpoint sets: a file per rank, used together or not at all."""
+"""Checkpoint sets: one file per rank; the files of a set are used together or not at all."""
 
 from decent_optim_wrapper.checkpoint.sets import Checkpoint, Checkpoints
 

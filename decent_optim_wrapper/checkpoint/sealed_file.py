@@ -1,6 +1,6 @@
-"""One file that is there as a whole or not at all, and that shows any damage.
+"""A file that exists as a whole or not at all, and in which any damage can be detected.
 
-Behind the bytes of `torch.save` comes a seal, which `torch.load` does not mind: a stamp, which the
+A seal follows the bytes of `torch.save`; `torch.load` ignores it. It consists of a stamp, which the
 files of one set share, and the SHA-256 digest of the bytes, the stamp and the file's name.
 """
 
@@ -19,26 +19,26 @@ _CHUNK = 1 << 20
 
 
 class DamagedFileError(OSError):
-    """The bytes of a file are not those that were written under its name."""
+    """A file does not contain the bytes that were written under its name."""
 
 
 def partial(path: Path) -> Path:
-    """The name that a file has until it is whole."""
+    """The name of a file until it is whole."""
     return path.with_name(path.name + ".part")
 
 
 def write(path: Path, state: Any, stamp: int) -> None:
-    """Save `state` under `path`, which appears at once and only when all is on the disk.
+    """Save `state` to `path`, which appears only when the whole file is on the disk.
 
     Args:
-        path: its folder is made if need be.
-        state: what ``torch.load(..., weights_only=True)`` can read again.
+        path: where to save; its folder is created if it does not exist.
+        state: anything that ``torch.load(..., weights_only=True)`` can read again.
         stamp: any number of 63 bits.
 
     Raises:
-        TypeError: `state` holds objects that could not be loaded again.
-        OSError: the disk is full, the folder cannot be written to, or the file is not what was
-            written when it is read again.
+        TypeError: `state` contains objects that could not be loaded again.
+        OSError: the disk is full, the folder cannot be written to, or the file differs from what
+            was written when it is read again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -53,23 +53,26 @@ def write(path: Path, state: Any, stamp: int) -> None:
         partial(path).unlink(missing_ok=True)
         raise
     partial(path).replace(path)
-    # A name is on the disk only when the folder that holds it is.
+    # A name is on the disk only when its folder is.
     for folder in (path.parent, path.parent.parent):
         _sync_folder(folder)
-    # Older files are removed in reliance on this one.
+    # Older files are removed once this one is known to be whole.
     if read_stamp(path) != stamp:
-        raise DamagedFileError("another process has written it at the same time")
+        raise DamagedFileError(
+            f"{path} has been written by another process at the same time; give every run its own "
+            f"folder"
+        )
 
 
 def read_stamp(path: Path) -> int:
     """Check the whole file and return its stamp.
 
     Raises:
-        DamagedFileError: torn, altered or renamed, or no file at all.
-        OSError: it cannot be read.
+        DamagedFileError: the file is torn, altered or renamed, or not a regular file.
+        OSError: the file cannot be read.
     """
     if path.exists() and not path.is_file():
-        # Opening a FIFO would wait for somebody to write into it.
+        # Opening a FIFO would wait for a writer.
         raise DamagedFileError("it is not a regular file")
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - _SEAL.size
@@ -83,7 +86,7 @@ def read_stamp(path: Path) -> int:
 
 
 def _digest(file: BinaryIO, size: int, path: Path, stamp: int) -> bytes:
-    """Of the first `size` bytes and what else the seal vouches for; leaves `file` behind them."""
+    """Digest of the first `size` bytes, the stamp and the name; leaves `file` after these bytes."""
     digest = hashlib.sha256(f"{path.parent.name}/{path.name} {stamp}\n".encode())
     file.seek(0)
     while size > 0 and (chunk := file.read(min(size, _CHUNK))):
@@ -96,14 +99,14 @@ def _serialize(state: Any, file: BinaryIO) -> None:
     try:
         torch.save(state, file)
     except RuntimeError as error:
-        # torch's writer covers what the disk said with a complaint about its own position.
+        # torch's writer replaces the error of the disk by one about its own position.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
 
 
 def _check_loadable(file: BinaryIO) -> None:
-    """Fail now, not when the run depends on the file."""
+    """Fail while saving, not later when the run depends on the file."""
     file.seek(0)
     foreign = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     if foreign:

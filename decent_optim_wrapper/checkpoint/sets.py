@@ -1,4 +1,4 @@
-"""Checkpoint sets: a file per rank, used together or not at all."""
+"""Checkpoint sets: one file per rank; the files of a set are used together or not at all."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _STEP = re.compile(r"step_(\d+)")
 
 
 class Checkpoint(NamedTuple):
-    """This rank's part of a set: steps done, and what was saved then."""
+    """This rank's part of a set: the number of steps done, and the state saved then."""
 
     step: int
     state: dict[str, Any]
 
 
 class _Held(NamedTuple):
-    """A whole file of this rank: its step, and the number drawn for the set when it was written."""
+    """A whole file of this rank: its step, and the random number of its set."""
 
     step: int
     stamp: int
@@ -41,21 +41,21 @@ _NOTHING = _Held(_MISSING, 0)
 
 
 class Checkpoints:
-    """Sets ``<folder>/step_00000120/rank_3_of_4.pt``, a file for every rank.
+    """Saves and loads sets of files ``<folder>/step_00000120/rank_3_of_4.pt``, one for every rank.
 
-    A file gets its name when all of it is on the disk, and carries a digest. A set is *complete*
-    when every rank finds its file whole and one `save()` wrote them all: a process that is killed
-    at any moment leaves the set before usable.
+    A file gets its name when all of it is on the disk, and contains a digest. A set is *complete*
+    when every rank finds its file whole and one `save()` wrote them all. If a process is killed at
+    any moment, the previous set remains usable.
 
-    Where ranks are lost and come back, sets of different numbers of ranks stand side by side. They
-    are counted apart: the sets of fewer ranks never displace those that a full restart needs.
+    If ranks are lost and come back, there are sets of different numbers of ranks. They are counted
+    separately: the sets of fewer ranks never displace those that a full restart needs.
 
     Args:
-        folder: one for each run. It may lie on a disk that all ranks share or on one of each node:
-            a rank looks at its own files only.
+        folder: the folder of this run; give every run its own. It may be on a disk that all ranks
+            share or on a disk of each node: a rank reads its own files only.
         optimizer: the wrapper whose ranks save together.
-        keep: how many of the newest complete sets of each number of ranks stay; older files are
-            removed only then.
+        keep: number of complete sets to keep, for each number of ranks; older files are removed
+            once there are so many.
 
     Raises:
         TypeError: `optimizer` is not the wrapper, or `keep` is not a whole number.
@@ -78,14 +78,14 @@ class Checkpoints:
         self._complete: dict[int, list[int]] = {}
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write this rank's file and wait for those of the others; collective.
+        """Write this rank's file and wait for those of the other ranks; collective.
 
         Args:
             step: number of steps done, the same on every rank, above that of the last set.
             state: ``state_dict()``s, tensors, numbers, strings and containers of these.
 
         Raises:
-            ValueError: on every rank; `step` is not above the last one, or the ranks' differ.
+            ValueError: on every rank, if `step` is not above the last one or differs between ranks.
             TypeError: `step` is not a whole number, or `state` could not be loaded again with
                 ``weights_only=True``.
             OSError: this rank could not write; the others log it, and the old sets stay.
@@ -108,13 +108,17 @@ class Checkpoints:
     def load(self, map_location: torch.device | str | None = None) -> Checkpoint | None:
         """Read this rank's file of the newest complete set; collective.
 
-        A damaged or missing file is named in the log as a warning, and the set before is used.
+        If a file is damaged or missing, a warning in the log names it, and the set before is used.
 
         Args:
-            map_location: as in `torch.load`, which gets ``weights_only=True``.
+            map_location: as in `torch.load`, which is called with ``weights_only=True``.
 
         Returns:
-            None where no set of this world size is complete: start at step 0.
+            The step and this rank's state, or None if no set of this world size is complete: start
+            at step 0.
+
+        Raises:
+            PeerError: a rank is lost.
         """
         step = self._agree()
         self._complete = {}
@@ -126,7 +130,7 @@ class Checkpoints:
         return Checkpoint(step, state)
 
     def _save_together(self, step: int, state: dict[str, Any]) -> bool:
-        """Write this rank's file; whether every rank says that its own is whole on its disk."""
+        """Write this rank's file; return whether every rank has written its own."""
         stamp = self._agree_to_save(step)
         try:
             sealed_file.write(self._path(step), state, stamp)
@@ -141,7 +145,7 @@ class Checkpoints:
         return bool(written.all())
 
     def _agree_to_save(self, step: int) -> int:
-        """A number for the set that is about to be written, drawn by rank 0."""
+        """Check the step on all ranks, and return a random number for the set, drawn by rank 0."""
         newest = max((steps[-1] for steps in self._complete.values()), default=_MISSING)
         # Not torch's generator: a run that writes the set once more is seeded alike, and files of
         # the two must not pass for one set.
@@ -159,7 +163,7 @@ class Checkpoints:
         return int(everywhere[0, 2])
 
     def _agree(self) -> int:
-        """The newest step of which all ranks hold a whole file of one set."""
+        """The newest step for which all ranks have a whole file of the same set."""
         held = self._newest(None)
         while True:
             everywhere = self._gather(*held)
@@ -177,7 +181,7 @@ class Checkpoints:
                 held = self._newest(limit)
 
     def _newest(self, limit: int | None) -> _Held:
-        """The newest whole file of this rank, of a step up to `limit`."""
+        """This rank's newest whole file of a step up to `limit`."""
         for step in sorted(self._files(self._name()), reverse=True):
             if limit is not None and step > limit:
                 continue
@@ -198,7 +202,7 @@ class Checkpoints:
         return {int(match[1]): path for match, path in found if match}
 
     def _tell(self, step: int, problem: str, bad: Tensor) -> None:
-        """Say once for all ranks what is wrong with the files of the `bad` ones."""
+        """Log on rank 0 what is wrong with the files of the `bad` ranks."""
         if self._optimizer.rank == 0:
             names = ", ".join(self._name(rank) for rank in bad.nonzero().flatten().tolist())
             logger.warning("checkpoint {} {} {}", self._path(step).parent, problem, names)
@@ -211,7 +215,7 @@ class Checkpoints:
             )
 
     def _prune(self) -> None:
-        """Remove this rank's files of older sets than those to keep, and of incomplete ones."""
+        """Remove this rank's files of incomplete sets and of those older than the sets to keep."""
         complete = self._steps()
         if len(complete) < self._keep:
             return
@@ -225,7 +229,7 @@ class Checkpoints:
                         path.parent.rmdir()
 
     def _steps(self) -> list[int]:
-        """The newest complete sets of as many ranks as there are."""
+        """Steps of the newest complete sets of the present number of ranks."""
         return self._complete.get(self._optimizer.world_size, [])
 
     def _name(self, rank: int | None = None) -> str:
