@@ -30,27 +30,28 @@ _SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 0.001, 2_000_000
 
 @dataclass(frozen=True)
 class Schedule:
-    """When the ranks mix, how far, and what else happens then; the same on all ranks.
+    """When and how far the ranks mix; the same on all ranks.
 
     Args:
-        gossip_every: steps from one round of gossip to the next.
+        gossip_every: number of steps from one round of gossip to the next.
         mixing_rate: γ in (0, 1]: x <- (1 - γ) x + γ W_t x. The property of the wrapper changes it
             during training.
-        global_avg_every: steps from one exact average to the next, each in place of what would be
-            due and on its way as a round is (Gossip-PGA, Chen et al. 2021); None for none.
-        average_state: what becomes of the base optimizer's state (momenta) when an exact average
-            is kept or scheduled: "keep" it, or "average" it too (`on_nonfinite` holds for it as for
+        global_avg_every: number of steps from one exact average to the next, which replaces the
+            round that would be due and is overlapped as a round is (Gossip-PGA, Chen et al. 2021);
+            None for no averages.
+        average_state: what to do with the base optimizer's state (momenta) when an exact average
+            is kept or scheduled: "keep" it, or "average" it too (`on_nonfinite` applies to it as to
             parameters).
-        outer: makes an outer optimizer from a list of tensors, the anchors, such as
-            ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``; None for none. At
-            every exact average if `global_avg_every` is set, else at every round of gossip, it
-            steps with the gradient anchor - mixed, and then x <- anchor. The anchors start as the
-            parameters of the first step. It is stepped bucket by bucket, so it must update each
-            tensor by itself. Costs a copy of the parameters and its own state.
+        outer: function that makes an outer optimizer from a list of tensors, the anchors, such as
+            ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``; None for none. It
+            steps at every exact average if `global_avg_every` is set, else at every round of
+            gossip, with the gradient anchor - mixed; then x <- anchor. The anchors start as the
+            parameters of the first step. The optimizer is stepped bucket by bucket, so it must
+            update each tensor by itself. It costs a copy of the parameters and its own state.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: one that is out of range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
     """
 
     gossip_every: int = 1
@@ -61,7 +62,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         _check_steps("gossip_every", self.gossip_every)
-        # A rate of 1 and one of 1.0 are the same to other ranks.
+        # As a float: the ranks compare its text, and 1 and 1.0 are the same rate.
         object.__setattr__(self, "mixing_rate", check_mixing_rate(self.mixing_rate))
         if self.global_avg_every is not None:
             _check_steps("global_avg_every", self.global_avg_every)
@@ -76,17 +77,18 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Elastic:
-    """Go on without a rank that is lost, and take it in again when it is restarted.
+    """Train on without a rank that is lost, and let it rejoin when it is restarted.
 
     Args:
-        store: where the ranks agree on who is left. None takes the process group's; with a store,
-            `rank` and `world_size` no process group is needed.
-        on_membership_change: called with the old and the new `members`, to re-shard data.
+        store: where the ranks agree on who is left. None takes that of the process group; with a
+            store, `rank` and `world_size`, no process group is needed.
+        on_membership_change: function that is called with the old and the new `members`, to shard
+            the data again.
         stale_after: seconds without a heartbeat after which a rank counts as dead; the same on all
             ranks.
 
     Raises:
-        TypeError: an argument of the wrong type.
+        TypeError: an argument has the wrong type.
         ValueError: `stale_after` is not above 0 and finite.
     """
 
@@ -111,11 +113,11 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Settings:
-    """Further options in which the ranks must agree; see `DecentOptimWrapper`.
+    """Further options of `DecentOptimWrapper`, in which the ranks must agree.
 
     Raises:
-        TypeError: one is of the wrong type.
-        ValueError: one is out of range.
+        TypeError: an option has the wrong type.
+        ValueError: an option is out of range.
     """
 
     _: KW_ONLY
@@ -153,16 +155,16 @@ class Settings:
         return read_timeout(self.timeout)
 
     def lines(self) -> list[str]:
-        """A line for each option that means the same on all ranks if it reads the same."""
+        """A line for each option that the ranks can compare as text."""
         return [*_lines(self, without="schedule"), *_lines(self.schedule, without="outer")]
 
 
 def read_timeout(timeout: Any) -> timedelta | None:
-    """The timeout as a timedelta; None takes the process group's.
+    """The timeout as a timedelta; None stands for that of the process group.
 
     Raises:
-        TypeError: neither a timedelta nor a number.
-        ValueError: out of range.
+        TypeError: the timeout is neither a timedelta nor a number.
+        ValueError: the timeout is out of range.
     """
     if timeout is None:
         return None
@@ -170,17 +172,17 @@ def read_timeout(timeout: Any) -> timedelta | None:
     _expect(_is_real(seconds), "timeout expects a number of seconds, a timedelta or None", timeout)
     if not _SHORTEST_TIMEOUT <= seconds <= _LONGEST_TIMEOUT:
         raise ValueError(
-            f"timeout must be {_SHORTEST_TIMEOUT} to {_LONGEST_TIMEOUT} seconds (which torch "
-            f"counts in milliseconds of 32 bits), got {seconds}"
+            f"timeout must be {_SHORTEST_TIMEOUT} to {_LONGEST_TIMEOUT} seconds (torch counts "
+            f"milliseconds in 32 bits), got {seconds}"
         )
     return timedelta(seconds=float(seconds))
 
 
 def check_base(optimizer: Any, overlap: bool) -> None:
-    """Make sure that the base can be wrapped.
+    """Check that the optimizer can be wrapped.
 
     Raises:
-        TypeError: not an optimizer.
+        TypeError: it is not an optimizer, or is a wrapper itself.
         ValueError: it has no parameters, exchanges them itself, or does not work with `overlap`.
     """
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DelegatingOptimizer):
@@ -197,23 +199,23 @@ def check_base(optimizer: Any, overlap: bool) -> None:
     if any(each.__name__ == "ZeroRedundancyOptimizer" for each in kind.__mro__):
         raise ValueError(
             f"optimizer expects one that updates all parameters of this rank, got a "
-            f"{kind.__name__}: each rank updates a part of them and broadcasts it, which would "
-            f"undo the gossip; wrap the plain optimizer"
+            f"{kind.__name__}, with which each rank updates a part of them and broadcasts it; that "
+            f"would undo the gossip; wrap the plain optimizer"
         )
     if overlap and (reason := _reason_against_overlap(optimizer)):
         raise ValueError(
-            f"{kind.__name__} {reason}, which overlap=True cannot do: the gradient belongs to the "
-            f"parameters before the mixing; pass overlap=False"
+            f"{kind.__name__} {reason}, which does not work with overlap=True: the gradient "
+            f"belongs to the parameters before the mixing; pass overlap=False"
         )
 
 
 def _reason_against_overlap(optimizer: Optimizer) -> str | None:
-    """What the optimizer does at the parameters of the gradient, once they are mixed already."""
+    """What the optimizer does that needs the parameters as they were before the mixing."""
     kind = type(optimizer)
     if isinstance(optimizer, LBFGS):
         return "evaluates its closure several times per step"
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
-        # The interface of SAM (Foret et al., 2021) and its kin.
+        # The interface of SAM (Foret et al., 2021) and its variants.
         return "evaluates its closure at parameters that it has moved"
     second_order = bool(getattr(optimizer, "is_second_order", False))
     if second_order or kind.__name__.lower() == "adahessian":

@@ -1,4 +1,4 @@
-"""What can go wrong between ranks, as exceptions."""
+"""Exceptions for what can go wrong between ranks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 
 class PeerError(RuntimeError):
-    """A peer died, stopped or ended: its part of a round, or of a collective, did not come.
+    """A peer died, stopped or ended, so its part of a round or a collective did not arrive.
 
     The parameters are as they were before the failed round was mixed.
 
     Args:
         text: what was expected, what came, and what to do.
-        rank: the peer that was lost; None where it is not known which one.
-        round: the round that failed; None outside of rounds.
-        bucket: index of the first bucket that did not arrive; None outside of rounds.
+        rank: the peer that was lost; None if it is not known which one.
+        round: the round that failed; None outside a round.
+        bucket: index of the first bucket that did not arrive; None outside a round.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class CallOrderError(RuntimeError):
 
 
 class NonFiniteError(RuntimeError):
-    """Parameters that were to be mixed hold NaN or infinity.
+    """Parameters that should be mixed contain NaN or infinity.
 
     Args:
         text: what was expected, what came, and what to do.
-        ranks: whose parameters they are.
+        ranks: the ranks that have these parameters.
     """
 
     def __init__(self, text: str, ranks: Sequence[int]) -> None:

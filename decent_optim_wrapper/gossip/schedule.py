@@ -1,4 +1,4 @@
-"""Who mixes with whom in which round: phases of the topology, idle rounds, exact averages."""
+"""The rounds of a rank: phases of the topology, idle rounds and exact averages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decent_optim_wrapper.topo import Group, Topology
 
 
 class Kind(Enum):
-    """What a round is for."""
+    """What a rank does in a round."""
 
     IDLE = "idle"
     GOSSIP = "gossip"
@@ -23,9 +23,9 @@ class RoundPlan(NamedTuple):
     """What one rank does in one round.
 
     Args:
-        kind: what it is for.
-        group: the ranks that mix, this one among them.
-        mixing_rate: how far this rank moves towards what the group would mix.
+        kind: idle, gossip, or an exact average.
+        group: the ranks that mix, including this one.
+        mixing_rate: how far this rank moves towards the mixed parameters, in (0, 1].
     """
 
     kind: Kind
@@ -34,11 +34,11 @@ class RoundPlan(NamedTuple):
 
 
 class RoundSchedule(NamedTuple):
-    """The rounds of one rank: one for every step, of which only some exchange anything.
+    """The rounds of one rank: one for every step. In idle rounds nothing is exchanged.
 
     Args:
         phases: the rank's groups, phase by phase.
-        rank: the rank itself.
+        rank: this rank.
         world_size: number of ranks.
         gossip_every: steps from one phase to the next; the rank is idle in between.
         global_avg_every: steps from one exact average to the next, each in place of what would
@@ -64,7 +64,7 @@ class RoundSchedule(NamedTuple):
         return Kind.IDLE if steps % self.gossip_every else Kind.GOSSIP
 
     def plan(self, round: int, mixing_rate: float) -> RoundPlan:
-        """What is due at the end of step `round`; an exact average is not slowed down."""
+        """What is due at the end of step `round`; the mixing rate of an exact average is 1."""
         match self.kind(round):
             case Kind.IDLE:
                 return self.idle()
@@ -75,13 +75,13 @@ class RoundSchedule(NamedTuple):
                 return RoundPlan(Kind.GOSSIP, self.phases[phase], mixing_rate)
 
     def next_plan(self, round: int, mixing_rate: float) -> RoundPlan:
-        """What is due at the end of step `round`, or of the first one after it that is not idle."""
+        """What is due at the end of step `round`, or of the next step that is not idle."""
         while self.kind(round) is Kind.IDLE:
             round += 1
         return self.plan(round, mixing_rate)
 
     def idle(self) -> RoundPlan:
-        """A round of this rank alone."""
+        """A round in which this rank mixes with no other."""
         return RoundPlan(Kind.IDLE, Group([self.rank]), 1.0)
 
     @property

@@ -1,4 +1,4 @@
-"""Make the process group from what torchrun, Slurm or Open MPI say in the environment."""
+"""Make the default process group from the variables that torchrun, Slurm or Open MPI set."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _RANK_VARIABLES = {
 
 
 class DistInfo(NamedTuple):
-    """Where this process stands.
+    """The ranks and the device of this process.
 
     Args:
-        rank: its rank in the process group.
+        rank: rank in the process group.
         world_size: number of ranks.
-        local_rank: its rank among those of its node.
-        device: where its model belongs.
-        local_world_size: number of ranks on its node.
+        local_rank: rank among those of the same node.
+        device: the device for the model.
+        local_world_size: number of ranks on the same node.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class DistInfo(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """What a launcher says of this process."""
+    """The ranks that a launcher has given to this process."""
 
     launcher: str
     rank: int
@@ -62,7 +62,7 @@ class Launch(NamedTuple):
     master_port: str
 
     def variables(self) -> dict[str, str]:
-        """What torchrun would have put into the environment."""
+        """The environment variables that torchrun would have set."""
         return {
             "RANK": str(self.ranks.rank),
             "WORLD_SIZE": str(self.ranks.world_size),
@@ -76,30 +76,31 @@ class Launch(NamedTuple):
 def init_distributed(backend: str | None = None, timeout: timedelta | None = None) -> DistInfo:
     """Make the default process group under torchrun, Slurm's srun or Open MPI's mpirun; collective.
 
-    The variables of torchrun go before those of Open MPI, and those before Slurm's. MASTER_ADDR and
-    MASTER_PORT are taken from the environment. Where they are missing, Slurm's are the first node
-    of the job step and a port from the job's and the step's number; under Open MPI on one node the
-    address is 127.0.0.1. Under all three the process then has the variables that torchrun sets, so
-    that LOCAL_WORLD_SIZE, the wrapper's default for `local_world_size`, is known.
+    Variables of torchrun take precedence over those of Open MPI, and these over those of Slurm.
+    MASTER_ADDR and MASTER_PORT are taken from the environment. If they are missing, the defaults
+    under Slurm are the first node of the job step and a port made from the numbers of job and step;
+    under Open MPI on one node the address is 127.0.0.1. Under all three launchers the variables
+    that torchrun sets are then set. LOCAL_WORLD_SIZE is the wrapper's default for
+    `local_world_size`.
 
-    When torchrun restarts the ranks of one node, they meet under other keys of its store than
-    before. On several nodes launch with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that.
+    If torchrun restarts the ranks of one node, they use other keys of its store than before. On
+    several nodes launch with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead.
 
-    A process group that exists is left as it is and described; only the current CUDA device is set,
-    where the group is NCCL's.
+    An existing process group is only described. If it is a group of NCCL, the current CUDA device
+    is set.
 
     Args:
-        backend: None takes nccl where this process sees a CUDA device for every rank of its node,
-            else gloo. Where every rank sees just its own device, pass ``"nccl"``.
-        timeout: of collectives; None is torch's default.
+        backend: None takes nccl if this process sees a CUDA device for every rank of its node, else
+            gloo. If every rank sees only its own device, pass ``"nccl"``.
+        timeout: timeout of collectives; None takes torch's default.
 
     Returns:
         Rank, world size, local rank, device and local world size. With nccl the device is the CUDA
-        device of the local rank, and the current one from now on; else the CPU.
+        device of the local rank, which becomes the current device; else the CPU.
 
     Raises:
         RuntimeError: a variable is missing; the text names it.
-        ValueError: a variable is not what it should be, or nccl finds no device for this rank.
+        ValueError: a variable has a wrong value, or there is no CUDA device for this rank.
     """
     if dist.is_initialized():
         ranks = _ranks_in_group()
@@ -122,13 +123,13 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
 
     Raises:
         RuntimeError: a variable is missing.
-        ValueError: a variable is not what it should be.
+        ValueError: a variable has a wrong value.
     """
     ranks = _find_ranks(environ)
     if not ranks.rank < ranks.world_size >= ranks.local_world_size > ranks.local_rank:
         raise ValueError(
             f"the variables of {ranks.launcher} contradict each other: {ranks}; unset those that "
-            f"are left from another launcher, and start the script again"
+            f"are left from another launcher and start the script again"
         )
     addr, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if ranks.launcher == "srun":
@@ -147,7 +148,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
 
 
 def _find_ranks(environ: Mapping[str, str]) -> Ranks:
-    # mpirun inside of a Slurm job inherits the job's SLURM_PROCID, the same in all its processes.
+    # mpirun in a Slurm job inherits the SLURM_PROCID of the job, the same in all its processes.
     for launcher, names in _RANK_VARIABLES.items():
         if environ.get(names[0]):
             return Ranks(launcher, *(_number(environ, name) for name in names))
@@ -160,14 +161,14 @@ def _find_ranks(environ: Mapping[str, str]) -> Ranks:
             _slurm_tasks_here(environ),
         )
     raise RuntimeError(
-        "no launcher has started this process: expected the variable RANK (torchrun), "
+        "this process was started without a launcher: expected the variable RANK (torchrun), "
         "OMPI_COMM_WORLD_RANK (mpirun) or SLURM_PROCID (srun); start the script with "
         "`torchrun --nproc-per-node <ranks> script.py`"
     )
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
-    """This node's number in a list such as 4(x2),3: tasks per node, repeated."""
+    """The tasks of this node, from a list such as 4(x2),3: two nodes of 4 tasks and one of 3."""
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
     text = _text(environ, *names)
     counts: list[int] = []
@@ -191,15 +192,15 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
 
 
 def _first_slurm_node(environ: Mapping[str, str]) -> str:
-    """Where Slurm by default puts rank 0; empty where it does not tell."""
+    """The node where Slurm puts rank 0 by default; empty if its variables do not say."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
-    # Of a list such as gpu[07,10-12],login1 the first: gpu07.
+    # The first entry of a list such as gpu[07,10-12],login1: gpu07.
     first = next(re.finditer(r"(?:[^,\[]|\[[^\]]*\])*", nodes))
     return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0])
 
 
 def _slurm_port(environ: Mapping[str, str]) -> str:
-    """One between 10000 and 29999 that differs between the steps of a node; empty outside a job."""
+    """A port from 10000 to 29999 that differs between the steps on a node; empty outside a job."""
     if not environ.get("SLURM_JOB_ID"):
         return ""
     step = _number(environ, "SLURM_STEP_ID") if environ.get("SLURM_STEP_ID") else 0
@@ -209,7 +210,10 @@ def _slurm_port(environ: Mapping[str, str]) -> str:
 def _number(environ: Mapping[str, str], *names: str) -> int:
     text = _text(environ, *names)
     if not text.isdecimal():
-        raise ValueError(f"the variable {names[0]} must be a number, got {text!r}")
+        raise ValueError(
+            f"the variable {names[0]} must be a number, got {text!r}; start the script with "
+            f"torchrun, srun or mpirun, which set it, or correct it"
+        )
     return int(text)
 
 
@@ -232,11 +236,11 @@ def _ranks_in_group() -> Ranks:
 
 
 def _store_after_a_restart(ranks: Ranks) -> dict[str, Any]:
-    """Where to find the other ranks, if torchrun has restarted them on one node; else nothing.
+    """Arguments for `init_process_group` if torchrun has restarted the ranks of one node.
 
-    torchrun keeps one store over its restarts, which still holds the addresses of processes that
-    have ended (pytorch#135712): keys get a prefix for each restart. Agents of several nodes count
-    their restarts differently.
+    torchrun keeps one store over its restarts, which still contains the addresses of processes that
+    have ended (pytorch#135712). So keys get a prefix for each restart. The agents of several nodes
+    count their restarts differently.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts == "0" or ranks.world_size != ranks.local_world_size:
@@ -252,8 +256,8 @@ def _default_backend(ranks: Ranks) -> str:
     if devices:
         warnings.warn(
             f"rank {ranks.rank} sees {devices} CUDA device(s) for the {ranks.local_world_size} "
-            f"ranks of its node and takes gloo and the CPU; where every rank sees just its own "
-            f'device, call init_distributed(backend="nccl")',
+            f"ranks of its node and uses gloo and the CPU; if every rank sees only its own device, "
+            f'call init_distributed(backend="nccl")',
             stacklevel=3,
         )
     return "gloo"
