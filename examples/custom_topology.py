@@ -17,11 +17,11 @@ from decent_optim_wrapper.utils import init_distributed
 
 
 class Star(Topology):
-    """Rank 0 mixes with one other rank after the other; the rest stay idle meanwhile.
+    """Rank 0 mixes with one other rank in each round, in turn; all others are idle.
 
-    `phases` lists the phases of one period, a phase is a list of groups, and a group a list of
-    ranks, which mix as their mean, or a `Group(ranks, self_weight)`. Ranks that a phase does not
-    name are idle in it.
+    `phases` returns the phases of one period. A phase is a list of groups. A group is a list of
+    ranks, which mix as their mean, or a `Group(ranks, self_weight)`. Ranks in no group of a phase
+    are idle in it.
     """
 
     def phases(self) -> list[list[list[int]]]:

@@ -2,10 +2,11 @@
 
     python examples/survive_digits.py --victims 0 2
 
-Starts the ranks itself and keeps the store in which they agree on who is left, so that it outlives
-every one of them, rank 0 included. It kills the first victim (SIGKILL) after 30 % of the steps and
-the second one after 60 %; with `--rejoin` it starts the first one again at once. Whoever is left
-takes over the scans of the dead, and the accuracy of the averaged model is printed at the end.
+The script starts the ranks itself. It keeps the store in which they agree on who is left, so the
+store outlives all ranks, including rank 0. It kills the first victim (SIGKILL) after 30 % of the
+steps and the second one after 60 %. With `--rejoin` it starts the first one again at once. The
+remaining ranks share the scans of the dead ones. At the end the script prints the accuracy of the
+averaged model.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from decent_optim_wrapper import DecentOptimWrapper, Elastic, TopologyFactory
 HOST = "127.0.0.1"
 KILL_AT = (0.3, 0.6)
 CPU = torch.device("cpu")
-# One import of torch for all ranks, so that one that is started again is soon back.
+# All ranks share one import of torch, so that a restarted rank is back soon.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch._dynamo", "sklearn.datasets", "decent_optim_wrapper"])
 
@@ -38,19 +39,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--victims", type=int, nargs="*", default=[0, 2], help="at most two ranks")
     parser.add_argument("--rejoin", action="store_true", help="start the first victim again")
     parser.add_argument("--topology", choices=TopologyFactory.names(), default="complete")
-    parser.add_argument("--epochs", type=int, default=20, help="of steps, as with all ranks alive")
+    parser.add_argument("--epochs", type=int, default=20, help="their length is that of all ranks")
     parser.add_argument("--batch-size", type=int, default=16, help="samples per rank and step")
-    parser.add_argument("--lr", type=float, default=0.02, help="of the first step; ends at 0")
+    parser.add_argument("--lr", type=float, default=0.02, help="at the first step; falls to 0")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 class Shard:
-    """This rank's share of the training scans, dealt again whenever the members change.
+    """This rank's share of the training scans, which changes whenever the members change.
 
     Args:
-        rank: as numbered at the start.
-        args: of the command line.
+        rank: number of the rank at the start.
+        args: arguments of the command line.
     """
 
     def __init__(self, rank: int, args: argparse.Namespace) -> None:
@@ -69,7 +70,7 @@ class Shard:
 
 
 def train(rank: int, port: int, args: argparse.Namespace) -> None:
-    """What every rank runs, also one that is started again."""
+    """What every rank runs, including a restarted one."""
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     store = dist.TCPStore(HOST, port, is_master=False)
@@ -87,7 +88,7 @@ def train(rank: int, port: int, args: argparse.Namespace) -> None:
     print(f"rank {rank} starts at step {optimizer.round}", flush=True)
     steps = count_steps(args)
     while optimizer.round < steps:
-        # By the round, which a rank that comes back has in common with the others.
+        # By the round, which a restarted rank shares with the others.
         for group in optimizer.param_groups:
             group["lr"] = args.lr * (1 - optimizer.round / steps)
         batch = next(shard.batches)
@@ -102,7 +103,7 @@ def train(rank: int, port: int, args: argparse.Namespace) -> None:
 
 
 def count_steps(args: argparse.Namespace) -> int:
-    """As many as the given epochs have while all ranks are there."""
+    """The number of steps of the given epochs if all ranks are alive."""
     shard, _ = load_data(0, args.ranks, CPU, by_digit=False)
     return int(args.epochs * -(-len(shard.labels) // args.batch_size))
 
@@ -114,7 +115,7 @@ def start(rank: int, port: int, args: argparse.Namespace) -> BaseProcess:
 
 
 def wait_for_step(store: dist.TCPStore, step: int, workers: dict[int, BaseProcess]) -> None:
-    """Return when a rank has done that many steps."""
+    """Wait until a rank has done that many steps."""
     while int(store.get("step")) < step:
         if not any(worker.is_alive() for worker in workers.values()):
             raise SystemExit(f"all ranks ended before step {step}; the first error is above")

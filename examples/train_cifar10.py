@@ -4,8 +4,9 @@
     torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/train_cifar10.py
     torchrun --standalone --nproc-per-node 4 examples/train_cifar10.py --resume
 
-A launch that torchrun restarts goes on from its newest complete checkpoints, `--resume` from those
-of an earlier launch. `--fake-data` runs the same code on random images, without a download.
+After a restart by torchrun, training continues from the newest complete checkpoints of the launch.
+`--resume` continues from those of an earlier launch. `--fake-data` runs the same code on random
+images, without a download.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 class Training(NamedTuple):
-    """What learns, and with its state goes into a checkpoint."""
+    """The objects whose states go into a checkpoint."""
 
     model: nn.Module
     optimizer: DecentOptimWrapper
@@ -48,7 +49,9 @@ class Training(NamedTuple):
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--topology", choices=TopologyFactory.names(), default="complete")
-    parser.add_argument("--local-world-size", type=int, help="ranks per node; default: torchrun's")
+    parser.add_argument(
+        "--local-world-size", type=int, help="ranks per node; default: as torchrun says"
+    )
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=128, help="samples per rank and step")
     parser.add_argument("--lr", type=float, default=0.1)
@@ -60,13 +63,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--fake-samples", type=int, default=512)
     parser.add_argument("--checkpoints", type=Path, default=Path("runs/cifar10"))
-    parser.add_argument("--save-every", type=int, help="steps; default: an epoch's")
-    parser.add_argument("--resume", action="store_true", help="an earlier launch's run")
+    parser.add_argument("--save-every", type=int, help="in steps; default: once per epoch")
+    parser.add_argument("--resume", action="store_true", help="continue an earlier launch")
     return parser.parse_args()
 
 
 def start_world() -> DistInfo:
-    """Join the other ranks; without torchrun, mpirun or srun there are none."""
+    """Join the other ranks; without torchrun, mpirun or srun there is only this one."""
     if {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}.isdisjoint(os.environ):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return DistInfo(0, 1, 0, torch.device(device), 1)
@@ -126,25 +129,25 @@ def build_training(args: argparse.Namespace, world: DistInfo, steps_per_epoch: i
 
 
 def this_launch() -> str | None:
-    """What torchrun's restarts have in common, and two launches with --standalone do not."""
+    """An identifier that is the same for all restarts by torchrun, and differs between launches."""
     return os.environ.get("TORCHELASTIC_RUN_ID")
 
 
 def state_to_save(training: Training) -> dict[str, Any]:
-    """All that the next steps depend on, but the order of the data, which follows from the step."""
+    """All that the next steps depend on; the order of the data follows from the step."""
     parts = {name: part.state_dict() for name, part in training._asdict().items()}
     return {**parts, "augmentation": torch.get_rng_state(), "launch": this_launch()}
 
 
 def resume(training: Training, checkpoints: Checkpoints, args: argparse.Namespace) -> int:
-    """Load the newest complete set, if there is one; returns the steps done."""
+    """Load the newest complete set, if there is one; return the number of steps done."""
     saved = checkpoints.load(map_location="cpu")
     if saved is None:
         return 0
     if not args.resume and (this_launch() is None or saved.state["launch"] != this_launch()):
         raise SystemExit(
             f"{args.checkpoints} has the checkpoints of another launch, up to step {saved.step}: "
-            f"go on from there with --resume, or name another folder with --checkpoints"
+            f"go on from there with --resume, or choose another folder with --checkpoints"
         )
     for name, part in training._asdict().items():
         part.load_state_dict(saved.state[name])
@@ -171,7 +174,7 @@ def train_step(
 def accuracy(
     model: nn.Module, loader: DataLoader, args: argparse.Namespace, world: DistInfo
 ) -> float:
-    """Share of hits over the test images of all ranks."""
+    """Accuracy over the test images of all ranks, in [0, 1]."""
     model.eval()
     counts = torch.zeros(2, device=world.device)
     for images, labels in loader:
@@ -197,8 +200,8 @@ def autocast(args: argparse.Namespace, world: DistInfo) -> torch.autocast:
 def load_batches(
     data: Dataset, order: list[int], args: argparse.Namespace, drop_last: bool = False
 ) -> DataLoader:
-    # With a generator of its own a loader leaves alone the one that the augmentation draws from:
-    # a resumed run then draws the same as one that was never stopped.
+    # Its own generator, so that the loader does not draw from that of the augmentation: a resumed
+    # run then augments in the same way as one that was never stopped.
     return DataLoader(
         data, args.batch_size, sampler=order, drop_last=drop_last, generator=torch.Generator()
     )
@@ -219,7 +222,7 @@ def main() -> None:
     test_order = list(DistributedSampler(test_set, world.world_size, world.rank, shuffle=False))
     steps_per_epoch = len(sampler) // args.batch_size
     if not steps_per_epoch:
-        raise SystemExit("fewer samples than one batch per rank: take smaller batches or more data")
+        raise SystemExit("expected one batch per rank or more: use smaller batches or more data")
     training = build_training(args, world, steps_per_epoch)
     checkpoints = Checkpoints(args.checkpoints, training.optimizer)
     step = resume(training, checkpoints, args)

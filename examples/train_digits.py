@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 4 examples/train_digits.py
 
 Every rank trains on its own shard of scikit-learn's digits (1,797 scans that ship with the package)
-and mixes its parameters with those of its neighbours. After every epoch the average of all ranks'
-models is evaluated. Also runs as a plain `python` process, which is then the only rank.
+and mixes its parameters with those of its neighbours. After every epoch the average of the models
+of all ranks is evaluated. The script also runs as a plain `python` process with a single rank.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Data(NamedTuple):
     labels: Tensor
 
 
-# For each epoch the test accuracy, and MiB that this rank has sent since the start.
+# The test accuracy, and the MiB that this rank has sent since the start, for each epoch.
 History = list[tuple[float, float]]
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--topology", choices=TopologyFactory.names(), default="ring")
-    parser.add_argument("--gossip-every", type=int, nargs="+", default=[1], help="a run for each")
+    parser.add_argument("--gossip-every", type=int, nargs="+", default=[1], help="one run for each")
     parser.add_argument("--ddp", action="store_true", help="compare with DistributedDataParallel")
     parser.add_argument("--non-iid", action="store_true", help="shard the scans by digit")
     parser.add_argument("--lr", type=float, default=0.02)
@@ -52,18 +52,18 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def start_world() -> DistInfo:
-    """Join the other ranks; without torchrun, mpirun or srun there are none."""
+    """Join the other ranks; without torchrun, mpirun or srun there is only this one."""
     if {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}.isdisjoint(os.environ):
         return DistInfo(0, 1, 0, torch.device("cpu"), 1)
     return init_distributed()
 
 
 def load_data(rank: int, size: int, device: torch.device, by_digit: bool) -> tuple[Data, Data]:
-    """The training scans of one of `size` ranks, the same number on all, and all test scans."""
+    """The training scans of one of `size` ranks (equally many on each), and all test scans."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32, device=device).unsqueeze(1) / 16
     labels = torch.tensor(digits.target, device=device)
-    # The split is the same for every seed, so that accuracies compare.
+    # The split is the same for every seed, so that accuracies can be compared.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(device)
     test, train = order.tensor_split([359])
     if by_digit:
@@ -90,7 +90,7 @@ def accuracy(model: nn.Module, data: Data) -> float:
 
 
 def train(args: argparse.Namespace, world: DistInfo, gossip_every: int | None) -> History:
-    """A usual training loop, by gossip or (None) with DistributedDataParallel."""
+    """A usual training loop, with gossip or (None) with DistributedDataParallel."""
     torch.manual_seed(args.seed)
     shard, test = load_data(world.rank, world.world_size, world.device, args.non_iid)
     model = network = build_model().to(world.device)
@@ -100,7 +100,7 @@ def train(args: argparse.Namespace, world: DistInfo, gossip_every: int | None) -
     else:
         schedule = Schedule(gossip_every=gossip_every)
         optimizer = DecentOptimWrapper(optimizer, topology=args.topology, schedule=schedule)
-    # What an all-reduce of the gradients sends in a step, if it is a ring.
+    # The bytes that a ring all-reduce of the gradients sends in a step.
     reduced = 2 * (1 - 1 / world.world_size) * sum(param.nbytes for param in model.parameters())
     # Ranks shuffle their shards differently.
     generator = torch.Generator().manual_seed(1000 * args.seed + world.rank)

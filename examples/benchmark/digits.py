@@ -1,4 +1,4 @@
-"""What the benchmarks train on handwritten digits: model and scans of `train_digits.py`."""
+"""Training on handwritten digits for the benchmarks, with model and data of `train_digits.py`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from train_digits import Data, accuracy, batches, build_model, load_data
 
 
 class Row(NamedTuple):
-    """What to train, on shards by digit.
+    """One setting to train with, on shards by digit.
 
     Args:
-        topology: None trains with DistributedDataParallel.
-        schedule: of the gossip.
+        topology: name of the topology; None trains with DistributedDataParallel.
+        schedule: schedule of the gossip.
         optimizer: SGD with momentum, or QGSGD.
-        lr: learning rate.
+        lr: learning rate at the start.
         decay: lower the learning rate linearly to 0.
-        mixing_power: tie the mixing rate to the learning rate.
+        mixing_power: the power with which the mixing rate follows the learning rate; None for a
+            constant one.
     """
 
     topology: str | None = "ring"
@@ -42,7 +43,7 @@ class Row(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """What is measured after an epoch, on average over the ranks; bytes count from the start."""
+    """Figures after an epoch; bytes since the start, as the mean over the ranks."""
 
     averaged_accuracy: float
     consensus_distance: float
@@ -50,7 +51,7 @@ class Epoch(NamedTuple):
 
 
 def train(row: Row, epochs: int, seed: int) -> list[Epoch]:
-    """Train as one of the ranks of `netlab.run`."""
+    """Train as one rank of `netlab.run`."""
     world = init_distributed()
     torch.manual_seed(seed)
     shard, test = load_data(world.rank, world.world_size, world.device, by_digit=True)
@@ -79,7 +80,7 @@ def train(row: Row, epochs: int, seed: int) -> list[Epoch]:
 
 
 def sent_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> float:
-    """What this rank has sent in the last step; DDP's all-reduce counts as a ring."""
+    """Bytes that this rank sent in the last step; those of a ring all-reduce for DDP."""
     if isinstance(optimizer, DecentOptimWrapper):
         return optimizer.stats().bytes_sent
     return 2 * (1 - 1 / world_size) * sum(param.nbytes for param in model.parameters())

@@ -1,4 +1,4 @@
-"""Seeded faults for ranks that are processes: killed, stopped, held up, and back again."""
+"""Seeded faults for ranks that are processes: they are killed, stopped, delayed and restarted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-# With fewer there is nobody to take a rank in again when one more is lost.
+# With fewer ranks nobody could let a restarted rank rejoin when one more is lost.
 LEAST = 2
 _TICK = 0.02
 
 
 class Kind(Enum):
-    """What happens to a rank; the first two are over before the others give it up."""
+    """What happens to a rank; the first two end before the other ranks give it up."""
 
     DELAY = "delay"
     SHORT_STOP = "short stop"
@@ -31,9 +31,9 @@ class Fault(NamedTuple):
     """One fault.
 
     Args:
-        kind: of fault.
-        rank: whose.
-        seconds: until the rank goes on, or is started again.
+        kind: the kind of fault.
+        rank: the rank that has it.
+        seconds: seconds until the rank continues or is restarted.
         pause: seconds until the next fault.
     """
 
@@ -46,13 +46,13 @@ class Fault(NamedTuple):
 def draw_faults(
     seed: int, world_size: int, timeout: float, kinds: tuple[Kind, ...] = tuple(Kind)
 ) -> Iterator[Fault]:
-    """Faults without end, the same ones for the same seed.
+    """Yield faults without end, the same ones for the same seed.
 
     Args:
-        seed: of the draws.
+        seed: seed of the random faults.
         world_size: number of ranks.
-        timeout: how many seconds the ranks wait for each other.
-        kinds: to choose from.
+        timeout: number of seconds that the ranks wait for each other.
+        kinds: the kinds of faults to choose from.
     """
     draw = random.Random(seed)
     spans = {
@@ -68,31 +68,31 @@ def draw_faults(
 
 
 class Ranks(Protocol):
-    """Processes that faults can be done to."""
+    """Processes into which faults are injected."""
 
     def kill(self, rank: int) -> None:
-        """End the process without a word."""
+        """Kill the process."""
 
     def start(self, rank: int) -> None:
         """Start the rank again."""
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        """Stop the process, or let it go on."""
+        """Stop the process, or let it continue."""
 
     def delay(self, rank: int, seconds: float) -> None:
         """Let the rank sleep before its next step."""
 
     def listen(self, seconds: float) -> set[int]:
-        """The ranks that report a round within that time."""
+        """Return the ranks that report a round within that time."""
 
 
 class Injector:
-    """Does faults to ranks, and brings these back.
+    """Injects faults into ranks, and restarts or continues these.
 
     Args:
         ranks: the processes, all started.
-        world_size: how many there are.
-        patience: seconds within which a rank has to be heard again.
+        world_size: number of ranks.
+        patience: seconds within which a rank must report again.
     """
 
     def __init__(self, ranks: Ranks, world_size: int, patience: float = 60) -> None:
@@ -100,20 +100,20 @@ class Injector:
         self._everyone = set(range(world_size))
         self._patience = patience
         self._away: dict[int, tuple[float, Kind]] = {}
-        # Ranks that have trained since they were last away.
+        # Ranks that have trained since their last fault.
         self.there: set[int] = set()
         self.done: Counter[Kind] = Counter()
 
     @property
     def losses(self) -> int:
-        """How often a rank was away for so long that the others may have gone on without it."""
+        """Number of faults after which the other ranks may have gone on without the rank."""
         return sum(count for kind, count in self.done.items() if kind not in MILD)
 
     def inject(self, fault: Fault) -> None:
-        """Do the fault as soon as it leaves enough ranks, and let the pause pass.
+        """Inject the fault as soon as it leaves enough ranks, and wait for its pause.
 
         Raises:
-            TimeoutError: a rank that should be there has not been heard.
+            TimeoutError: a rank has not reported in time.
         """
         self._listen_until(lambda: self._bearable(fault))
         self.done[fault.kind] += 1
@@ -125,10 +125,10 @@ class Injector:
         self._listen_until(lambda: time.monotonic() > over)
 
     def settle(self) -> None:
-        """Bring everyone back.
+        """Wait until all ranks are back.
 
         Raises:
-            TimeoutError: a rank has not been heard since.
+            TimeoutError: a rank has not reported in time.
         """
         self._listen_until(lambda: self.there == self._everyone)
 
@@ -148,7 +148,10 @@ class Injector:
         while not condition():
             if time.monotonic() > deadline:
                 missing = sorted(self._everyone - self.there)
-                raise TimeoutError(f"ranks {missing} were not heard for {self._patience} s")
+                raise TimeoutError(
+                    f"expected a report of every rank within {self._patience} s, got none from "
+                    f"ranks {missing}"
+                )
             self.there |= self._ranks.listen(_TICK) - self._away.keys()
             self._bring_back()
 

@@ -1,11 +1,11 @@
-"""How much memory gradients take in one step: all of them, or those of one bucket.
+"""Memory of gradients in one step: all of them, or those of one bucket.
 
     python examples/benchmark/gradient_memory.py    # 2 ranks on loopback, 100 M float32 parameters
 
 Every method trains the same stack of linear layers by SGD with momentum on a ring. Bytes of
-gradients are added up whenever one is complete, inside the backward pass; what DDP copies into
-its buckets is not among them, but in the resident memory. That is Linux's high-water mark of a
-rank over one step, torch itself included, with memory that is freed given back at once.
+gradients are summed whenever a gradient is complete, inside the backward pass. The copies that DDP
+makes in its buckets are not counted, but they are part of the resident memory. The peak is Linux's
+high-water mark of a rank over one step, including torch itself. Freed memory is returned at once.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Step = Callable[[Tensor], None]
 
 
 class Memory(NamedTuple):
-    """In bytes, of one rank.
+    """Memory of one rank, in bytes.
 
     Args:
-        gradients: most at a time in a step.
-        between: resident between two steps.
-        peak: most resident at a time in a step.
+        gradients: most gradients at a time in a step.
+        between: resident memory between two steps.
+        peak: peak of the resident memory in a step.
     """
 
     gradients: int
@@ -58,7 +58,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def loop(network: Any, optimizer: Any | None) -> Step:
-    """A training step; one that has its update inside the backward pass has no optimizer."""
+    """A training step; without an optimizer if the update is inside the backward pass."""
 
     def step(inputs: Tensor) -> None:
         network(inputs).square().mean().backward()
@@ -107,7 +107,7 @@ METHODS: dict[str, Callable[[nn.Module], Step]] = {
 
 
 def resident(field: str) -> int:
-    """A field of Linux's account of this process, in bytes."""
+    """A field of /proc/self/status, in bytes."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     if found is None:
         raise RuntimeError(f"expected {field} in /proc/self/status, which only Linux has")
@@ -134,7 +134,7 @@ def measure(method: str, parameters: int) -> Memory:
     for _ in range(WARM_UP):
         step(inputs)
     most, between = 0, resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     for _ in range(STEPS):
         step(inputs)
     return Memory(most, between, resident("VmHWM"))

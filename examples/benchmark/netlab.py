@@ -25,12 +25,12 @@ _SUBNET = "10.77.0"
 
 
 class Lab(NamedTuple):
-    """Where ranks run.
+    """The network of the ranks.
 
     Args:
-        hosts: the namespaces, one for each host; empty means the loopback device.
+        hosts: the namespaces, one for each host; empty for the loopback device.
         master: the address of rank 0.
-        interface: the device that gloo binds to.
+        interface: the network device that gloo uses.
     """
 
     hosts: tuple[str, ...]
@@ -39,7 +39,7 @@ class Lab(NamedTuple):
 
 
 def available() -> bool:
-    """Whether this process can make network namespaces."""
+    """Whether this process can create network namespaces."""
     return os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "tc"))
 
 
@@ -49,7 +49,7 @@ def lab(hosts: int, rate: str) -> Iterator[Lab]:
 
     Args:
         hosts: number of namespaces.
-        rate: as `tc` takes it, such as 400mbit; empty means the loopback device and no limit.
+        rate: in the notation of `tc`, such as 400mbit; empty for the loopback device and no limit.
     """
     if not rate:
         yield Lab((), "127.0.0.1", "lo")
@@ -70,8 +70,8 @@ def run(
     Args:
         where: the lab; rank r runs on host r.
         world_size: number of ranks.
-        main: finds RANK, WORLD_SIZE, MASTER_ADDR and so on in its environment.
-        *args: given to `main`.
+        main: function to run; RANK, WORLD_SIZE, MASTER_ADDR and so on are in its environment.
+        *args: arguments of `main`.
         timeout: seconds after which all ranks are killed.
 
     Raises:
@@ -134,7 +134,7 @@ def _rank(
 
 
 def enter(host: str) -> None:
-    """Move the calling thread, and those that it starts from now on, into a namespace."""
+    """Move the calling thread, and the threads that it starts later, into a namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(f"/run/netns/{host}", os.O_RDONLY)
     if libc.setns(descriptor, _CLONE_NEWNET):
@@ -143,14 +143,14 @@ def enter(host: str) -> None:
 
 
 def address(host: int) -> str:
-    """Where the host of that number is reached."""
+    """The address of the host with this number."""
     return f"{_SUBNET}.{host + 1}"
 
 
 def cut(where: Lab, host: int, other: int | None = None) -> None:
-    """Let nothing of what a host sends arrive any more at another one, or at any.
+    """Lose all that a host sends to another host, or to all hosts.
 
-    Nobody is told: it goes to a hardware address that nobody has.
+    No error is reported: the packets go to a hardware address that does not exist.
     """
     space = where.hosts[host]
     for i in range(len(where.hosts)) if other is None else (other,):
@@ -158,7 +158,7 @@ def cut(where: Lab, host: int, other: int | None = None) -> None:
 
 
 def slow_down(where: Lab, host: int, rate: str) -> None:
-    """Let a host send no faster than that, as `tc` takes it."""
+    """Limit the rate at which a host sends, in the notation of `tc`."""
     bucket = f"root tbf rate {rate} burst 2kb latency 2s"
     _sh(f"tc -n {where.hosts[host]} qdisc replace dev eth0 {bucket}")
 

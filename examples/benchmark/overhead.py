@@ -1,11 +1,11 @@
-"""What the wrapper costs where the network costs nothing.
+"""The cost of the wrapper if the network costs nothing.
 
     python examples/benchmark/overhead.py           # 2 ranks on loopback, 100 M float32 parameters
     python examples/benchmark/overhead.py --cuda    # copy and mix against a fused AdamW step
 
-The first compares one round (pack, send and receive, mix) with one bare send and receive of the
-same bytes. The second needs a GPU and no peer: it times the packing and the mixing of a round with
-CUDA events against a fused AdamW step on the same parameters.
+The first command compares one round (pack, send and receive, mix) with one bare send and receive
+of the same bytes. The second needs a GPU and no peer: it compares the packing and the mixing of a
+round with a fused AdamW step on the same parameters, by CUDA events.
 """
 
 from __future__ import annotations

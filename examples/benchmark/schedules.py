@@ -1,10 +1,10 @@
-"""What gossip schedules do for shards by digit: accuracy, bytes and consensus distance.
+"""Gossip schedules on shards by digit: accuracy, bytes and consensus distance.
 
     python examples/benchmark/schedules.py
 
-Trains the digits on shards by digit, with a learning rate that falls linearly to 0, and prints, as
-mean and range over the seeds, the final test accuracy of the averaged model, MiB sent per rank and
-the final consensus distance, with the learning rate that is best for the row.
+Trains the digits on shards by digit, with a learning rate that falls linearly to 0. For the best
+learning rate of each row it prints the final test accuracy of the averaged model (mean and range
+over the seeds), the MiB sent per rank and the final consensus distance.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ROWS = {
 
 
 class Ends(NamedTuple):
-    """How the runs of a row ended with one learning rate."""
+    """The last epochs of the runs of a row with one learning rate."""
 
     lr: float
     epochs: list[Epoch]
@@ -68,7 +68,7 @@ class Ends(NamedTuple):
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--world-size", type=int, default=8)
-    parser.add_argument("--topology", default="ring", help="of the rows that name none")
+    parser.add_argument("--topology", default="ring", help="of the rows that do not name one")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--lrs", type=float, nargs="+", default=[0.02, 0.05, 0.1, 0.2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

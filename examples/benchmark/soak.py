@@ -1,13 +1,13 @@
-"""Train for as long as asked while ranks are killed, stopped, held up and brought back.
+"""Train for as long as you ask while ranks are killed, stopped, delayed and restarted.
 
     python examples/benchmark/soak.py --minutes 5                        # with faults
     python examples/benchmark/soak.py --quiet-rounds 10000               # without
     python examples/benchmark/soak.py --quiet-rounds 100 --slow 0.2      # with one slow rank
 
-In the first quarter of the time ranks are only held up, for less than the timeout. Reports rounds,
-faults, recoveries and losses, and what every rank holds of memory, file descriptors and threads
-after warm-up and at the end. Ends with an error if a rank is lost for good, if the ranks recover
-more often than the faults explain, or if they do not agree on the average at the end.
+In the first quarter of the time ranks are only delayed, for less than the timeout. Reports rounds,
+faults, recoveries and losses, and the memory, file descriptors and threads of every rank after
+warm-up and at the end. Ends with an error if a rank is lost for good, if the ranks recover more
+often than the faults explain, or if they do not agree on the average at the end.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from decent_optim_wrapper.membership.rendezvous import key_prefix
 
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])
-# Rounds of a process until it holds what it needs.
+# Rounds of a process after which its memory should not grow any more.
 WARM_UP = 500
-# Further than any rank gets between two reports, where one is slow.
+# More rounds than any rank makes between two reports if one rank is slow.
 SLOW_MARGIN = 10
 REPORT_SECONDS = 0.25
-# The others go on without a rank, and later together with it.
+# The others recover without the rank, and again when it rejoins.
 RECOVERIES_PER_LOSS = 2
 SLOW_RANK = 1
 
@@ -51,9 +51,9 @@ class Job(NamedTuple):
 
     Args:
         world_size: number of ranks.
-        topology: by name.
-        timeout: in seconds.
-        slow: seconds that one rank needs longer for each step.
+        topology: name of the topology.
+        timeout: timeout of the ranks in seconds.
+        slow: additional seconds that one rank needs for each step.
     """
 
     world_size: int
@@ -63,7 +63,7 @@ class Job(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """What a process holds."""
+    """Memory, open files and threads of a process."""
 
     mib: float
     files: int
@@ -74,8 +74,8 @@ class Stall(NamedTuple):
     """A step in which the members changed.
 
     Args:
-        end: on the clock that all processes of the machine share.
-        seconds: that it took.
+        end: time of its end, on the clock that all processes of the machine share.
+        seconds: its duration.
     """
 
     end: float
@@ -83,15 +83,15 @@ class Stall(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a rank says of itself, several times a second and at the end.
+    """A rank's report, several times a second and at the end.
 
     Args:
-        round: reached.
-        members: in its view.
-        steps: made by this process.
-        footprint: of this process.
-        stalls: since the last report.
-        average: of all parameters at the end; empty before.
+        round: the round that it has reached.
+        members: the members that it knows.
+        steps: number of steps of this process.
+        footprint: footprint of this process.
+        stalls: stalls since the last report.
+        average: the average of all parameters at the end; empty before.
     """
 
     round: int
@@ -110,7 +110,7 @@ def footprint() -> Footprint:
 
 
 def train(rank: int, job: Job, store: Any, report: Callable[[Progress], None]) -> None:
-    """Train until the launcher says up to which round."""
+    """Train up to the round that the launcher names in the store."""
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4)).double()
     stalls: list[Stall] = []
@@ -151,7 +151,7 @@ def train(rank: int, job: Job, store: Any, report: Callable[[Progress], None]) -
     optimizer.global_avg(may_revert=False)
     average = nn.utils.parameters_to_vector(model.parameters()).tolist()
     report(progress()._replace(average=tuple(average)))
-    # A rank that has ended is a lost one to those that have not.
+    # To ranks that still train, a rank that has ended is lost.
     while not store.check(["over"]):
         time.sleep(REPORT_SECONDS)
 
@@ -173,29 +173,29 @@ def work(rank: int, job: Job, port: int, pipe: Connection) -> None:
 
 
 class Life(NamedTuple):
-    """A process of a rank."""
+    """One process of a rank, from its start to its end."""
 
     rank: int
     process: Any
 
 
 class Fleet:
-    """The ranks as processes, and what they have said; the store is this process's."""
+    """The processes of the ranks, their reports, and the store, which this process holds."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # Where the ranks count how often they have gathered.
+        # The ranks count their recoveries here.
         self._meetings = PrefixStore(key_prefix(0), self._store)
         self._gathered = ""
         self.gatherings = 0
         self._processes: dict[int, Any] = {}
-        # A pipe for each life: reports of a killed process must not pass for those of the next.
+        # One pipe per process: reports of a killed process must not be taken for those of the next.
         self._lives: dict[Connection, Life] = {}
         self.newest: dict[int, Progress] = {}
         self.warm: dict[int, Footprint] = {}
         self.stalls: list[Stall] = []
-        # The stall of a rank that was stopped itself says nothing of the recovery.
+        # The stall of a rank that was itself stopped does not measure the recovery.
         self._returning: set[int] = set()
         self.lost: dict[int, str] = {}
         for rank in range(job.world_size):
@@ -213,7 +213,7 @@ class Fleet:
         self._lives[ours] = Life(rank, process)
 
     def kill(self, rank: int) -> None:
-        """End the rank without a word."""
+        """Kill the rank."""
         self._processes[rank].kill()
         self._processes[rank].join()
 
@@ -228,21 +228,21 @@ class Fleet:
         self._store.set(f"delay {rank}", str(seconds))
 
     def reach(self, rounds: int, patience: float = 60) -> None:
-        """Listen until a rank has reached that round."""
+        """Wait until a rank has reached that round."""
         heard = time.monotonic()
         while self.round < rounds:
             if self.listen(1):
                 heard = time.monotonic()
             elif time.monotonic() > heard + patience:
-                raise TimeoutError(f"no rank was heard for {patience} s")
+                raise TimeoutError(f"expected a report within {patience} s, got none of any rank")
 
     def end(self, patience: float = 60) -> None:
-        """Let the ranks end a little later, all after the same round, and compare them."""
+        """Let all ranks end after the same round, a little later, and compare their averages."""
         self._store.set("finish", str(self.round + (SLOW_MARGIN if self._job.slow else WARM_UP)))
         deadline = time.monotonic() + patience
         while not all(progress.average for progress in self.newest.values()):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not all ranks ended within {patience} s")
+                raise TimeoutError(f"expected all ranks to end within {patience} s; some did not")
             self.listen(1)
         self._store.set("over", "1")
         rows = torch.tensor([p.average for p in self.newest.values()], dtype=torch.float64)
@@ -250,18 +250,18 @@ class Fleet:
             raise ValueError("expected the same finite average on all ranks; they differ")
 
     def close(self) -> None:
-        """End what still runs."""
+        """Kill all processes that still run."""
         for process in self._processes.values():
             process.kill()
             process.join()
 
     @property
     def round(self) -> int:
-        """The latest that a rank has reached."""
+        """The latest round that a rank has reached."""
         return max((progress.round for progress in self.newest.values()), default=0)
 
     def listen(self, seconds: float) -> set[int]:
-        """Take what comes within that time; the ranks that it came from."""
+        """Receive reports for that time, and return the ranks that have sent one."""
         heard = set()
         self._count_gatherings()
         for pipe in wait(list(self._lives), timeout=seconds):
@@ -289,7 +289,7 @@ class Fleet:
 
     @property
     def recoveries(self) -> int:
-        """How often the ranks have gathered since the start."""
+        """Number of recoveries since the start."""
         return max(0, self.gatherings - 1)
 
     def _look_at_end(self, life: Life) -> None:
@@ -309,7 +309,7 @@ class Fleet:
 
 
 def worst_stalls(stalls: list[Stall]) -> list[float]:
-    """The longest stall of each change: what ends together on several ranks is one."""
+    """The longest stall of each change; stalls that end together on several ranks are one."""
     ends, longest = -1.0, []
     for stall in sorted(stalls):
         if stall.end - ends > 0.5:
@@ -320,10 +320,10 @@ def worst_stalls(stalls: list[Stall]) -> list[float]:
 
 
 def soak(fleet: Fleet, injector: Injector, args: argparse.Namespace) -> list[str]:
-    """Do faults, or nothing, until time or rounds are over; then let everyone end.
+    """Inject faults, or none, until time or rounds are over; then let all ranks end.
 
     Returns:
-        What is wrong with the recoveries.
+        A text for everything that is wrong with the recoveries.
     """
     wrong = []
     injector.settle()
@@ -354,7 +354,7 @@ def inject(
     kinds: tuple[Kind, ...],
     seconds: float,
 ) -> None:
-    """Do faults of these kinds for so long, and bring everyone back."""
+    """Inject faults of these kinds for that time, and wait until all ranks are back."""
     over = time.monotonic() + seconds
     for fault in draw_faults(args.seed, args.ranks, args.timeout, kinds):
         if time.monotonic() > over:
@@ -386,9 +386,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--topology", default="ring")
-    parser.add_argument("--timeout", type=float, default=5, help="of the ranks, in seconds")
-    parser.add_argument("--slow", type=float, default=0, help="seconds a rank needs longer")
-    parser.add_argument("--quiet-rounds", type=int, default=0, help="that many rounds, no faults")
+    parser.add_argument("--timeout", type=float, default=5, help="of the ranks, seconds")
+    parser.add_argument("--slow", type=float, default=0, help="additional seconds of a rank")
+    parser.add_argument("--quiet-rounds", type=int, default=0, help="number of rounds, no faults")
     args = parser.parse_args()
     if args.ranks <= LEAST:
         parser.error(f"--ranks: expected more than {LEAST}, which must stay, got {args.ranks}")

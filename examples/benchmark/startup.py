@@ -2,9 +2,9 @@
 
     python examples/benchmark/startup.py
 
-Builds every built-in topology that fits, on one thread as under torchrun, takes the schedule of one
-rank and the digest that ranks compare out of it, lets go of the schedules of all others, and counts
-the communicators that this rank would make. Pairs make none.
+Builds every built-in topology that fits, on one thread as under torchrun. Then it takes the
+schedule of one rank and the digest that ranks compare, frees the schedules of all others, and
+counts the communicators that this rank would make. Pairs need none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RANKS_PER_NODE = 8
 
 
 class Start(NamedTuple):
-    """What one rank has after its start."""
+    """The cost of the start for one rank."""
 
     topology_seconds: float
     digest_seconds: float
@@ -36,7 +36,7 @@ def start(name: str, world_size: int) -> Start:
     _ = topology.digest
     compared = time.process_time()
     topology.release()
-    # As in Transport.connect: pairs need none, and all ranks together use the group there is.
+    # As in Transport.connect: pairs need none, and all ranks together use the existing group.
     large = {group.ranks for group in schedule if 2 < group.size < world_size}
     return Start(built - begun, compared - built, len(large))
 

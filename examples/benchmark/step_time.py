@@ -42,7 +42,7 @@ MIB = 1024 * 1024
 
 
 class Timing(NamedTuple):
-    """Seconds per step, and what `stats()` says of a step where there is one."""
+    """Seconds per step, and the figures of `stats()` if there are any."""
 
     step: float
     wait: float | None = None
@@ -53,7 +53,7 @@ Step = Callable[[], None]
 
 
 class _Busy(torch.autograd.Function):
-    """Takes wall time in both directions and gives its weight a gradient."""
+    """Sleeps in the forward and backward pass, and gives its weight a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def decent_dp(model: nn.Module) -> Step:
 def gossip(model: nn.Module, whole: bool = False, **options: Any) -> Step:
     base = sgd(model.parameters())
     if whole:
-        # With a hook of its own, a base is updated in one call.
+        # A base with its own hook is updated in one call.
         base.register_step_post_hook(lambda *_: None)
     optimizer = DecentOptimWrapper(base, topology="ring", bucket_cap_mb=BUCKET_CAP_MB, **options)
     step = loop(model, optimizer)
@@ -173,7 +173,7 @@ def measure(method: str, size_mib: float, steps: int, warmup: int) -> Timing:
     for _ in range(warmup):
         step()
     dist.barrier()
-    # The wire is empty after a barrier: a few steps until it is as busy as in training.
+    # The wire is empty after a barrier: make a few steps until it is as busy as in training.
     for _ in range(3):
         step()
     waits, mixes = [], []
@@ -190,13 +190,13 @@ def measure(method: str, size_mib: float, steps: int, warmup: int) -> Timing:
 
 
 def bits(rate: str) -> float:
-    """Bits per second of a rate as tc takes it."""
+    """Bits per second of a rate in the notation of tc."""
     number, unit = re.fullmatch(r"([0-9.]+)([kmg])bit", rate.lower()).groups()  # type: ignore[union-attr]
     return float(number) * {"k": 1e3, "m": 1e6, "g": 1e9}[unit]
 
 
 def floor_seconds(size_mib: float, rate: str) -> float:
-    """The larger of computing and sending one copy of the parameters over the link."""
+    """The longer time of computing and of sending one copy of the parameters over the link."""
     compute = FORWARD_SECONDS + BACKWARD_SECONDS
     if not rate:
         return compute
