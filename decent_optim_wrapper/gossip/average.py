@@ -1,4 +1,4 @@
-"""The world average, in place and back: average, snapshot, restore."""
+"""The world average: put in place, kept, or reverted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WorldAverage:
     """Replaces tensors by their average over all ranks, and restores them.
 
     Args:
-        rank: of errors.
+        rank: this rank, for errors.
         rules: what happens to values that are not finite.
         extra: buckets of further tensors to average.
     """
@@ -30,13 +30,13 @@ class WorldAverage:
         self.snapshot: list[tuple[Bucket, Flat]] | None = None
 
     def apply(self, parameters: Sequence[Bucket], transport: Transport, may_revert: bool) -> None:
-        """Put the average in place of the own values; collective.
+        """Replace this rank's values by the average; collective.
 
         Args:
-            parameters: their buckets.
-            transport: the ranks and how to reach them.
-            may_revert: keep a snapshot of the own values: those from before the first average
-                where one is in place already.
+            parameters: the buckets of the parameters.
+            transport: connects the ranks.
+            may_revert: keep a snapshot of this rank's values; if an average is in place already,
+                of those before the first one.
         """
         if not may_revert:
             self.keep()
@@ -58,7 +58,7 @@ class WorldAverage:
             raise
 
     def revert(self) -> None:
-        """Restore the own values and free the snapshot."""
+        """Restore this rank's values and free the snapshot."""
         if self.snapshot is None:
             raise RuntimeError(
                 f"rank {self._rank}: revert_global_avg() expects an average in place "
@@ -71,7 +71,7 @@ class WorldAverage:
 
     @torch.no_grad()
     def distance(self, parameters: Sequence[Bucket]) -> float:
-        """||x_i - mean(x)||_2 over the parameters, of the own values to the average in place."""
+        """||x_i - mean(x)||_2 over the parameters, for the average in place."""
         square = torch.zeros((), dtype=torch.float64, device="cpu")
         for bucket, own in self.snapshot or []:
             if bucket in parameters:
@@ -80,24 +80,25 @@ class WorldAverage:
         return math.sqrt(square.item())
 
     def keep(self) -> None:
-        """Accept the average as the own values and free the snapshot."""
+        """Accept the average as this rank's values and free the snapshot."""
         self.snapshot = None
 
 
 def finite_shares(
     buckets: Sequence[Bucket], transport: Transport, rules: Rules, where: str, what: str
 ) -> list[list[bool]]:
-    """Bucket by bucket, the ranks whose values are finite and count; collective.
+    """For every bucket, which ranks have finite values, which count; collective.
 
     Args:
-        buckets: what is to be averaged, the same on every rank.
-        transport: the ranks and how to reach them.
+        buckets: the buckets to average, the same on every rank.
+        transport: connects the ranks.
         rules: what happens to values that are not finite.
-        where: what an error calls the average.
-        what: what an error calls the values.
+        where: the name of the average in errors.
+        what: the name of the values in errors.
 
     Raises:
-        NonFiniteError: on every rank; there are others, and the rules say so.
+        NonFiniteError: on every rank, if a rank has values that are not finite and the rules do not
+            allow it.
     """
     if not rules.checks or not buckets:
         return [[True] * transport.world_size for _ in buckets]
@@ -117,9 +118,9 @@ def average(bucket: Bucket, transport: Transport, shares: Sequence[bool] | None 
     Half precision is summed in float32.
 
     Args:
-        bucket: untouched by the call.
-        transport: the ranks and how to reach them.
-        shares: which ranks' values count, one at least; None means all.
+        bucket: the bucket; not changed.
+        transport: connects the ranks.
+        shares: which ranks' values count, at least one; None means all.
     """
     dtype = torch.promote_types(bucket.dtype, torch.float32)
     total = bucket.pack(bucket.new_flat(bucket.wire_device, dtype))
@@ -136,11 +137,11 @@ def consensus_distance(buckets: Iterable[Bucket], transport: Transport) -> float
     sqrt(1/n * sum over i of ||x_i - mean(x)||^2), summed in float64.
 
     Args:
-        buckets: the parameters, untouched by the call.
-        transport: the ranks and how to reach them.
+        buckets: the parameters; not changed.
+        transport: connects the ranks.
 
     Returns:
-        The distance in the parameters' own unit, the same on every rank.
+        The distance in the unit of the parameters, the same on every rank.
     """
     square = torch.zeros((), dtype=torch.float64, device="cpu")
     for bucket in buckets:

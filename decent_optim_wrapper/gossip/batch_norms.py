@@ -1,4 +1,4 @@
-"""Statistics of batch norms, estimated anew for averaged parameters."""
+"""Statistics of batch norms, estimated again for averaged parameters."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def recalibrated(
     given: tuple[nn.Module, Iterable[Any]] | None, restores: Callable[[], bool]
 ) -> Iterator[None]:
-    """Run the body with the statistics that a model's batch norms have on these batches.
+    """Run the body with batch norm statistics that are estimated on these batches.
 
-    Norms that stay in evaluation mode while the model is in training mode are frozen, and keep
-    theirs. All other buffers, and the mode of every module, are as before when the body begins.
+    Norms in evaluation mode in a model in training mode are frozen and keep their statistics. All
+    other buffers, and the mode of every module, are restored before the body begins.
 
     Args:
         given: a model and batches (tensors, or tuples whose first element is the input); None
             changes nothing.
-        restores: whether the statistics of before are put back after the body.
+        restores: tells whether the old statistics are restored after the body.
     """
     if given is None:
         yield
@@ -45,10 +45,10 @@ def recalibrated(
 
 
 class _Buffers:
-    """The buffers of a model as they are now.
+    """A copy of the buffers of a model.
 
     Args:
-        model: whose.
+        model: the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,11 +57,11 @@ class _Buffers:
 
     @torch.no_grad()
     def restore(self, but: Sequence[nn.Module] = ()) -> None:
-        """Put them back with their values, except those of some modules."""
+        """Restore the buffers and their values, except those of some modules."""
         for module, buffers in self._owned:
             if module in but:
                 continue
-            # A forward pass may have put others in their place.
+            # A forward pass may have replaced them.
             module._buffers.clear()
             module._buffers.update(buffers)
             for buffer in buffers.values():
@@ -108,9 +108,9 @@ def _estimate(model: nn.Module, norms: Sequence[_BatchNorm], batches: Iterable[A
     try:
         for norm in norms:
             norm.reset_running_stats()
-            # The mean over all batches to come.
+            # None makes the statistics the mean over all batches.
             norm.momentum = None
-        # Dropout draws numbers that the training after it would miss.
+        # Dropout draws random numbers, which must not change those of the training afterwards.
         with torch.random.fork_rng(devices), torch.no_grad():
             for batch in batches:
                 inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
@@ -118,7 +118,7 @@ def _estimate(model: nn.Module, norms: Sequence[_BatchNorm], batches: Iterable[A
         if any(norm.num_batches_tracked == 0 for norm in norms):
             raise ValueError(
                 "recalibrate expects batches that reach every batch norm, but one saw none; pass "
-                "what can be gone through again, such as a DataLoader"
+                "something that can be iterated again, such as a DataLoader"
             )
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):

@@ -21,14 +21,15 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Layout(NamedTuple):
-    """How tensors become buckets.
+    """How tensors are put into buckets.
 
     Args:
-        cap_mb: upper bound of a bucket in MiB; a larger tensor is a bucket of its own.
+        cap_mb: upper bound of a bucket in MiB; a larger tensor gets a bucket of its own.
         wire_device: maps a tensor's device to the device that the transport exchanges on.
-        comm_dtype: what wider floating-point values are rounded to on the wire; None keeps them.
+        comm_dtype: the dtype to which wider floating-point values are rounded on the wire; None
+            keeps them.
         as_view: make the tensors views of the bucket's own storage.
-        order: the tensors with which buckets are filled first, in this order.
+        order: the tensors that go first into buckets, in this order.
     """
 
     cap_mb: float
@@ -39,24 +40,24 @@ class Layout(NamedTuple):
 
     @property
     def plain(self) -> Layout:
-        """For tensors that are exchanged as they are, beside the gossip."""
+        """The layout for tensors that are exchanged as they are, outside the gossip."""
         return Layout(self.cap_mb, self.wire_device)
 
     def places(self, tensors: Iterable[Tensor]) -> list[int]:
-        """Where each of the tensors stands in the order; the others come last."""
+        """The position of each tensor in the order; the others come last."""
         places = {id(tensor): place for place, tensor in enumerate(self.order)}
         return [places.get(id(tensor), len(places)) for tensor in tensors]
 
 
 class _Kind(NamedTuple):
-    """What the members of a bucket have in common."""
+    """The device and dtype of the members of a bucket."""
 
     device: torch.device
     dtype: torch.dtype
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies in memory, and how."""
+    """The address and layout of a tensor in memory."""
 
     address: int
     shape: torch.Size
@@ -82,7 +83,7 @@ class Bucket:
 
     Args:
         tensors: the members, of one device and dtype.
-        layout: where and as what they travel.
+        layout: the device and dtype in which they are exchanged.
     """
 
     def __init__(self, tensors: Sequence[Tensor], layout: Layout) -> None:
@@ -119,13 +120,13 @@ class Bucket:
 
     @property
     def quantised(self) -> bool:
-        """Whether the wire rounds."""
+        """Whether the values are rounded on the wire."""
         return self.wire_dtype != self.dtype
 
     def pair(self) -> Pair:
         """The wire buffers for one peer; `pair` and `summing` share their memory.
 
-        Where it can be, the tensors' own storage is what is sent: it must not change in flight.
+        If possible, the tensors' own storage is sent: it must not change in flight.
         """
         near = self.wire_device == self.device
         if self._storage is not None and near and not self.quantised:
@@ -135,21 +136,22 @@ class Bucket:
     def summing(self) -> Flat:
         """The wire buffer that is summed over a group.
 
-        Half-precision sums would round away what agreeing ranks agree on: they are in float32.
+        Half precision is summed in float32: rounding would otherwise change values that are the
+        same on all ranks.
         """
         return self._wire(1, torch.float32 if self.dtype in _HALF_DTYPES else self.dtype)[0]
 
     def new_flat(
         self, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> Flat:
-        """Make a flat vector of the bucket's layout, uninitialised."""
+        """Make an uninitialised flat vector with the bucket's layout."""
         device = device or self.device
         # Pinned memory, or the copies between GPU and wire go through one more buffer.
         pinned = device == self.wire_device and self._pinned
         return self.view(new_vector(self._flat_numel, dtype or self.dtype, device, pinned))
 
     def view(self, data: Tensor) -> Flat:
-        """Look at a flat vector as the bucket's tensors."""
+        """View a flat vector as the bucket's tensors."""
         if self._storage is not None:
             return Flat(data, (data,))
         parts = zip(torch.split(data, self._sizes), self._shapes, strict=True)
@@ -170,13 +172,13 @@ class Bucket:
 
     @torch.no_grad()
     def mix_(self, flat: Flat, weight: float) -> None:
-        """In place, x <- x + weight * (flat - x); what already agrees stays bit for bit."""
+        """In place, x <- x + weight * (flat - x); equal values stay the same bit for bit."""
         torch._foreach_lerp_(self._tensors(), self._near(flat).views, weight)
         self._notify_autograd()
 
     @torch.no_grad()
     def shift_(self, theirs: Flat, ours: Flat, weight: float) -> None:
-        """In place, x <- x + weight * (theirs - ours), where both are rounded.
+        """In place, x <- x + weight * (theirs - ours), both of which are rounded.
 
         The peer adds the exact opposite, so the mean of the two does not move.
         """
@@ -192,20 +194,20 @@ class Bucket:
         self._notify_autograd()
 
     def is_finite(self) -> bool:
-        """Whether the tensors hold neither NaN nor infinity."""
+        """Whether the tensors contain neither NaN nor infinity."""
         return all(map(is_finite, self._tensors()))
 
     def versions(self) -> list[tuple[Tensor, int]]:
-        """The members that lie in the bucket's storage, with their version counters.
+        """The members in the bucket's storage, with their version counters.
 
-        What is changed through `.data` is not counted, and an inference tensor has no counter.
+        Changes through `.data` are not counted, and an inference tensor has no counter.
         """
         if self._storage is None:
             return []
         return [(member, member._version) for member in self._members if not member.is_inference()]
 
     def relocated(self) -> list[Tensor]:
-        """The members that were converted or moved since, and views whose storage was replaced."""
+        """The members that were converted or moved, and views whose storage was replaced."""
         moved = [m for m in self._members if _Kind(m.device, m.dtype) != self._kind]
         if self._storage is not None and not moved:
             pairs = zip(self._members, self._places, strict=True)
@@ -213,20 +215,20 @@ class Bucket:
         return moved
 
     def _notify_autograd(self) -> None:
-        """Count a change of the members, which those that are views do not notice themselves.
+        """Increment the version counters of members that are views, which do not do so themselves.
 
-        A backward pass that wants their old values would take the new ones in silence.
+        A backward pass that needs their old values would silently use the new ones.
         """
         if self._storage is not None:
             torch.autograd.graph.increment_version(self._members)
 
     @property
     def _flat_numel(self) -> int:
-        """Elements of a flat vector; a storage has gaps that align the tensors in it."""
+        """Number of elements of a flat vector; a storage has gaps that align its tensors."""
         return self.numel if self._storage is None else self._storage.data.numel()
 
     def _wire(self, count: int, dtype: torch.dtype) -> tuple[Flat, ...]:
-        """Look at the wire memory as so many vectors; what it held before is lost."""
+        """View the wire memory as `count` vectors; its old contents are lost."""
         key = (count, dtype)
         if key not in self._flats:
             if not self._arena.fits(count, self._flat_numel, dtype):
@@ -236,7 +238,7 @@ class Bucket:
         return self._flats[key]
 
     def _difference(self, theirs: Tensor, ours: Tensor) -> Tensor:
-        """What one rounded vector has more than another, as the tensors have it."""
+        """The difference of two rounded vectors, on the tensors' device and in their dtype."""
         if self.wire_dtype == torch.float16:
             # Of two large numbers it would overflow.
             theirs, ours = theirs.to(self.dtype), ours.to(self.dtype)
@@ -249,7 +251,7 @@ class Bucket:
         return self.view(flat.data.to(self.device, self.dtype))
 
     def _tensors(self) -> tuple[Tensor, ...]:
-        """The members as real tensors, looked at afresh: a member's storage may be replaced."""
+        """The members as real tensors, viewed again each time: their storage may be replaced."""
         if self._storage is not None:
             return self._storage.views
         if self._members[0].is_complex():
@@ -262,7 +264,7 @@ class Bucket:
 
 
 def is_finite(data: Tensor) -> bool:
-    """Whether all elements are finite: one pass, and another where the sum itself overflows."""
+    """Whether all elements are finite: one pass, and a second one if the sum overflows."""
     data = data.detach()
     return bool(data.sum().isfinite()) or bool(data.isfinite().all())
 
@@ -270,16 +272,16 @@ def is_finite(data: Tensor) -> bool:
 def extend_plan(
     buckets: Sequence[Bucket], tensors: Iterable[Tensor], layout: Layout
 ) -> tuple[Bucket, ...]:
-    """Plan the buckets of those tensors that require a gradient, or are in a bucket already.
+    """Plan the buckets of the tensors that require a gradient or are in a bucket already.
 
     Args:
-        buckets: as they are now.
-        tensors: all parameters, one of them perhaps several times.
+        buckets: the present buckets.
+        tensors: all parameters, some of them perhaps several times.
         layout: cap and form of the buckets.
 
     Returns:
-        The plan of a new wrapper on the same parameters, with which a resumed run sums in the same
-        order; with views the present buckets, whose members stay in the storage that they have, and
+        The buckets that a new wrapper on the same parameters would have, so that a resumed run sums
+        in the same order. With views, the present buckets, whose members stay in their storage, and
         further ones.
     """
     known = {id(member) for bucket in buckets for member in bucket.members}

@@ -1,4 +1,4 @@
-"""The base optimizer's local update, whole or bucket by bucket, also of scaled gradients."""
+"""The local update of the base optimizer, whole or bucket by bucket, with GradScaler or not."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ Apply = Callable[[Sequence[Tensor], Callable[[], None]], None]
 
 
 def apply_update(params: Sequence[Tensor], update: Callable[[], None]) -> None:
-    """Make it."""
+    """Make the update."""
     update()
 
 
 class Scaling(NamedTuple):
-    """What GradScaler hands over around its call of `step()`.
+    """What GradScaler sets around its call of `step()`.
 
     Args:
-        found_inf: not zero where a gradient overflowed; None without a GradScaler, and the plain
-            number 0 where there was no gradient at all.
-        grad_scale: the factor still in the gradients; None when they are unscaled already.
+        found_inf: not zero if a gradient overflowed; None without a GradScaler, and the plain
+            number 0 if there was no gradient at all.
+        grad_scale: the factor that is still in the gradients; None if they are unscaled already.
     """
 
     found_inf: Tensor | int | None
@@ -70,10 +70,10 @@ class LocalUpdate:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Any = optimizer
-        # What errors call the parameters that the base had when their buckets were planned.
+        # The names in errors of the parameters that the base had when their buckets were planned.
         self._names_of: dict[int, str] = {}
-        # Whether an overflow has skipped any of the last update; true or false as a tensor is, of
-        # which a GPU may not know yet.
+        # Whether an overflow has skipped any part of the last update. As a tensor, its value may
+        # not be known yet on a GPU.
         self.skipped: Tensor | int = False
 
     @property
@@ -81,25 +81,26 @@ class LocalUpdate:
         """Whether the next update goes bucket by bucket.
 
         Hooks of the base may change parameters after the update, and a replaced `step` may do
-        anything: both want one update of everything before the launch.
+        anything: both need one update of everything before the launch.
         """
         base = self._optimizer
         return type(base) in SPLITTABLE and not step_hooks(base) and not self._step_is_replaced()
 
     def know(self, parameters: Iterable[Named]) -> None:
-        """Take them for additions, not for others in the place of those that are gossiped."""
+        """Register added parameters, which do not count as replacements of others."""
         self._names_of |= {id(each.tensor): each.name for each in parameters}
 
     def check(self, buckets: Sequence[Bucket], changed: Sequence[Tensor], rank: int) -> None:
-        """Notice what was done to the parameters since their buckets were planned.
+        """Check the parameters for changes since their buckets were planned.
 
         Args:
-            buckets: in which they are.
-            changed: those that are sent from where they are, and were changed meanwhile.
-            rank: of errors.
+            buckets: their buckets.
+            changed: those that were changed while they were being sent from their own memory.
+            rank: this rank, for errors.
 
         Raises:
-            RuntimeError: one was replaced, moved, converted or changed, or has a sparse gradient.
+            RuntimeError: a parameter was replaced, moved, converted or changed, or has a sparse
+                gradient.
         """
         here: set[int] = set()
         for group in self._optimizer.param_groups:
@@ -108,7 +109,7 @@ class LocalUpdate:
                 if param.grad is not None and param.grad.layout != torch.strided:
                     raise sparse_gradient_error(self._optimizer, param, rank)
         gone = [member for each in buckets for member in each.members if id(member) not in here]
-        # A group that was only taken out is gossiped on, as what is frozen.
+        # Parameters of a group that was only removed are still gossiped, as frozen ones are.
         if gone and here - self._names_of.keys():
             raise RuntimeError(
                 f"rank {rank}: expected in param_groups the parameters that the wrapper knows, but "
@@ -138,11 +139,11 @@ class LocalUpdate:
         """Step once.
 
         Args:
-            closure: handed to the base, which evaluates it as often as it needs.
-            scaling: of the gradients.
+            closure: passed to the base, which evaluates it as often as it needs.
+            scaling: that of the gradients.
 
         Returns:
-            What the base's step returns; None where an overflow skips it.
+            The result of the base's step; None if an overflow skips it.
         """
         with self._scaled(scaling) as applies:
             if not applies:
@@ -154,9 +155,9 @@ class LocalUpdate:
     def by_bucket(
         self, scaling: Scaling, buckets: Sequence[Bucket], apply: Apply = apply_update
     ) -> Iterator[Callable[[Bucket], None]]:
-        """Step once, in parts: yields the update of one bucket.
+        """Step once, in parts: yields a function that updates one bucket.
 
-        What is in no bucket is updated at the end. `apply` has the last word on each.
+        Parameters in no bucket are updated at the end. `apply` decides on each update.
         """
         home = {id(member): bucket for bucket in buckets for member in bucket.members}
         groups = self._optimizer.param_groups
@@ -181,13 +182,13 @@ class LocalUpdate:
                 torch.autograd.graph.increment_version(params)
 
         with self._scaled(scaling) as applies:
-            # A scheduler on the base looks for a step by this mark.
+            # A scheduler on the base recognises a step by this mark.
             self._optimizer._opt_called = True
             yield update
             update(None)
 
     def _step_part(self, groups: list[dict[str, Any]], part: list[list[Tensor]]) -> None:
-        """Step with these parameters only, group by group; nobody sees the groups so."""
+        """Step with these parameters only, group by group, and restore the groups."""
         whole = [group["params"] for group in groups]
         self._optimizer.param_groups = [g for g, params in zip(groups, part, strict=True) if params]
         for group, params in zip(groups, part, strict=True):
@@ -203,8 +204,8 @@ class LocalUpdate:
     def _call_step(self, *args: Any) -> Any:
         """Call the base's step with its own hooks.
 
-        Those on all optimizers run around the wrapper's step, and would run again in torch's
-        wrapper around the base's.
+        Hooks on all optimizers run around the wrapper's step, and would run again in torch's
+        wrapper around the base's step.
         """
         base = self._optimizer
         hooked = getattr(type(base).step, "hooked", False)
@@ -230,7 +231,7 @@ class LocalUpdate:
 
     @contextmanager
     def _scaled(self, scaling: Scaling) -> Iterator[bool]:
-        """Hand the scaling on, or undo it; yields whether the update applies."""
+        """Pass the scaling on to the base, or undo it; yields whether the update applies."""
         self.skipped = False
         if scaling.found_inf is None:
             yield True
@@ -253,8 +254,8 @@ class LocalUpdate:
 
 
 def step_hooks(optimizer: Optimizer) -> bool:
-    """Whether something else happens before or after the steps of this optimizer."""
-    # A base that skips Optimizer.__init__ has no tables.
+    """Whether this optimizer has hooks before or after its steps."""
+    # A base that skips Optimizer.__init__ has no hook tables.
     return bool(
         getattr(optimizer, "_optimizer_step_pre_hooks", None)
         or getattr(optimizer, "_optimizer_step_post_hooks", None)
@@ -262,7 +263,7 @@ def step_hooks(optimizer: Optimizer) -> bool:
 
 
 def global_step_hooks() -> bool:
-    """Whether something else happens before or after the steps of all optimizers."""
+    """Whether there are hooks before or after the steps of all optimizers."""
     return bool(
         torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
     )

@@ -1,4 +1,4 @@
-"""What the gossip asks of a membership that may change."""
+"""The interface of a membership that may change."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Members(Protocol):
     """A membership that survives the loss of a rank."""
 
     def begin_step(self) -> None:
-        """Take in ranks that come back, and follow those that have lost a peer."""
+        """Admit ranks that come back, and join the recovery of ranks that have lost a peer."""
 
     def end_step(self) -> None:
-        """The next round is launched."""
+        """Note that the next round is launched."""
 
     def recover(self, reason: object) -> None:
         """Agree on who is left, drop the round in flight, and go on in a new session."""
 
     def meet(self, call: Call, action: Callable[[], Result]) -> Result:
-        """Make a call with all ranks, again with those that are left if one is lost."""
+        """Make a call with all ranks; if one is lost, again with the remaining ones."""
 
     def leave(self) -> None:
         """Stay away from now on."""

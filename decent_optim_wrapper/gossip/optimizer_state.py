@@ -1,4 +1,4 @@
-"""What becomes of the base optimizer's state when an exact average is kept."""
+"""Averages the base optimizer's state when an exact average is kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decent_optim_wrapper.gossip.round import Rules
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.topo import Group
 
-# Of torch's optimizers and ours; their shape is that of a parameter without dimensions.
+# Counters of torch's optimizers and ours; for a parameter without dimensions they have its shape.
 _COUNTERS = frozenset({"step", "position", "mu_product", "eta", "mu"})
 
 
@@ -25,7 +25,7 @@ class StateAverage:
 
     Args:
         optimizer: the base.
-        layout: cap and wire of the buckets.
+        layout: cap and wire device of the buckets.
         rules: what happens to values that are not finite.
         meter: counts all bytes.
     """
@@ -40,10 +40,10 @@ class StateAverage:
         """Average the state of these parameters; collective.
 
         Raises:
-            NonFiniteError: it is not finite on a rank, and the rules say so.
+            NonFiniteError: the state is not finite on a rank, and the rules do not allow it.
         """
         tensors = [list(self._tensors(param)) for param in params]
-        # A rank may have nothing yet for what had no gradient there.
+        # A rank may have no state yet for a parameter that had no gradient there.
         counts = torch.tensor([len(each) for each in tensors], dtype=torch.int64, device="cpu")
         shared = (transport.all_gather(counts) == counts).all(dim=0).tolist()
         of_all = [
@@ -62,7 +62,7 @@ class StateAverage:
             bucket.unpack_(mean)
 
     def _tensors(self, param: Tensor) -> Iterator[Tensor]:
-        """What is kept per element; counters are not averaged."""
+        """The state per element; counters are not averaged."""
         state = self._optimizer.state.get(param, {})
         for name, value in sorted(state.items()):
             if name not in _COUNTERS and _is_like(value, param):

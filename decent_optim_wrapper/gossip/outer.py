@@ -1,4 +1,4 @@
-"""An outer optimizer: any of torch's, over anchors, with what the mixing has done as gradient."""
+"""An outer optimizer: any of torch's, over anchors; its gradient is the change by the mixing."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
 
 class Outer:
-    """Steps an optimizer over anchors, the parameters after the outer step before.
+    """Steps an optimizer over anchors, the parameters after the previous outer step.
 
-    With φ the anchors and x̄ what a round has mixed, the gradient is g = φ - x̄; after the step
-    x <- φ. An anchor starts as its parameter is at the beginning of a step.
+    With φ the anchors and x̄ the parameters after a round was mixed, the gradient is g = φ - x̄;
+    after the step x <- φ. An anchor starts as a copy of its parameter at the beginning of a step.
 
     Args:
         make: makes the optimizer from the anchors.
         base: the optimizer of the parameters.
-        kind: of the rounds after which there is an outer step.
+        kind: the kind of rounds after which there is an outer step.
 
     Raises:
         TypeError: `make` does not make an optimizer.
-        ValueError: it makes one of other tensors than these.
+        ValueError: the optimizer is one of other tensors.
     """
 
-    # What is made under inference_mode could not be written outside of it.
+    # Tensors made under inference_mode could not be changed outside of it.
     @torch.inference_mode(False)
     def __init__(self, make: MakeOptimizer, base: Optimizer, kind: Kind) -> None:
         self._make = make
         self._base = base
         self._kind = kind
-        # By parameter, in the order of the groups. One that never started shares its parameter's
-        # memory: it costs nothing, and the optimizer sees its shape.
+        # By parameter, in the order of the groups. An anchor that never started shares its
+        # parameter's memory: it costs nothing, and the optimizer sees its shape.
         self._anchors = {param: param.detach() for param in self._params()}
         self._started: set[Tensor] = set()
         self._optimizer = make(list(self._anchors.values()))
@@ -61,7 +61,7 @@ class Outer:
     @torch.inference_mode(False)
     @torch.no_grad()
     def anchor(self, params: Iterable[Tensor]) -> None:
-        """Start from here wherever there is no start yet, and something to start from."""
+        """Start the anchors that have not started, if their parameters are finite."""
         self._add_new()
         for param in params:
             if param not in self._started and is_finite(param):
@@ -69,12 +69,12 @@ class Outer:
                 self._started.add(param)
 
     def rebase(self) -> None:
-        """Start again from the parameters of the next step; the optimizer's state stays."""
+        """Restart all anchors from the parameters of the next step; the optimizer's state stays."""
         self._started.clear()
 
     @torch.inference_mode(False)
     def forget(self, params: Iterable[Tensor]) -> None:
-        """Start these parameters again in the next step, without any state."""
+        """Restart the anchors of these parameters in the next step, without any state."""
         for param in self._started.intersection(params):
             self._started.remove(param)
             self._reset(self._anchors[param])
@@ -85,8 +85,8 @@ class Outer:
         """Take the outer step, if this kind of round has one.
 
         Args:
-            params: as they were mixed; changed in place.
-            kind: of the round.
+            params: the parameters after the mixing; changed in place.
+            kind: the kind of the round.
         """
         if kind is not self._kind:
             return
@@ -97,7 +97,7 @@ class Outer:
         anchors = [self._anchors[param] for param in known]
         for anchor, away in zip(anchors, torch._foreach_sub(anchors, known), strict=True):
             anchor.grad = away
-        # It skips the anchors of other buckets, which have no gradient.
+        # The anchors of other buckets have no gradient and are skipped.
         self._optimizer.step()
         for anchor in anchors:
             anchor.grad = None
@@ -106,8 +106,8 @@ class Outer:
     def state_dict(self) -> dict[str, Any]:
         """The anchors, in the order of the groups, and the optimizer's own state dict.
 
-        Both for all parameters: torch.distributed.checkpoint loads only into what is there. The
-        two lists say what is no more than a place to load into.
+        Both cover all parameters, since torch.distributed.checkpoint loads only into existing
+        entries. The two lists say which of them are mere placeholders.
         """
         self._add_new()
         values = [a if p in self._started else p for p, a in self._anchors.items()]
@@ -122,7 +122,7 @@ class Outer:
         }
 
     def restarted(self) -> Outer:
-        """Another one that starts from the parameters of the next step."""
+        """A new outer optimizer that starts from the parameters of the next step."""
         return Outer(self._make, self._base, self._kind)
 
     @torch.inference_mode(False)
@@ -131,7 +131,7 @@ class Outer:
         """Continue from a state dict.
 
         Raises:
-            ValueError: it is that of other parameters.
+            ValueError: the state dict is that of other parameters.
         """
         found = [tensor.shape for tensor in state["anchors"]]
         expected = [param.shape for param in self._anchors]
@@ -153,7 +153,7 @@ class Outer:
                 self._reset(anchor)
 
     def _add_new(self) -> None:
-        """Take in what was added to the base since."""
+        """Add the parameters that were added to the base."""
         new = [param for param in self._params() if param not in self._anchors]
         if not new:
             return
@@ -163,13 +163,13 @@ class Outer:
         self._optimizer = optimizer
 
     def _reset(self, anchor: Tensor) -> None:
-        """Give an anchor the state that it had at the start; most optimizers have none there."""
+        """Give an anchor its initial state, which is empty in most optimizers."""
         self._optimizer.state.pop(anchor, None)
         self._optimizer.state.update(self._make([anchor]).state)
 
     @torch.inference_mode(False)
     def _blank_state(self, values: list[Tensor]) -> dict[int, Any]:
-        """The state of tensors like these, with the shapes that it has after a step."""
+        """A blank state of tensors like these, with the shapes that it has after a step."""
         places = [torch.zeros_like(value) for value in values]
         for place in places:
             place.grad = torch.zeros_like(place)

@@ -1,4 +1,4 @@
-"""Parameters and buffers by name, and what kinds of them can be exchanged."""
+"""Parameters and buffers by name, and checks that they can be exchanged."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from decent_optim_wrapper.gossip.storage import overlapping
 
 
 class Named(NamedTuple):
-    """A tensor and what to call it in an error."""
+    """A tensor and its name in errors."""
 
     kind: str
     name: str
     tensor: Tensor
 
     def describe(self) -> str:
-        """One line with everything in which ranks must agree on the tensor."""
+        """One line with everything about the tensor that must be the same on all ranks."""
         frozen = ", frozen" if self.kind == "parameter" and not self.tensor.requires_grad else ""
         shape, device = tuple(self.tensor.shape), self.tensor.device.type
         return f"{self.kind} {self.name}: {self.tensor.dtype} {shape} on {device}{frozen}"
 
 
 def named_parameters(param_groups: Sequence[dict[str, Any]]) -> list[Named]:
-    """The parameters in their groups' order, by name where the optimizer was given names."""
+    """The parameters in the order of their groups, with names if the optimizer was given any."""
     named = []
     for number, group in enumerate(param_groups):
         names = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
@@ -36,10 +36,10 @@ def named_parameters(param_groups: Sequence[dict[str, Any]]) -> list[Named]:
 
 
 def named_buffers(buffers: Any) -> list[Named]:
-    """The tensors by number.
+    """The buffers, with numbers as names.
 
     Raises:
-        TypeError: they are no iterable of tensors.
+        TypeError: `buffers` is not an iterable of tensors.
     """
     if isinstance(buffers, Tensor) or not isinstance(buffers, Iterable):
         kind = "a single one" if isinstance(buffers, Tensor) else repr(buffers)
@@ -53,11 +53,11 @@ def named_buffers(buffers: Any) -> list[Named]:
 
 
 def check_tensors(named: Sequence[Named]) -> None:
-    """Make sure that every parameter is a dense tensor with memory of its own.
+    """Check that every parameter is a dense tensor with memory of its own.
 
     Raises:
-        TypeError: one is made of other tensors.
-        ValueError: names one that is not dense, or two that overlap and would be mixed twice.
+        TypeError: a parameter is made of other tensors.
+        ValueError: a parameter is not dense, or two overlap and would be mixed twice.
     """
     check_dense(named)
     distinct = list({id(each.tensor): each for each in named}.values())
@@ -71,11 +71,11 @@ def check_tensors(named: Sequence[Named]) -> None:
 
 
 def check_dense(named: Sequence[Named]) -> None:
-    """Make sure that every tensor is a dense one of its own kind.
+    """Check that every tensor is a plain dense tensor.
 
     Raises:
-        TypeError: one is made of other tensors.
-        ValueError: one is sparse, or has no values.
+        TypeError: a tensor is made of other tensors.
+        ValueError: a tensor is sparse, or has no values.
     """
     for each in named:
         if is_traceable_wrapper_subclass(each.tensor):
@@ -94,7 +94,7 @@ def check_dense(named: Sequence[Named]) -> None:
 
 
 def sparse_gradient_error(optimizer: Any, param: Tensor, rank: int) -> RuntimeError:
-    """The error of a parameter whose gradient is not dense."""
+    """The error for a parameter whose gradient is not dense."""
     named = named_parameters(optimizer.param_groups)
     name = next(each.name for each in named if each.tensor is param)
     layout = None if param.grad is None else param.grad.layout

@@ -1,4 +1,4 @@
-"""What follows the mixing: the outer optimizer's step, and the base's state at exact averages."""
+"""What follows the mixing: the outer optimizer's step, and the average of the base's state."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from decent_optim_wrapper.gossip.schedule import Kind
 
 
 class PostMix:
-    """Follows everything that replaces parameters by mixed ones.
+    """Runs whenever parameters are replaced by mixed ones.
 
     Args:
         outer: the outer optimizer, if there is one.
-        state_average: averages the base's state at exact averages; None keeps it.
-        heals: whether parameters that are not finite get better by mixing.
+        state_average: averages the base's state at exact averages; None keeps the state.
+        heals: whether mixing replaces parameters that are not finite.
     """
 
     def __init__(
@@ -35,27 +35,27 @@ class PostMix:
         return self._state_average is not None
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
-        """A step begins, and nothing of it is done yet."""
+        """Run at the beginning of a step."""
         if self.outer:
             self.outer.anchor(_members(buckets))
 
     def arrive(self, kind: Kind, buckets: Sequence[Bucket], transport: Transport) -> None:
-        """A round has arrived, and nothing of it is mixed yet; collective for exact averages."""
+        """Run when a round has arrived, before the mixing; collective for exact averages."""
         if kind is Kind.AVERAGE and self._state_average:
             self._state_average.apply(_members(buckets), transport)
 
     def mix(self, kind: Kind, bucket: Bucket) -> None:
-        """A bucket that was posted has been mixed; also where the rank was alone in the round."""
+        """Run when a posted bucket has been mixed, also in a group of one rank."""
         if self.outer is None:
             return
         if self._heals and not bucket.is_finite():
-            # Neither must they get into its state, where no mixing reaches them.
+            # They must not get into its state either, where no mixing replaces them.
             self.outer.forget(bucket.members)
         else:
             self.outer.step(bucket.members, kind)
 
     def keep(self, buckets: Sequence[Bucket], transport: Transport) -> None:
-        """The world average has become the ranks' own parameters; collective."""
+        """Run when the world average has become the ranks' own parameters; collective."""
         if self.outer:
             self.outer.rebase()
         if self._state_average:

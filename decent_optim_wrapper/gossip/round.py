@@ -24,7 +24,7 @@ _HEADER_TAG, _FLAGS_TAG, _FIRST_BUCKET_TAG = 0, 1, 2
 
 
 class Call(IntEnum):
-    """The methods in which ranks meet."""
+    """The collective methods."""
 
     STEP = 1
     GLOBAL_AVG = 2
@@ -44,9 +44,9 @@ class Header(NamedTuple):
     """What a rank is about to do.
 
     Args:
-        call: the method that it is in.
-        round: the number of the next round, or of the one that is launched by the method.
-        mixing_rate: of that round; where it differs between two ranks their mean would drift.
+        call: the method that the rank is in.
+        round: the number of the round that the method launches, or of the next one.
+        mixing_rate: that of the round; if it differed between two ranks, their mean would drift.
     """
 
     call: Call
@@ -54,7 +54,7 @@ class Header(NamedTuple):
     mixing_rate: float
 
     def encode(self) -> Tensor:
-        """As a message: int64 of shape (3,), the rate by its bits."""
+        """The message: int64 of shape (3,), with the bits of the rate."""
         numbers = [self.call, self.round, _bits(self.mixing_rate)]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
@@ -72,7 +72,7 @@ class Header(NamedTuple):
                 f"rank {own_rank}: expected rank {rank} in {self.call} at round {self.round}, as "
                 f"here, but it is in {theirs}; call the same methods in the same order on every "
                 f"rank, and step() equally often (torch.distributed.algorithms.Join for uneven "
-                f"data)"
+                f"data). Is one of the calls inside an `if rank == 0` branch?"
             )
         if rate != _bits(self.mixing_rate):
             raise CallOrderError(
@@ -83,11 +83,11 @@ class Header(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What a round needs to know beside its number and group.
+    """What every round checks.
 
     Args:
         on_nonfinite: what happens to parameters that are not finite: "raise", "skip" or "ignore".
-        identical: notices that all ranks stay the same.
+        identical: notices ranks that stay the same.
     """
 
     on_nonfinite: str
@@ -95,16 +95,16 @@ class Rules(NamedTuple):
 
     @property
     def checks(self) -> bool:
-        """Whether parameters are looked at before they are mixed."""
+        """Whether parameters are checked before they are mixed."""
         return self.on_nonfinite != "ignore"
 
     def for_transport(self, transport: Transport) -> Rules:
-        """The rules that can be kept: what is not finite has to be told to the others."""
+        """The rules that this transport allows: a check must be reported to the other ranks."""
         if not self.checks or transport.has_control:
             return self
         logger.warning(
             'rank {}: on_nonfinite needs a CPU backend in the process group ("cpu:gloo,cuda:nccl")'
-            "; parameters are not looked at",
+            "; parameters are not checked",
             transport.name,
         )
         return self._replace(on_nonfinite="ignore")
@@ -113,7 +113,8 @@ class Rules(NamedTuple):
 class _Exchange(NamedTuple):
     """A bucket whose parameters are on the wire, and how to mix in what arrives.
 
-    x <- x + mixing_rate * weight * (arriving - base), with base = x, or what x was rounded to.
+    x <- x + mixing_rate * weight * (arriving - base), where base is x, or the rounded x if it was
+    rounded on the wire.
     """
 
     position: int
@@ -129,8 +130,8 @@ class Round:
 
     Args:
         header: the method that launches it, and its number; the same on all ranks.
-        plan: the ranks that mix, and how far.
-        session: how to reach them.
+        plan: the ranks that mix, and the mixing rate.
+        session: connects them.
         rules: what is checked.
         meter: counts every wait, every copy and all bytes.
     """
@@ -147,20 +148,20 @@ class Round:
         self._peers = tuple(rank for rank in self._group.ranks if rank != self._transport.rank)
         self._rules = rules
         self._meter = meter
-        # An exact average is the same number on all ranks, of two as well, and is not rounded.
+        # An exact average is the same on all ranks, even on two, and is not rounded: it is a sum.
         self._sums = self._size > 2 or plan.kind is Kind.AVERAGE
         self._unmixed: list[Bucket] = []
         self._exchanges: dict[Bucket, _Exchange] = {}
-        # 1 for each bucket that leaves with finite values, and the same of every rank of the group.
+        # 1 for each bucket sent with finite values, else 0; then the same for every rank.
         self._finite: list[int] = []
         self._finite_of: dict[int, list[int]] = {}
-        # Parameters that are views of what is on the wire, with their version counters.
+        # Parameters whose own memory is being sent, with their version counters.
         self._posted: list[tuple[Tensor, int]] = []
-        # A connection that is closed already is told when the round is received: there it can be
-        # handled. Everything else that fails here is this rank's own error.
+        # A connection that is closed already is reported when the round is received, where it can
+        # be handled. Everything else that fails here is this rank's own error.
         self._failure: WireError | None = None
         self._failed_bucket = 0
-        # Before the buckets: a group that sums would take anything for the first of them.
+        # Before the buckets: a group that sums would add up whatever comes first.
         self._headers = self._tell(self._header.encode(), _HEADER_TAG)
         self._flags: list[PendingMessage] = []
 
@@ -170,7 +171,7 @@ class Round:
         return list(self._unmixed)
 
     def post(self, bucket: Bucket) -> None:
-        """Pack a bucket and start its exchange; a rank alone exchanges nothing."""
+        """Pack a bucket and start its exchange; a group of one rank exchanges nothing."""
         self._unmixed.append(bucket)
         if self._size == 1 or not bucket.numel or self._failure:
             return
@@ -183,7 +184,7 @@ class Round:
                 self._failure, self._failed_bucket = error, len(self._exchanges)
 
     def seal(self) -> None:
-        """Tell the group which buckets left with finite values, once all are posted."""
+        """Send the group which buckets had finite values, once all are posted."""
         if self._exchanges and self._rules.checks and not self._failure:
             self._flags = self._tell(torch.tensor(self._finite, device="cpu"), _FLAGS_TAG)
 
@@ -191,7 +192,7 @@ class Round:
         """Wait until everything has arrived; nothing is mixed. A second call returns at once.
 
         Raises:
-            PeerError: a peer's part did not come.
+            PeerError: the data of a peer did not arrive.
             CallOrderError: a peer is in another method or round.
         """
         with self._meter.wait:
@@ -212,21 +213,21 @@ class Round:
                 self._warn_of_those_left_out()
 
     def check_finite(self) -> None:
-        """Make sure that what has arrived may be mixed, as often as this is called.
+        """Check that what has arrived may be mixed.
 
         Raises:
-            NonFiniteError: there are parameters that are not finite, and the rules say so.
+            NonFiniteError: parameters are not finite, and the rules do not allow it; at every call.
         """
         bad = self._nonfinite_ranks()
         if bad and self._rules.on_nonfinite == "raise":
             raise nonfinite_error(bad, self._transport.name, f"round {self._header.round}")
 
     def changed_in_flight(self) -> list[Tensor]:
-        """Views of what is on the wire whose values were changed since they were posted."""
+        """Parameters that are being sent from their own memory and have changed since."""
         return [param for param, version in self._posted if param._version != version]
 
     def mix(self, bucket: Bucket) -> None:
-        """Mix in what has arrived for the bucket, once."""
+        """Mix what has arrived for the bucket, once."""
         self._unmixed.remove(bucket)
         exchange = self._exchanges.get(bucket)
         if exchange is not None:
@@ -255,7 +256,7 @@ class Round:
                 bucket.shift_(exchange.arriving, exchange.rounded, weight)
 
     def abandon(self) -> None:
-        """Let go of everything on the wire, whatever becomes of it."""
+        """Drop everything on the wire without waiting for it."""
         self._unmixed.clear()
         self._exchanges.clear()
         self._posted.clear()
@@ -263,7 +264,7 @@ class Round:
 
     def _look(self, bucket: Bucket, exchange: _Exchange) -> None:
         arriving = exchange.arriving.data
-        # A sum has taken the place of what was sent, which is still in the bucket itself.
+        # The sum has overwritten what was sent, which is still in the bucket itself.
         sent = exchange.sent or bucket.pack(bucket.new_flat(arriving.device, arriving.dtype))
         self._rules.identical.compare(sent.data, arriving, bucket.wire_dtype, self._size)
 
@@ -282,7 +283,7 @@ class Round:
         return _Exchange(position, works, incoming, weight, outgoing, rounded)
 
     def _post_group(self, bucket: Bucket) -> _Exchange:
-        """Sum over the group, to mix with its mean.
+        """Start the sum over the group, whose mean is mixed in.
 
         w x_i + (1-w)/(m-1) * sum of the others  =  x_i + m(1-w)/(m-1) * (mean - x_i)
         """
@@ -330,7 +331,7 @@ class Round:
         try:
             self._header.check(message, self._transport.members[rank], self._transport.name)
         except CallOrderError as error:
-            # The others wait for this rank in vain from now on: let them notice.
+            # This rank takes no further part: the others must notice, or they would wait for it.
             self.abandon()
             self._transport.disagree(error)
             raise
@@ -365,7 +366,7 @@ class Round:
 def nonfinite_error(
     bad: list[int], own_rank: int, where: str, what: str = "parameters"
 ) -> NonFiniteError:
-    """The error on every rank that would have taken them in."""
+    """The error on every rank that would have mixed these values in."""
     return NonFiniteError(
         f"rank {own_rank}: expected finite {what} in {where}, but those of ranks {bad} hold "
         f"NaN or infinity, or more than comm_dtype can; none of them were mixed. Look for the "

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the gossip, in addition to the base optimizer's state."""
+"""The state of the gossip in a checkpoint, in addition to the base optimizer's state."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from decent_optim_wrapper.gossip.step import Gossip, GossipState
 
 
 class SavedState(NamedTuple):
-    """What a state dict holds, checked.
+    """The checked contents of a state dict.
 
     Args:
-        gossip: the counter and the rates.
+        gossip: the state of the rounds.
         kept: whether an average was in place, which the next step keeps.
-        outer: the outer optimizer with the state that was saved, if there is one.
+        outer: the outer optimizer with the saved state, if there is one.
     """
 
     gossip: GossipState
@@ -27,25 +27,25 @@ class SavedState(NamedTuple):
 
 
 def gossip_state(gossip: Gossip) -> dict[str, Any]:
-    """What to save of the gossip now."""
+    """The state of the gossip, to save now."""
     state = gossip.state._asdict()
     if gossip.average.snapshot is not None:
-        # What a step() would do with the parameters that are saved now.
+        # The next step() would keep the average, which is what is saved now.
         state |= {"in_flight": False, "kept": True}
     outer = _outer_of(gossip)
     return state | ({"outer": outer.state_dict()} if outer else {})
 
 
 def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
-    """Check what `gossip_state` has returned; None is the start of the training.
+    """Check a result of `gossip_state`; None means the start of the training.
 
     Args:
-        gossip: which is to continue; not changed.
-        saved: from the state dict.
-        mixing_rate: where none was saved.
+        gossip: the gossip that is to continue; not changed.
+        saved: the entry of the state dict.
+        mixing_rate: the rate if none was saved.
 
     Raises:
-        ValueError: it is something else, or of other parameters.
+        ValueError: `saved` is something else, or belongs to other parameters.
     """
     saved = {"round": 0, "in_flight": False} if saved is None else saved
     try:
@@ -69,7 +69,7 @@ def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
 
 
 def restore(gossip: Gossip, saved: SavedState) -> None:
-    """Continue from a state that was saved."""
+    """Continue from a saved state."""
     gossip.average.keep()
     if gossip.post_mix:
         gossip.post_mix.outer = saved.outer
@@ -81,7 +81,7 @@ def _outer_of(gossip: Gossip) -> Outer | None:
 
 
 def _read_outer(outer: Outer | None, saved: dict[str, Any]) -> Outer | None:
-    """The outer optimizer that continues; the state may be of a run without one."""
+    """The outer optimizer that continues; the state may come from a run without one."""
     restarted = outer and outer.restarted()
     if restarted is not None and "outer" in saved:
         restarted.load_state_dict(saved["outer"])

@@ -41,10 +41,10 @@ _CLOSE_TIMEOUT = timedelta(seconds=5)
 class Step:
     """One step, as a context: enter, advance part by part, exit.
 
-    Entered, it has received the round in flight, and the next one has begun. Nothing is mixed
-    before everything has arrived: a round that fails leaves all parameters as they were. No bucket
-    leaves before that either: two rounds on the wire would slow down the older one, for which all
-    ranks are waiting.
+    On entry it receives the round in flight and begins the next one. Nothing is mixed before
+    everything has arrived: a round that fails leaves all parameters as they were. No bucket is sent
+    before that either: two rounds on the wire would slow down the older one, for which all ranks
+    are waiting.
 
     Args:
         gossip: the rounds, one of which may be in flight.
@@ -59,7 +59,7 @@ class Step:
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """All that is to be advanced, each bucket once and in any order."""
+        """The buckets to advance, each once and in any order."""
         return self._gossip.buckets
 
     def __enter__(self) -> Step:
@@ -72,21 +72,21 @@ class Step:
     def _receive(self) -> None:
         self._arrived = self._gossip.receive()
         if self._arrived:
-            # Members of a replaced bucket are in a new one, which must not leave before the mixing.
+            # Members of a replaced bucket are in a new one, which is not sent before the mixing.
             for bucket in self._arrived.unmixed:
                 if bucket not in self.buckets:
                     self._gossip.mix(self._arrived, bucket)
         self._launched = self._gossip.begin_round()
 
     def advance(self, buckets: Sequence[Bucket], update: Callable[[], Result]) -> Result:
-        """Mix some buckets, update their parameters, and let them leave.
+        """Mix some buckets, update their parameters, and send them.
 
         Args:
-            buckets: one of them, or several that are updated by one call.
+            buckets: one bucket, or several that are updated by one call.
             update: the local update of their parameters.
 
         Returns:
-            What the update returned.
+            The result of the update.
         """
         for bucket in buckets:
             if self._arrived:
@@ -104,9 +104,9 @@ class Step:
         trace: TracebackType | None,
     ) -> None:
         if self._launched is None:
-            raise RuntimeError("exit is for a step that has been entered")
+            raise RuntimeError("expected a step that has been entered; use a with statement")
         if error is not None:
-            # The others notice: this rank closes its connections.
+            # This rank closes its connections, so that the others notice.
             self._launched.abandon()
             self._gossip.fail(error)
             return
@@ -115,25 +115,25 @@ class Step:
             self._gossip.end_step()
 
     def _post(self) -> None:
-        """Let those buckets leave whose turn it is.
+        """Send the buckets that are ready, in the plan's order.
 
-        On the wire they are in the plan's order on every rank, in whatever order they are updated:
+        The order on the wire must be the same on every rank, whatever the order of the updates, or
         the sums of larger groups would add up different buckets.
         """
         if self._launched is None:
-            raise RuntimeError("advance() is for a step that has been entered")
+            raise RuntimeError("advance() expects a step that has been entered")
         while self._waiting and self._waiting[0] in self._ready:
             self._launched.post(self._waiting.pop(0))
 
 
 class GossipState(NamedTuple):
-    """What a checkpoint needs to know of the rounds.
+    """The state of the rounds that a checkpoint needs.
 
     Args:
-        round: the counter.
+        round: number of rounds launched.
         in_flight: whether the last round is still to be mixed.
-        mixing_rate: of the next round.
-        last_rate: what it was when the last round was launched.
+        mixing_rate: that of the next round.
+        last_rate: that of the last round.
     """
 
     round: int
@@ -144,24 +144,24 @@ class GossipState(NamedTuple):
 
 @dataclass
 class _Connected:
-    """What must be taken off the wire when the wrapper is dropped."""
+    """What must be closed when the wrapper is dropped."""
 
     session: Session
     in_flight: Round | None = None
 
 
 class Gossip:
-    """The rounds of one rank, one of which may be in flight, and what all ranks do together.
+    """The rounds of one rank, one of which may be in flight, and its collective calls.
 
     Args:
         session: the ranks that take part; replaced as a whole when they change.
-        local_update: steps the base optimizer, and knows its parameters.
+        local_update: steps the base optimizer and checks its parameters.
         average: puts the world average in place.
         rules: what every round checks.
         meter: counts every wait, every copy and all bytes.
-        mixing_rate: of the first rounds.
-        overlap: let a round travel until the next step.
-        post_mix: what follows the mixing, if anything does.
+        mixing_rate: that of the first rounds.
+        overlap: leave a round in flight until the next step.
+        post_mix: what follows the mixing; None for nothing.
     """
 
     def __init__(
@@ -185,18 +185,18 @@ class Gossip:
         self.mixing_rate = self._last_rate = mixing_rate
         self._overlap = overlap
         self.post_mix = post_mix
-        # Set where ranks may be lost and come back.
+        # Set if ranks may be lost and come back.
         self.members: Members | None = None
         self._buckets: tuple[Bucket, ...] = ()
         self._round = 0
-        # A resumed run has a round in flight that this process has yet to launch: not at loading,
-        # which must not communicate and may come before the parameters are loaded.
+        # A resumed run has a round in flight that this process still has to launch. Loading cannot
+        # do it: it must not communicate, and may come before the parameters are loaded.
         self._pending = False
-        # Whether the state that was loaded was saved while an average was in place.
+        # Whether the loaded state was saved while an average was in place.
         self._kept = False
         # Runs when the wrapper is dropped or the interpreter exits, whichever comes first. A rank
-        # that left with a round in flight would break it for a slower peer, and a gloo thread that
-        # works on while Python is finalised can abort the process.
+        # that leaves with a round in flight would break it for a slower peer, and a gloo thread
+        # that still runs while Python is finalised can abort the process.
         weakref.finalize(self, _close, self._connected)
 
     @property
@@ -222,19 +222,19 @@ class Gossip:
 
     @property
     def state(self) -> GossipState:
-        """What to save now."""
+        """The state of the rounds, to save now."""
         in_flight = self._pending or self._connected.in_flight is not None
         return GossipState(self._round, in_flight, self.mixing_rate, self._last_rate)
 
     @property
     def differs(self) -> bool:
-        """Whether a round is in flight, and the values in place differ by rank."""
+        """Whether a round is in flight while the values in place differ between ranks."""
         if self.session.transport.world_size == 1 or self.average.snapshot is not None:
             return False
         return self.state.in_flight
 
     def restore(self, state: GossipState, kept: bool = False) -> None:
-        """Continue from `state`, also where the round in flight, which is dropped, has failed."""
+        """Continue from `state`. The round in flight is dropped, even if it has failed."""
         self._kept = kept
         try:
             self.discard()
@@ -242,7 +242,7 @@ class Gossip:
             self._round, self._pending, self.mixing_rate, self._last_rate = state
 
     def begin_step(self) -> None:
-        """Notice what was done to parameters, averages and members since the last step."""
+        """Check parameters, averages and members for changes since the last step."""
         self.meter.reset()
         self.session.transport.check_open()
         self.check_parameters()
@@ -254,7 +254,7 @@ class Gossip:
             self.post_mix.begin(self._buckets)
 
     def end_step(self) -> None:
-        """End the step: with its round, too, where that is not left to overlap."""
+        """End the step; without overlap, finish its round, too."""
         if self.members:
             self.members.end_step()
         if not self._overlap:
@@ -262,10 +262,10 @@ class Gossip:
         self.meter.close(len(self._buckets), self._round)
 
     def receive(self) -> Round | None:
-        """Wait for the round in flight as a whole, if there is one, in order to mix it.
+        """Wait for the whole round in flight, if there is one, and return it to be mixed.
 
         Raises:
-            NonFiniteError: it must not be mixed, and is dropped.
+            NonFiniteError: the round must not be mixed, and is dropped.
         """
         self._relaunch()
         arrived = self._take()
@@ -276,14 +276,14 @@ class Gossip:
         return arrived
 
     def mix(self, arrived: Round, bucket: Bucket) -> None:
-        """Mix in what has arrived for a bucket, if anything has."""
+        """Mix what has arrived for a bucket, if anything has."""
         if bucket in arrived.unmixed:
             arrived.mix(bucket)
             if self.post_mix:
                 self.post_mix.mix(arrived.plan.kind, bucket)
 
     def begin_round(self) -> Round:
-        """The next round, to which the buckets are posted one by one."""
+        """Begin the next round, to which the buckets are posted one by one."""
         plan = self.session.schedule.plan(self._round, self.mixing_rate)
         transport = self.session.transport
         names = [transport.members[rank] for rank in plan.group.ranks]
@@ -291,7 +291,7 @@ class Gossip:
         return self._round_of(Call.STEP, plan)
 
     def hand_over(self, launched: Round) -> None:
-        """Leave a round to which everything is posted to the wire, until the next step."""
+        """Leave a round in flight until the next step, once everything is posted."""
         launched.seal()
         self._connected.in_flight = launched
         self._last_rate = self.mixing_rate
@@ -335,16 +335,16 @@ class Gossip:
                 self.keep_state()
 
     def keep_state(self) -> None:
-        """Let what follows the mixing follow an average that is kept; collective."""
+        """Run what follows the mixing for an average that is kept; collective."""
         if self.post_mix:
             self.post_mix.keep(self._buckets, self.session.transport)
 
     def meet(self, call: Call, action: Callable[[], Result]) -> Result:
-        """Do something in which all ranks take part, again with those that are left if one is lost.
+        """Run a collective action; if a rank is lost, run it again with the remaining ones.
 
         Args:
             call: the method that this rank is in.
-            action: may be repeated.
+            action: the action; it may run several times.
         """
         self.session.transport.check_open()
         self.check_parameters()
@@ -355,21 +355,21 @@ class Gossip:
             return action()
 
     def announce(self, call: Call) -> None:
-        """Make sure that the ranks of the next round's group are in the same method as this one.
+        """Check that the ranks of the next round's group are in the same method as this one.
 
         Raises:
-            CallOrderError: one is elsewhere.
-            PeerError: one does not say.
+            CallOrderError: a rank is in another method.
+            PeerError: a rank does not answer.
         """
         schedule = self.session.schedule
         plan = schedule.idle()
         if self._round >= schedule.first_round:
-            # Whom this rank meets next: an announcement while it is idle reaches them.
+            # The group that this rank meets next, also while it is idle.
             plan = schedule.next_plan(self._round, self.mixing_rate)
         self._round_of(call, plan).receive()
 
     def surviving(self, action: Callable[[], Result]) -> Result:
-        """Do something that waits for peers, again in a new session if one is lost meanwhile."""
+        """Run an action that waits for peers; if one is lost, run it again in a new session."""
         while True:
             try:
                 return action()
@@ -380,10 +380,10 @@ class Gossip:
 
     @contextmanager
     def failing_together(self, *shared: type[Exception]) -> Iterator[None]:
-        """Tell the others if the body fails on this rank, since they would wait for it in vain.
+        """Notify the other ranks if the body fails here, since they would wait for this rank.
 
         Args:
-            shared: further errors that all ranks raise together, and that change nothing.
+            shared: further errors, which all ranks raise together and which change nothing.
         """
         try:
             yield
@@ -392,7 +392,7 @@ class Gossip:
             raise
 
     def fail(self, error: BaseException, *shared: type[Exception]) -> None:
-        """Close the connections after an error of this rank alone; see `failing_together`."""
+        """Close the connections, unless all ranks raise the error; see `failing_together`."""
         if isinstance(error, (PeerError, CallOrderError, NonFiniteError, *shared)):
             return
         self.abandon()
@@ -401,19 +401,19 @@ class Gossip:
             self.members.leave()
 
     def abandon(self) -> None:
-        """Let go of the round in flight, whatever becomes of its bytes."""
+        """Drop the round in flight without waiting for it."""
         self._pending = False
         if self._connected.in_flight:
             self._connected.in_flight.abandon()
         self._connected.in_flight = None
 
     def discard(self) -> None:
-        """Drop the round in flight, if there is one, whatever it holds: it is not mixed."""
+        """Wait for the round in flight, if there is one, and drop it without mixing."""
         self._pending = False
         self.surviving(self._take)
 
     def check_parameters(self) -> None:
-        """Notice what was done to the parameters since the wrapper was built."""
+        """Check the parameters for changes since the wrapper was built."""
         flying = self._connected.in_flight
         changed = flying.changed_in_flight() if flying else []
         self._local_update.check(self._buckets, changed, self.session.transport.name)
@@ -428,7 +428,8 @@ class Gossip:
         """Wait for the round in flight, if there is one; nothing is mixed yet.
 
         Raises:
-            NonFiniteError: it must not be mixed; it stays in flight, and whoever mixes it raises.
+            NonFiniteError: the round must not be mixed; it stays in flight, and mixing it raises
+                again.
         """
         if self._connected.in_flight:
             self._connected.in_flight.receive()
@@ -437,8 +438,8 @@ class Gossip:
     def _relaunch(self) -> None:
         """Launch the round that was in flight when the state was saved."""
         if self._pending:
-            # synchronize() may come before any step(), and the state may be of a run without an
-            # outer optimizer: it would miss its start when the round is mixed.
+            # synchronize() may come before any step(), and the state may come from a run without an
+            # outer optimizer, which would then have no anchors when the round is mixed.
             if self.post_mix:
                 self.post_mix.begin(self._buckets)
             self._pending = False
@@ -448,9 +449,9 @@ class Gossip:
             self.mixing_rate = rate
 
     def _take(self) -> Round | None:
-        """Take the round out of flight once it has arrived.
+        """Wait for the round in flight and return it.
 
-        One that fails is out of flight, too: what fails on the wire is not waited for again.
+        A round that fails is no longer in flight either: it is not waited for again.
         """
         flying, self._connected.in_flight = self._connected.in_flight, None
         if flying is not None:
@@ -464,10 +465,10 @@ class Gossip:
 
 
 def _close(connected: _Connected) -> None:
-    """See a round that nobody will mix off the wire, and let go of the process group.
+    """Wait for a round in flight, which nobody will mix, and release the process group.
 
-    The peers launch the same round sooner or later, unless they are gone; a script that ends, or a
-    wrapper that is replaced, does not wait for them for as long as a step would.
+    The peers launch the same round sooner or later, unless they are gone. A script that ends, or a
+    wrapper that is replaced, does not wait for them as long as a step would.
     """
     transport = connected.session.transport
     transport.limit_waits(_CLOSE_TIMEOUT)

@@ -1,4 +1,4 @@
-"""Flat vectors, the bytes they live in, and tensors that move into one."""
+"""Flat vectors, the memory behind them, and tensors that move into one."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# What vectorised kernels want of an address.
+# Addresses are multiples of this, for vectorised kernels.
 _ALIGN_BYTES = 64
 
 
 class Flat(NamedTuple):
-    """A flat vector, and the views of it that a bucket's tensors map to."""
+    """A flat vector and its views, one for each tensor of a bucket."""
 
     data: Tensor
     views: tuple[Tensor, ...]
 
 
 class Arena:
-    """Bytes that hold one set of vectors now and another one later; as large as the largest.
+    """Memory that is reused for different sets of vectors; as large as the largest set.
 
     Args:
-        device: where the bytes are.
-        pinned: whether a GPU copies to and from them.
+        device: the device of the memory.
+        pinned: whether a GPU copies to and from it.
     """
 
     def __init__(self, device: torch.device, pinned: bool) -> None:
@@ -34,20 +34,20 @@ class Arena:
         self._bytes = new_vector(0, torch.uint8, device)
 
     def fits(self, count: int, numel: int, dtype: torch.dtype) -> bool:
-        """Whether `vectors` of this form can be had without new memory."""
+        """Whether `vectors` of this form need no new memory."""
         return count * _stride(numel, dtype) <= self._bytes.numel()
 
     def vectors(self, count: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Look at the bytes as vectors, uninitialised; what they held before is lost.
+        """View the memory as uninitialised vectors; its old contents are lost.
 
         Args:
-            count: how many.
+            count: number of vectors.
             numel: elements of each.
-            dtype: of the elements.
+            dtype: dtype of the elements.
         """
         stride = _stride(numel, dtype)
         if not self.fits(count, numel, dtype):
-            # The old bytes go before the new ones come, or both would count at the peak.
+            # The old bytes are freed first, or both would count at the peak.
             self._bytes = new_vector(0, torch.uint8, self._device)
             self._bytes = new_vector(count * stride, torch.uint8, self._device, self._pinned)
         arena = self._bytes
@@ -60,8 +60,8 @@ class Arena:
 def new_vector(
     numel: int, dtype: torch.dtype, device: torch.device, pinned: bool = False
 ) -> Tensor:
-    """Make an uninitialised vector that may be written anywhere."""
-    # A vector made under inference_mode could not be written outside of it.
+    """Make an uninitialised vector that may be changed in any mode."""
+    # A vector made under inference_mode could not be changed outside of it.
     with torch.inference_mode(False):
         return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
 
@@ -70,10 +70,10 @@ def move_together(tensors: Sequence[Tensor]) -> Tensor:
     """Move tensors of one device and dtype into one storage, each with its shape.
 
     Args:
-        tensors: become views of the storage; dense ones keep their strides.
+        tensors: the tensors, which become views of the storage; dense ones keep their strides.
 
     Returns:
-        The whole storage as a vector of reals; what lies between the tensors is 0.
+        The whole storage as a vector of reals; the gaps between the tensors are 0.
     """
     dtype, device = tensors[0].dtype, tensors[0].device
     starts = _starts(tensors)
@@ -87,9 +87,9 @@ def move_together(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _starts(tensors: Sequence[Tensor]) -> list[int]:
-    """Where each tensor starts, in elements, and where the last one ends.
+    """The start of each tensor, in elements, and the end of the last one.
 
-    Small ones follow each other: to align them would multiply their memory.
+    Small tensors are not aligned: that would multiply their memory.
     """
     starts = [0]
     for tensor in tensors:
@@ -100,7 +100,7 @@ def _starts(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def overlapping(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Two of the tensors that lie on the same memory, if there are any."""
+    """Two of the tensors that share memory, if there are any."""
     spans = sorted(
         (str(tensor.device), tensor.data_ptr(), _end(tensor), index)
         for index, tensor in enumerate(tensors)

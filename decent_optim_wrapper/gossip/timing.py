@@ -1,4 +1,4 @@
-"""Where the time of a step goes: clocks that also show up as ranges in a profile."""
+"""The time of a step by its parts: clocks that are also ranges in a profile."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.profiler import record_function
 
 
 class StepStats(NamedTuple):
-    """Where the last `step()` spent its time, on this rank.
+    """Bytes, seconds and counts of the last `step()` on this rank.
 
-    Seconds are those of the host. On a GPU they are what the call took to hand work over, except
-    for waits, which last until the host may go on; a profile shows the kernels.
+    Seconds are those of the host. On a GPU they are the time to queue the work, except for waits,
+    which last until the host may continue; a profile shows the kernels.
 
     Args:
-        bytes_sent: payload handed to the wire, by an all-reduce as by a ring.
-        wait_seconds: waiting for the wire: communication that was not hidden.
-        mix_seconds: mixing what arrived, copying and handing over what leaves.
+        bytes_sent: bytes sent; for an all-reduce, those of a ring.
+        wait_seconds: waiting for communication that was not hidden.
+        mix_seconds: mixing what has arrived, and packing what is sent.
         update_seconds: the base optimizer's local update.
         buckets: number of buckets.
         rounds: number of rounds launched so far.
-        skipped: whether an overflow of gradients, as GradScaler finds it, has skipped the local
-            update; inside a backward pass, that of a bucket at least.
+        skipped: whether GradScaler has found an overflow that skipped the local update; inside a
+            backward pass, that of at least one bucket.
     """
 
     bytes_sent: int
@@ -36,7 +36,7 @@ class StepStats(NamedTuple):
 
 
 class Clock:
-    """Adds up the seconds spent inside its `with` blocks, each a range of that name.
+    """Adds up the seconds spent inside its `with` blocks, each of which is a range in a profile.
 
     Args:
         name: the range's name in a profile.
@@ -67,14 +67,14 @@ class Meter:
         self.update = Clock("decent::update")
         self.launch = Clock("decent::launch")
         self.bytes_sent = 0
-        # Whether an overflow has skipped the local update; true or false as a tensor is.
+        # Whether an overflow has skipped the local update; perhaps as a tensor.
         self.skipped: Tensor | int = False
         self._last = StepStats(0, 0.0, 0.0, 0.0, 0, 0)
         self._skipped: Tensor | int = False
 
     @property
     def last(self) -> StepStats:
-        """The step that was closed last; waits for the GPU if that has to say what was skipped."""
+        """The last step that was closed; waits for the GPU if `skipped` is a tensor on it."""
         return self._last._replace(skipped=bool(self._skipped))
 
     def reset(self) -> None:
@@ -85,7 +85,7 @@ class Meter:
         self.skipped = False
 
     def close(self, buckets: int, rounds: int) -> None:
-        """End the step: what comes until the next one is not counted."""
+        """End the step: nothing is counted until the next one."""
         self._skipped = self.skipped
         self._last = StepStats(
             bytes_sent=self.bytes_sent,
