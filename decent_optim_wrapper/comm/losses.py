@@ -1,7 +1,7 @@
-"""Who was lost, and why: what ranks leave in the store before they close their connections.
+"""Which rank was lost, and why: notes in the store, written before connections are closed.
 
-Whoever loses a peer closes its own connections, so that nobody waits for it in vain. Its neighbours
-see a connection that was closed, and would take a healthy rank for the lost one without a note.
+A rank that loses a peer closes its own connections, so that no rank waits for it. Its neighbours
+then see a closed connection, and without a note would take this healthy rank for the lost one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from decent_optim_wrapper.comm.store import BoundedStore
 
 Result = TypeVar("Result")
 
-# How long to wait for a note of a rank whose connection is closed: gloo closes before it raises.
+# How long to wait for a note if a connection is closed: gloo closes it before it raises.
 _CLOSED_SECONDS = 0.3
-# And of one that did not answer in time, or of several of which one is lost.
+# The same if a rank did not answer in time, or if one of several is lost.
 _SILENT_SECONDS = 1.5
 _POLL_SECONDS = 0.02
-# A store that does not answer is given up after this time: errors must not come late.
+# A store that does not answer is given up after this time: errors must not be late.
 _STORE_PATIENCE = timedelta(seconds=1.5)
-# A note is an explanation, not a transcript.
+# Characters of an error in a note; longer ones are cut.
 _LONGEST_ERROR = 500
 
 
@@ -31,8 +31,8 @@ class Loss(NamedTuple):
     """The outcome of a search for the lost rank.
 
     Args:
-        ranks: as numbered at the start; several where it is not known which of them.
-        error: what that rank itself says of it; empty where it says nothing.
+        ranks: as numbered at the start; several if it is not known which of them was lost.
+        error: the error that the rank itself has noted; empty if there is none.
     """
 
     ranks: list[int]
@@ -45,11 +45,11 @@ class Loss(NamedTuple):
 
 
 class Losses:
-    """One rank's access to the notes of all.
+    """Reads and writes the notes for one rank.
 
     Args:
-        store: shared by the ranks of one transport; None where there is none.
-        rank: this one, as numbered at the start.
+        store: shared by the ranks of one transport; None if there is none.
+        rank: this rank, as numbered at the start.
     """
 
     def __init__(self, store: Any | None, rank: int) -> None:
@@ -57,20 +57,20 @@ class Losses:
         self._rank = rank
 
     def note_error(self, error: BaseException) -> None:
-        """Tell the others that this rank broke by itself; the first rank to do so is heard."""
+        """Note that this rank failed by itself; only the first such note counts."""
         text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
         self._try(lambda store: self._note_error(store, text))
 
     def note(self, suspects: Sequence[int]) -> None:
-        """Tell the others for whose sake this rank closes its connections."""
+        """Note the ranks whose loss makes this rank close its connections."""
         self._try(lambda store: store.set(_key(self._rank), json.dumps(list(suspects))))
 
     def find(self, suspects: Sequence[int], silent: bool) -> Loss:
-        """Find out which of the suspects was lost, or for whose sake they closed their connections.
+        """Find the lost rank: one of the suspects, or one that their notes name.
 
         Args:
             suspects: as numbered at the start.
-            silent: they did not answer in time; otherwise a connection was closed.
+            silent: whether they did not answer in time; otherwise a connection was closed.
         """
         several = len(suspects) > 1
         patience = _SILENT_SECONDS if silent or several else _CLOSED_SECONDS
@@ -87,7 +87,7 @@ class Losses:
         return loss
 
     def error(self) -> Loss | None:
-        """The rank that broke by itself, if one has said so."""
+        """The rank that failed by itself, if there is a note of one."""
         return self._try(_read_error)
 
     def _note_error(self, store: BoundedStore, text: str) -> None:
@@ -95,7 +95,7 @@ class Losses:
             store.set("error", json.dumps([self._rank, text]))
 
     def _look(self, store: BoundedStore, suspects: Sequence[int]) -> Loss:
-        """Follow the notes from rank to rank, up to those that left none."""
+        """Follow the notes from rank to rank, up to the ranks without one."""
         if broken := _read_error(store):
             return broken
         seen, pending, silent = {self._rank}, list(suspects), []
@@ -108,11 +108,11 @@ class Losses:
                 pending += json.loads(store.get(_key(rank)))
             else:
                 silent.append(rank)
-        # Two ranks that waited for each other in vain both left a note.
+        # None are silent if two ranks waited for each other: both then left a note.
         return Loss(sorted(silent or suspects))
 
     def _try(self, call: Callable[[BoundedStore], Result]) -> Result | None:
-        """Use the store, if there is one and it answers: it may be what was lost."""
+        """Use the store, if there is one and it answers: the store itself may be lost."""
         try:
             return None if self._store is None else call(self._store)
         except RuntimeError:

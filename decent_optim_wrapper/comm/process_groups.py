@@ -1,4 +1,4 @@
-"""torch's process groups from inside: their backends and stores, and communicators of our own."""
+"""Backends and stores of torch's process groups, and communicators that we create."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 
 from decent_optim_wrapper.comm.store import within
 
-# Of a receive that nobody sends for.
+# The tag of a receive without a matching send.
 _ABORT_TAG = (1 << 20) - 1
-# How much later than at its timeout gloo may say which rank did not come.
+# How much later than its timeout gloo may report which rank is missing.
 _CONNECT_SLACK_SECONDS = 1.0
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """The backend that serves `device`; a raw backend serves whatever it serves.
+    """The backend for `device`; a raw backend is returned as it is.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: the group has no backend for the device.
     """
     return group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group
 
@@ -37,18 +37,18 @@ def serves(group: Any, device: torch.device) -> bool:
 
 
 def exchange_device(group: Any) -> torch.device:
-    """The kind of device whose tensors are exchanged: the GPU where the group serves it."""
+    """The kind of device whose tensors are exchanged: the GPU if the group serves it."""
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     return cuda if torch.cuda.is_available() and serves(group, cuda) else cpu
 
 
 def timeout_of(group: Any) -> timedelta:
-    """What the group's own operations are bounded by."""
+    """The timeout of the group's own operations."""
     return backend_of(group, exchange_device(group)).options._timeout  # type: ignore[no-any-return]
 
 
 def store_of(group: Any) -> Any | None:
-    """The store that the group was built on; None where torch does not tell."""
+    """The store that the group was built on; None if torch does not know it."""
     if is_registered(group):
         return _get_process_group_store(group)
     return group.get_group_store() if hasattr(group, "get_group_store") else None
@@ -64,7 +64,7 @@ def is_registered(group: Any) -> bool:
 
 
 def is_closed(group: Any) -> bool:
-    """Whether the group has been destroyed: it has the name of a registered one and is none."""
+    """Whether the group has been destroyed: it has a name, but is not registered."""
     if not isinstance(group, dist.ProcessGroup) or is_registered(group):
         return False
     try:
@@ -74,21 +74,21 @@ def is_closed(group: Any) -> bool:
 
 
 def new_backend(like: Any, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A communicator of the kind of `like` that torch does not register.
+    """Create a communicator of the kind of `like` that torch does not register.
 
-    Not dist.new_group: it salts the name with the number of groups that this process has made, and
-    waits for ever where ranks have made different numbers.
+    dist.new_group does not do: its name depends on the number of groups that this process has made,
+    and it waits forever if ranks have made different numbers.
 
     Args:
-        like: gloo or nccl.
-        store: where its members meet, under a prefix of their own.
-        rank: this rank's place among the members.
+        like: a gloo or nccl backend.
+        store: where the members meet, under a prefix of their own.
+        rank: the position of this rank among the members.
         size: number of members.
-        timeout: bounds the meeting and every operation.
+        timeout: bound of the connection and of every operation.
 
     Raises:
-        ValueError: another backend.
-        RuntimeError: not all members came.
+        ValueError: `like` is another backend.
+        RuntimeError: a member is missing.
         TimeoutError: a link is dead, or the store does not answer.
     """
     if like.name() == "nccl":
@@ -96,51 +96,51 @@ def new_backend(like: Any, store: Any, rank: int, size: int, timeout: timedelta)
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
     if like.name() == "gloo":
-        # Where a link is dead, or the store does not answer, gloo's own bound does not hold.
+        # gloo's own timeout does not hold if a link is dead or the store does not answer.
         seconds = timeout.total_seconds() + _CONNECT_SLACK_SECONDS
         return within(seconds, lambda: connect_gloo(store, rank, size, timeout))
     raise ValueError(
-        f"rank {rank} of {size}: communicators of our own work with gloo and nccl, not with "
-        f"{like.name()}; use a topology of pairs, or complete, and no timeout"
+        f"rank {rank} of {size}: expected a gloo or nccl backend for a communicator of some ranks, "
+        f"got {like.name()}; use a topology of pairs, or complete, and no timeout"
     )
 
 
 def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo group, once all its members are in it.
+    """Create a gloo group, and wait until all its members are connected.
 
-    A member that leaves early, as where its training ends, would close the connections to one that
-    is still making its own.
+    Otherwise a member that leaves early, for example at the end of its training, would close the
+    connections to one that is still connecting.
 
     Args:
-        store: where its members meet, under a prefix of their own.
-        rank: this rank's place among the members.
+        store: where the members meet, under a prefix of their own.
+        rank: the position of this rank among the members.
         size: number of members.
-        timeout: bounds the meeting, the proof that all are there, and every operation.
+        timeout: bound of the connection, of the first collective and of every operation.
 
     Raises:
-        RuntimeError: not all members came; what was connected is closed.
+        RuntimeError: a member is missing; the connections made are closed.
     """
     group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
     try:
         group.allreduce([torch.ones(1, device="cpu")]).wait(timeout)
     except RuntimeError:
-        # A collective that hangs would hold the group until the timeout.
+        # A collective that hangs would keep the group alive until the timeout.
         abort(group)
         raise
     return group
 
 
 def abort(communicator: Any) -> None:
-    """End everything in flight on a communicator made by `new_backend`, here and at the other ends.
+    """Abort everything in flight on a communicator made by `new_backend`, here and on the peers.
 
-    gloo's own `abort` does nothing, but a receive that is given up closes the connections to all
-    ranks: works that wait on them raise at once, on other threads too.
+    gloo's own `abort` does nothing, but a receive that times out closes the connections to all
+    ranks: works that wait on them raise at once, also on other threads.
     """
     if communicator.name() != "gloo":
         communicator.abort()
         return
     for peer in range(communicator.size()):
-        # Each peer is tried: a connection that is closed already says nothing to the other ones.
+        # Try each peer: a connection that is closed already does not affect the others.
         if peer != communicator.rank():
             with suppress(RuntimeError):
                 nothing = torch.empty(1, device="cpu")
@@ -148,5 +148,5 @@ def abort(communicator: Any) -> None:
 
 
 def prefixed(prefix: str, store: Any) -> Any:
-    """The store, with every key under `prefix`."""
+    """A view of the store with every key under `prefix`."""
     return PrefixStore(prefix, store)

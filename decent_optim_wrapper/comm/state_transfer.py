@@ -1,4 +1,4 @@
-"""State of one rank for another: JSON for its shape, tensors as bytes, nothing unpickled."""
+"""Transfer of state between ranks: structure as JSON, tensors as bytes, nothing unpickled."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
 
-# What is longer is no description of an optimizer's state.
+# A longer text cannot be the description of an optimizer's state.
 _LONGEST_TEXT = 1 << 28
 
 
 def send_state(state: Any, transport: Transport) -> None:
-    """Give nested dicts, lists, tuples, numbers, texts and tensors to all ranks; collective.
+    """Send nested dicts, lists, tuples, numbers, strings and tensors to all ranks; collective.
 
     Raises:
-        TypeError: there is something else in it.
+        TypeError: the state contains something else.
     """
     tensors: list[Tensor] = []
     send_text(json.dumps(_describe(state, tensors)), transport)
@@ -27,7 +27,7 @@ def send_state(state: Any, transport: Transport) -> None:
 
 
 def sendable(state: Any) -> bool:
-    """Whether a state holds only what can be sent."""
+    """Whether everything in a state can be sent."""
     try:
         json.dumps(_describe(state, []))
     except TypeError:
@@ -36,9 +36,9 @@ def sendable(state: Any) -> bool:
 
 
 def receive_state(transport: Transport, source: int) -> Any:
-    """Take what rank `source` sends; collective. Tensors are on the CPU."""
+    """Receive the state that rank `source` sends; collective. Tensors are on the CPU."""
 
-    # Called for one object after the other as it ends: tensors come in the order of the text.
+    # Called at the end of each object: the tensors arrive in the order of the text.
     def rebuild(described: dict[str, Any]) -> Any:
         ((kind, content),) = described.items()
         if kind != "tensor":
@@ -52,7 +52,7 @@ def receive_state(transport: Transport, source: int) -> Any:
 
 
 def send_text(text: str, transport: Transport) -> None:
-    """Give a text to all ranks; collective."""
+    """Send a text to all ranks; collective."""
     device = transport.control_device
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     transport.broadcast(torch.tensor([len(data)], device=device), transport.rank)
@@ -68,10 +68,10 @@ def share_text(text: str, transport: Transport, source: int) -> str:
 
 
 def receive_text(transport: Transport, source: int) -> str:
-    """Take the text that rank `source` sends; collective.
+    """Receive the text that rank `source` sends; collective.
 
     Raises:
-        ValueError: what is announced is no length of a text.
+        ValueError: the announced length is impossible.
     """
     device = transport.control_device
     announced = torch.zeros(1, dtype=torch.int64, device=device)
@@ -79,9 +79,9 @@ def receive_text(transport: Transport, source: int) -> str:
     size = int(announced.item())
     if not 0 <= size <= _LONGEST_TEXT:
         raise ValueError(
-            f"rank {transport.name}: rank {source} announced a text of {size} bytes, which is no "
-            f"state of a wrapper; make sure that nothing else communicates on this process group "
-            f"meanwhile, and that all ranks run the same version"
+            f"rank {transport.name}: rank {source} announced a text of {size} bytes, which cannot "
+            f"be the state of a wrapper; make sure that nothing else communicates on this process "
+            f"group at the same time, and that all ranks run the same version"
         )
     data = torch.empty(size, dtype=torch.uint8, device=device)
     transport.broadcast(data, source)

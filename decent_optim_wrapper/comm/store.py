@@ -1,7 +1,7 @@
-"""Waiting that ends: calls to a store, and whatever else depends on it, with a deadline.
+"""Calls with a deadline, to a store and to whatever depends on it.
 
-A call to a `TCPStore` waits for ever on a server that is stopped or out of reach, whatever timeout
-the store has. Here such calls run on threads of their own, and are given up.
+A call to a `TCPStore` waits forever for a server that is stopped or out of reach, whatever timeout
+the store has. Here such calls run on threads of their own and are abandoned after a while.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from torch.distributed import DistStoreError
 
 Result = TypeVar("Result")
 
-# However long a store has been silent: an answer to a question asked only now takes its time.
+# The least wait for an answer, however long the store has been silent before.
 _LEAST_SECONDS = 1.5
 # To connect, torch asks the resolver for the name of the other side's address, and so does the
-# store's process. An answer that gets lost costs either of them 5 s, twice at most.
+# store's process. A lost answer costs each of them 5 s, at most twice.
 _LEAST_SECONDS_TO_CONNECT = 12.0
-# Between two looks at whether to wait on.
+# Interval of the checks whether to keep waiting.
 _LOOK_SECONDS = 0.05
-# What takes longer on a busy machine counts as this.
+# An interval that is longer on a busy machine counts as this.
 _LONGEST_LOOK_SECONDS = 0.25
 
 
 def within(
     seconds: float, action: Callable[[], Result], pointless: Callable[[], bool] | None = None
 ) -> Result:
-    """Run something on a daemon thread, and wait no longer than that for its end.
+    """Run an action on a daemon thread, and wait for it for a limited time.
 
-    What is given up runs on, and nobody hears of it any more.
+    An abandoned action runs on, and its result is ignored.
 
     Args:
         seconds: bound of the wait.
-        action: blocks outside of Python.
-        pointless: tells whether to give up earlier.
+        action: the action, which may block outside of Python.
+        pointless: tells whether to abandon it earlier.
 
     Raises:
-        TimeoutError: it was given up.
+        TimeoutError: the action was abandoned.
     """
     future: Future[Result] = Future()
     thread = threading.Thread(target=_run, args=(future, action), daemon=True, name="decent-within")
@@ -50,14 +50,14 @@ def within(
     try:
         while not wait([future], min(_LOOK_SECONDS, seconds)).done:
             now = time.monotonic()
-            # A process that was stopped has not waited meanwhile: what it waits for may be there.
+            # Time in which this process was stopped does not count: the answer may be there.
             waited, last = waited + min(now - last, _LONGEST_LOOK_SECONDS), now
             if waited > seconds or (pointless is not None and pointless()):
                 raise TimeoutError(f"given up within {seconds:.1f} s")
         return future.result()
     finally:
-        # The future holds the error, whose traceback holds this frame: a cycle would keep alive
-        # what the action used, connections too, until the garbage is collected.
+        # The future holds the error, whose traceback holds this frame. The cycle would keep alive
+        # what the action used, such as connections, until the next garbage collection.
         del future
 
 
@@ -71,16 +71,16 @@ def _run(future: Future[Result], action: Callable[[], Result]) -> None:
 
 
 def cloned(store: Any) -> Any:
-    """The store over another connection, where it has any: calls that hang hold up nobody else."""
+    """The store over another connection, if it has any, so that a hanging call blocks no others."""
     return store.clone() if hasattr(store, "clone") else store
 
 
 class BoundedStore:
-    """A store whose calls end.
+    """A store whose calls have a deadline.
 
     Args:
-        store: cloned, and not used itself.
-        patience: a store that has been silent for so long is given up.
+        store: the store; it is cloned, not used itself.
+        patience: how long the store may be silent.
     """
 
     def __init__(self, store: Any, patience: timedelta) -> None:
@@ -90,25 +90,25 @@ class BoundedStore:
         self._answered = time.monotonic()
 
     def connect(self) -> None:
-        """Connect ahead of the first call, in more time than the store has for an answer.
+        """Connect before the first call, with more time than for an answer.
 
         Raises:
-            DistError: the store has gone, or does not answer.
+            DistError: the store is gone, or does not answer.
         """
         self._call(lambda store: store.check([]), _LEAST_SECONDS_TO_CONNECT)
 
     def set(self, key: str, value: str) -> None:
-        """Write a value; that it was sent says nothing of the store."""
+        """Write a value; sending it does not count as an answer of the store."""
         answered = self._answered
         self._call(lambda store: store.set(key, value))
         self._answered = answered
 
     def get(self, key: str) -> str:
-        """The value of a key that is there."""
+        """The value of an existing key."""
         return str(self._call(lambda store: store.get(key)).decode())
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all the keys are there."""
+        """Whether all the keys exist."""
         return bool(self._call(lambda store: store.check(list(keys))))
 
     def add(self, key: str, amount: int) -> int:
@@ -116,22 +116,22 @@ class BoundedStore:
         return int(self._call(lambda store: store.add(key, amount)))
 
     def claim(self, key: str, value: str) -> None:
-        """Write a value, unless there is one already."""
+        """Write a value if the key has none yet."""
         self._call(lambda store: store.compare_set(key, "", value))
 
     def clone(self) -> Any:
-        """Another connection, whose calls have no bound: for a thread that nobody waits for."""
+        """Another connection, whose calls have no deadline: for a thread that no one waits for."""
         return cloned(self._store)
 
     def note_answer(self) -> None:
-        """The store has answered over another connection."""
+        """Note that the store has answered over another connection."""
         self._answered = time.monotonic()
 
     def _call(self, ask: Callable[[Any], Any], least: float = _LEAST_SECONDS) -> Any:
-        """Ask the store, and wait at least so many seconds for an answer.
+        """Ask the store, and wait at least `least` seconds for an answer.
 
         Raises:
-            DistError: it has gone, or does not answer.
+            DistError: the store is gone, or does not answer.
         """
         known, self._connection = self._connection, None
 
@@ -141,8 +141,8 @@ class BoundedStore:
 
         silent = time.monotonic() - self._answered
         try:
-            # After a failure the connection is left alone: a late answer would be taken for that
-            # to the next question.
+            # After a failure the connection is not used again: a late answer would be taken for
+            # the answer to the next call.
             self._connection, answer = within(max(least, self._patience - silent), connect_and_ask)
         except TimeoutError as error:
             silent = time.monotonic() - self._answered

@@ -1,7 +1,7 @@
 """Exchange between ranks: the one place that calls torch.distributed to move bytes.
 
-Pairs talk point to point on one communicator of all ranks and need none of their own; larger
-groups get one each, created by their members alone.
+Pairs exchange point to point on one communicator of all ranks and need none of their own. Each
+larger group gets a communicator, created by its members only.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _SLACK_SECONDS = 1.0
 
 
 class WireError(RuntimeError):
-    """Something on the wire failed: a peer has gone, has closed its connections, or is silent.
+    """An exchange failed: a peer is gone, has closed its connections, or does not answer.
 
     Args:
-        text: what torch says of it.
-        silent: the time was over; otherwise a connection was closed.
+        text: the error of torch.
+        silent: whether the wait timed out; otherwise a connection was closed.
     """
 
     def __init__(self, text: str, silent: bool = False) -> None:
@@ -54,10 +54,10 @@ class WireError(RuntimeError):
 
 
 class _Closed(NamedTuple):
-    """Why there are no connections any more.
+    """Why the connections are closed.
 
     Args:
-        reason: in words.
+        reason: the reason, for errors.
         broken: whether this rank itself failed; otherwise a peer was lost.
     """
 
@@ -69,10 +69,10 @@ class PendingMessage(NamedTuple):
     """A small message on its way from another rank.
 
     Args:
-        rank: who says it.
-        works: to wait for before reading.
-        message: where it arrives.
-        suspects: the ranks of which one is lost if it does not arrive.
+        rank: the sender.
+        works: the works to wait for before the message is read.
+        message: the tensor in which it arrives.
+        suspects: the ranks of which one is lost if the message does not arrive.
     """
 
     rank: int
@@ -85,13 +85,13 @@ class Transport:
     """The ranks that exchange with each other, and the communicators of the groups that mix.
 
     Args:
-        world: the communicator of all of them; None for a rank that is alone.
-        rank: the place of this rank among them.
-        members: their numbers at the start.
+        world: the communicator of all ranks; None for a world of one rank.
+        rank: the position of this rank among the members.
+        members: the ranks, as numbered at the start.
         timeout: bound of every wait.
-        store: where they meet to connect, and leave notes of losses; None where there is none.
-        user_group: `world` where it is the user's own, which is never closed here.
-        peer_lost: tells whether waiting has become pointless; None where nobody would know.
+        store: where the ranks meet to connect, and leave notes of losses; None if there is none.
+        user_group: the same as `world` if that is the user's own, which is never closed here.
+        peer_lost: tells whether waiting has become pointless; None if this cannot be known.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Transport:
         """Connect the ranks of a process group.
 
         Args:
-            process_group: registered or raw; None is a world of one rank that exchanges nothing.
+            process_group: registered or raw; None means a world of one rank.
             timeout: bound of every wait; None takes the process group's.
         """
         if process_group is None:
@@ -154,8 +154,8 @@ class Transport:
     def connect(self, schedule: Sequence[Group]) -> None:
         """Create the communicators that `schedule` (this rank's groups, phase by phase) needs.
 
-        Every rank walks the phases in the same order and the groups of a phase are disjoint, so
-        creation, which waits for all members, cannot deadlock.
+        Creation waits for all members. It cannot deadlock: every rank goes through the phases in
+        the same order, and the groups of a phase are disjoint.
         """
         if self.world_size > 1 and self._world is self._user_group and self._wants_own_world():
             self._world = self._new_communicator(tuple(range(self.world_size)))
@@ -166,7 +166,7 @@ class Transport:
                 self._subgroups[group.ranks] = self._new_communicator(group.ranks)
 
     def check_open(self) -> None:
-        """Make sure that this rank can still reach the others.
+        """Check that this rank can still reach the others.
 
         Raises:
             RuntimeError: the user's process group has been destroyed, or this rank has failed.
@@ -180,10 +180,10 @@ class Transport:
             self._raise_closed(self._closed)
 
     def wait(self, works: list[dist.Work]) -> None:
-        """Wait for works, each within the timeout and once; a second call returns at once.
+        """Wait for each work once, within the timeout; a second call returns at once.
 
         Raises:
-            WireError: a peer has gone, or the time is over.
+            WireError: a peer is gone, or a wait timed out.
         """
         pending = works[:]
         works.clear()
@@ -210,15 +210,15 @@ class Transport:
         return self._closed is not None
 
     def limit_waits(self, timeout: timedelta) -> None:
-        """Wait no longer than that from now on, and for nothing but the peers."""
+        """Wait no longer than `timeout` from now on, and no longer watch for lost peers."""
         self._timeout = min(timeout, self._timeout)
         self._peer_lost = None
 
     def lose(self, suspects: tuple[int, ...], silent: bool) -> Loss:
-        """Close the connections for good after a failure on the wire, and find out who was lost.
+        """Close the connections for good after a `WireError`, and find out which rank was lost.
 
         Args:
-            suspects: the ranks of which one was lost, by their place in the process group.
+            suspects: the ranks of which one was lost, by their position among the members.
             silent: as in `WireError`.
         """
         names = [self.members[rank] for rank in suspects]
@@ -233,23 +233,23 @@ class Transport:
         return self._losses.find(names, silent)
 
     def fail(self, error: BaseException) -> None:
-        """Close the connections for good since this rank cannot go on, and tell the others why."""
+        """Close the connections for good because this rank cannot continue, and note why."""
         if self._closed is None:
             self._losses.note_error(error)
         self.abort(f"this rank failed with {type(error).__name__}: {error}", broken=True)
 
     def disagree(self, error: CallOrderError) -> None:
-        """Close the connections for good since the ranks called different methods; tell them so."""
+        """Close the connections for good because the ranks called different methods; note it."""
         self._losses.note_error(error)
         self.abort("the ranks called different methods")
 
     def abort(self, reason: str, broken: bool = False) -> None:
-        """Close the connections made here, which the ranks at their other ends notice at once.
+        """Close the connections made here; the peers notice this at once.
 
-        Those of the user's process group end with the process, but are not used any more either.
+        Those of the user's process group stay open, but are not used any more either.
 
         Args:
-            reason: what errors say when the connections are needed again.
+            reason: the reason in later errors.
             broken: whether this rank itself has failed.
         """
         if self._closed is None:
@@ -263,12 +263,12 @@ class Transport:
                 abort(group)
 
     def close(self) -> None:
-        """Drop the communicators made here and let go of the user's process group."""
+        """Drop the communicators made here and release the user's process group."""
         self._subgroups.clear()
         self._user_group = self._world = None
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """The device that tensors of `device` are exchanged on: gloo's exchange is on the CPU."""
+        """The device on which tensors of `device` are exchanged: with gloo, the CPU."""
         if self._world is None or backend_of(self._world, device).name() != "gloo":
             return device
         return torch.device("cpu")
@@ -277,13 +277,13 @@ class Transport:
         """Start sending `outgoing` to `peer` and receiving `incoming` from it.
 
         Args:
-            outgoing: must not change until the returned work is done.
-            incoming: same size and dtype as the peer's `outgoing`.
-            peer: rank in the process group.
-            tag: tells concurrent exchanges between two ranks apart; from 0.
+            outgoing: the tensor to send; it must not change until the returned works are done.
+            incoming: the tensor to overwrite, of the size and dtype of the peer's `outgoing`.
+            peer: the position of the peer among the members.
+            tag: distinguishes concurrent exchanges between two ranks; from 0.
 
         Returns:
-            The work to wait for.
+            The works to wait for.
 
         Raises:
             WireError: the connection is closed already.
@@ -309,16 +309,16 @@ class Transport:
 
     @property
     def has_control(self) -> bool:
-        """Whether small messages can travel without making a GPU wait: there is a CPU backend."""
+        """Whether small messages can be sent without making a GPU wait: over a CPU backend."""
         return self.control_device.type == "cpu"
 
     def tell(self, message: Tensor, ranks: tuple[int, ...], tag: int) -> list[PendingMessage]:
-        """Start sending a small message to the other ranks of a group, and hearing theirs.
+        """Start exchanging small messages with the other ranks of a group.
 
-        From rank to rank, which shows who does not answer; in a large group by a collective.
+        Point to point, which shows who does not answer; in a large group by a collective.
 
         Args:
-            message: on the CPU, of the same shape on all of them.
+            message: a tensor on the CPU, of the same shape on all of them.
             ranks: a pair, or a group that is connected.
             tag: as in `exchange`.
         """
@@ -340,7 +340,7 @@ class Transport:
             self._finish(self._communicator().allreduce([tensor]))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite `tensor` with the one of rank `source`, bytes of any dtype; collective."""
+        """Overwrite `tensor`, of any dtype, with that of rank `source`; collective."""
         if self.world_size == 1 or tensor.numel() == 0:
             return
         options = dist.BroadcastOptions()
@@ -348,10 +348,10 @@ class Transport:
         self._finish(self._communicator().broadcast([tensor.view(torch.uint8)], options))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Stack the `tensor` of every rank, of the same shape and dtype on all; collective.
+        """Stack the tensors of all ranks, of the same shape and dtype; collective.
 
         Returns:
-            shape (world_size, *tensor.shape), on the CPU.
+            Tensor of shape (world_size, *tensor.shape), on the CPU.
         """
         if self.world_size == 1:
             return tensor.unsqueeze(0).cpu()
@@ -363,7 +363,7 @@ class Transport:
 
     @property
     def exchange_device(self) -> torch.device:
-        """The kind of device whose tensors are exchanged: the GPU where the group serves it."""
+        """The kind of device whose tensors are exchanged: the GPU if the group serves it."""
         return torch.device("cpu") if self._world is None else exchange_device(self._world)
 
     def _coalesces(self, group: Any, device: torch.device) -> bool:
@@ -376,7 +376,7 @@ class Transport:
 
         Raises:
             PeerError: the connections were closed after a peer was lost.
-            RuntimeError: they were closed since this rank failed.
+            RuntimeError: the connections were closed because this rank failed.
         """
         if self._closed is not None:
             self._raise_closed(self._closed)
@@ -390,7 +390,7 @@ class Transport:
         )
 
     def _finish(self, work: dist.Work) -> None:
-        """Wait for something in which all ranks take part."""
+        """Wait for a collective of all ranks."""
         try:
             self.wait([work])
         except WireError as error:
@@ -409,10 +409,10 @@ class Transport:
             work.wait(self._timeout)
 
     def _wait_watchfully(self, works: Sequence[dist.Work], peer_lost: Callable[[], bool]) -> None:
-        """Wait on another thread, and ask here whether that has become pointless.
+        """Wait on another thread, and check here whether waiting has become pointless.
 
-        Not by short waits in turn: gloo closes all connections when one wait runs out. If the
-        answer ends the wait here, `abort` ends that of the thread.
+        Repeated short waits do not do: gloo closes all connections when a wait times out. If the
+        check ends the wait here, `abort` ends that of the thread.
         """
         most = len(works) * self._timeout.total_seconds() + _SLACK_SECONDS
         try:
@@ -421,10 +421,10 @@ class Transport:
             raise WireError("another rank has lost a peer, or comes back") from error
 
     def _wants_own_world(self) -> bool:
-        """Whether all exchange goes over a communicator of our own.
+        """Whether to exchange over a communicator that is created here.
 
-        On the user's, a wait that runs out would close the user's own connections. NCCL's watchdog
-        ends what hangs, and a second communicator would cost memory on the GPU.
+        With gloo, a wait that times out would close the connections of the user's process group.
+        With NCCL, the watchdog ends what hangs, and a second communicator would cost GPU memory.
         """
         gloo = backend_of(self._world, self.exchange_device).name() == "gloo"
         return gloo and self._store is not None
@@ -458,7 +458,7 @@ def _exchange_coalesced(
 
 
 def _own_store(store: Any | None, rank: int, timeout: timedelta) -> Any | None:
-    """A part of the store for this wrapper alone: ranks build wrappers in the same order."""
+    """A part of the store for this wrapper only: ranks build wrappers in the same order."""
     if store is None:
         return None
 
