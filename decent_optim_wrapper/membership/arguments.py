@@ -1,4 +1,4 @@
-"""From the constructor's arguments to the world they mean: process group, sizes, topology."""
+"""Resolves the constructor's arguments: process group, store, sizes, topology."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from decent_optim_wrapper.topo import Topology, TopologyFactory
 
 @dataclass(frozen=True)
 class Place:
-    """How this rank finds the others, as the user says; the names are `DecentOptimWrapper`'s."""
+    """The arguments of `DecentOptimWrapper` by which this rank finds the others."""
 
     _: KW_ONLY
     rank: int | None = None
@@ -33,17 +33,17 @@ class Place:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Place:
-        """Take the fields from keyword arguments, of which others are left alone."""
+        """Take the fields from keyword arguments, which may contain others."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in options.items() if name in names})
 
 
 def check_place(place: Place) -> None:
-    """Make sure that each argument by itself is what it should be.
+    """Check each argument by itself.
 
     Raises:
-        TypeError: one is of the wrong type.
-        ValueError: one is out of range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
     """
     for name in ("rank", "world_size", "local_world_size"):
         value = getattr(place, name)
@@ -59,11 +59,11 @@ def resolve_process_group(group: Any) -> Any | None:
     """Find the process group.
 
     Returns:
-        The group given, else the default group, else None: a world of one rank.
+        `group`, else the default group, else None, which means a world of one rank.
 
     Raises:
         TypeError: `group` is not a process group.
-        ValueError: the group is closed, or lacks this rank.
+        ValueError: the group has been destroyed, or this rank is not in it.
     """
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
@@ -71,8 +71,8 @@ def resolve_process_group(group: Any) -> Any | None:
         return None
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            f"rank {dist.get_rank()} is not a member of the process group given; "
-            f"build the wrapper on its members only"
+            f"rank {dist.get_rank()} is not a member of process_group; build the "
+            f"wrapper on its members only"
         )
     if not isinstance(group, (dist.ProcessGroup, Backend)):
         raise TypeError(
@@ -86,11 +86,11 @@ def resolve_process_group(group: Any) -> Any | None:
 
 
 def check_sizes(group: Any | None, rank: int | None, world_size: int | None) -> None:
-    """Compare what the user says with the process group.
+    """Compare `rank` and `world_size` with the process group.
 
     Raises:
-        ValueError: it contradicts the group.
-        RuntimeError: more than one rank and no process group.
+        ValueError: they contradict the group.
+        RuntimeError: there is more than one rank and no process group.
     """
     if group is None:
         _check_alone(rank, world_size)
@@ -111,10 +111,10 @@ class Found(NamedTuple):
 
     Args:
         store: where they meet.
-        rank: this one.
-        world_size: their number.
-        timeout: bounds every wait.
-        launched_as: what the launcher calls them, by rank.
+        rank: this rank.
+        world_size: number of ranks.
+        timeout: bound of every wait.
+        launched_as: the number that the launcher gave each rank.
     """
 
     store: Any
@@ -125,7 +125,7 @@ class Found(NamedTuple):
 
 
 def resolve_store(place: Place) -> Found:
-    """Find the store, and who this rank is in it.
+    """Find the store, and this rank's number in it.
 
     Raises:
         ValueError: neither a store with `rank` and `world_size` nor a process group that has one.
@@ -139,7 +139,8 @@ def resolve_store(place: Place) -> Found:
         if group is None or store is None:
             raise ValueError(
                 "elastic needs a store in which the ranks agree: pass Elastic(store=...), rank and "
-                "world_size, or call torch.distributed.init_process_group() before"
+                "world_size, or call decent_optim_wrapper.utils.init_distributed() or "
+                "torch.distributed.init_process_group() before"
             )
         ranks = dist.get_process_group_ranks(group) if is_registered(group) else None
         return Found(
@@ -171,12 +172,12 @@ def resolve_topology(
     Args:
         topology: a name or an instance.
         world_size: number of ranks.
-        place: what the user says of the sizes, which an instance must fit.
-        local_world_size: what a topology of that name is built with.
+        place: the user's arguments, whose sizes an instance must fit.
+        local_world_size: the size with which a topology is built by name.
 
     Raises:
-        TypeError: neither a name nor a `Topology`.
-        ValueError: an unknown name, or sizes that do not fit.
+        TypeError: `topology` is neither a name nor a `Topology`.
+        ValueError: the name is unknown, or the sizes do not fit.
     """
     if isinstance(topology, str):
         return TopologyFactory.create(topology, world_size, local_world_size)
@@ -188,8 +189,8 @@ def resolve_topology(
     ):
         if actual is not None and given != actual:
             raise ValueError(
-                f"{topology!r} was built for {name}={given}, but here it is {actual}; pass a name, "
-                f"or build the topology with the sizes of this run"
+                f"topology={topology!r} was built for {name}={given}, but here it is {actual}; "
+                f"pass a name, or build the topology with the sizes of this run"
             )
     return topology
 
@@ -198,7 +199,8 @@ def _check_alone(rank: int | None, world_size: int | None) -> None:
     if world_size not in (None, 1):
         raise RuntimeError(
             f"world_size={world_size} needs a process group: call "
-            f"torch.distributed.init_process_group() before building the wrapper and start the "
+            f"decent_optim_wrapper.utils.init_distributed() or "
+            f"torch.distributed.init_process_group() before building the wrapper, and start the "
             f"script with `torchrun --nproc-per-node {world_size} script.py`"
         )
     if rank not in (None, 0):
@@ -207,7 +209,8 @@ def _check_alone(rank: int | None, world_size: int | None) -> None:
     if world_size is None and launched not in ("", "1"):
         warnings.warn(
             f"WORLD_SIZE={launched}, but there is no process group: this rank trains alone; call "
-            f"torch.distributed.init_process_group() before building the wrapper, or pass "
+            f"torch.distributed.init_process_group() or "
+            f"decent_optim_wrapper.utils.init_distributed() before building the wrapper, or pass "
             f"world_size=1",
             stacklevel=7,
         )

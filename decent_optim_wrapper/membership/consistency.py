@@ -1,6 +1,6 @@
-"""The start: prove that all ranks train the same thing in the same way, and from the same values.
+"""Checks that all ranks train the same model in the same way, from the same values.
 
-Nothing that arrives is unpickled: descriptions travel as UTF-8 bytes in tensors.
+Nothing that arrives is unpickled: descriptions are sent as UTF-8 bytes in tensors.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from decent_optim_wrapper.topo import Topology
 
 
 class Agreement:
-    """What the ranks must have in common.
+    """What must be the same on all ranks.
 
     Args:
-        topology: of all ranks: one that comes back while another is away must find what it says.
-        layout: how tensors travel.
-        settings: a line for each.
+        topology: that of all ranks, even while some are away: a restarted rank describes it so.
+        layout: how tensors are put into buckets.
+        settings: one line for each setting.
         others: tensors that are the same at the start, in addition to the parameters.
-        recovery: goes on without lost ranks; None where their loss is an error.
-        sync_at_start: whether all start from the values of rank 0.
+        recovery: continues without lost ranks; None if their loss is an error.
+        sync_at_start: whether all ranks start from the values of rank 0.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Agreement:
         """Compare the settings and all tensors with those of the other ranks; collective.
 
         Raises:
-            ValueError: on every rank; names a rank that differs from rank 0 and the first thing in
-                which it does.
+            ValueError: on every rank; names a rank that differs from rank 0, and the first
+                difference.
         """
         text = self._describe([*parameters, *self._others])
         if not self._joins:
@@ -69,12 +69,12 @@ class Agreement:
             self._recovery.agree(text)
 
     def start(self, parameters: Sequence[Named], transport: Transport) -> None:
-        """Start all ranks from the values of rank 0, where that is wanted; collective."""
+        """Start all ranks from the values of rank 0 if `sync_at_start` is set; collective."""
         if self._sync_at_start and not self._joins:
             _synchronize([*parameters, *self._others], transport, self._layout)
 
     def add(self, gossip: Gossip, parameters: Sequence[Named], late: Sequence[Named] = ()) -> None:
-        """Gossip the parameters from the next round on, of which `late` are new; collective."""
+        """Gossip these parameters, of which `late` are new, from the next round on; collective."""
         transport = gossip.session.transport
         check_tensors(parameters)
         self.check(parameters, transport)
@@ -87,7 +87,7 @@ class Agreement:
         return self._recovery is not None and self._recovery.joins
 
     def _describe(self, tensors: Sequence[Named]) -> str:
-        """All that must be the same on every rank, a line each."""
+        """All that must be the same on every rank, one line for each item."""
         lines = [*self._settings]
         for named in tensors:
             # Views exchange their storage as it lies in memory.
@@ -109,14 +109,14 @@ def broadcast(
     """Overwrite the tensors with those of one rank, bucket by bucket; collective.
 
     Args:
-        tensors: the same on every rank.
-        transport: the ranks and how to reach them.
-        layout: cap and wire of the buckets.
-        source: whose values are taken.
-        keep: receive them and keep the own ones.
+        tensors: the tensors, of the same kind and order on every rank.
+        transport: connects the ranks.
+        layout: cap and wire device of the buckets.
+        source: the rank whose values are sent.
+        keep: receive the values, but keep this rank's own.
 
     Returns:
-        How many tensors had other values here.
+        The number of tensors that had other values on this rank.
     """
     replaced = 0
     # Behind autograd's back: a backward pass in which this happens can still come to its end.
@@ -145,7 +145,7 @@ def _check_same(text: str, transport: Transport) -> None:
 
 
 def _synchronize(tensors: Sequence[Named], transport: Transport, layout: Layout) -> None:
-    """Take over the values of rank 0, and log which ranks had others."""
+    """Take the values of rank 0 on all ranks, and log which ranks had others."""
     own = torch.tensor([broadcast(tensors, transport, layout)], device="cpu")
     replaced = transport.all_gather(own).flatten().tolist()
     by_rank = {r: count for r, count in zip(transport.members, replaced, strict=True) if count}
@@ -158,5 +158,5 @@ def _synchronize(tensors: Sequence[Named], transport: Transport, layout: Layout)
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same, NaN included."""
+    """Whether two tensors have the same bytes, NaN included."""
     return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))

@@ -1,6 +1,6 @@
-"""A warning before torch.distributed.checkpoint takes values that differ by rank for replicas.
+"""A warning if torch.distributed.checkpoint would mix values that differ between ranks.
 
-It stores a tensor whose key is the same on several ranks once, from any of them.
+It stores a tensor whose key is the same on several ranks only once, from any of them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _GETTERS = ("get_optimizer_state_dict", "get_state_dict")
 
 
 def warn_of_mixtures(optimizer: Optimizer, gossip: Gossip) -> None:
-    """Warn when the state dict of `optimizer` is taken for a checkpoint that mixes the ranks.
+    """Warn when the state dict of `optimizer` is requested for a checkpoint that mixes the ranks.
 
-    Seen is who asks for this state dict. A model that is saved alone, or a dict that was made
-    before, asks for nothing here.
+    The caller of `state_dict()` is inspected. A model that is saved alone, or a dict that was made
+    before, is therefore not noticed.
 
     Args:
-        optimizer: whose `state_dict()` is watched.
-        gossip: knows whether the ranks' values differ; the watch ends with it.
+        optimizer: the optimizer whose `state_dict()` is watched.
+        gossip: knows whether the ranks' values differ; its end ends the watch.
     """
     alive = weakref.ref(gossip)
 
@@ -39,7 +39,7 @@ def warn_of_mixtures(optimizer: Optimizer, gossip: Gossip) -> None:
                 "torch.distributed.checkpoint takes equal keys on several ranks for replicas of "
                 "one value, but the ranks' values differ: it would store a mixture of them, "
                 "without the round in flight. Save the average, inside `with "
-                "optimizer.averaged():`, or what each rank has under a key of its own: "
+                "optimizer.averaged():`, or save each rank's values under a key of its own: "
                 'dcp.save({f"rank_{rank}": {"model": model.state_dict(), "optimizer": '
                 "optimizer.state_dict()}})",
                 stacklevel=2,
@@ -50,7 +50,7 @@ def warn_of_mixtures(optimizer: Optimizer, gossip: Gossip) -> None:
 
 
 def _takes_one_for_all() -> bool:
-    """Whether torch.distributed.checkpoint is asking, and names no rank in its keys."""
+    """Whether the caller is torch.distributed.checkpoint, with no rank number in its keys."""
     gets = False
     frame: Any = sys._getframe()
     while (frame := frame.f_back) is not None:

@@ -1,4 +1,4 @@
-"""What a rank that comes back takes over from the others."""
+"""The transfer of state to a rank that comes back."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from decent_optim_wrapper.membership.consistency import broadcast
 
 
 class HandOver:
-    """Gives parameters, buffers and states to those that have none.
+    """Sends parameters, buffers and states to ranks that need them.
 
     Args:
         optimizer: the base.
-        gossip: of its parameters.
+        gossip: the gossip of its parameters.
         others: tensors in addition to the parameters.
-        parts: have a `state_dict`, such as a scheduler.
-        layout: how tensors travel.
+        parts: further objects with a `state_dict`, such as a scheduler.
+        layout: how tensors are put into buckets.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class HandOver:
         self._others = others
         self._parts = parts
         self._layout = layout
-        # How often this rank has taken over the others' state.
+        # How often this rank has received its state from others.
         self.takeovers = 0
 
     def __call__(self, donor: int, takes: bool) -> None:
         """Send everything from one rank to all; collective.
 
         Args:
-            donor: its place among the members.
-            takes: whether this rank takes over what it receives.
+            donor: the position of the sender among the members.
+            takes: whether this rank needs the state; otherwise it drops what it receives.
         """
         transport = self._gossip.session.transport
         tensors = [*named_parameters(self._optimizer.param_groups), *self._others]
@@ -73,8 +73,8 @@ class HandOver:
         if sendable(state):
             return state
         logger.warning(
-            "rank {}: the state of {} holds more than tensors, numbers and texts, and is not given "
-            "to the rank that comes back, where it begins anew",
+            "rank {}: the state of {} contains more than tensors, numbers and strings; it is not "
+            "sent to the rank that comes back, where it starts from the beginning",
             *(self._gossip.session.transport.name, type(part).__name__),
         )
         return None

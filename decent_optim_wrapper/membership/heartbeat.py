@@ -1,4 +1,4 @@
-"""Signs of life through the store: every rank beats, and watches the others' beats change."""
+"""Heartbeats through the store: every rank sends its own and watches those of the others."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 from decent_optim_wrapper.comm.store import BoundedStore
 
-# Between two beats, and between two looks at those of the others.
+# The longest interval between two heartbeats, and between two looks at those of the others.
 _LONGEST_PAUSE = 0.25
-# The least number of looks without a new beat after which a rank counts as dead.
+# The least number of looks without a new heartbeat after which a rank counts as dead.
 _LOOKS = 8
 
 
 class Heartbeat:
-    """Beats for this rank and watches the others, on a thread of its own.
+    """Sends this rank's heartbeats and watches those of the others, on a thread of its own.
 
     Args:
         store: shared by all ranks.
-        rank: this one.
-        world_size: how many there may be.
-        stale_after: seconds without a new beat after which a rank counts as dead. Looks are
-            counted, not seconds: while the store does not answer, or this process stands still,
-            nothing is known of anybody, and nobody grows older.
+        rank: this rank.
+        world_size: number of ranks at the start.
+        stale_after: seconds without a new heartbeat after which a rank counts as dead. Looks are
+            counted, not seconds: time in which the store does not answer, or in which this process
+            is stopped, does not count.
     """
 
     def __init__(self, store: BoundedStore, rank: int, world_size: int, stale_after: float) -> None:
@@ -35,7 +35,7 @@ class Heartbeat:
         self._rank = rank
         self._life = uuid.uuid4().hex
         self._last: dict[int, bytes] = {}
-        # Looks since the last new beat.
+        # Looks since the last new heartbeat of each rank.
         self._silent = {other: 0 for other in range(world_size) if other != rank}
         self._awaited = ""
         self._came = False
@@ -43,15 +43,15 @@ class Heartbeat:
         threading.Thread(target=self._run, daemon=True, name="decent-heartbeat").start()
 
     def alive(self, rank: int) -> bool:
-        """Whether a beat of the rank has come lately."""
+        """Whether the rank has sent a heartbeat lately."""
         return self._silent.get(rank, 0) < self._looks
 
     def expect(self, ranks: Iterable[int]) -> None:
-        """Take the ranks for alive, as they have just been heard of by other means."""
+        """Count the ranks as alive: they have just been noticed by other means."""
         self._silent |= {rank: 0 for rank in ranks if rank != self._rank}
 
     def await_key(self, key: str) -> None:
-        """Look for a key of the store with every beat from now on."""
+        """Look for this key in the store with every heartbeat from now on."""
         self._came = False
         self._awaited = key
 
@@ -61,12 +61,12 @@ class Heartbeat:
         return self._came
 
     def stop(self) -> None:
-        """Beat no more."""
+        """Send no more heartbeats."""
         self._stop.set()
 
     def _run(self) -> None:
         try:
-            # A connection of its own: no call of the main thread holds up the beat.
+            # A connection of its own: no call of the main thread delays the heartbeat.
             store = self._store.clone()
             for count in itertools.count():
                 self._beat(store, count)
@@ -74,11 +74,11 @@ class Heartbeat:
                 if self._stop.wait(self._pause):
                     return
         except RuntimeError:
-            # The store has gone, and with it everything that could be agreed on.
+            # The store is gone, and no agreement is possible without it.
             return
 
     def _beat(self, store: Any, count: int) -> None:
-        """Beat once and look once, in few calls: the store's link may be a slow one."""
+        """Send one heartbeat and look once, in few calls: the link to the store may be slow."""
         store.set(f"heartbeat/{self._rank}", f"{self._life} {count}")
         keys = {
             other: f"heartbeat/{other}"

@@ -1,4 +1,4 @@
-"""Which ranks are on one node: known from the launcher's variables, agreed on by all ranks."""
+"""Which ranks are on one node: from the launcher's variables, agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def agree_on_local_world_size(given: int | None, node: str, transport: Transport
     """The number of ranks per node, the same on all ranks; collective.
 
     Args:
-        given: as the user says, which holds where all ranks say the same.
+        given: the user's argument, which is used if it is the same on all ranks.
         node: `node_name` of this rank.
-        transport: the ranks and how to reach them.
+        transport: connects the ranks.
     """
     digest = hashlib.sha256(node.encode()).digest()[:8]
     rows = exchange(transport, [given or 0, int.from_bytes(digest, "little", signed=True)])
@@ -31,10 +31,10 @@ def agree_on_local_world_size(given: int | None, node: str, transport: Transport
 
 
 def ranks_per_node(nodes: Sequence[Hashable]) -> int:
-    """How many consecutive ranks share a node, or 1 where that is not the same everywhere.
+    """The number of consecutive ranks on a node, or 1 if it is not the same on all nodes.
 
     Args:
-        nodes: what tells the node of each rank apart, by rank.
+        nodes: an identifier of the node of each rank, by rank.
     """
     blocks = [len(list(block)) for _, block in groupby(nodes)]
     regular = len(set(blocks)) == 1 and len(blocks) == len(set(nodes))
@@ -42,7 +42,7 @@ def ranks_per_node(nodes: Sequence[Hashable]) -> int:
 
 
 def launched_local_world_size() -> int:
-    """LOCAL_WORLD_SIZE, or 1 where it is not set."""
+    """LOCAL_WORLD_SIZE, or 1 if it is not set."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(
@@ -53,13 +53,13 @@ def launched_local_world_size() -> int:
 
 
 def node_name(local_world_size: int, rank: int) -> str:
-    """What to call the node of this process: its host and its first rank on it.
+    """A name for the node of this process: the host and the first rank on the node.
 
-    The host alone would take nodes that are simulated on one machine for one.
+    The host alone would be the same for several nodes that are simulated on one machine.
 
     Args:
-        local_world_size: ranks on this node.
-        rank: this one, for processes that no launcher has numbered.
+        local_world_size: number of ranks on this node.
+        rank: this rank, for processes that no launcher has numbered.
     """
     number = _variable("RANK")
     if number is None:

@@ -1,4 +1,4 @@
-"""Going on without lost ranks, and together with those that come back."""
+"""Continues without lost ranks, and with those that come back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from decent_optim_wrapper.membership.rendezvous import Note, Rendezvous
 from decent_optim_wrapper.membership.start import difference
 from decent_optim_wrapper.topo import Complete, Greedy, RandomMatching, Topology
 
-# Gives the state of the rank at that place to those that have none, and takes it there; collective.
+# Sends the state of the rank at that position; the flag says whether to take it. Collective.
 HandOver = Callable[[int, bool], None]
 Result = TypeVar("Result")
 
@@ -31,13 +31,13 @@ Result = TypeVar("Result")
 class Recovery:
     """Opens a new session whenever the members change.
 
-    A rank that comes back starts with a step. It makes the other calls with the members, for
-    nothing, until all of them are in a step, too.
+    A rank that comes back starts with a step. Until all members are in a step, it takes part in
+    their other calls and drops the results.
 
     Args:
-        rendezvous: who is there.
+        rendezvous: agrees on the members.
         topology: that of all ranks.
-        schedule: when they mix.
+        schedule: when the ranks mix.
         timeout: bound of every wait.
         on_change: called with the old and the new members.
     """
@@ -55,17 +55,17 @@ class Recovery:
         self._schedule = schedule
         self._timeout = timeout
         self._on_change = on_change
-        # All that start are fresh; where nobody is there yet to take over from, none stays so.
+        # Every rank starts fresh; if no rank has any state yet, none of them stays fresh.
         self._note = Note(round=0, fresh=True)
-        # Whether ranks have come back and wait for the others to be in a step.
+        # Whether ranks have come back and wait until the others are in a step.
         self._newcomers = False
-        # The call that this rank is in, as long as others may be waiting for it there.
+        # The call that this rank is in, as long as others may wait for it there.
         self._call: Call | None = None
-        # How many calls beside its steps this rank has made, and how many all have.
+        # How many calls this rank has made in addition to its steps, and how many all ranks have.
         self._meetings = self._meetings_of_all = 0
         weakref.finalize(self, rendezvous.leave)
         self._meet()
-        # The members that the user knows of.
+        # The members of which the user was last notified.
         self._told = self.members
 
     @property
@@ -75,18 +75,18 @@ class Recovery:
 
     @property
     def joins(self) -> bool:
-        """Whether this rank comes to others who are training already."""
+        """Whether this rank joins others that are training already."""
         return self._note.fresh
 
     def leave(self) -> None:
-        """Stay away from now on: the others go on at once, and not after a timeout."""
+        """Leave for good: the others continue at once instead of after a timeout."""
         self._rendezvous.leave()
 
     def agree(self, text: str) -> None:
-        """Compare a description with that of the members, or leave it for those that come later.
+        """Compare a description with that of the members, or publish it for ranks that come later.
 
         Raises:
-            ValueError: this rank comes back as another one than it was.
+            ValueError: this rank comes back with another description.
         """
         if not self.joins:
             self._rendezvous.publish(text)
@@ -104,7 +104,7 @@ class Recovery:
         return Session.connect(self.transport, topology, every, average_every, first_round)
 
     def begin(self, gossip: Gossip, hand_over: HandOver) -> None:
-        """Take charge of the gossip, from the first epoch on."""
+        """Manage the members of the gossip from now on; a rank that joins receives its state."""
         self._gossip = gossip
         self._hand_over = hand_over
         gossip.members = self
@@ -116,25 +116,25 @@ class Recovery:
         self.end_step()
 
     def begin_step(self) -> None:
-        """Take in ranks that come back, and follow those that have lost a peer."""
+        """Admit ranks that come back, and join the recovery of ranks that have lost a peer."""
         self._call = Call.STEP
         if self._rendezvous.wanted:
             self._gather_again("another rank has lost a peer, or comes back")
         elif self.transport.is_closed:
-            # In a call that does not go on without the lost rank, such as Checkpoints.save().
+            # In a call that does not continue without the lost rank, such as Checkpoints.save().
             self._gather_again("lost a peer since the last step")
         self._assemble()
 
     def end_step(self) -> None:
-        """The next round is launched: nobody waits any more for this rank to come to its step."""
+        """Note that the next round is launched: no rank waits any more for this one's step."""
         self._call = None
 
     def meet(self, call: Call, action: Callable[[], Result]) -> Result:
-        """Make a call with all ranks, again with those that are left if one is lost.
+        """Make a call with all ranks; if one is lost, again with the remaining ones.
 
         Args:
             call: the method that this rank is in.
-            action: may be repeated.
+            action: the action; it may run several times.
         """
         results: list[Result] = []
         self._call = call
@@ -148,20 +148,20 @@ class Recovery:
         return results[-1]
 
     def recover(self, reason: object) -> None:
-        """Agree on who is left, drop the round in flight and go on with them.
+        """Agree on the remaining ranks, drop the round in flight and continue with them.
 
         Raises:
-            PeerError: there is no agreement.
+            PeerError: the ranks could not agree.
         """
         self._gather_again(reason)
         if self._call is Call.STEP:
             self._assemble()
 
     def _make(self, call: Call, action: Callable[[], None]) -> bool:
-        """Make a call with all ranks; whether it has been made, by all of them.
+        """Make a call with all ranks; return whether all of them have completed it.
 
-        Nobody leaves before all have come to the end of the action. Who loses a peer there asks
-        the others: if one of them has not come to the end, all make the call again.
+        No rank leaves before all have come to the end of the action. A rank that loses a peer there
+        asks the others: if one of them has not come to the end, all make the call again.
         """
         acted = False
         try:
@@ -176,10 +176,10 @@ class Recovery:
         return acted
 
     def _assemble(self) -> None:
-        """Where ranks have come back: make the calls that others are in, until all are in a step.
+        """If ranks have come back, make the calls that others are in, until all are in a step.
 
         Raises:
-            CallOrderError: they are in several.
+            CallOrderError: the others are in different calls.
         """
         while self._newcomers and self._gossip.state.round >= self._resume:
             calls = self._calls() - {Call.STEP}
@@ -196,7 +196,7 @@ class Recovery:
                     self._make(call, partial(_mirror, call, self._gossip, self._rendezvous.rank))
 
     def _calls(self) -> set[Call]:
-        """The calls that the ranks are in; once all are in a step, nobody is a newcomer."""
+        """The calls that the ranks are in; once all are in a step, none is a newcomer."""
         try:
             numbers = self.transport.all_gather(torch.tensor([self._call or 0], device="cpu"))
         except PeerError as error:
@@ -209,13 +209,13 @@ class Recovery:
         return calls
 
     def tell_change(self) -> None:
-        """Call back if the members have changed; what the callback raises is the user's own."""
+        """Call the user's callback if the members have changed; its errors are not caught."""
         before, self._told = self._told, self.members
         if self._on_change is not None and before != self._told:
             self._on_change(before, self._told)
 
     def _gather_again(self, reason: object, acted: bool = False) -> None:
-        """Agree on who is left, and bring them to the same round."""
+        """Agree on the remaining ranks, and bring them to the same round."""
         logger.warning("rank {}: {}", self._rendezvous.rank, reason)
         self._note = self._note._replace(
             round=self._gossip.state.round, meetings=self._meetings + acted
@@ -229,12 +229,12 @@ class Recovery:
         self.transport.abort("the members gather again")
 
     def _meet(self) -> None:
-        """Gather, and notice who came, and what they say of themselves, in their order."""
+        """Agree on the members, and connect them."""
         rank, rendezvous = self._rendezvous.rank, self._rendezvous
         gathering = rendezvous.gather(self._note)
         self._notes = list(gathering.notes.values())
         self._note = self._note._replace(fresh=gathering.notes[rank].fresh)
-        # Nothing else here keeps the communicator: `abort` must be able to close it.
+        # No other reference to the communicator is kept: `abort` must be able to close it.
         self.transport = Transport(
             gathering.world,
             gathering.members.index(rank),
@@ -245,7 +245,7 @@ class Recovery:
         )
 
     def _settle_all(self) -> None:
-        """Settle, with those that are left if one is lost meanwhile."""
+        """Settle; if a rank is lost meanwhile, again with the remaining ones."""
         while True:
             try:
                 self._settle()
@@ -258,7 +258,7 @@ class Recovery:
                 self._meet()
 
     def _settle(self) -> None:
-        """Bring the members to the same round, and those that come back to the same state."""
+        """Bring the members to the same round, and send the state to those that come back."""
         donors = [place for place, note in enumerate(self._notes) if not note.fresh]
         self._resume = max(self._notes[place].round for place in donors)
         self._meetings_of_all = min(self._notes[place].meetings for place in donors)
@@ -266,7 +266,7 @@ class Recovery:
         session = self.open_session(self._resume)
         self._gossip.session = session
         if self._newcomers:
-            # From a rank that is there already: another one still has a step to make until then.
+            # From a rank that is at this round already: others still have steps to make until then.
             donor = next(p for p in donors if self._notes[p].round == self._resume)
             self._hand_over(donor, self.joins)
         if self.joins:
@@ -280,10 +280,10 @@ class Recovery:
 
 
 def _mirror(call: Call, gossip: Gossip, rank: int) -> None:
-    """Make a call with ranks that are in it, and take nothing from it; collective.
+    """Make a call with ranks that are in it, and drop the result; collective.
 
     Raises:
-        CallOrderError: it changes what the ranks train.
+        CallOrderError: the call changes what the ranks train.
     """
     match call:
         case Call.GLOBAL_AVG:
@@ -301,11 +301,11 @@ def _mirror(call: Call, gossip: Gossip, rank: int) -> None:
 
 
 def fitting(full: Topology, members: tuple[int, ...]) -> Topology:
-    """The topology for those members: of the same kind where it fits, else one that fits any size.
+    """The topology for these members: of the same kind if it fits, else one that fits any size.
 
     Args:
         full: the topology of all ranks.
-        members: the ranks that are left; they are renumbered in this order.
+        members: the remaining ranks; they are renumbered in this order.
     """
     size, local = len(members), full.local_world_size
     if size == full.world_size:
@@ -318,7 +318,7 @@ def fitting(full: Topology, members: tuple[int, ...]) -> Topology:
         if kind.accepts(size, local):
             return kind(size, local)
     except Exception as error:
-        # A user's topology may fail in any way, and must not take the ranks that are left with it.
+        # A user's topology may fail in any way, and must not end the remaining ranks.
         logger.warning("{} cannot be rebuilt for {} ranks: {!r}", kind.__name__, size, error)
     general = Greedy if Greedy.accepts(size) else RandomMatching
     other = Complete(size) if size < 3 else general(size)

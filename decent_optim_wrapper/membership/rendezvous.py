@@ -1,10 +1,10 @@
-"""The ranks that are still there: agreed on through the store, epoch by epoch.
+"""Agreement on the members through the store, epoch by epoch.
 
 Every epoch has one list of members, written once by an atomic compare-and-set, and a gloo group of
-exactly these. Ranks that start, for the first time or again, found an epoch once all of them are
-there. Whoever loses a peer closes its connections and enters the next epoch; its own peers notice
-that and follow. A rank that comes back asks to join, and the members enter the next epoch together
-with it.
+exactly these ranks. Ranks that start, for the first time or again, open an epoch once all of them
+are present. A rank that loses a peer closes its connections and enters the next epoch; its own
+peers notice that and follow. A rank that comes back asks to join, and the members enter the next
+epoch together with it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.membership.heartbeat import Heartbeat
 
 _POLL_SECONDS = 0.02
-# Members are alive when a group is made, so it stands soon, or one of them has just died.
+# Members are alive when a group is made: they connect soon, or one of them has just died.
 _CONNECT = timedelta(seconds=10)
-# The others may first wait for a lost rank, for each other, for an epoch's connections and for the
-# proof of these, each up to the timeout, before they notice one that comes back.
+# Before the others notice a rank that comes back, they may wait for a lost rank, for each other,
+# for the connections of an epoch and for its first collective, each up to the timeout.
 _NEWCOMER_TIMEOUTS = 4
 _LEAST_ATTEMPTS = 2
-# For telling the others of a failure: the own error must not come much later.
+# For notifying the others of a failure: this rank's own error must not be delayed much.
 _TELL = timedelta(seconds=2)
 
 
 class Note(NamedTuple):
-    """What a rank says of itself when it enters an epoch.
+    """What a rank writes about itself when it enters an epoch.
 
     Args:
-        round: of the next launch.
-        fresh: whether it takes over what another rank has, if there is one that is not fresh.
-        meetings: how many collective calls beside its steps it has made.
+        round: the number of its next round.
+        fresh: whether it needs the state of another rank, if there is one that is not fresh.
+        meetings: number of collective calls that it has made in addition to its steps.
     """
 
     round: int
@@ -50,12 +50,12 @@ class Note(NamedTuple):
 
 
 class Gathering(NamedTuple):
-    """An epoch that stands.
+    """An epoch whose members are connected.
 
     Args:
-        notes: of every member, by rank and in that order.
-        world: their group; None for a rank that is alone.
-        store: theirs alone; None for a rank that is alone.
+        notes: the notes of the members by rank, in ascending order.
+        world: the group of the members; None if there is only one.
+        store: a store for the members only; None if there is only one.
     """
 
     notes: dict[int, Note]
@@ -64,17 +64,17 @@ class Gathering(NamedTuple):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks, as numbered at the very start."""
+        """The ranks, as numbered at the start."""
         return tuple(self.notes)
 
 
 class Failure(NamedTuple):
-    """Written in place of the members of an epoch by a rank that could not start.
+    """Written instead of the members of an epoch by a rank that could not start.
 
     Args:
-        rank: which one.
+        rank: that rank.
         life: how often it had been started.
-        error: what went wrong.
+        error: its error.
     """
 
     rank: int
@@ -83,17 +83,17 @@ class Failure(NamedTuple):
 
 
 class Rendezvous:
-    """One rank's view of who is there.
+    """Agrees with the other ranks on the members.
 
     Args:
-        store: shared by all ranks, and outliving each of them.
-        rank: this one, as numbered at the start.
+        store: shared by all ranks; it must outlive each of them.
+        rank: this rank, as numbered at the start.
         world_size: number of ranks at the start.
-        timeout: bounds every wait for the others.
+        timeout: bound of every wait for the others.
         stale_after: seconds without a heartbeat after which a rank counts as dead.
     """
 
-    # Wrappers in one process do not mix up their keys; all processes build them in the same order.
+    # Keeps the keys of several wrappers apart; all processes build them in the same order.
     built = 0
 
     def __init__(
@@ -105,38 +105,39 @@ class Rendezvous:
         self._everyone = self.members
         self._timeout = timeout
         self._epoch = 0
-        # Whether this rank has been a member; and whether there have been any, as far as it knows.
+        # Whether this rank has been a member; and whether any epoch is known to have had members.
         self._took_part = self._founded = False
         self._life = 0
         self._heartbeat = Heartbeat(self._store, rank, world_size, stale_after)
 
     @property
     def wanted(self) -> bool:
-        """Whether a rank asks the others to gather again: it lost a peer, or comes back."""
+        """Whether a rank asks for a new epoch: it lost a peer, or comes back."""
         return self._heartbeat.came
 
     def leave(self) -> None:
-        """Give no more signs of life."""
+        """Send no more heartbeats."""
         self._heartbeat.stop()
 
     def publish(self, text: str) -> None:
-        """Write down what all members have in common, for those that come later."""
+        """Write what is the same on all members, for ranks that come later."""
         with _store_errors(self.rank):
             self._store.set("agreement", text)
 
     def published(self) -> str:
-        """What the members have in common."""
+        """What is the same on all members, as published."""
         with _store_errors(self.rank):
             return self._store.get("agreement")
 
     def gather(self, note: Note) -> Gathering:
-        """Enter epochs until one stands; every living member does the same.
+        """Enter epochs until the members of one are connected; every living member does the same.
 
         Raises:
-            PeerError: none stood, the ranks of the start did not all come, or the store is gone.
-            ValueError: a rank could not start, and says why.
+            PeerError: the members could not connect, not all ranks came at the start, or the store
+                is gone.
+            ValueError: a rank could not start; the text quotes its error.
         """
-        # Where one link of the mesh is dead, no epoch stands, and each attempt takes its time.
+        # If a link between two ranks is dead, no attempt succeeds, and each takes its time.
         enough = time.monotonic() + _NEWCOMER_TIMEOUTS * self._timeout.total_seconds()
         with _store_errors(self.rank):
             if self._life == 0:
@@ -147,15 +148,15 @@ class Rendezvous:
                 epoch = self._enter(note)
                 members = self._agree(epoch, note.fresh)
                 if self.rank not in members:
-                    # The others went on without this rank: it comes back like a restarted one.
+                    # The others continued without this rank: it comes back as a restarted one.
                     logger.warning("rank {}: the others have gone on, ask to join", self.rank)
                     note = note._replace(fresh=True)
                 elif gathering := self._stand(epoch, members):
                     return gathering
         raise PeerError(
-            f"rank {self.rank}: the ranks agreed on who is left, {list(self.members)}, and could "
-            f"not connect, several times; look for ranks that fail one after the other, and for "
-            f"links between two ranks that are dead, and restart from a checkpoint"
+            f"rank {self.rank}: the ranks agreed on the members {list(self.members)} several "
+            f"times, but could not connect; look for ranks that fail one after the other and for "
+            f"dead links between two ranks, and restart from a checkpoint"
         )
 
     def _enter(self, note: Note) -> int:
@@ -169,7 +170,7 @@ class Rendezvous:
         return self._epoch
 
     def _skip_to_open(self) -> None:
-        """Skip the epochs whose members are written already."""
+        """Skip the epochs whose members have been written."""
         if self._store.check(["epoch"]):
             self._founded = True
             self._epoch = max(self._epoch, int(self._store.get("epoch")))
@@ -200,29 +201,29 @@ class Rendezvous:
                 time.sleep(_POLL_SECONDS)
         members = self._read_members(epoch)
         if self.rank in members:
-            # All of them are alive and known to be so: they have just entered.
+            # All of them are known to be alive: they have just entered.
             self._heartbeat.expect(members)
             self.members = members
         return members
 
     def _founders(self, epoch: int) -> tuple[int, ...]:
-        """All ranks, once all are there and none has anything that the others need to take over."""
+        """All ranks, once all are present and none has any state that the others need."""
         if not self._entered(epoch, self._everyone):
             return ()
         return self._everyone if all(self._note(epoch, r).fresh for r in self._everyone) else ()
 
     def _survivors(self, epoch: int, late: bool) -> tuple[int, ...]:
-        """Those who have entered, once every other member is dead or too late."""
+        """The ranks that have entered, once every other member is dead or too late."""
         awaited = [rank for rank in self.members if self._heartbeat.alive(rank)]
         if not late and not self._entered(epoch, awaited):
             return ()
         return tuple(rank for rank in self._everyone if self._entered(epoch, [rank]))
 
     def _read_members(self, epoch: int) -> tuple[int, ...]:
-        """The members of the epoch; there are none where a rank could not start.
+        """The members of the epoch; there are none if a rank could not start.
 
         Raises:
-            ValueError: it could not, and this one starts together with it.
+            ValueError: a rank could not start, and this rank starts together with it.
         """
         written = json.loads(self._store.get(_members_key(epoch)))
         if not isinstance(written, dict):
@@ -236,7 +237,7 @@ class Rendezvous:
         return ()
 
     def _stand(self, epoch: int, members: tuple[int, ...]) -> Gathering | None:
-        """Connect the members; None if one of them is lost meanwhile."""
+        """Connect the members; return None if one of them is lost meanwhile."""
         notes = _with_donor({rank: self._note(epoch, rank) for rank in members})
         self._heartbeat.await_key(f"{epoch + 1}/knock")
         try:
@@ -249,7 +250,7 @@ class Rendezvous:
         return gathering
 
     def _connect(self, epoch: int, members: tuple[int, ...]) -> tuple[Any | None, Any | None]:
-        """Make the group of the members, and prove that all are in it; their store, too."""
+        """Create the group and the store of the members, and check that all are connected."""
         if len(members) == 1:
             return None, None
         place, patience = members.index(self.rank), min(self._timeout, _CONNECT)
@@ -273,14 +274,14 @@ class Rendezvous:
 
 
 def tell_failure(store: Any, rank: int, error: Exception) -> None:
-    """Let the ranks that start together with this one know why it does not come.
+    """Notify the ranks that start together with this one why it does not come.
 
-    It counts as a rendezvous that was built: the next one has the same number on all ranks.
+    This counts as a rendezvous that was built: the next one has the same number on all ranks.
     """
     part = _part_of(store, _TELL)
     try:
         if part.check(["epoch"]):
-            # The others are training: they wait for nobody.
+            # The others are training already and do not wait.
             return
         epoch, life = 1, part.add(f"starts/{rank}", 1)
         while part.check([_members_key(epoch)]):
@@ -292,7 +293,7 @@ def tell_failure(store: Any, rank: int, error: Exception) -> None:
 
 
 def key_prefix(number: int) -> str:
-    """What the store's keys of this process's wrapper of that number, from 0, start with."""
+    """The prefix of the store's keys of this process's wrapper `number`, from 0."""
     return f"decent_optim_wrapper/rendezvous {number}"
 
 
@@ -303,7 +304,7 @@ def _part_of(store: Any, patience: timedelta) -> BoundedStore:
 
 
 def _with_donor(notes: dict[int, Note]) -> dict[int, Note]:
-    """If all are fresh, those who have got farthest are not: the others take over from them."""
+    """If all ranks are fresh, those at the latest round become donors of their state."""
     if not all(note.fresh for note in notes.values()):
         return notes
     farthest = max(note.round for note in notes.values())

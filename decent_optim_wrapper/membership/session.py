@@ -1,4 +1,4 @@
-"""What the constructor's arguments come to, put together in the order in which the ranks meet."""
+"""Builds the parts of a wrapper from the constructor's arguments, together with the other ranks."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ from decent_optim_wrapper.topo import Topology
 
 @dataclass(frozen=True)
 class Extras:
-    """What a module adds that has the optimizer inside.
+    """What a module that contains the optimizer adds to it.
 
     Args:
-        order: the parameters with which buckets are filled first; empty means the order of the
-            groups.
-        carried: tensors that the ranks have in common at the start, and give to one that comes
-            back.
-        parts: have a `state_dict` that one that comes back takes over.
+        order: the parameters that go first into buckets, in this order; empty means the order of
+            the groups.
+        carried: further tensors that are the same on all ranks at the start, and that a restarted
+            rank receives.
+        parts: objects whose `state_dict` a restarted rank receives.
     """
 
     order: tuple[Tensor, ...] = ()
@@ -73,12 +73,13 @@ class Parts:
     """The parts of a wrapper.
 
     Args:
-        gossip: the rounds, and what all ranks do together.
-        agreement: what they have in common.
-        process_group: the user's; None where the ranks meet in a store.
-        hand_over: None where no rank comes back.
-        join_config: of torch.distributed.algorithms.Join. Not on the wrapper: Join sets it on
-            whatever it is given, such as Fabric's proxy of the wrapper, and steps look for it here.
+        gossip: the rounds and the collective calls.
+        agreement: what is the same on all ranks.
+        process_group: the user's; None if the ranks meet in a store.
+        hand_over: sends the state to ranks that come back; None if none can.
+        join_config: that of torch.distributed.algorithms.Join. It is not on the wrapper: Join sets
+            it on whatever it is given, such as Fabric's proxy of the wrapper, but steps read it
+            here.
     """
 
     gossip: Gossip
@@ -89,13 +90,13 @@ class Parts:
 
 
 class _World(NamedTuple):
-    """The ranks and how to reach them.
+    """The ranks and their connections.
 
     Args:
-        process_group: the user's; None where the ranks meet in a store.
-        transport: connects them.
-        topology: of all ranks.
-        recovery: goes on without lost ranks; None where their loss is an error.
+        process_group: the user's; None if the ranks meet in a store.
+        transport: connects the ranks.
+        topology: that of all ranks.
+        recovery: continues without lost ranks; None if their loss is an error.
     """
 
     process_group: Any | None
@@ -118,15 +119,15 @@ def open_session(
     Args:
         local_update: steps the base.
         optimizer: the base.
-        settings: checked.
-        start: the way to the other ranks.
+        settings: the checked settings.
+        start: reaches the other ranks.
         topology: a name or an instance.
-        buffers: what is averaged in addition to the parameters.
-        extras: of a module around the wrapper.
+        buffers: tensors to average in addition to the parameters.
+        extras: what a module around the wrapper adds.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: one that contradicts another, or does not fit; or the ranks differ.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument contradicts another or does not fit, or the ranks differ.
     """
     with start.failing_together():
         averaged = named_buffers(buffers)
@@ -181,7 +182,7 @@ def open_session(
 
 
 def _find_world(start: Start, topology: str | Topology, settings: Settings) -> _World:
-    """Meet the other ranks, in the process group or in the store; collective there."""
+    """Meet the other ranks in the process group or in the store; collective."""
     if start.place.elastic is None:
         return _in_process_group(start, topology)
     return _in_store(start, topology, settings, start.place.elastic)
@@ -272,7 +273,7 @@ def _make_outer(settings: Settings, base: Optimizer) -> Outer | None:
 
 
 def _on_cpu(device: torch.device) -> torch.device:
-    """Where gloo exchanges tensors of any device."""
+    """The device on which gloo exchanges tensors of any device."""
     return torch.device("cpu")
 
 

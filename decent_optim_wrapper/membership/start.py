@@ -1,7 +1,7 @@
-"""The start: an error that one rank meets before the ranks have agreed is an error on all of them.
+"""The start: an error on one rank before the ranks have agreed is raised on all of them.
 
 Every rank takes part in the same few exchanges. A rank that fails between two of them takes part in
-the next one with its error, so that nobody waits for it in vain.
+the next one with its error, so that no rank waits for it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from decent_optim_wrapper.config import Elastic, read_timeout
 from decent_optim_wrapper.membership.arguments import Place, resolve_process_group, resolve_store
 from decent_optim_wrapper.membership.rendezvous import Rendezvous, tell_failure
 
-# A SHA-256 digest. All exchanges have one size: a rank that fails does not know which one is next.
+# A SHA-256 digest. All exchanges have one size: a failing rank does not know which one is next.
 _NUMBERS = 4
-# How long a rank that cannot start waits for others that may meet elsewhere.
+# How long a rank that cannot start waits for others, which may be meeting elsewhere.
 _TELL = timedelta(seconds=5)
 
 
 class Start:
-    """The way to the other ranks while this one starts.
+    """Reaches the other ranks while this one starts.
 
     Args:
-        place: not checked yet.
+        place: the arguments, not checked yet.
     """
 
     def __init__(self, place: Place) -> None:
@@ -43,12 +43,12 @@ class Start:
 
     @property
     def elastic(self) -> bool:
-        """Whether the ranks meet in a store, and have no process group for an exchange yet."""
+        """Whether the ranks meet in a store, without a process group for the exchanges."""
         return isinstance(self.place.elastic, Elastic)
 
     @cached_property
     def process_group(self) -> Any | None:
-        """The process group; None for a rank that is alone, or that meets the others in a store."""
+        """The process group; None in a world of one rank, or if the ranks meet in a store."""
         return None if self.elastic else resolve_process_group(self.place.process_group)
 
     @cached_property
@@ -57,13 +57,13 @@ class Start:
         try:
             timeout = read_timeout(self.place.timeout)
         except (TypeError, ValueError):
-            # The settings refuse it, which the others are told with the group's own timeout.
+            # The settings reject it later; the others are notified with the group's own timeout.
             timeout = None
         return Transport.over(self.process_group, timeout)
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Tell the other ranks an error of the body, in the exchange in which they wait."""
+        """Send an error of the body to the other ranks, in the exchange in which they wait."""
         try:
             yield
         except Exception as error:
@@ -75,13 +75,13 @@ class Start:
             try:
                 tell(error)
             except Exception as untold:
-                # Where the process group itself is the error there is no way to the others.
+                # If the process group itself is the error, the others cannot be reached.
                 logger.debug("the other ranks could not be told of {!r}: {}", error, untold)
 
     def _tell_in_store(self, error: Exception) -> None:
         if self.place.elastic is None or Rendezvous.built != self._built:
             return
-        # Where `elastic` is what is wrong, the others may be in the process group's store.
+        # If `elastic` is the wrong argument, the others may be in the process group's store.
         place = self.place if self.elastic else replace(self.place, elastic=Elastic())
         found = resolve_store(place)
         tell_failure(found.store, found.rank, error)
@@ -90,7 +90,7 @@ class Start:
         if self.elastic:
             return
         if self.place.elastic is not None:
-            # It is not known where the others are, and whether they come here.
+            # It is not known whether the others come here.
             self.transport.limit_waits(_TELL)
         exchange(self.transport, (), f"{type(error).__name__}: {error}")
 
@@ -99,12 +99,12 @@ def exchange(transport: Transport, numbers: Sequence[int], failure: str = "") ->
     """Gather a few numbers of every rank; collective.
 
     Args:
-        transport: the ranks and how to reach them.
+        transport: connects the ranks.
         numbers: at most 4, of 64 bits.
         failure: why this rank cannot start; empty if it can.
 
     Returns:
-        int64 of shape (world_size, 4), on the CPU.
+        int64 tensor of shape (world_size, 4), on the CPU.
 
     Raises:
         ValueError: another rank cannot start.
