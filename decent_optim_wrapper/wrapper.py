@@ -1,4 +1,4 @@
-"""The facade: a torch optimizer that gossips its parameters."""
+"""A torch optimizer that gossips the parameters of another one."""
 
 from __future__ import annotations
 
@@ -55,52 +55,53 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
       `step()`.
 
     It is a `torch.optim.Optimizer` whose `param_groups`, `state` and `defaults` are the base's, so
-    schedulers, GradScaler, clipping and checkpoints take it as one. All ranks call the
-    constructor, `step` and every method whose text says *collective* alike and in the same order.
+    schedulers, GradScaler, clipping and checkpoints work with it as usual. All ranks must call the
+    constructor, `step` and every method that is marked *collective*, in the same order.
 
     Args:
         optimizer: the base optimizer.
-        rank: this rank in the process group; None asks the process group.
-        world_size: its number of ranks; None asks the process group.
-        local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE. Where nodes have different
-            numbers of ranks, or hold ranks that are not consecutive, every rank counts as a node.
+        rank: this rank; None takes that of the process group.
+        world_size: number of ranks; None takes that of the process group.
+        local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE. If nodes have different
+            numbers of ranks, or ranks that are not consecutive, every rank counts as a node.
         topology: a name known to `TopologyFactory`, or an instance.
         bucket_cap_mb: upper bound of a bucket in MiB.
-        overlap: exchange under the next forward and backward pass, see above.
-        process_group: gossip among its ranks only; None means the default group.
-        buffers: tensors of which `global_avg` averages the floating-point ones, too
-            (``model.buffers()``).
-        sync_at_start: broadcast parameters and buffers from rank 0; what another rank alone has
-            loaded before is lost.
-        comm_dtype: torch.bfloat16 or torch.float16 halves the bytes between pairs; own parameters
-            stay as they are: x_i + (1 - w) (q(x_j) - q(x_i)), q the rounding. Groups of more than
-            two sum in the parameters' own dtype and save nothing, which the log says.
-        param_as_bucket_view: make the parameters views of the buckets: a copy less in time and
-            memory. Their storage must not be replaced afterwards, nor their values changed by
-            hand without `synchronize()` before: the next call raises (changes made through
-            ``.data`` are not noticed).
-        timeout: how long to wait for a peer, a timedelta or seconds; None takes the process
-            group's.
-        on_nonfinite: what becomes of parameters that hold NaN or infinity, before they are mixed:
+        overlap: exchange during the next forward and backward pass, as above.
+        process_group: the ranks that gossip; None means the default group.
+        buffers: tensors such as ``model.buffers()``; `global_avg` also averages the floating-point
+            ones.
+        sync_at_start: broadcast parameters and buffers from rank 0; weights that only another rank
+            has loaded are lost.
+        comm_dtype: torch.bfloat16 or torch.float16 halves the bytes between pairs. A rank's own
+            parameters are not rounded: x_i + (1 - w) (q(x_j) - q(x_i)), with q the rounding. Groups
+            of more than two ranks sum in the parameters' own dtype and save nothing; the log says
+            so.
+        param_as_bucket_view: make the parameters views of the buckets, which saves a copy in time
+            and memory. Do not replace their storage afterwards, and call `synchronize()` before
+            changing their values by hand, or the next call raises (changes through ``.data`` are
+            not noticed).
+        timeout: how long to wait for a peer, a timedelta or seconds; None takes the timeout of the
+            process group.
+        on_nonfinite: what happens if parameters contain NaN or infinity before they are mixed:
             "raise" a `NonFiniteError` on all ranks of the group, "skip" them in this round (the
-            rank takes over what the others of its group have), or "ignore", which does not look.
+            rank takes the mean of the others of its group), or "ignore", which does not check.
         schedule: when the ranks mix and average, and how; see `Schedule`.
-        elastic: None raises a `PeerError` where a rank is lost; an `Elastic` goes on without it,
-            over gloo, whatever backend the process group has.
+        elastic: None raises a `PeerError` if a rank is lost; an `Elastic` continues without it,
+            over gloo, whatever the backend of the process group.
 
     Raises:
-        TypeError: an argument of the wrong type.
+        TypeError: an argument has the wrong type.
         ValueError: an argument contradicts the process group, does not fit the topology or the
             base optimizer, or the ranks' parameters differ; and on all other ranks, if a rank
             raises any of these errors.
-        RuntimeError: a world of more than one rank and no process group.
+        RuntimeError: there is more than one rank and no process group.
     """
 
-    # GradScaler then always calls step() and hands over `grad_scale` and `found_inf`. Otherwise it
-    # would skip step(), round included, on just the rank whose gradients overflowed.
+    # GradScaler then always calls step() and sets `grad_scale` and `found_inf`. Otherwise it would
+    # skip step(), including the round, on only the rank whose gradients overflowed.
     _step_supports_amp_scaling = True
 
-    # Of a module that steps in its backward pass; nothing without one.
+    # Set by a module that steps in its backward pass; empty without one.
     _extras = Extras()
 
     def __init__(
@@ -163,17 +164,17 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @property
     def round(self) -> int:
-        """Number of steps made so far, each of which is a round; the same on every rank."""
+        """Number of steps made so far, one round each; the same on every rank."""
         return self._gossip.state.round
 
     @property
     def is_averaged(self) -> bool:
-        """Whether an average is in place that `revert_global_avg()` would take out again."""
+        """Whether an average is in place that `revert_global_avg()` can revert."""
         return self._gossip.average.snapshot is not None
 
     @property
     def mixing_rate(self) -> float:
-        """How far the rounds launched from now on mix; to be set alike on all ranks."""
+        """The mixing rate of the rounds launched from now on; set the same on all ranks."""
         return self._gossip.mixing_rate
 
     @mixing_rate.setter
@@ -197,7 +198,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """The buckets in which the parameters travel, in the order in which they do."""
+        """The buckets of the parameters, in the order in which they are exchanged."""
         return self._gossip.buckets
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -206,16 +207,16 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
         Args:
             closure: re-evaluates the model and returns the loss; always evaluated at the
-                parameters as they were before the mixing.
+                parameters before the mixing.
 
         Returns:
-            What the closure returned.
+            The result of the closure; None without one.
 
         Raises:
             PeerError: a peer was lost; nothing of the round was mixed.
             CallOrderError: a peer is in another method or round.
             NonFiniteError: a rank of the group has NaN or infinity in its parameters. Nothing of
-                the round was mixed, and it is dropped.
+                the round was mixed, and the round is dropped.
         """
         splits = self._local_update.splits
         loss = None
@@ -245,29 +246,29 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             raise
 
     def rebuild_buckets(self) -> None:
-        """Gossip what was unfrozen since, too, from the next round on; collective."""
+        """Also gossip unfrozen parameters, from the next round on; collective."""
         self._regroup(named_parameters(self.param_groups), [])
 
     def global_avg(self, may_revert: bool = True) -> None:
-        """Put the world average of parameters (and floating-point buffers) in place; collective.
+        """Replace parameters (and floating-point buffers) by their world average; collective.
 
-        A `step()` that follows without `revert_global_avg()` keeps the average and drops the
-        snapshot and the round in flight.
+        A `step()` without `revert_global_avg()` before keeps the average and drops the snapshot and
+        the round in flight.
 
         Args:
             may_revert: keep a snapshot for `revert_global_avg()`, one copy of the parameters.
 
         Raises:
             NonFiniteError: a rank has NaN or infinity in its parameters; nothing was averaged. A
-                round in flight that holds them makes the next `step()` raise, too, unless
-                `load_state_dict()` drops it. With ``may_revert=False`` also where momenta that are
-                to be averaged hold them: the parameters are averaged then, and the momenta are not.
+                round in flight that contains them makes the next `step()` raise, too, unless
+                `load_state_dict()` drops it. With ``may_revert=False``, also if momenta that are to
+                be averaged contain them; the parameters are then averaged, the momenta are not.
         """
         self._gossip.global_avg(may_revert)
         self._tell_change()
 
     def revert_global_avg(self) -> None:
-        """Restore what was before `global_avg()`, bit for bit, and free the snapshot.
+        """Restore the values before `global_avg()`, bit for bit, and free the snapshot.
 
         Raises:
             RuntimeError: there is no snapshot.
@@ -280,18 +281,18 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     ) -> Iterator[None]:
         """Run the body on the average, ``with optimizer.averaged(): validate()``; collective.
 
-        Inside another average the parameters stay as they are; a `step()` in the body keeps the
+        Inside another average the parameters do not change. A `step()` in the body keeps the
         average.
 
         Args:
-            recalibrate: a model and batches, from which this rank estimates the statistics of the
-                model's batch norms anew on the average, in training mode: the average of running
-                statistics is not that of the averaged model. Norms in evaluation mode in a model
-                in training mode are left alone. All buffers are restored with the parameters.
+            recalibrate: a model and batches on which this rank estimates the statistics of the
+                model's batch norms again, for the averaged model and in training mode: the average
+                of the running statistics is not right for it. Norms in evaluation mode in a model
+                in training mode do not change. All buffers are restored with the parameters.
         """
         nested = self.is_averaged
         try:
-            # Inside: the average is in place where the callback for new members raises.
+            # Inside the try: the average is in place even if the callback for new members raises.
             if not nested:
                 self.global_avg()
             with recalibrated(recalibrate, lambda: self.is_averaged):
@@ -301,10 +302,10 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 self.revert_global_avg()
 
     def synchronize(self) -> None:
-        """Finish and mix the round in flight now, at the end or before changing parameters by hand.
+        """Finish and mix the round in flight, at the end or before changing parameters by hand.
 
         Raises:
-            RuntimeError: a revertible average is in place, which the mixing would pull apart.
+            RuntimeError: a revertible average is in place, which the mixing would change.
         """
         if self.is_averaged:
             raise RuntimeError(
@@ -328,13 +329,13 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """Stack a small tensor of every rank that takes part; collective.
 
         Args:
-            tensor: of the same shape and dtype on all ranks.
+            tensor: a tensor of the same shape and dtype on all ranks.
 
         Returns:
-            shape (world_size, *tensor.shape), on the CPU, in the order of `members`.
+            Tensor of shape (world_size, *tensor.shape), on the CPU, in the order of `members`.
 
         Raises:
-            PeerError: not every rank answers.
+            PeerError: a rank does not answer.
         """
         return self._gossip.session.transport.all_gather(tensor)
 
@@ -345,19 +346,19 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def state_dict(self) -> dict[str, Any]:
         """The base's state dict and one key for the round; communicates nothing.
 
-        Each rank saves its own, with its own parameters.
+        Every rank must save its own state dict, with its own parameters.
         """
         return {**self._optimizer.state_dict(), _STATE_KEY: gossip_state(self._gossip)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where `state_dict()` was taken, or at round 0 with the bare base's state dict.
 
-        A round that was in flight then is launched again by the next `step()`: the order in which
-        model and optimizer are loaded does not matter, and nothing is communicated here. A round
-        that is in flight now is dropped, whatever it holds.
+        If a round was in flight then, the next `step()` launches it again: the order in which model
+        and optimizer are loaded does not matter, and nothing is communicated here. A round that is
+        in flight now is dropped.
 
         Raises:
-            ValueError: a state dict of something else. Then nothing of it was loaded.
+            ValueError: the state dict is that of something else; nothing of it was loaded.
         """
         rate = self._settings.schedule.mixing_rate
         saved = read_state(self._gossip, state_dict.get(_STATE_KEY), rate)
@@ -384,7 +385,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> IdleRounds:
-        """What torch.distributed.algorithms.Join runs on a rank whose data has ended."""
+        """The hook that torch.distributed.algorithms.Join runs on a rank whose data has ended."""
         return IdleRounds(self._idle_step)
 
     @property
@@ -397,12 +398,12 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Where Join counts the ranks that still have data."""
+        """The device on which Join counts the ranks that still have data."""
         return self._gossip.session.transport.control_device
 
     @property
     def join_process_group(self) -> Any:
-        """The ranks among which Join counts."""
+        """The process group in which Join counts."""
         return self._parts.process_group
 
     @contextmanager
@@ -420,13 +421,13 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         self._tell_change()
 
     def _regroup(self, parameters: list[Named], late: list[Named]) -> None:
-        """Gossip these parameters from the next round on, of which `late` are new; collective."""
+        """Gossip these parameters, of which `late` are new, from the next round on; collective."""
         add = partial(self._parts.agreement.add, self._gossip, parameters, late)
         self._gossip.meet(Call.REGROUP, add)
         self._tell_change()
 
     def _tell_change(self) -> None:
-        """Call back if the members have changed: this rank has nothing left to do for them."""
+        """Call the user's callback if the members have changed, when all else is done."""
         if self._gossip.members:
             self._gossip.members.tell_change()
 
@@ -434,7 +435,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def _in_parts(
         self, scaling: Scaling, apply: Apply = apply_update
     ) -> Iterator[Callable[[Bucket], None]]:
-        """A step in parts: yields what mixes, updates and launches a bucket, to call for each."""
+        """A step in parts: yields a function that mixes, updates and launches one bucket."""
         with (
             self._step() as step,
             self._local_update.by_bucket(scaling, step.buckets, apply) as update,
