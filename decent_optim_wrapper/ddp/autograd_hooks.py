@@ -1,4 +1,4 @@
-"""Backward passes, as autograd reports them: complete gradients, the end, a failure."""
+"""Reports the events of backward passes: complete gradients, the end, a failure."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from torch.autograd import Variable
 
 
 class Listener(Protocol):
-    """Who is told."""
+    """Is notified of the events of a backward pass."""
 
     def on_gradient(self, param: Tensor) -> None:
-        """All that this pass contributes to the parameter's gradient is in it."""
+        """The parameter's gradient is complete in this pass."""
 
     def on_end(self) -> None:
-        """The pass is over: no gradient comes any more."""
+        """The pass is over: no further gradient comes."""
 
     def on_failure(self) -> None:
-        """The pass, or what was told of it, has raised; `on_end` does not come."""
+        """The pass or the listener has raised; `on_end` is not called."""
 
 
 class AutogradHooks:
     """Follows the backward passes through a model, without keeping it or the listener alive.
 
-    Autograd calls back at the end of the pass in which it was asked to. Asked from a gradient that
-    is complete, that may be the inner pass of a reentrant checkpoint; from the outputs of the
-    model, it is the outer one.
+    Autograd runs a callback at the end of the pass in which it was queued. If it is queued when a
+    gradient is complete, that may be the inner pass of a reentrant checkpoint; if it is queued at
+    the outputs of the model, it is the outer one.
 
     Args:
-        params: whose gradients are told of.
-        listener: told by one thread at a time.
+        params: the parameters whose gradients are reported.
+        listener: notified by one thread at a time.
     """
 
     def __init__(self, params: Iterable[Tensor], listener: Listener) -> None:
         self._listener = listener
-        # Autograd has a thread for every device.
+        # Autograd has one thread for each device.
         self._lock = threading.RLock()
         self._in_pass = False
         self._begin_hook = _weakly(self._begin)
@@ -50,7 +50,7 @@ class AutogradHooks:
         self.watch(params)
 
     def watch(self, params: Iterable[Tensor]) -> None:
-        """Tell of these parameters, too, if they want gradients."""
+        """Report these parameters, too, if they require gradients."""
         for param in params:
             if param.requires_grad and id(param) not in self._watched:
                 self._watched.add(id(param))
@@ -59,10 +59,10 @@ class AutogradHooks:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def follow(self, outputs: Any) -> None:
-        """Notice a pass that starts at these outputs of the model."""
+        """Notice backward passes that start at these outputs of the model."""
         if torch.is_grad_enabled():
             for tensor in _tensors(outputs):
-                # On a leaf the hook would stay, one more after every forward pass.
+                # On a leaf the hooks would stay and add up with every forward pass.
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._begin_hook)  # type: ignore[no-untyped-call]
 
@@ -97,11 +97,11 @@ class AutogradHooks:
 
 
 class _End:
-    """Held by autograd alone, which calls it at the end of a pass, or drops it if the pass fails.
+    """Held by autograd only, which calls it at the end of a pass, or drops it if the pass fails.
 
     Args:
-        on_end: the one.
-        on_drop: the other.
+        on_end: called at the end.
+        on_drop: called if the pass fails.
     """
 
     def __init__(self, on_end: Callable[[], None], on_drop: Callable[[], None]) -> None:
@@ -115,7 +115,7 @@ class _End:
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """The bound method, as long as its object is there."""
+    """Call the bound method as long as its object exists."""
     reference = weakref.WeakMethod(method)
 
     def call(tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A step that is made by a backward pass: bucket by bucket inside it, or at its end."""
+"""A step made by a backward pass: bucket by bucket inside it, or at its end."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from decent_optim_wrapper.wrapper import DecentOptimWrapper
 class BackwardOptimizer(DecentOptimWrapper):
     """A wrapper whose buckets are filled in the order in which a backward pass completes them.
 
-    Not in that of the groups: one of all biases would be complete with the whole pass only.
+    The order of the groups would not do: a group of all biases would be complete only at the end.
 
     Args:
         optimizer: the base.
-        model: its parameters are in the order of the forward pass. What the base does not hold of
-            them starts alike on all ranks, too.
-        average_buffers: the floating-point ones of the model, with `global_avg`.
-        parts: have a state that belongs to the training, such as a scheduler.
+        model: the model, with its parameters in the order of the forward pass. Those that are not
+            in the base also start the same on all ranks.
+        average_buffers: whether `global_avg` averages the floating-point buffers of the model.
+        parts: objects whose state belongs to the training, such as a scheduler.
         options: those of `DecentOptimWrapper`.
     """
 
@@ -53,20 +53,20 @@ class BackwardOptimizer(DecentOptimWrapper):
 
     @property
     def splits(self) -> bool:
-        """Whether a step may be made in parts now: nothing waits for a call of `step()`."""
+        """Whether a step can be made in parts now: no hook waits for a call of `step()`."""
         return self._local_update.splits and not step_hooks(self) and not global_step_hooks()
 
     @property
     def takeovers(self) -> int:
-        """How often this rank has taken over the others' state."""
+        """How often this rank has received its state from others."""
         return self._parts.hand_over.takeovers if self._parts.hand_over else 0
 
     def in_parts(self, apply: Apply) -> AbstractContextManager[Callable[[Bucket], None]]:
-        """A step in parts: yields what mixes, updates and launches a bucket, to call for each."""
+        """A step in parts: yields a function that mixes, updates and launches one bucket."""
         return self._in_parts(Scaling(None, None), apply)
 
     def tell_change(self) -> None:
-        """Call back if the members have changed."""
+        """Call the user's callback if the members have changed."""
         super()._tell_change()
 
     def distance_to_average(self) -> float:
@@ -78,20 +78,20 @@ class BackwardOptimizer(DecentOptimWrapper):
         self._gossip.keep_average()
 
     def _tell_change(self) -> None:
-        """Nothing yet: what the user's callback raises must not tear the backward pass."""
+        """Do nothing yet: an error of the user's callback must not break the backward pass."""
 
 
 class _Step(Protocol):
-    """A step that is being made."""
+    """A step in progress."""
 
     def take(self, param: Tensor) -> None:
-        """The parameter's gradient is complete."""
+        """Use a complete gradient of the parameter."""
 
     def close(self) -> None:
-        """No gradient comes any more."""
+        """Finish the step: no further gradient comes."""
 
     def abort(self) -> bool:
-        """End it where it is; whether it has changed anything."""
+        """Stop the step; return whether it has changed anything."""
 
 
 class _StepAtEnd:
@@ -114,8 +114,8 @@ class _StepAtEnd:
 class _StepInParts:
     """Mixes, updates and launches each bucket once all its gradients are there, and frees them.
 
-    A bucket of which a gradient is missing is left to the end: a parameter that is frozen or unused
-    now may still be read by the rest of the backward pass.
+    A bucket with a missing gradient is left to the end: the rest of the backward pass may still
+    read a parameter that is frozen or unused now.
     """
 
     def __init__(self, optimizer: BackwardOptimizer, unscale_and_clip: UnscaleAndClip) -> None:
@@ -155,11 +155,11 @@ class _StepInParts:
     def _finish(self, bucket: Bucket) -> None:
         del self._missing[bucket]
         if self._pass_on is None:
-            # Not before: to wait for the wire leaves it idle until the first bucket is complete.
+            # Not earlier: the wire would be idle from the wait until the first bucket is complete.
             step = self._optimizer.in_parts(self._unscale_and_clip.step_part)
             self._pass_on = self._open.enter_context(step)
         if self._takeovers != self._optimizer.takeovers:
-            # Gradients at parameters that this rank has lost to the others' meanwhile.
+            # These gradients belong to parameters that others' have replaced meanwhile.
             _free(bucket)
         self._pass_on(bucket)
         _free(bucket)
@@ -179,10 +179,10 @@ class BackwardStepper:
     """Makes one step in every backward pass.
 
     Args:
-        optimizer: steps.
-        unscale_and_clip: of the gradients.
+        optimizer: the optimizer that steps.
+        unscale_and_clip: unscales and clips its gradients.
         scheduler: stepped after every step; None if there is none.
-        in_parts: step inside the backward pass whenever that is the same computation.
+        in_parts: step inside the backward pass whenever the result is the same.
     """
 
     def __init__(
@@ -201,10 +201,10 @@ class BackwardStepper:
         self._torn = False
 
     def check(self) -> None:
-        """Make sure that the model is in one piece.
+        """Check that no step was left half done.
 
         Raises:
-            RuntimeError: it is not.
+            RuntimeError: a backward pass ended in the middle of a step.
         """
         if self._torn:
             raise RuntimeError(
@@ -214,7 +214,7 @@ class BackwardStepper:
             )
 
     def on_gradient(self, param: Tensor) -> None:
-        """Step on with what this gradient completes."""
+        """Continue the step with this gradient."""
         if self.accumulates:
             return
         self.check()
@@ -223,18 +223,18 @@ class BackwardStepper:
         self._step.take(param)
 
     def idle(self) -> None:
-        """A step without any gradient."""
+        """Make a step without any gradient."""
         self.check()
         self._step = self._begin()
         try:
             self.on_end()
         except BaseException:
-            # No backward pass tells of it; the next one must not go on with this step.
+            # No backward pass reports the failure, and the next one must not continue this step.
             self.on_failure()
             raise
 
     def on_end(self) -> None:
-        """Finish the step; a backward pass without any gradient, as of an input alone, is none."""
+        """Finish the step; a backward pass without any gradient of a parameter makes none."""
         if self._step is None:
             return
         self._step.close()
@@ -246,12 +246,12 @@ class BackwardStepper:
         self._optimizer.tell_change()
 
     def on_failure(self) -> None:
-        """Give up the step that is being made."""
+        """Abort the step in progress."""
         if self._step is not None:
             self._torn = self._step.abort()
             self._step = None
             if not self._torn:
-                # A later pass may go on, with a scaler and gradients that are ready for it.
+                # A later pass may continue: scaler and gradients are made ready for it.
                 self._unscale_and_clip.end()
                 self._free_all()
 

@@ -34,52 +34,54 @@ class DecentralizedDataParallel(Module):
     """Trains a module by gossip: the backward pass updates, mixes and launches bucket by bucket.
 
     Every backward pass is one step of `DecentOptimWrapper` with ``overlap=True``,
-    ``x <- W_t x - u(x)``, and follows the same trajectory where the base's update is per parameter:
-    bit for bit in pairs, and to rounding in larger groups, whose buckets hold other parameters. As
-    soon as all gradients of a bucket are there, the bucket is mixed with what has arrived, updated
-    and launched, and its gradients are freed: at no time are there many more than those of one
-    bucket. There is no `step()` and no `zero_grad()` to call:
+    ``x <- W_t x - u(x)``. If the base's update is per parameter, the trajectory is the same: bit
+    for bit in pairs, and up to rounding in larger groups, whose buckets contain other parameters.
+    As soon as all gradients of a bucket are complete, the bucket is mixed, updated and launched,
+    and its gradients are freed: there are never many more gradients than those of one bucket. Do
+    not call `step()` or `zero_grad()`:
 
         model = DecentralizedDataParallel(model, optim_fn, topology="ring")
         for batch in loader:
             loss(model, batch).backward()
 
-    A bucket of which a gradient is missing, as of a frozen or unused parameter, follows at the end
-    of the backward pass. With ``retain_graph=True`` a second pass through the same graph needs
-    values that the first has changed, and torch refuses it. ``torch.autograd.grad`` makes no step.
+    A bucket with a missing gradient, for example of a frozen or unused parameter, follows at the
+    end of the backward pass. With ``retain_graph=True`` a second pass through the same graph needs
+    values that the first has changed, and torch raises an error. ``torch.autograd.grad`` makes no
+    step.
 
-    All ranks make equally many backward passes; a rank without a batch calls `idle_step()`. Move
-    and convert the model before.
+    All ranks must make the same number of backward passes; a rank without a batch calls
+    `idle_step()`. Move and convert the model before it is wrapped.
 
     Args:
         model: the module; trained in place, reachable as ``module``.
-        optim_fn: makes the base optimizer from ``[(name, parameter), ...]``, those of the model
-            that want a gradient, in its order; called once. What is unfrozen later goes to
-            ``optimizer.add_param_group``, on all ranks.
+        optim_fn: makes the base optimizer from ``[(name, parameter), ...]``, the parameters of the
+            model that require a gradient, in its order; called once. Pass parameters that are
+            unfrozen later to ``optimizer.add_param_group``, on all ranks.
         lr_scheduler_fn: makes a scheduler from the base; it is stepped after every step.
         topology: a name known to `TopologyFactory`, or an instance.
-        scaler: scales the loss before the backward pass; never call its `step` or `update`. Inside
-            the backward pass an overflow skips the update of its bucket on its rank, and the scale
-            follows once per step; at its end, the update of the whole model on its rank.
-        grad_clip_norm: bound of the norm of a *bucket's* gradients where the update is inside the
-            backward pass, when the others are not known yet; of the whole model's with
-            ``update_in_backward=False``. 0 does not clip.
+        scaler: the GradScaler with which you scale the loss; never call its `step` or `update`.
+            With updates inside the backward pass, an overflow skips the update of its bucket on its
+            rank, and the scale is updated once per step. With updates at the end, it skips the
+            update of the whole model on its rank.
+        grad_clip_norm: bound of the norm of a *bucket's* gradients if the update is inside the
+            backward pass, where the other gradients are not known yet; with
+            ``update_in_backward=False``, of those of the whole model. 0 does not clip.
         param_as_bucket_view: make the parameters views of the buckets, as in `DecentOptimWrapper`.
-        sync_buffer_in_global_avg: `global_avg` averages the floating-point buffers, too.
+        sync_buffer_in_global_avg: `global_avg` also averages the floating-point buffers.
         bucket_size_in_mb: upper bound of a bucket in MiB.
         update_in_backward: False leaves clipping, update and mixing to the end of the backward
-            pass, with all gradients at once. None does so for a base whose update is not known to
-            be per parameter, or that has step hooks, and True raises for it.
+            pass, with all gradients at once. For a base whose update is not known to be per
+            parameter, or that has step hooks, None does the same and True raises an error.
         options: further arguments of `DecentOptimWrapper`, by name.
 
     Attributes:
         module: the model.
         optimizer: the `DecentOptimWrapper`, with `stats`, `consensus_distance`, `averaged`, ….
-        lr_scheduler: what `lr_scheduler_fn` has made, or None.
-        scaler: as given.
+        lr_scheduler: the scheduler made by `lr_scheduler_fn`, or None.
+        scaler: the scaler passed, or None.
 
     Raises:
-        TypeError: an argument of the wrong type.
+        TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or does not fit the base optimizer; or as in
             `DecentOptimWrapper`.
     """
@@ -144,21 +146,21 @@ class DecentralizedDataParallel(Module):
             RuntimeError: a backward pass has failed in the middle of a step.
         """
         self._stepper.check()
-        # What was added to the optimizer or unfrozen since.
+        # Some may have been added to the optimizer or unfrozen.
         self._passes.watch(params_of(self.optimizer))
         outputs = self.module(*args, **kwargs)
         self._passes.follow(outputs)
         return outputs
 
     def idle_step(self) -> None:
-        """Take part in a round without a batch: no local update, and the scheduler steps.
+        """Take part in a round without a batch: no local update, but the scheduler steps.
 
-        For a rank whose data has ended before the others'.
+        For a rank whose data ends before those of the others.
         """
         self._stepper.idle()
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
-        """Let the backward passes from now on only accumulate gradients, or step again.
+        """Let backward passes from now on only accumulate gradients, or step again.
 
         Switch off before the backward pass of the last micro-batch. Accumulation needs memory for
         all gradients.
@@ -166,10 +168,10 @@ class DecentralizedDataParallel(Module):
         self._stepper.accumulates = enable
 
     def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
-        """Put the world average of the parameters in place; collective.
+        """Replace the parameters by their world average; collective.
 
-        A backward pass that follows without `revert_global_avg()` keeps the average and drops the
-        round in flight.
+        A backward pass without `revert_global_avg()` before keeps the average and drops the round
+        in flight.
 
         Args:
             will_revert: keep a snapshot for `revert_global_avg()`.
@@ -186,15 +188,15 @@ class DecentralizedDataParallel(Module):
         return distance
 
     def revert_global_avg(self) -> None:
-        """Restore what was before `global_avg()`, bit for bit.
+        """Restore the values before `global_avg()`, bit for bit.
 
         Raises:
-            RuntimeError: there is nothing to restore.
+            RuntimeError: there is no snapshot.
         """
         self.optimizer.revert_global_avg()
 
     def set_adaptive_factor(self, factor: float) -> None:
-        """Set the `mixing_rate` of the optimizer, by decent-dp's name; alike on all ranks."""
+        """Set the optimizer's `mixing_rate`, the same on all ranks; the name is decent-dp's."""
         self.optimizer.mixing_rate = factor
 
     def get_lr(self) -> float:
@@ -216,22 +218,23 @@ class DecentralizedDataParallel(Module):
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """All that a resumed run needs to continue bit for bit, the round in flight included.
+        """All that a resumed run needs to continue bit for bit, including the round in flight.
 
-        Each rank saves its own, between two steps; ``module.state_dict()`` is the model alone.
+        Every rank must save its own, between two steps. ``module.state_dict()`` is that of the
+        model only.
 
         Returns:
-            the states of "model", "optimizer" (base and round), "scheduler" and "scaler", None for
-            what there is not.
+            The states of "model", "optimizer" (base and round), "scheduler" and "scaler"; None for
+            those that do not exist.
 
         Raises:
-            TypeError: a module that holds this one asks for its part.
+            TypeError: called by a module that contains this one.
         """
         if args or kwargs:
             raise TypeError(
-                f"rank {self.optimizer.rank}: a DecentralizedDataParallel holds optimizer and "
-                f"round beside the model, and is no part of another module's state; wrap the "
-                f"outermost module, or take module.state_dict()"
+                f"rank {self.optimizer.rank}: a DecentralizedDataParallel contains the optimizer "
+                f"and the round in addition to the model, and cannot be part of another module's "
+                f"state; wrap the outermost module, or take module.state_dict()"
             )
         self._stepper.check()
         return {
@@ -242,7 +245,7 @@ class DecentralizedDataParallel(Module):
         """Continue where `state_dict()` was taken; communicates nothing.
 
         Raises:
-            ValueError: it does not have the same parts.
+            ValueError: the state dict does not have the same parts.
         """
         self._stepper.check()
         parts = {name: part for name, part in self._parts.items() if part is not None}
@@ -282,7 +285,7 @@ def _check(model: Any, grad_clip_norm: Any, update_in_backward: Any) -> None:
         )
 
 
-# What the wrapper calls otherwise, or what is settled here.
+# Arguments of the wrapper that have another name here, or are fixed.
 _OTHERWISE = {
     "overlap": "always True here; use DecentOptimWrapper for a base that needs False",
     "bucket_cap_mb": "bucket_size_in_mb",

@@ -1,4 +1,4 @@
-"""What is done to gradients inside and after a backward pass: unscaled, clipped, stepped with."""
+"""Unscales and clips gradients before an update, inside or after a backward pass."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch.amp.grad_scaler import GradScaler
 
 
 class UnscaleAndClip:
-    """What is done to gradients before the update, by whatever has `param_groups` and `step()`.
+    """Unscales and clips gradients, and steps whatever has `param_groups` and `step()`.
 
     Args:
-        scaler: the gradients are multiplied by its scale; None means they are as they are.
-        clip_norm: bound of the norm of all gradients together; 0 means none.
+        scaler: the GradScaler by whose scale the gradients are multiplied; None if there is none.
+        clip_norm: bound of the norm of all gradients together; 0 does not clip.
     """
 
     def __init__(self, scaler: GradScaler | None, clip_norm: float) -> None:
         self._scaler = scaler
         self._clip_norm = clip_norm
-        # GradScaler knows them by their id until its update().
+        # Kept alive because GradScaler knows them by their id until its update().
         self._scaled: list[Any] = []
 
     def step(self, target: Any) -> None:
@@ -38,18 +38,18 @@ class UnscaleAndClip:
             target.step()
 
     def step_part(self, params: Sequence[Tensor], update: Callable[[], None]) -> None:
-        """As `step`, with the gradients of these parameters only."""
+        """The same as `step`, with the gradients of these parameters only."""
         self.step(_Part(params, update))
 
     def end(self) -> None:
-        """Let the scale follow what was found in the gradients since the last call."""
+        """Update the scale by the overflows found since the last call."""
         if self._scaled and self._scaler is not None:
             self._scaler.update()
         self._scaled.clear()
 
 
 class _Part:
-    """Some parameters and their update, as an optimizer to GradScaler."""
+    """Some parameters and their update, in the form of an optimizer for GradScaler."""
 
     def __init__(self, params: Sequence[Tensor], step: Callable[[], None]) -> None:
         self.param_groups = [{"params": list(params)}]
@@ -57,5 +57,5 @@ class _Part:
 
 
 def params_of(target: Any) -> list[Tensor]:
-    """The parameters of an optimizer, or of what looks like one."""
+    """The parameters of an optimizer, or of a part of one."""
     return [param for group in target.param_groups for param in group["params"]]
