@@ -75,6 +75,8 @@ def test_a_missing_matplotlib_is_explained(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    # Where another test has imported it already.
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit) as caught:
         main(["show", "ring", "--world-size", "4", "-o", "ring.png"])
     assert caught.value.code == 2

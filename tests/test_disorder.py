@@ -332,7 +332,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "infinite cap": (lambda: wrap(make_params(), bucket_cap_mb=float("inf")), ValueError, "finite"),
     "overlap": (lambda: wrap(make_params(), overlap="yes"), TypeError, "overlap expects a bool"),
     "timeout of a wrong type": (lambda: wrap(make_params(), timeout="1s"), TypeError, "timedelta"),
-    "negative timeout": (lambda: wrap(make_params(), timeout=-1), ValueError, "above 0 seconds"),
+    "negative timeout": (lambda: wrap(make_params(), timeout=-1), ValueError, "timeout must be"),
     "policy": (lambda: wrap(make_params(), on_nonfinite="warn"), ValueError, "'skip', 'ignore'"),
     "emptied optimizer": (emptied, ValueError, "expects parameters to train, got a SGD"),
     "sparse parameter": (sparse_parameter, ValueError, "0.0 is torch.sparse_coo"),
