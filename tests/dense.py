@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from players import LR, MOMENTUM, Part, Player, World, wide
 from problem import MakeOptimizer, backward, flatten, make_params
+from scripted_ranks import LR, MOMENTUM, Part, ScriptRunner, World, wide
 from torch import Tensor
 
 from decent_optim_wrapper import Topology
@@ -82,7 +82,7 @@ def put(worlds: Worlds, rows: Tensor) -> None:
             param.copy_(part.view(param.shape))
 
 
-class Oracle(Player):
+class Oracle(ScriptRunner):
     """Performs a script of calls, in float64 or complex128; every value has the ranks in front."""
 
     def __init__(self, world: World) -> None:
@@ -91,7 +91,7 @@ class Oracle(Player):
         self.velocity = [torch.zeros_like(value) for value in self.values]
         self.live = [index for index, spec in enumerate(world.specs) if not spec.frozen]
         self.flying: list[int] = []
-        self.owed = False
+        self.relaunch = False
         self.snapshot: list[Tensor] | None = None
 
     def stack(self, index: int, ranks: range, *key: int) -> Tensor:
@@ -106,7 +106,7 @@ class Oracle(Player):
         ranks = range(self.world.size)
         grads = {i: self.values[i] - self.stack(i, ranks, self.steps) for i in self.live}
         if self.snapshot is not None:
-            self.snapshot, self.flying, self.owed = None, [], False
+            self.snapshot, self.flying, self.relaunch = None, [], False
         sent = self.launch_again()
         self.land()
         for index, grad in grads.items():
@@ -124,7 +124,7 @@ class Oracle(Player):
 
     def launch_again(self) -> Tensor:
         """The round in flight when the state was saved; it takes in what has grown since."""
-        if not self.owed:
+        if not self.relaunch:
             return torch.zeros(self.world.size, dtype=torch.float64)
         self.flying = list(self.live)
         return self.sent(self.round - 1)
@@ -135,7 +135,7 @@ class Oracle(Player):
         for index in self.flying:
             value = self.values[index]
             self.values[index] = torch.tensordot(matrix.to(value.dtype), value, dims=1)
-        self.flying, self.owed = [], False
+        self.flying, self.relaunch = [], False
 
     def matrix(self, round: int) -> Tensor:
         """What the round does, slowed down where it gossips."""
@@ -179,8 +179,8 @@ class Oracle(Player):
 
     def reload(self) -> None:
         if self.snapshot is not None:
-            self.snapshot, self.flying, self.owed = None, [], False
-        self.owed |= any(self.values[index].numel() for index in self.flying)
+            self.snapshot, self.flying, self.relaunch = None, [], False
+        self.relaunch |= any(self.values[index].numel() for index in self.flying)
         self.flying = []
 
     resume = reload
@@ -193,7 +193,7 @@ class Oracle(Player):
 
     def average_for_good(self) -> None:
         self.average()
-        self.snapshot, self.flying, self.owed = None, [], False
+        self.snapshot, self.flying, self.relaunch = None, [], False
 
     def revert(self) -> None:
         if self.snapshot is None:
@@ -232,7 +232,7 @@ def dense(world: World, round: int) -> Tensor:
 
 
 def matrix_of(parts: list[Part], size: int) -> Tensor:
-    """By definition: w on the diagonal, (1 - w) / (m - 1) beside it."""
+    """By definition: w on the diagonal, (1 - w) / (m - 1) elsewhere."""
     matrix = torch.eye(size, dtype=torch.float64)
     for ranks, weight in parts:
         if len(ranks) > 1:

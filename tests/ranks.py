@@ -118,14 +118,14 @@ def environment(store: TCPStore, world_size: int, local_world_size: int) -> dict
 
 
 def run_script(*command: str | Path, cwd: Path, seconds: float = 110) -> str:
-    """Run a script as ``python`` does, without importing torch anew; what it prints."""
+    """Run a script as ``python`` does, without importing torch again; what it prints."""
     return _run_scripts([{}], command, cwd, seconds)
 
 
 def run_script_on_ranks(
     world_size: int, *command: str | Path, cwd: Path, seconds: float = 110
 ) -> str:
-    """Run a script as torchrun does, without importing torch anew; what all ranks print."""
+    """Run a script as torchrun does, without importing torch again; what all ranks print."""
     store = launcher_store()
     env = environment(store, world_size, world_size)
     ranks = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
@@ -167,7 +167,7 @@ def _script(env: dict[str, str], command: tuple[str, ...], cwd: Path, output: Pa
     os.chdir(cwd)
     sys.argv[:] = command
     sys.path.insert(0, str(Path(command[0]).parent))
-    # Not by runpy: what the script's own processes send back has to be found in its module.
+    # Not by runpy: what the processes of the script send back has to be found in its module.
     main = ModuleType("__main__")
     main.__file__ = command[0]
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main

@@ -1,4 +1,4 @@
-"""The start: ranks that disagree say so on every rank, ranks that agree start alike."""
+"""The start: ranks that disagree say so on every rank, ranks that agree start from equal values."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def lines_of_a_start(change: Callable[[int, list[Tensor]], object]) -> list[str]
     return [line.strip() for line in lines if "have replaced others" in line]
 
 
-def test_weights_that_one_rank_alone_has_loaded_are_told_when_they_are_replaced() -> None:
+def test_weights_that_one_rank_alone_has_loaded_are_logged_when_they_are_replaced() -> None:
     def load(rank: int, params: list[Tensor]) -> None:
         if rank == 2:
             for param in params[1:4]:
@@ -208,5 +208,5 @@ def test_weights_that_one_rank_alone_has_loaded_are_told_when_they_are_replaced(
     )
 
 
-def test_ranks_that_start_from_the_same_values_are_told_nothing() -> None:
+def test_nothing_is_logged_where_ranks_start_from_the_same_values() -> None:
     assert lines_of_a_start(lambda rank, params: None) == []

@@ -310,7 +310,7 @@ def batches(rank: int, count: int) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("with_buffers", [True, False])
 def test_batch_norms_are_recalibrated_on_the_average_and_restored(with_buffers: bool) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        model = built_alike(Normed)
+        model = built_from_one_seed(Normed)
         optimizer = DecentOptimWrapper(
             torch.optim.SGD(model.parameters(), lr=0.1),
             process_group=group,
@@ -339,7 +339,7 @@ def test_batch_norms_are_recalibrated_on_the_average_and_restored(with_buffers: 
 
 
 def test_statistics_stay_where_a_step_keeps_the_average() -> None:
-    model = built_alike(Normed)
+    model = built_from_one_seed(Normed)
     optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     (x, y), *_ = probe = batches(3, 2)
     with optimizer.averaged(recalibrate=(model, probe)):
@@ -354,7 +354,7 @@ def test_statistics_stay_where_a_step_keeps_the_average() -> None:
 
 
 def test_a_batch_that_raises_leaves_batch_norms_as_they_were() -> None:
-    model = built_alike(Normed).eval()
+    model = built_from_one_seed(Normed).eval()
     optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     own = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -377,7 +377,7 @@ Built = TypeVar("Built", bound=nn.Module)
 BUILDING = threading.Lock()
 
 
-def built_alike(kind: Callable[[], Built]) -> Built:
+def built_from_one_seed(kind: Callable[[], Built]) -> Built:
     with BUILDING, torch.random.fork_rng():
         torch.manual_seed(0)
         return kind()
@@ -426,7 +426,7 @@ def test_recalibration_leaves_everything_else_as_it_was(
     views: bool, with_buffers: bool, evaluating: bool
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        model = built_alike(KeepsFrozen)
+        model = built_from_one_seed(KeepsFrozen)
         model.frozen.running_mean.fill_(0.5)  # type: ignore[union-attr]
         optimizer = DecentOptimWrapper(
             torch.optim.SGD(model.parameters(), lr=0.1),
@@ -474,7 +474,7 @@ def test_recalibration_leaves_everything_else_as_it_was(
 
 
 def test_a_model_whose_norms_are_all_frozen_is_not_run() -> None:
-    model = built_alike(Normed)
+    model = built_from_one_seed(Normed)
     model.norm.eval()
     optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     own = {name: value.clone() for name, value in model.state_dict().items()}
@@ -527,7 +527,7 @@ def test_what_cannot_be_recalibrated_is_refused(given: Any) -> None:
 
 
 def test_no_batches_are_refused() -> None:
-    model = built_alike(Normed)
+    model = built_from_one_seed(Normed)
     optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     own = {name: value.clone() for name, value in model.state_dict().items()}
     with (

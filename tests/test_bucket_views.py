@@ -194,7 +194,7 @@ def test_values_changed_before_a_backward_pass_that_steps_are_named_in_it() -> N
         (2, {"param_as_bucket_view": True, "schedule": Schedule(gossip_every=2)}),
         (1, {"param_as_bucket_view": True}),
     ],
-    ids=["copies", "copies in bf16", "no overlap", "rest", "alone"],
+    ids=["copies", "copies in bf16", "no overlap", "idle", "alone"],
 )
 @pytest.mark.parametrize("change", CHANGES)
 def test_values_may_be_changed_where_none_of_them_travel(

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from crews import CrewOfProcesses
 from loguru import logger
 from problem import TINY_CAP_MB, adamw, backward, flatten, make_params
 from ranks import run_processes, run_threads
+from restartable_processes import RestartableProcesses
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -202,7 +202,9 @@ def test_a_missing_file_of_one_rank_makes_all_use_the_previous_set(
     assert "step_00000004 is passed over: no whole rank_1_of_2.pt" in "".join(log)
 
 
-def test_ranks_that_lack_different_sets_start_anew(tmp_path: Path, log: list[str]) -> None:
+def test_ranks_that_lack_different_sets_start_from_the_beginning(
+    tmp_path: Path, log: list[str]
+) -> None:
     train(tmp_path, 4)
     file_of(tmp_path, 4, rank=1).unlink()
     flip_a_bit(file_of(tmp_path, 3, rank=0))
@@ -210,7 +212,7 @@ def test_ranks_that_lack_different_sets_start_anew(tmp_path: Path, log: list[str
     assert "no complete set of 2 ranks" in "".join(log)
 
 
-def test_an_empty_folder_and_one_that_is_not_there_start_anew(
+def test_an_empty_folder_and_one_that_is_not_there_start_from_the_beginning(
     tmp_path: Path, log: list[str]
 ) -> None:
     assert resume(tmp_path) == [0, 0]
@@ -218,7 +220,9 @@ def test_an_empty_folder_and_one_that_is_not_there_start_anew(
     assert log == []
 
 
-def test_a_set_of_another_world_size_is_told_and_left_alone(tmp_path: Path, log: list[str]) -> None:
+def test_a_set_of_another_world_size_is_logged_and_left_alone(
+    tmp_path: Path, log: list[str]
+) -> None:
     train(tmp_path, 4, world_size=4)
     before = files(tmp_path)
     assert resume(tmp_path) == [0, 0]
@@ -561,14 +565,14 @@ def save_while_ranks_go_and_come(
 
 @pytest.mark.slow
 def test_sets_of_fewer_ranks_never_displace_those_of_all(tmp_path: Path) -> None:
-    with CrewOfProcesses(3, save_while_ranks_go_and_come, str(tmp_path)) as crew:
-        alone = crew.wait_for(0, "alone")
-        crew.wait_for(1, "alone")
-        crew.reports.pop((2, "joined"))
-        crew.start(2)
-        assert crew.wait_for(2, "joined") == (0, 1, 2)
-        crew.finish(margin=30)
-        (last,) = {crew.wait_for(rank, "result") for rank in range(3)}
+    with RestartableProcesses(3, save_while_ranks_go_and_come, str(tmp_path)) as processes:
+        alone = processes.wait_for(0, "alone")
+        processes.wait_for(1, "alone")
+        processes.reports.pop((2, "joined"))
+        processes.start(2)
+        assert processes.wait_for(2, "joined") == (0, 1, 2)
+        processes.finish(margin=30)
+        (last,) = {processes.wait_for(rank, "result") for rank in range(3)}
     assert 4 < alone < last
     kept = [(4, 3, (0, 1, 2)), (alone, 2, (0, 1)), (last, 3, (0, 1, 2))]
     expected = [
@@ -616,8 +620,8 @@ def save_with_nothing_in_flight(
 
 
 def test_a_step_goes_on_after_a_loss_that_a_checkpoint_has_noticed(tmp_path: Path) -> None:
-    with CrewOfProcesses(3, save_with_nothing_in_flight, str(tmp_path)) as crew:
-        results = [crew.wait_for(rank, "result") for rank in (0, 2)]
+    with RestartableProcesses(3, save_with_nothing_in_flight, str(tmp_path)) as processes:
+        results = [processes.wait_for(rank, "result") for rank in (0, 2)]
     assert results == [[(1, (0, 1, 2)), (2, ()), (3, (0, 2)), (4, (0, 2))]] * 2
 
 

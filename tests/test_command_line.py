@@ -156,7 +156,7 @@ def test_comm_measures_every_pair() -> None:
     assert 0 < data["all_reduce_latency"] < 1
 
 
-def test_ranks_that_drift_apart_are_told_in_words_and_in_valid_json(
+def test_ranks_that_drift_apart_are_reported_in_words_and_in_valid_json(
     apart: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ("topologies", "--world-size", "4", "--topology", "ring", "apart")

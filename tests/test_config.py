@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from crews import CrewOfProcesses
 from problem import TINY_CAP_MB, backward, flatten, make_params, nesterov, sgd
 from ranks import run_threads
+from restartable_processes import RestartableProcesses
 from torch._C._distributed_c10d import HashStore
 
 from decent_optim_wrapper import (
@@ -183,11 +183,11 @@ def test_a_rate_of_one_is_the_same_as_an_integer() -> None:
 def test_a_rank_is_dead_once_its_heartbeat_is_stale_and_not_before() -> None:
     store = HashStore()
 
-    def pulse(rank: int, stale_after: float) -> Heartbeat:
+    def heartbeat(rank: int, stale_after: float) -> Heartbeat:
         return Heartbeat(BoundedStore(store, timedelta(seconds=10)), rank, 4, stale_after)
 
     dying, impatient, patient, living = (
-        *(pulse(0, 0.2), pulse(1, 0.4), pulse(2, 1000.0), pulse(3, 0.2)),
+        *(heartbeat(0, 0.2), heartbeat(1, 0.4), heartbeat(2, 1000.0), heartbeat(3, 0.2)),
     )
     try:
         time.sleep(1.0)
@@ -221,12 +221,12 @@ def step_until_alone(
         report(f"round {optimizer.round}", None)
 
 
-def test_the_wrapper_waits_for_a_silent_rank_for_as_long_as_it_is_told() -> None:
-    with CrewOfProcesses(2, step_until_alone) as crew:
-        crew.wait_for(1, "round 5")
-        crew.kill(1)
+def test_the_wrapper_waits_for_a_silent_rank_for_as_long_as_stale_after_says() -> None:
+    with RestartableProcesses(2, step_until_alone) as processes:
+        processes.wait_for(1, "round 5")
+        processes.kill(1)
         # Its timeout, not the seconds after which a heartbeat is stale otherwise.
-        assert crew.wait_for(0, "result") > 3.9
+        assert processes.wait_for(0, "result") > 3.9
 
 
 def step_with_other_patience(
@@ -239,7 +239,7 @@ def step_with_other_patience(
 
 
 def test_ranks_that_call_others_dead_at_different_times_do_not_start() -> None:
-    with CrewOfProcesses(2, step_with_other_patience) as crew:
-        texts = [crew.wait_for(rank, "result") for rank in range(2)]
+    with RestartableProcesses(2, step_with_other_patience) as processes:
+        texts = [processes.wait_for(rank, "result") for rank in range(2)]
     for text in texts:
         assert "rank 1 has <stale_after=2.0> where rank 0 has <stale_after=1.0>" in text

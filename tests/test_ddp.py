@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from crews import CrewOfProcesses
 from dense import mix, train_densely
 from modules import (
     accum_adam,
@@ -30,6 +29,7 @@ from modules import (
 )
 from problem import nesterov
 from ranks import run_processes, run_threads
+from restartable_processes import RestartableProcesses
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.amp.grad_scaler import GradScaler
@@ -83,7 +83,7 @@ def test_pairs_train_as_with_the_wrapper_bit_for_bit(
 
 @pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
 @pytest.mark.parametrize("topology", ["complete", "alternating-exp-ring"])
-def test_larger_groups_train_as_with_a_wrapper_of_the_same_buckets_bit_for_bit(
+def test_larger_groups_train_as_with_a_wrapper_of_the_equal_bit_for_bit(
     topology: str, in_backward: bool | None
 ) -> None:
     options: Any = {"optim_fn": adamw, "topology": topology, "local_world_size": 2}
@@ -91,15 +91,15 @@ def test_larger_groups_train_as_with_a_wrapper_of_the_same_buckets_bit_for_bit(
         4, lambda rank, group: by_backward(rank, group, update_in_backward=in_backward, **options)
     )
     options["param_as_bucket_view"] = True
-    alike = run_threads(4, lambda rank, group: by_steps(rank, group, reverse=True, **options))
+    equal = run_threads(4, lambda rank, group: by_steps(rank, group, reverse=True, **options))
     other = run_threads(4, lambda rank, group: by_steps(rank, group, **options))
-    assert all(map(torch.equal, ours, alike))
+    assert all(map(torch.equal, ours, equal))
     torch.testing.assert_close(torch.stack(ours), torch.stack(other), rtol=1e-11, atol=1e-12)
     assert (ours[0] - flat(make_model())).abs().max() > 1e-2
 
 
 SCHEDULES = {
-    "rests": Schedule(gossip_every=2, mixing_rate=0.4),
+    "idle steps": Schedule(gossip_every=2, mixing_rate=0.4),
     "averages": Schedule(global_avg_every=3, average_state="average"),
     "outer at averages": Schedule(global_avg_every=3, gossip_every=2, outer=nesterov(0.5, 1.0)),
     "outer": Schedule(gossip_every=2, outer=nesterov(0.5)),
@@ -320,8 +320,8 @@ def survive(rank: int, world_size: int, store: Store, report: Any) -> tuple[Any,
 
 
 def test_the_others_train_on_without_a_rank_that_dies() -> None:
-    with CrewOfProcesses(4, survive) as crew:
-        results = [crew.wait_for(rank, "result") for rank in range(4)]
+    with RestartableProcesses(4, survive) as processes:
+        results = [processes.wait_for(rank, "result") for rank in range(4)]
     assert [result and result[0] for result in results] == [(0, 2, 3), None, (0, 2, 3), (0, 2, 3)]
     for rank in (0, 2, 3):
         assert all(map(math.isfinite, results[rank][1]))
@@ -348,16 +348,16 @@ def stand_still(rank: int, world_size: int, store: Store, report: Any, views: bo
 @pytest.mark.slow
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 def test_a_backward_pass_in_which_its_rank_comes_back_ends_well(views: bool) -> None:
-    with CrewOfProcesses(3, stand_still, views) as crew:
-        crew.wait_for(2, "round 20")
-        crew.signal(2, signal.SIGSTOP)
-        crew.wait_for_members(0, (0, 1))
+    with RestartableProcesses(3, stand_still, views) as processes:
+        processes.wait_for(2, "round 20")
+        processes.signal(2, signal.SIGSTOP)
+        processes.wait_for_members(0, (0, 1))
         # Longer than the timeout: its own waits are over when it goes on.
         time.sleep(3)
-        crew.signal(2, signal.SIGCONT)
-        crew.wait_for_members(0, (0, 1, 2))
-        crew.finish()
-        results = [crew.wait_for(rank, "result") for rank in range(3)]
+        processes.signal(2, signal.SIGCONT)
+        processes.wait_for_members(0, (0, 1, 2))
+        processes.finish()
+        results = [processes.wait_for(rank, "result") for rank in range(3)]
     assert [members for members, *_ in results] == [(0, 1, 2)] * 3
     assert results[2][1] >= 1
     # The schedule is that of the others, also on the rank that has missed some of their steps.

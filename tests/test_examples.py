@@ -59,7 +59,7 @@ def test_four_ranks_learn_the_digits_with_the_defaults(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "digits.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_runs_to_compare_with_tell_what_they_send(tmp_path: Path) -> None:
+def test_the_runs_to_compare_with_print_what_they_send(tmp_path: Path) -> None:
     options = ("--gossip-every", "1", "4", "--ddp", "--non-iid", "--epochs", "2")
     script = EXAMPLES / "train_digits.py"
     runs = ends(run_script_on_ranks(2, script, *options, cwd=tmp_path))
@@ -174,7 +174,7 @@ def test_torchrun_restarts_a_killed_rank_from_the_newest_set_that_is_whole(
     assert not equal(*trained(tmp_path))
 
 
-def test_cifar_goes_on_from_an_earlier_launch_only_when_told_to(never_stopped: Path) -> None:
+def test_cifar_goes_on_from_an_earlier_launch_only_with_resume(never_stopped: Path) -> None:
     expected = trained(never_stopped)
     cifar_file(never_stopped, 8, rank=0).unlink()
     command = [sys.executable, *launcher(2), str(CIFAR), *TINY_CIFAR]

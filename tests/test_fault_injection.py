@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from crews import CrewOfProcesses
 from faults import MILD, Fault, Injector, Kind, draw_faults
 from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
+from restartable_processes import RestartableProcesses
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic
 
@@ -74,14 +74,14 @@ def train(
 def survive(
     topology: str, seed: int, faults: int, kinds: tuple[Kind, ...]
 ) -> tuple[Injector, list[Life]]:
-    with CrewOfProcesses(RANKS, train, topology) as crew:
-        injector = Injector(crew, RANKS)
+    with RestartableProcesses(RANKS, train, topology) as processes:
+        injector = Injector(processes, RANKS)
         injector.settle()
         for fault in islice(draw_faults(seed, RANKS, PATIENCE, kinds), faults):
             injector.inject(fault)
         injector.settle()
-        crew.finish(margin=200)
-        lives = [crew.wait_for(rank, "result") for rank in EVERYONE]
+        processes.finish(margin=200)
+        lives = [processes.wait_for(rank, "result") for rank in EVERYONE]
     return injector, lives
 
 
@@ -125,14 +125,14 @@ def test_ranks_that_stop_for_less_than_the_timeout_stay_members() -> None:
 
 @pytest.mark.timeout(110)
 def test_a_rank_that_comes_back_waits_for_others_held_up_beyond_the_timeout() -> None:
-    with CrewOfProcesses(RANKS, train, "ring") as crew:
-        injector = Injector(crew, RANKS)
+    with RestartableProcesses(RANKS, train, "ring") as processes:
+        injector = Injector(processes, RANKS)
         injector.inject(Fault(Kind.KILL, 1, seconds=PATIENCE + 4, pause=PATIENCE))
         for rank in (0, 2, 3):
-            crew.delay(rank, 2 * PATIENCE + 4)
+            processes.delay(rank, 2 * PATIENCE + 4)
         injector.settle()
-        crew.finish(margin=200)
-        lives = [crew.wait_for(rank, "result") for rank in EVERYONE]
+        processes.finish(margin=200)
+        lives = [processes.wait_for(rank, "result") for rank in EVERYONE]
     check_all_there_and_equal(lives)
     # Ranks that are held up for longer than the timeout may lose each other, too.
     check_changes(lives)

@@ -81,7 +81,7 @@ class InTheirOrder(Topology):
 
 
 class Case(NamedTuple):
-    """What both libraries train alike."""
+    """The model that both libraries train."""
 
     optim_fn: Callable[[Named], Optimizer]
     dtype: torch.dtype

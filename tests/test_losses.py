@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from crews import CrewOfProcesses
 from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 from ranks import run_processes, run_threads
+from restartable_processes import RestartableProcesses
 from torch._C._distributed_c10d import TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError, Schedule
@@ -151,9 +151,9 @@ def break_in_the_middle(
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_the_others_go_on_without_a_rank_that_failed_by_itself() -> None:
-    with CrewOfProcesses(4, break_in_the_middle) as crew:
-        assert crew.wait_for(2, "result") == ("expected 25 MiB, but they are not there", 20)
-        results = [crew.wait_for(rank, "result") for rank in (0, 1, 3)]
+    with RestartableProcesses(4, break_in_the_middle) as processes:
+        assert processes.wait_for(2, "result") == ("expected 25 MiB, but they are not there", 20)
+        results = [processes.wait_for(rank, "result") for rank in (0, 1, 3)]
     for word, (members, params) in results:
         assert (word, members) == ("went on", (0, 1, 3))
         assert params == pytest.approx(results[0][1][1], abs=1e-12)
@@ -246,8 +246,8 @@ def slow_rank(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("topology", ["ring", "complete"])
 def test_a_slow_rank_is_waited_for_and_not_given_up(topology: str) -> None:
-    with CrewOfProcesses(4, slow_rank, topology) as crew:
-        results = [crew.wait_for(rank, "result") for rank in range(4)]
+    with RestartableProcesses(4, slow_rank, topology) as processes:
+        results = [processes.wait_for(rank, "result") for rank in range(4)]
     for gatherings, changes, distance in results:
         # The one of the start.
         assert (gatherings, changes) == ([0], [])
@@ -348,8 +348,8 @@ def go_on_after_a_loss(
 
 @pytest.mark.timeout(60)
 def test_ranks_whose_neighbours_close_for_anothers_sake_do_not_wait_for_their_timeout() -> None:
-    with CrewOfProcesses(6, go_on_after_a_loss) as crew:
-        results = [crew.wait_for(rank, "result") for rank in (0, 2, 3, 4, 5)]
+    with RestartableProcesses(6, go_on_after_a_loss) as processes:
+        results = [processes.wait_for(rank, "result") for rank in (0, 2, 3, 4, 5)]
     for longest, members in results:
         assert members == (0, 2, 3, 4, 5)
         assert 0 < longest < PATIENCE / 2

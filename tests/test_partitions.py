@@ -11,8 +11,8 @@ from typing import Any
 
 import netlab
 import pytest
-from crews import CrewOfProcesses, StoreProcess
 from problem import TINY_CAP_MB, backward, make_params, sgd
+from restartable_processes import RestartableProcesses, StoreProcess
 from torch._C._distributed_c10d import TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
@@ -38,7 +38,7 @@ def train(
     where: netlab.Lab,
     port: int,
 ) -> Any:
-    """Train on a host of its own until told to end, or until that fails."""
+    """Train on a host of its own until the test ends it, or until that fails."""
     netlab.enter(where.hosts[rank])
     os.environ["GLOO_SOCKET_IFNAME"] = where.interface
     own = TCPStore(netlab.address(STORE), port, is_master=False, timeout=timedelta(seconds=60))
@@ -71,12 +71,12 @@ def train(
 class Net:
     """Ranks on hosts of their own, and a store on another one."""
 
-    def __init__(self, where: netlab.Lab, crew: CrewOfProcesses) -> None:
-        self.where, self.crew = where, crew
+    def __init__(self, where: netlab.Lab, processes: RestartableProcesses) -> None:
+        self.where, self.processes = where, processes
 
     def train_a_little(self) -> None:
         for rank in range(RANKS):
-            self.crew.wait_for(rank, "round 10")
+            self.processes.wait_for(rank, "round 10")
 
 
 @contextmanager
@@ -85,9 +85,9 @@ def net() -> Iterator[Net]:
         host = netlab.address(STORE)
         with (
             StoreProcess(host, netlab.enter, where.hosts[STORE]) as server,
-            CrewOfProcesses(RANKS, train, where, server.port) as crew,
+            RestartableProcesses(RANKS, train, where, server.port) as processes,
         ):
-            yield Net(where, crew)
+            yield Net(where, processes)
 
 
 @pytest.mark.timeout(90)
@@ -95,11 +95,11 @@ def test_a_rank_that_is_cut_off_raises_in_time_and_the_others_go_on() -> None:
     with net() as lab:
         lab.train_a_little()
         netlab.cut(lab.where, 1)
-        seconds, text = lab.crew.wait_for(1, "result", 40)
+        seconds, text = lab.processes.wait_for(1, "result", 40)
         assert seconds < TIMEOUT + SLACK
         assert "the store in which the ranks agree does not answer" in text
-        lab.crew.finish()
-        assert [lab.crew.wait_for(rank, "result") for rank in (0, 2)] == [(0, 2)] * 2
+        lab.processes.finish()
+        assert [lab.processes.wait_for(rank, "result") for rank in (0, 2)] == [(0, 2)] * 2
 
 
 @pytest.mark.timeout(90)
@@ -108,12 +108,12 @@ def test_a_rank_without_its_link_to_the_store_raises_when_a_peer_is_lost() -> No
         lab.train_a_little()
         netlab.cut(lab.where, 1, STORE)
         time.sleep(2)
-        lab.crew.put("exit")
-        seconds, text = lab.crew.wait_for(1, "result", 40)
+        lab.processes.put("exit")
+        seconds, text = lab.processes.wait_for(1, "result", 40)
         assert seconds < TIMEOUT + SLACK
         assert "the store in which the ranks agree does not answer" in text
-        lab.crew.finish()
-        assert lab.crew.wait_for(2, "result") == (2,)
+        lab.processes.finish()
+        assert lab.processes.wait_for(2, "result") == (2,)
 
 
 @pytest.mark.timeout(90)
@@ -121,9 +121,9 @@ def test_everyone_raises_in_time_when_the_store_is_cut_off() -> None:
     with net() as lab:
         lab.train_a_little()
         netlab.cut(lab.where, STORE)
-        lab.crew.kill(0)
+        lab.processes.kill(0)
         for rank in (1, 2):
-            seconds, text = lab.crew.wait_for(rank, "result", 40)
+            seconds, text = lab.processes.wait_for(rank, "result", 40)
             assert seconds < TIMEOUT + SLACK
             assert "the store in which the ranks agree does not answer" in text
 
@@ -134,9 +134,9 @@ def test_a_store_behind_a_slow_link_is_slow_and_no_more() -> None:
         lab.train_a_little()
         netlab.slow_down(lab.where, STORE, "50kbit")
         time.sleep(3)
-        lab.crew.kill(0)
-        lab.crew.finish()
-        assert [lab.crew.wait_for(rank, "result") for rank in (1, 2)] == [(1, 2)] * 2
+        lab.processes.kill(0)
+        lab.processes.finish()
+        assert [lab.processes.wait_for(rank, "result") for rank in (1, 2)] == [(1, 2)] * 2
 
 
 @pytest.mark.timeout(90)
@@ -147,8 +147,8 @@ def test_ranks_that_cannot_reach_each_other_raise_at_the_start() -> None:
         host = netlab.address(STORE)
         with (
             StoreProcess(host, netlab.enter, where.hosts[STORE]) as server,
-            CrewOfProcesses(RANKS, train, where, server.port) as crew,
+            RestartableProcesses(RANKS, train, where, server.port) as processes,
         ):
             for rank in range(RANKS):
-                _, text = crew.wait_for(rank, "result", 60)
+                _, text = processes.wait_for(rank, "result", 60)
                 assert f"rank {rank}: " in text

@@ -9,7 +9,7 @@ import torch
 from dense import Oracle, dense
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from players import Part, Spec, World, stack, table_of, table_topology
+from scripted_ranks import Part, Spec, World, stack, table_of, table_topology
 
 from decent_optim_wrapper import Group
 from decent_optim_wrapper.gossip.bucket import MIB, Layout, plan_buckets
@@ -148,9 +148,9 @@ def test_at_lr_zero_the_mean_stays_and_the_ranks_never_part(world: World, rounds
 @given(world=worlds(smallest=2, largest_group=2), rounds=st.integers(1, 6))
 def test_pairs_that_agree_stay_bit_for_bit(world: World, rounds: int) -> None:
     assume(any(len(part.ranks) == 2 for part in world.phases[0]))
-    # An exact average of more than two sums, and a first round of rest sends nothing.
+    # An exact average of more than two sums, and a first round that is idle sends nothing.
     world.options.update(gossip_every=1, global_avg_every=None)
-    start, *history = world.run([*["step_at_lr_zero"] * rounds, "synchronize"], alike=True)
+    start, *history = world.run([*["step_at_lr_zero"] * rounds, "synchronize"], same_start=True)
     assert any(rank.number > 0 for rank in history[0])
     for ranks in history:
         for rank in ranks:

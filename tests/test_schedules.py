@@ -47,7 +47,7 @@ Rule = Callable[[dict[str, Tensor], Tensor, Tensor, float], Tensor]
 
 
 class Plan(NamedTuple):
-    """What the wrapper is told, as the oracle understands it."""
+    """The schedule of the wrapper, in the terms of the oracle."""
 
     gossip_every: int = 1
     global_avg_every: int | None = None
@@ -206,7 +206,7 @@ def due(topology: Topology, plan: Plan, step: int) -> tuple[Tensor, str]:
         return torch.full((n, n), 1 / n, dtype=torch.float64), "average"
     identity = torch.eye(n, dtype=torch.float64)
     if done % plan.gossip_every:
-        return identity, "rest"
+        return identity, "idle"
     phase = done // plan.gossip_every - 1
     rate = plan.mixing_rate(step)
     return (1 - rate) * identity + rate * topology.mixing_matrix(phase), "gossip"
@@ -286,13 +286,15 @@ def test_follows_the_oracle(plan: Plan, name: str, overlap: bool) -> None:
 @pytest.mark.parametrize(
     ("plan", "split", "views"), pairwise(PLANS, {"split": True, "whole": False}, VIEWS)
 )
-def test_follows_the_oracle_whatever_the_engine(plan: Plan, split: bool, views: bool) -> None:
+def test_follows_the_oracle_with_split_and_whole_updates(
+    plan: Plan, split: bool, views: bool
+) -> None:
     topology = TopologyFactory.create("greedy", 5)
     make = adamw if split else lambda params: in_one_call(adamw(params))
     check(topology, plan, True, make, param_as_bucket_view=views)
 
 
-def reborn(
+def resume_in_new_objects(
     params: list[Tensor],
     optimizer: DecentOptimWrapper,
     group: dist.ProcessGroup,
@@ -319,7 +321,7 @@ def test_a_resumed_run_continues_bit_for_bit(plan: Plan, stop: int, views: bool)
         optimizer = wrap(sgd(params), group, "ring", plan, param_as_bucket_view=views)
         for step in range(STEPS):
             if step == stop:
-                params, optimizer = reborn(
+                params, optimizer = resume_in_new_objects(
                     params, optimizer, group, plan, param_as_bucket_view=views
                 )
             advance(optimizer, params, rank, step, plan)
@@ -360,7 +362,7 @@ def test_a_rank_alone_takes_its_outer_steps() -> None:
         assert not torch.allclose(row, train(0, None, alone, Plan(), sgd))
 
 
-def test_an_average_that_is_kept_is_where_the_outer_step_starts_anew() -> None:
+def test_an_average_that_is_kept_is_where_the_next_outer_step_starts() -> None:
     plan = Plan(gossip_every=2, outer=partial(SGD, lr=1.0))
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
@@ -522,7 +524,9 @@ def test_a_run_saved_on_an_average_continues_as_if_it_had_stepped_there(
             advance(optimizer, params, rank, step, plan)
         optimizer.global_avg()
         if resumes:
-            params, optimizer = reborn(params, optimizer, group, plan, average_state=policy)
+            params, optimizer = resume_in_new_objects(
+                params, optimizer, group, plan, average_state=policy
+            )
         for step in range(5, 10):
             advance(optimizer, params, rank, step, plan)
         optimizer.synchronize()

@@ -1,4 +1,4 @@
-"""The start: wrong arguments, an error of one rank that all hear of, ranks and their nodes."""
+"""The start: wrong arguments, an error of one rank that all learn of, ranks and their nodes."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ def test_errors_of_several_ranks_are_each_their_own() -> None:
             wrap(make_params(), group, **options[rank])
         return str(caught.value)
 
-    told, *own = run_threads(3, main)
-    # Rank 2 would only fail after an exchange, in which it hears of rank 1.
-    assert "rank 1 raised TypeError: overlap expects a bool" in told
+    text, *own = run_threads(3, main)
+    # Rank 2 would only fail after an exchange, in which it learns of rank 1.
+    assert "rank 1 raised TypeError: overlap expects a bool" in text
     assert own[0].startswith("overlap expects a bool")
     assert "rank 1 raised TypeError" in own[1]
 
@@ -125,8 +125,8 @@ def test_an_error_of_one_module_ends_the_start_of_all(options: dict[str, Any], w
             wrap_module(model, group, **own)
         return str(caught.value)
 
-    told, _ = run_threads(2, main)
-    assert f"rank 1 raised {words}" in told
+    text, _ = run_threads(2, main)
+    assert f"rank 1 raised {words}" in text
 
 
 def fail_on_one_rank(rank: int) -> tuple[str, float]:
@@ -141,7 +141,7 @@ def fail_on_one_rank(rank: int) -> tuple[str, float]:
     return str(caught.value), seconds
 
 
-def test_processes_hear_why_another_one_cannot_start() -> None:
+def test_processes_learn_why_another_one_cannot_start() -> None:
     results = run_processes(2, fail_on_one_rank)
     assert "rank 1 raised TypeError: bucket_cap_mb expects a number of MiB" in results[0][0]
     assert results[1][0].startswith("bucket_cap_mb expects a number of MiB")
@@ -309,7 +309,7 @@ def start_with_a_wrong_record(rank: int) -> tuple[str, str, float]:
 
 
 @pytest.mark.timeout(60)
-def test_a_record_of_the_wrong_type_is_told_though_it_says_where_the_others_meet() -> None:
+def test_a_record_of_the_wrong_type_is_refused_on_all_ranks_although_it_holds_their_store() -> None:
     results = run_processes(4, start_with_a_wrong_record)
     assert results[1][0] == "TypeError"
     for kind, text, seconds in results:

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from crews import CrewOfProcesses, StoreProcess
 from problem import TINY_CAP_MB, backward, make_params, sgd
 from ranks import PROCESSES
+from restartable_processes import RestartableProcesses, StoreProcess
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import DistError
 
@@ -159,13 +159,13 @@ def train(
 def test_every_survivor_raises_in_time_when_the_store_is_stopped(
     end: str, fault: signal.Signals
 ) -> None:
-    with StoreProcess() as server, CrewOfProcesses(4, train, server.port, end) as crew:
+    with StoreProcess() as server, RestartableProcesses(4, train, server.port, end) as processes:
         for rank in range(4):
-            crew.wait_for(rank, "round 10")
+            processes.wait_for(rank, "round 10")
         server.signal(signal.SIGSTOP)
-        crew.signal(2, fault)
+        processes.signal(2, fault)
         for rank in (0, 1, 3):
-            seconds, text = crew.wait_for(rank, "result", 40)
+            seconds, text = processes.wait_for(rank, "result", 40)
             assert seconds < PATIENCE + SLACK
             expected = "the store in which the ranks agree does not answer"
             assert (expected if end == "continue" else f"rank {rank}: lost") in text
@@ -193,16 +193,19 @@ def freeze_and_go_on(
 
 @pytest.mark.timeout(60)
 def test_nobody_is_taken_for_dead_because_the_store_stood_still() -> None:
-    with StoreProcess() as server, CrewOfProcesses(4, freeze_and_go_on, server.port) as crew:
+    with (
+        StoreProcess() as server,
+        RestartableProcesses(4, freeze_and_go_on, server.port) as processes,
+    ):
         for rank in range(4):
-            crew.wait_for(rank, "round 10")
+            processes.wait_for(rank, "round 10")
         server.signal(signal.SIGSTOP)
-        crew.kill(2)
+        processes.kill(2)
         # Longer than a rank may be silent, and not as long as the timeout.
         time.sleep(4)
         server.signal(signal.SIGCONT)
-        crew.put("finish")
-        assert [crew.wait_for(rank, "result") for rank in (0, 1, 3)] == [(0, 1, 3)] * 3
+        processes.put("finish")
+        assert [processes.wait_for(rank, "result") for rank in (0, 1, 3)] == [(0, 1, 3)] * 3
 
 
 @contextmanager
@@ -243,13 +246,16 @@ def build_on_a_slow_store(
 @pytest.mark.timeout(60)
 def test_a_connection_may_take_longer_than_the_timeout_at_the_start() -> None:
     """As where a name server does not answer torch, which asks for a name at each connection."""
-    with StoreProcess() as server, CrewOfProcesses(2, build_on_a_slow_store, server.port) as crew:
+    with (
+        StoreProcess() as server,
+        RestartableProcesses(2, build_on_a_slow_store, server.port) as processes,
+    ):
         for rank in range(2):
-            crew.wait_for(rank, "connected")
+            processes.wait_for(rank, "connected")
         with stopped(server):
-            crew.put("build")
+            processes.put("build")
             time.sleep(PATIENCE_AT_START + 2)
-        assert [crew.wait_for(rank, "result") for rank in range(2)] == [(0, 1)] * 2
+        assert [processes.wait_for(rank, "result") for rank in range(2)] == [(0, 1)] * 2
 
 
 @pytest.mark.timeout(60)

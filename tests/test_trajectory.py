@@ -105,7 +105,9 @@ def test_follows_the_oracle(name: str, world_size: int, local: int, overlap: boo
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
 @pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
-def test_follows_the_oracle_whatever_the_engine(overlap: bool, split: bool, views: bool) -> None:
+def test_follows_the_oracle_with_split_and_whole_updates(
+    overlap: bool, split: bool, views: bool
+) -> None:
     make = adamw if split else lambda params: in_one_call(adamw(params))
     check_against_oracle(Lopsided(4), overlap, make, param_as_bucket_view=views)
 

@@ -158,7 +158,7 @@ def test_the_backend_follows_from_the_devices(
     assert calls == ([info.device.index] if info.device.type == "cuda" else []) + [place[0]]
 
 
-def test_too_few_devices_are_said_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_devices_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = initialise_without_a_group(monkeypatch, 2)
     with pytest.warns(UserWarning, match=r"2 CUDA device\(s\) for the 4 ranks.*backend=\"nccl\""):
         assert init_distributed().device == torch.device("cpu")

@@ -319,7 +319,7 @@ def test_an_error_of_the_user_before_the_first_gradient_changes_nothing(
     assert not torch.equal(flat(model), before)
 
 
-def test_a_lost_peer_is_told_by_the_backward_pass() -> None:
+def test_a_backward_pass_raises_the_loss_of_a_peer() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         model = wrap(make_model(), group, topology="ring", timeout=1.0)
         train(model, rank, range(2))
@@ -527,7 +527,7 @@ def hooked(named: Any) -> torch.optim.Optimizer:
         ),
     ],
 )
-def test_wrong_arguments_are_told(error: Any, match: str, changes: dict[str, Any]) -> None:
+def test_wrong_arguments_are_refused(error: Any, match: str, changes: dict[str, Any]) -> None:
     if changes.get("optim_fn") == "lbfgs":
         changes = {"optim_fn": lambda named: torch.optim.LBFGS([p for _, p in named])}
     arguments = {"model": make_model(), "optim_fn": sgd, **changes}
@@ -554,7 +554,7 @@ def test_names_are_those_of_the_model_and_modes_reach_it() -> None:
 
 
 @pytest.mark.parametrize("averaged", [True, False])
-def test_buffers_and_frozen_parameters_start_alike_and_buffers_are_averaged_if_asked(
+def test_buffers_and_frozen_parameters_start_the_same_and_buffers_are_averaged_if_asked(
     averaged: bool,
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The order of the rooms: a module imports from its own room and from rooms below it only."""
+"""The order of imports: a module imports from its own layer and from layers below it only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from decent_optim_wrapper import DecentOptimWrapper
 PACKAGE = "decent_optim_wrapper"
 ROOT = Path(decent_optim_wrapper.__file__).parent
 
-# What each room may import of the package besides itself: a folder, or a module at the top
+# What each layer may import of the package besides itself: a folder, or a module at the top
 # level of the package.
 _COMM = {"topo", "errors"}
 _GOSSIP = {*_COMM, "comm", "optim"}
@@ -44,9 +44,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 
-def modules(room: str) -> list[Path]:
-    folder = ROOT / room
-    return sorted(folder.rglob("*.py")) if folder.is_dir() else [ROOT / f"{room}.py"]
+def modules(layer: str) -> list[Path]:
+    folder = ROOT / layer
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [ROOT / f"{layer}.py"]
 
 
 def imports(path: Path, root: Path = ROOT) -> Iterator[tuple[list[str], int]]:
@@ -65,28 +65,28 @@ def imports(path: Path, root: Path = ROOT) -> Iterator[tuple[list[str], int]]:
             yield name, node.lineno
 
 
-def imported_rooms(path: Path, root: Path = ROOT) -> Iterator[tuple[str, int]]:
+def imported_layers(path: Path, root: Path = ROOT) -> Iterator[tuple[str, int]]:
     for name, line in imports(path, root):
         if name[0] == PACKAGE:
             yield (name[1] if len(name) > 1 else PACKAGE), line
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
-def test_a_room_imports_only_from_rooms_below_it(room: str) -> None:
-    allowed = MAY_IMPORT[room] | {room}
-    found = modules(room)
+@pytest.mark.parametrize("layer", MAY_IMPORT)
+def test_a_layer_imports_only_from_layers_below_it(layer: str) -> None:
+    allowed = MAY_IMPORT[layer] | {layer}
+    found = modules(layer)
     assert all(path.is_file() for path in found)
     assert found
     upwards = [
         f"{path.relative_to(ROOT)}, line {line}: {imported}"
         for path in found
-        for imported, line in imported_rooms(path)
+        for imported, line in imported_layers(path)
         if imported not in allowed
     ]
     assert not upwards
 
 
-def test_every_module_is_in_a_room() -> None:
+def test_every_module_is_in_a_layer() -> None:
     top = {path.stem if path.suffix == ".py" else path.name for path in ROOT.iterdir()}
     assert top - {"__pycache__", "__init__", "py"} - {"py.typed"} == set(MAY_IMPORT)
 
@@ -97,16 +97,16 @@ def test_topologies_need_no_process_group() -> None:
     assert not [name for name in names if "distributed" in name]
 
 
-def test_the_rooms_have_an_order() -> None:
-    """Without a way back up: no room reaches itself by what it and others may import."""
-    for room in MAY_IMPORT:
-        reached, waiting = set[str](), [*MAY_IMPORT[room]]
+def test_the_layers_have_an_order() -> None:
+    """Without a way back up: no layer reaches itself by what it and others may import."""
+    for layer in MAY_IMPORT:
+        reached, waiting = set[str](), [*MAY_IMPORT[layer]]
         while waiting:
             below = waiting.pop()
             if below not in reached:
                 reached.add(below)
                 waiting += MAY_IMPORT.get(below, ())
-        assert room not in reached
+        assert layer not in reached
 
 
 def test_every_way_to_import_is_seen(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_every_way_to_import_is_seen(tmp_path: Path) -> None:
         "    from .. import errors\n"
         "    from . import _base\n"
     )
-    assert list(imported_rooms(path, tmp_path)) == [
+    assert list(imported_layers(path, tmp_path)) == [
         *(("ddp", 1), ("wrapper", 2), ("Group", 2), ("topo", 3)),
         *(("planning", 5), ("errors", 6), ("topo", 7)),
     ]

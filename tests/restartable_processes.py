@@ -19,7 +19,7 @@ from ranks import PROCESSES
 from torch._C._distributed_c10d import TCPStore
 
 
-class CrewOfProcesses:
+class RestartableProcesses:
     """Runs `main(rank, world_size, store, report, *args)` in a process for each rank.
 
     Args:
@@ -37,7 +37,7 @@ class CrewOfProcesses:
         self._pipes: dict[Connection, int] = {}
         self.reports: dict[tuple[int, str], Any] = {}
 
-    def __enter__(self) -> CrewOfProcesses:
+    def __enter__(self) -> RestartableProcesses:
         for rank in range(self.world_size):
             self.start(rank)
         return self
@@ -96,8 +96,8 @@ class CrewOfProcesses:
 
     def listen(self, seconds: float) -> set[int]:
         """The ranks that report a round within that time."""
-        heard = self._take(seconds)
-        return {rank for rank, key in heard if key.startswith("round ")}
+        taken = self._take(seconds)
+        return {rank for rank, key in taken if key.startswith("round ")}
 
     def wait_for(self, rank: int, key: str, seconds: float = 60) -> Any:
         """What the rank reports under the key, from now on or before."""

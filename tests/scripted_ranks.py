@@ -64,14 +64,14 @@ class World(NamedTuple):
             dtypes.append(self.options["comm_dtype"])
         return 4 * max(torch.finfo(dtype).eps for dtype in dtypes) * (1 + calls)
 
-    def run(self, calls: list[str], alike: bool = False) -> list[tuple[Seen, ...]]:
-        """What the ranks see at the start, where they are alike or not, and after each call."""
+    def run(self, calls: list[str], same_start: bool = False) -> list[tuple[Seen, ...]]:
+        """What the ranks see at the start, which may be the same for all, and after each call."""
 
         # Until all ranks have ended: one that is late may still connect to those that have.
         trainers = []
 
         def main(rank: int, group: dist.ProcessGroup) -> list[Seen]:
-            trainer = Trainer(self, rank, group, 0 if alike else rank)
+            trainer = Trainer(self, rank, group, 0 if same_start else rank)
             trainers.append(trainer)
             return trainer.perform(calls)
 
@@ -85,7 +85,7 @@ class Seen(NamedTuple):
     number: Any
 
 
-class Player:
+class ScriptRunner:
     """Performs calls by name and notes what there is to see after each."""
 
     def perform(self, calls: list[str]) -> list[Seen]:
@@ -104,7 +104,7 @@ class Player:
         raise NotImplementedError
 
 
-class Trainer(Player):
+class Trainer(ScriptRunner):
     """One rank with its optimizer."""
 
     def __init__(self, world: World, rank: int, group: dist.ProcessGroup, start: int) -> None:

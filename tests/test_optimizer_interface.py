@@ -196,7 +196,7 @@ def test_hooks_on_all_optimizers_run_once_per_step_around_the_wrappers(
     assert not torch.equal(flatten(params), flatten(make_params()))
 
 
-def test_a_hook_of_the_base_may_change_its_arguments_beside_hooks_on_all_optimizers() -> None:
+def test_a_hook_of_the_base_may_change_its_arguments_next_to_hooks_on_all_optimizers() -> None:
     params = make_params()
     wrapper = wrap(params, overlap=False)
     losses: list[float] = []

@@ -1,4 +1,4 @@
-"""How the bytes travel: split updates, parameters as bucket views, half the bytes, statistics."""
+"""How values travel: split updates, parameters as bucket views, half the bytes, statistics."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from typing import Any, Literal, cast
 
 import pytest
 import torch
-from crews import CrewOfProcesses
 from modules import flat, make_model
 from modules import train as train_module
 from modules import wrap as wrap_module
 from problem import TINY_CAP_MB, backward, flatten, make_params, nesterov, sgd
+from restartable_processes import RestartableProcesses
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from decent_optim_wrapper import (
@@ -112,12 +112,12 @@ def test_the_others_go_on_without_a_killed_rank(
     topology: str, becomes: str, victim: int, views: bool
 ) -> None:
     options = {"param_as_bucket_view": views}
-    with CrewOfProcesses(4, train, topology, options) as crew:
-        crew.wait_for(victim, "round 20")
-        crew.kill(victim)
-        crew.finish()
+    with RestartableProcesses(4, train, topology, options) as processes:
+        processes.wait_for(victim, "round 20")
+        processes.kill(victim)
+        processes.finish()
         left = tuple(rank for rank in range(4) if rank != victim)
-        results = [crew.wait_for(rank, "result") for rank in left]
+        results = [processes.wait_for(rank, "result") for rank in left]
     agree(results)
     for result in results:
         assert result["members"] == left
@@ -150,8 +150,8 @@ def train_a_few_steps(
 
 @pytest.mark.timeout(120)
 def test_a_rank_lost_before_the_first_beats_takes_nobody_with_it() -> None:
-    with CrewOfProcesses(4, train_a_few_steps) as crew:
-        results = [crew.wait_for(rank, "result") for rank in range(4)]
+    with RestartableProcesses(4, train_a_few_steps) as processes:
+        results = [processes.wait_for(rank, "result") for rank in range(4)]
     assert results == [(0, 2, 3), None, (0, 2, 3), (0, 2, 3)]
 
 
@@ -183,8 +183,8 @@ def overflow_after_a_loss(
 
 @pytest.mark.timeout(60)
 def test_errors_after_a_loss_name_ranks_as_at_the_start() -> None:
-    with CrewOfProcesses(3, overflow_after_a_loss) as crew:
-        (overflow, disorder), (same, back) = (crew.wait_for(rank, "result") for rank in (1, 2))
+    with RestartableProcesses(3, overflow_after_a_loss) as processes:
+        (overflow, disorder), (same, back) = (processes.wait_for(rank, "result") for rank in (1, 2))
     assert overflow.startswith("rank 1: expected finite parameters in global_avg(), but those of")
     assert "ranks [2] hold" in overflow
     assert same.startswith("rank 2: ")
@@ -194,15 +194,15 @@ def test_errors_after_a_loss_name_ranks_as_at_the_start() -> None:
 
 @pytest.mark.timeout(120)
 def test_two_ranks_killed_at_once_and_one_during_the_rebuilding() -> None:
-    with CrewOfProcesses(6, train, "ring", {}) as crew:
-        crew.wait_for(3, "round 20")
-        crew.kill(0)
-        crew.kill(4)
+    with RestartableProcesses(6, train, "ring", {}) as processes:
+        processes.wait_for(3, "round 20")
+        processes.kill(0)
+        processes.kill(4)
         # The others take 2 s to be sure that these are dead.
         time.sleep(1)
-        crew.kill(1)
-        crew.finish()
-        results = [crew.wait_for(rank, "result") for rank in (2, 3, 5)]
+        processes.kill(1)
+        processes.finish()
+        results = [processes.wait_for(rank, "result") for rank in (2, 3, 5)]
     agree(results)
     for result in results:
         assert result["members"] == (2, 3, 5)
@@ -212,11 +212,11 @@ def test_two_ranks_killed_at_once_and_one_during_the_rebuilding() -> None:
 
 @pytest.mark.timeout(120)
 def test_the_last_rank_goes_on_alone() -> None:
-    with CrewOfProcesses(2, train, "complete", {}) as crew:
-        crew.wait_for(1, "round 20")
-        crew.kill(0)
-        crew.finish()
-        result = crew.wait_for(1, "result")
+    with RestartableProcesses(2, train, "complete", {}) as processes:
+        processes.wait_for(1, "round 20")
+        processes.kill(0)
+        processes.finish()
+        result = processes.wait_for(1, "result")
     assert result["members"] == (1,)
     assert result["round"] >= 60
 
@@ -228,17 +228,17 @@ def test_the_last_rank_goes_on_alone() -> None:
 def test_a_killed_rank_is_started_again_and_takes_part(
     topology: str, views: bool, given_up: bool
 ) -> None:
-    with CrewOfProcesses(4, train, topology, {"param_as_bucket_view": views}) as crew:
+    with RestartableProcesses(4, train, topology, {"param_as_bucket_view": views}) as processes:
         for rank in range(4):
-            assert crew.wait_for(rank, "joined") == 0
-        crew.wait_for(1, "round 20")
-        crew.kill(1)
+            assert processes.wait_for(rank, "joined") == 0
+        processes.wait_for(1, "round 20")
+        processes.kill(1)
         if given_up:
-            crew.wait_for_members(0, (0, 2, 3))
-        crew.start(1)
-        assert crew.wait_for(1, "joined") >= 20
-        crew.finish()
-        results = [crew.wait_for(rank, "result") for rank in range(4)]
+            processes.wait_for_members(0, (0, 2, 3))
+        processes.start(1)
+        assert processes.wait_for(1, "joined") >= 20
+        processes.finish()
+        results = [processes.wait_for(rank, "result") for rank in range(4)]
     agree(results)
     for rank in (0, 2, 3):
         assert results[rank]["members"] == (0, 1, 2, 3)
@@ -250,17 +250,17 @@ def test_a_killed_rank_is_started_again_and_takes_part(
 
 @pytest.mark.timeout(120)
 def test_a_rank_comes_back_while_another_one_is_away() -> None:
-    with CrewOfProcesses(4, train, "ring", {}) as crew:
+    with RestartableProcesses(4, train, "ring", {}) as processes:
         for rank in range(4):
-            assert crew.wait_for(rank, "joined") == 0
-        crew.wait_for(1, "round 20")
-        crew.kill(1)
-        crew.kill(2)
-        crew.wait_for_members(0, (0, 3))
-        crew.start(1)
-        assert crew.wait_for(1, "joined") >= 20
-        crew.finish()
-        results = [crew.wait_for(rank, "result") for rank in (0, 1, 3)]
+            assert processes.wait_for(rank, "joined") == 0
+        processes.wait_for(1, "round 20")
+        processes.kill(1)
+        processes.kill(2)
+        processes.wait_for_members(0, (0, 3))
+        processes.start(1)
+        assert processes.wait_for(1, "joined") >= 20
+        processes.finish()
+        results = [processes.wait_for(rank, "result") for rank in (0, 1, 3)]
     agree(results)
     for result in results:
         assert result["members"] == (0, 1, 3)
@@ -327,11 +327,11 @@ def raise_at_changes(
 
 @pytest.mark.timeout(60)
 def test_a_callback_that_raises_is_an_error_of_its_own_rank_only() -> None:
-    with CrewOfProcesses(4, raise_at_changes) as crew:
-        crew.wait_for(0, "round 20")
-        crew.kill(0)
-        crew.finish()
-        results = [crew.wait_for(rank, "result") for rank in (1, 2, 3)]
+    with RestartableProcesses(4, raise_at_changes) as processes:
+        processes.wait_for(0, "round 20")
+        processes.kill(0)
+        processes.finish()
+        results = [processes.wait_for(rank, "result") for rank in (1, 2, 3)]
     agree(results)
     for rank, result in zip((1, 2, 3), results, strict=True):
         assert result["members"] == (1, 2, 3)
@@ -378,8 +378,8 @@ def raise_in_an_average(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("state", ["keep", "average"])
 def test_a_callback_that_raises_leaves_no_average_in_place(state: str) -> None:
-    with CrewOfProcesses(4, raise_in_an_average, state) as crew:
-        results = [crew.wait_for(rank, "result") for rank in (0, 2, 3)]
+    with RestartableProcesses(4, raise_in_an_average, state) as processes:
+        results = [processes.wait_for(rank, "result") for rank in (0, 2, 3)]
     agree(results)
     assert [result["caught"] for result in results] == [False, True, False]
 
@@ -420,11 +420,11 @@ def interrupt_a_wait(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("call", ["synchronize", "average"])
 def test_an_interrupted_wait_mixes_nothing_and_does_not_hold_up_the_end(call: str) -> None:
-    with CrewOfProcesses(2, interrupt_a_wait, call) as crew:
-        for text in crew.wait_for(0, "result"):
+    with RestartableProcesses(2, interrupt_a_wait, call) as processes:
+        for text in processes.wait_for(0, "result"):
             assert "this rank failed with KeyboardInterrupt" in text
-        assert crew.join(0, 30) == 0
-        assert crew.wait_for(1, "result") == (1,)
+        assert processes.join(0, 30) == 0
+        assert processes.wait_for(1, "result") == (1,)
 
 
 def test_the_callback_is_checked_at_the_start() -> None:
@@ -447,15 +447,15 @@ def test_the_callback_is_checked_at_the_start() -> None:
     ids=["nesterov", "slow"],
 )
 def test_a_rank_that_comes_back_takes_over_the_outer_momentum(schedule: Schedule) -> None:
-    with CrewOfProcesses(4, train, "complete", {"schedule": schedule}) as crew:
-        assert crew.wait_for(1, "joined") == 0
-        crew.wait_for(1, "round 20")
-        crew.kill(1)
-        crew.wait_for_members(0, (0, 2, 3))
-        crew.start(1)
-        assert crew.wait_for(1, "joined") >= 20
-        crew.finish(margin=300)
-        results = [crew.wait_for(rank, "result") for rank in range(4)]
+    with RestartableProcesses(4, train, "complete", {"schedule": schedule}) as processes:
+        assert processes.wait_for(1, "joined") == 0
+        processes.wait_for(1, "round 20")
+        processes.kill(1)
+        processes.wait_for_members(0, (0, 2, 3))
+        processes.start(1)
+        assert processes.wait_for(1, "joined") >= 20
+        processes.finish(margin=300)
+        results = [processes.wait_for(rank, "result") for rank in range(4)]
     agree(results)
     for result in results:
         assert result["members"] == (0, 1, 2, 3)
@@ -469,16 +469,16 @@ def test_a_rank_that_comes_back_takes_over_the_outer_momentum(schedule: Schedule
 
 @pytest.mark.timeout(120)
 def test_a_rank_that_stood_still_comes_back_as_one_that_was_restarted() -> None:
-    with CrewOfProcesses(4, train, "ring", {}) as crew:
-        crew.wait_for(2, "round 20")
-        crew.signal(2, signal.SIGSTOP)
-        crew.wait_for_members(0, (0, 1, 3))
+    with RestartableProcesses(4, train, "ring", {}) as processes:
+        processes.wait_for(2, "round 20")
+        processes.signal(2, signal.SIGSTOP)
+        processes.wait_for_members(0, (0, 1, 3))
         # Longer than the timeout: its own waits are over when it goes on.
         time.sleep(PATIENCE)
-        crew.signal(2, signal.SIGCONT)
-        crew.wait_for_members(0, (0, 1, 2, 3))
-        crew.finish()
-        results = [crew.wait_for(rank, "result") for rank in range(4)]
+        processes.signal(2, signal.SIGCONT)
+        processes.wait_for_members(0, (0, 1, 2, 3))
+        processes.finish()
+        results = [processes.wait_for(rank, "result") for rank in range(4)]
     agree(results)
     assert results[0]["members"] == (0, 1, 2, 3)
     assert results[0]["changes"] == [
@@ -514,31 +514,31 @@ def test_the_death_of_the_store_is_one_clear_error() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with CrewOfProcesses(4, train_on_the_store_of_rank_0, port) as crew:
+    with RestartableProcesses(4, train_on_the_store_of_rank_0, port) as processes:
         for rank in (1, 2, 3):
-            text = crew.wait_for(rank, "result")
+            text = processes.wait_for(rank, "result")
             assert f"rank {rank}: the store in which the ranks agree does not answer" in text
             assert "a process that outlives the ranks" in text
 
 
 @pytest.mark.timeout(120)
 def test_ranks_that_are_all_restarted_on_the_same_store_start_again() -> None:
-    with CrewOfProcesses(3, train, "complete", {}) as crew:
-        crew.wait_for(0, "round 20")
+    with RestartableProcesses(3, train, "complete", {}) as processes:
+        processes.wait_for(0, "round 20")
         # One was lost before, so that the last members were fewer than all.
-        crew.kill(2)
-        crew.wait_for(0, "joined")
-        crew.wait_for_members(0, (0, 1))
+        processes.kill(2)
+        processes.wait_for(0, "joined")
+        processes.wait_for_members(0, (0, 1))
         for rank in (0, 1):
-            crew.kill(rank)
-        crew.reports.clear()
+            processes.kill(rank)
+        processes.reports.clear()
         for rank in range(3):
-            crew.start(rank)
+            processes.start(rank)
         for rank in range(3):
-            assert crew.wait_for(rank, "joined") == 0
-        crew.wait_for(0, "round 20")
-        crew.finish()
-        results = [crew.wait_for(rank, "result") for rank in range(3)]
+            assert processes.wait_for(rank, "joined") == 0
+        processes.wait_for(0, "round 20")
+        processes.finish()
+        results = [processes.wait_for(rank, "result") for rank in range(3)]
     agree(results)
     for result in results:
         assert result["members"] == (0, 1, 2)
@@ -583,16 +583,16 @@ def average_often(
 @pytest.mark.parametrize("average_state", ["keep", "average"])
 def test_a_rank_comes_back_while_the_others_are_in_averages(average_state: AverageState) -> None:
     options = {"schedule": Schedule(average_state=average_state)}
-    with CrewOfProcesses(4, average_often, options) as crew:
+    with RestartableProcesses(4, average_often, options) as processes:
         for rank in range(4):
-            assert crew.wait_for(rank, "joined") == 0
-        crew.wait_for(0, "round 20")
+            assert processes.wait_for(rank, "joined") == 0
+        processes.wait_for(0, "round 20")
         for rank in (1, 3, 1):
-            crew.kill(rank)
-            crew.start(rank)
-            assert crew.wait_for(rank, "joined") > 0
-        crew.finish(margin=60)
-        results = [crew.wait_for(rank, "result") for rank in range(4)]
+            processes.kill(rank)
+            processes.start(rank)
+            assert processes.wait_for(rank, "joined") > 0
+        processes.finish(margin=60)
+        results = [processes.wait_for(rank, "result") for rank in range(4)]
     agree(results)
     assert results[0]["members"] == (0, 1, 2, 3)
     for theirs in results[1:]:
@@ -643,8 +643,8 @@ def build_with_bad_arguments(
     ids=["type", "topology"],
 )
 def test_all_ranks_learn_why_one_cannot_start(wrong: dict[str, Any], kind: str, text: str) -> None:
-    with CrewOfProcesses(4, build_with_bad_arguments, wrong) as crew:
-        results = [crew.wait_for(rank, "result") for rank in range(4)]
+    with RestartableProcesses(4, build_with_bad_arguments, wrong) as processes:
+        results = [processes.wait_for(rank, "result") for rank in range(4)]
         assert results[1][0] == kind
         assert text in results[1][1]
         for rank in (0, 2, 3):
@@ -655,9 +655,9 @@ def test_all_ranks_learn_why_one_cannot_start(wrong: dict[str, Any], kind: str, 
             # Not only when the timeout is over; starting takes as long as the last process does.
             assert results[rank][2] < 20
         for rank in range(4):
-            crew.start(rank)
+            processes.start(rank)
         # Once it is mended, all start on the same store.
-        assert [crew.wait_for(rank, "result") for rank in range(4)] == [(0, 1, 2, 3)] * 4
+        assert [processes.wait_for(rank, "result") for rank in range(4)] == [(0, 1, 2, 3)] * 4
 
 
 def come_back_as_another(
@@ -684,13 +684,13 @@ def come_back_as_another(
 
 @pytest.mark.timeout(60)
 def test_a_rank_that_comes_back_as_another_is_refused() -> None:
-    with CrewOfProcesses(3, come_back_as_another) as crew:
+    with RestartableProcesses(3, come_back_as_another) as processes:
         for rank in range(3):
-            crew.wait_for(rank, "joined")
-        crew.kill(1)
-        crew.start(1)
-        text = crew.wait_for(1, "result")
-        crew.put("seen")
+            processes.wait_for(rank, "joined")
+        processes.kill(1)
+        processes.start(1)
+        text = processes.wait_for(1, "result")
+        processes.put("seen")
         assert "rank 1: this rank comes back with <nothing more> where everyone else has" in text
         assert "parameter 0.3" in text
 
@@ -736,13 +736,13 @@ def average_with_a_callback_that_raises(
 
 @pytest.mark.timeout(60)
 def test_no_average_stays_in_place_where_the_callback_raises() -> None:
-    with CrewOfProcesses(3, average_with_a_callback_that_raises) as crew:
-        results = [crew.wait_for(rank, "result") for rank in (1, 2)]
+    with RestartableProcesses(3, average_with_a_callback_that_raises) as processes:
+        results = [processes.wait_for(rank, "result") for rank in (1, 2)]
     agree(results)
     assert [each["caught"] for each in results] == [[], [(3, "no data for (1, 2)", False)]]
 
 
-def step_in_backward_with_a_callback_that_raises(
+def step_with_a_callback_that_raises(
     rank: int,
     world_size: int,
     store: Any,
@@ -779,8 +779,8 @@ def step_in_backward_with_a_callback_that_raises(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_a_callback_that_raises_does_not_tear_a_backward_pass(in_backward: bool) -> None:
-    with CrewOfProcesses(3, step_in_backward_with_a_callback_that_raises, in_backward) as crew:
-        results = [crew.wait_for(rank, "result") for rank in (1, 2)]
+    with RestartableProcesses(3, step_with_a_callback_that_raises, in_backward) as processes:
+        results = [processes.wait_for(rank, "result") for rank in (1, 2)]
     rows = torch.tensor([each["params"] for each in results], dtype=torch.float64)
     torch.testing.assert_close(rows[0], rows[1])
     assert not torch.equal(rows[0], flat(make_model()))
