@@ -28,5 +28,10 @@ def pairwise(*parameters: Mapping[str, Any]) -> list[Any]:
     return cases
 
 
+def named(*values: str) -> dict[str, str]:
+    """Values that are their own names."""
+    return {value: value for value in values}
+
+
 OVERLAP = {"overlap": True, "no_overlap": False}
 VIEWS = {"views": True, "copies": False}

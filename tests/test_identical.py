@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import OVERLAP, pairwise
 from problem import MODES, TINY_CAP_MB, backward, flatten, make_params
 from ranks import run_processes, run_threads
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from decent_optim_wrapper import DecentOptimWrapper
 
+WORLDS = {name: (name, size) for name, size in (("ring", 4), ("complete", 3), ("greedy", 5))}
 WORDS = "the peers have sent what this rank has itself"
 
 
@@ -32,7 +34,7 @@ def train(
     rank: int,
     group: dist.ProcessGroup,
     data: Callable[[int], int],
-    steps: int = 8,
+    steps: int = 5,
     lr: Callable[[int], float] = lambda step: 0.05,
     **options: Any,
 ) -> Tensor:
@@ -57,13 +59,12 @@ def own(rank: int) -> int:
     return rank
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("topology", "size"), [("ring", 4), ("complete", 3), ("greedy", 5)])
+@pytest.mark.parametrize(("world", "mode", "overlap"), pairwise(WORLDS, MODES, OVERLAP))
 def test_the_same_data_on_every_rank_is_warned_of_once(
-    topology: str, size: int, mode: str, overlap: bool
+    world: tuple[str, int], mode: dict[str, Any], overlap: bool
 ) -> None:
-    options = {"topology": topology, "overlap": overlap, **MODES[mode]}
+    topology, size = world
+    options: dict[str, Any] = {"topology": topology, "overlap": overlap, **mode}
     with caught() as count:
         rows = run_threads(size, lambda rank, group: train(rank, group, same, **options))
         assert count() == 1

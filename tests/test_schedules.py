@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -38,7 +38,7 @@ from decent_optim_wrapper.config import AverageState
 from decent_optim_wrapper.gossip.outer import MakeOptimizer as MakeOuter
 from decent_optim_wrapper.optim import mixing_rate_from_lr
 
-STEPS = 14
+STEPS = 10
 
 
 # What an outer step makes of the anchors and of what has been mixed; it keeps a momentum, and knows
@@ -167,6 +167,15 @@ PLANS = {
 }
 
 
+PLAIN = Plan()
+create = cache(TopologyFactory.create)
+
+
+def adamw_in_one_call(params: Sequence[Tensor]) -> Optimizer:
+    return in_one_call(adamw(params))
+
+
+@cache
 def simulate(
     topology: Topology, plan: Plan, overlap: bool, make_optimizer: MakeOptimizer, steps: int = STEPS
 ) -> Tensor:
@@ -271,7 +280,7 @@ def check(
     )
     expected = simulate(topology, plan, overlap, make_optimizer)
     torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-11, atol=1e-11)
-    plain = simulate(topology, Plan(), overlap, make_optimizer)
+    plain = simulate(topology, PLAIN, overlap, make_optimizer)
     assert (plain - expected).abs().max() > 1e-4, "the schedule made no difference"
 
 
@@ -280,7 +289,7 @@ def check(
     pairwise(PLANS, {"ring": "ring", "one-peer-exp": "one-peer-exp"}, OVERLAP),
 )
 def test_follows_the_oracle(plan: Plan, name: str, overlap: bool) -> None:
-    check(TopologyFactory.create(name, 4), plan, overlap)
+    check(create(name, 4), plan, overlap)
 
 
 @pytest.mark.parametrize(
@@ -289,9 +298,8 @@ def test_follows_the_oracle(plan: Plan, name: str, overlap: bool) -> None:
 def test_follows_the_oracle_with_split_and_whole_updates(
     plan: Plan, split: bool, views: bool
 ) -> None:
-    topology = TopologyFactory.create("greedy", 5)
-    make = adamw if split else lambda params: in_one_call(adamw(params))
-    check(topology, plan, True, make, param_as_bucket_view=views)
+    make = adamw if split else adamw_in_one_call
+    check(create("greedy", 5), plan, True, make, param_as_bucket_view=views)
 
 
 def resume_in_new_objects(
@@ -312,15 +320,22 @@ def resume_in_new_objects(
     return params, optimizer
 
 
-@pytest.mark.parametrize(
-    ("plan", "stop", "views"), pairwise(PLANS, {"3": 3, "5": 5, "8": 8}, VIEWS)
-)
-def test_a_resumed_run_continues_bit_for_bit(plan: Plan, stop: int, views: bool) -> None:
-    def main(rank: int, group: dist.ProcessGroup, stop: int | None) -> Tensor:
+@cache
+def never_resumed(plan: Plan, views: bool) -> list[Tensor]:
+    """What the ranks of a ring end with."""
+    ring = create("ring", 4)
+    options = {"overlap": True, "param_as_bucket_view": views}
+    return run_threads(4, lambda rank, group: train(rank, group, ring, plan, sgd, **options))
+
+
+@pytest.mark.parametrize(("plan", "views"), pairwise(PLANS, VIEWS))
+def test_a_resumed_run_continues_bit_for_bit(plan: Plan, views: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params()
         optimizer = wrap(sgd(params), group, "ring", plan, param_as_bucket_view=views)
         for step in range(STEPS):
-            if step == stop:
+            # In different states of the schedules, and once after a resume.
+            if step in (3, 5, 8):
                 params, optimizer = resume_in_new_objects(
                     params, optimizer, group, plan, param_as_bucket_view=views
                 )
@@ -328,29 +343,25 @@ def test_a_resumed_run_continues_bit_for_bit(plan: Plan, stop: int, views: bool)
         optimizer.synchronize()
         return flatten(params)
 
-    whole = run_threads(4, lambda rank, group: main(rank, group, None))
-    resumed = run_threads(4, lambda rank, group: main(rank, group, stop))
-    assert all(map(torch.equal, whole, resumed))
+    whole = never_resumed(plan, views)
+    assert all(map(torch.equal, whole, run_threads(4, main)))
     assert not torch.equal(whole[0], whole[1])
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 def test_evaluating_changes_nothing(plan: Plan) -> None:
-    def main(rank: int, group: dist.ProcessGroup, evaluating: bool) -> Tensor:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params()
         optimizer = wrap(sgd(params), group, "ring", plan)
         for step in range(STEPS):
             advance(optimizer, params, rank, step, plan)
-            if evaluating:
-                own = flatten(params)
-                with optimizer.averaged():
-                    assert not torch.equal(flatten(params), own) or plan.lr(step) == 0
+            own = flatten(params)
+            with optimizer.averaged():
+                assert not torch.equal(flatten(params), own) or plan.lr(step) == 0
         optimizer.synchronize()
         return flatten(params)
 
-    plain = run_threads(4, lambda rank, group: main(rank, group, False))
-    evaluated = run_threads(4, lambda rank, group: main(rank, group, True))
-    assert all(map(torch.equal, plain, evaluated))
+    assert all(map(torch.equal, never_resumed(plan, views=False), run_threads(4, main)))
 
 
 def test_a_rank_alone_takes_its_outer_steps() -> None:
@@ -412,7 +423,7 @@ def test_a_state_without_an_outer_optimizer_can_be_synchronised_at_once(views: b
         assert (ours - flatten(make_params())).abs().max() > 1e-2
 
 
-def test_rounds_of_rest_send_nothing() -> None:
+def test_idle_rounds_send_nothing() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> list[int]:
         params = make_params()
         optimizer = wrap(sgd(params), group, "ring", Plan(gossip_every=3, global_avg_every=6))
@@ -453,7 +464,7 @@ def test_a_rate_that_differs_is_an_error_on_both_ranks() -> None:
     assert own[0] in texts[0] or own[1] in texts[1]
 
 
-def test_another_method_is_noticed_during_a_rest() -> None:
+def test_another_method_is_noticed_in_an_idle_round() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> str:
         params = make_params()
         optimizer = wrap(sgd(params), group, "complete", Plan(gossip_every=3), timeout=10)
