@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -18,26 +19,16 @@ import torch
 from ranks import run_script, run_script_on_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-pytest.importorskip("sklearn")
-pytest.importorskip("torchvision")
-pytestmark = pytest.mark.slow
+# Looked for and not imported, which every worker would wait for.
+missing = [name for name in ("sklearn", "torchvision") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing), reason=f"the examples need {missing}"),
+]
 
 
 def launcher(ranks: int) -> tuple[str, ...]:
     return "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"
-
-
-def torchrun(ranks: int, *command: str | Path, cwd: Path) -> str:
-    """The real one, which takes a fresh interpreter for itself and for every rank."""
-    done = subprocess.run(
-        [sys.executable, *launcher(ranks), *map(str, command)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 class End(NamedTuple):
@@ -53,7 +44,7 @@ def ends(out: str) -> dict[str, End]:
 
 
 def test_four_ranks_learn_the_digits_with_the_defaults(tmp_path: Path) -> None:
-    runs = ends(torchrun(4, EXAMPLES / "train_digits.py", cwd=tmp_path))
+    runs = ends(run_script_on_ranks(4, EXAMPLES / "train_digits.py", cwd=tmp_path))
     assert set(runs) == {"ring, gossip_every=1"}
     assert runs["ring, gossip_every=1"].accuracy >= 97
     assert (tmp_path / "runs" / "digits.png").read_bytes().startswith(b"\x89PNG")
@@ -90,7 +81,7 @@ def test_the_digits_are_learnt_though_ranks_are_killed_and_one_comes_back(tmp_pa
 CIFAR = EXAMPLES / "train_cifar10.py"
 # Two epochs of four steps, with a set in the middle and at the end of each.
 TINY_CIFAR = (
-    *("--fake-data", "--fake-samples", "16", "--batch-size", "2", "--save-every", "2"),
+    *("--fake-data", "--fake-samples", "8", "--batch-size", "1", "--save-every", "2"),
     *("--epochs", "2", "--warmup-epochs", "1", "--lr", "0.01", "--topology", "ring", "--no-amp"),
 )
 
@@ -132,7 +123,7 @@ def launched(*command: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
@@ -152,6 +143,7 @@ def worker(agent: subprocess.Popen[str], rank: int) -> int:
     raise AssertionError(f"torchrun has no process of rank {rank}")
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for ranks in /proc")
 def test_torchrun_restarts_a_killed_rank_from_the_newest_set_that_is_whole(
     never_stopped: Path, tmp_path: Path
@@ -165,7 +157,7 @@ def test_torchrun_restarts_a_killed_rank_from_the_newest_set_that_is_whole(
         newest = max(step for step in (4, 6, 8) if cifar_file(tmp_path, step, rank=1).exists())
         os.truncate(cifar_file(tmp_path, newest, rank=1), 1_000_000)
         os.kill(victim, signal.SIGKILL)
-        out = agent.communicate(timeout=100)[0]
+        out = agent.communicate(timeout=120)[0]
     assert agent.returncode == 0, out
     assert f"step_{newest:08d}/rank_1_of_2.pt cannot be used" in out
     assert out.count("resumed after step") == 1
@@ -177,12 +169,9 @@ def test_torchrun_restarts_a_killed_rank_from_the_newest_set_that_is_whole(
 def test_cifar_goes_on_from_an_earlier_launch_only_with_resume(never_stopped: Path) -> None:
     expected = trained(never_stopped)
     cifar_file(never_stopped, 8, rank=0).unlink()
-    command = [sys.executable, *launcher(2), str(CIFAR), *TINY_CIFAR]
-    refused = subprocess.run(
-        command, cwd=never_stopped, capture_output=True, text=True, timeout=110
-    )
-    assert refused.returncode != 0
-    assert "the checkpoints of another launch, up to step 6: go on from there" in refused.stderr
+    refusal = "the checkpoints of another launch, up to step 6: go on from there"
+    with pytest.raises(AssertionError, match=refusal):
+        run_script_on_ranks(2, CIFAR, *TINY_CIFAR, cwd=never_stopped)
     out = run_script_on_ranks(2, CIFAR, *TINY_CIFAR, "--resume", cwd=never_stopped)
     assert "resumed after step 6, round 6" in out
     assert all(map(equal, trained(never_stopped), expected))
@@ -220,8 +209,8 @@ def test_the_benchmarks_run_without_a_network_lab(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory from /proc")
 def test_gradients_of_one_bucket_are_fewer_than_all_of_them(tmp_path: Path) -> None:
     methods = ("DecentOptimWrapper", "DecentralizedDataParallel")
-    arguments = ("--parameters", "16e6", "--methods", *methods)
+    arguments = ("--parameters", "9e6", "--methods", *methods)
     out = run_script(EXAMPLES / "benchmark" / "gradient_memory.py", *arguments, cwd=tmp_path)
     figures = dict(re.findall(r"\| (\w+) \| (\d+) \|", out))
-    assert int(figures["DecentOptimWrapper"]) == 61
+    assert int(figures["DecentOptimWrapper"]) == 34
     assert int(figures["DecentralizedDataParallel"]) <= 25
