@@ -31,7 +31,7 @@ from decent_optim_wrapper import (
 from decent_optim_wrapper.config import AverageState
 from decent_optim_wrapper.membership.recovery import fitting
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("faults")]
+pytestmark = pytest.mark.slow
 
 PATIENCE = 5.0
 
@@ -339,14 +339,16 @@ def test_a_callback_that_raises_is_an_error_of_its_own_rank_only() -> None:
         assert result["caught"] == (own if rank == 2 else [])
 
 
-def raise_in_an_average(
+def average_with_a_callback_that_raises(
     rank: int,
     world_size: int,
     store: Any,
     report: Callable[[str, Any], None],
     state: Literal["keep", "average"],
+    victim: int,
+    in_flight: bool,
 ) -> dict[str, Any]:
-    """Lose rank 1 in the middle of the training in an average, where rank 2's callback raises."""
+    """Lose the victim in the middle of the training in an average, where rank 2 raises."""
     params = make_params(seed=rank)
     optimizer = DecentOptimWrapper(
         *(sgd(params), rank, world_size, None, "complete", TINY_CAP_MB),
@@ -354,34 +356,44 @@ def raise_in_an_average(
         schedule=Schedule(average_state=state),
         elastic=Elastic(store=store, on_membership_change=refuse_changes(rank)),
     )
-    caught = False
+    caught = []
     for step in range(8):
         backward(params, rank, step)
         optimizer.step()
-        if step == 4:
+        if step == 4 and not in_flight:
             optimizer.synchronize()
-            if rank == 1:
-                report("result", None)
-                os._exit(0)
-            before = flatten(params)
-            try:
-                with optimizer.averaged():
-                    assert not torch.equal(flatten(params), before)
-            except LookupError:
-                caught = True
-            assert torch.equal(flatten(params), before)
-            assert not optimizer.is_averaged
+        if (rank, step) == (victim, 4):
+            report("result", None)
+            os._exit(1)
+        if step < 4:
+            continue
+        before = flatten(params)
+        try:
+            with optimizer.averaged():
+                assert not torch.equal(flatten(params), before)
+        except LookupError as error:
+            caught.append((step, str(error)))
+        assert torch.equal(flatten(params), before)
+        assert not optimizer.is_averaged
     optimizer.global_avg(may_revert=False)
     return {"params": flatten(params).tolist(), "members": optimizer.members, "caught": caught}
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("state", ["keep", "average"])
-def test_a_callback_that_raises_leaves_no_average_in_place(state: str) -> None:
-    with RestartableProcesses(4, raise_in_an_average, state) as processes:
-        results = [processes.wait_for(rank, "result") for rank in (0, 2, 3)]
+@pytest.mark.parametrize(
+    ("state", "victim", "in_flight"), [("keep", 1, False), ("average", 1, False), ("keep", 0, True)]
+)
+def test_a_callback_that_raises_leaves_no_average_in_place(
+    state: str, victim: int, in_flight: bool
+) -> None:
+    with RestartableProcesses(
+        4, average_with_a_callback_that_raises, state, victim, in_flight
+    ) as processes:
+        left = tuple(rank for rank in range(4) if rank != victim)
+        results = [processes.wait_for(rank, "result") for rank in left]
     agree(results)
-    assert [result["caught"] for result in results] == [False, True, False]
+    for rank, result in zip(left, results, strict=True):
+        assert result["caught"] == ([(4, f"no data for {left}")] if rank == 2 else [])
 
 
 def interrupt_a_wait(
@@ -454,7 +466,8 @@ def test_a_rank_that_comes_back_takes_over_the_outer_momentum(schedule: Schedule
         processes.wait_for_members(0, (0, 2, 3))
         processes.start(1)
         assert processes.wait_for(1, "joined") >= 20
-        processes.finish(margin=300)
+        # Enough outer steps for the momenta to meet.
+        processes.finish(margin=150)
         results = [processes.wait_for(rank, "result") for rank in range(4)]
     agree(results)
     for result in results:
@@ -703,43 +716,6 @@ def test_continuing_needs_a_store() -> None:
         DecentOptimWrapper(base, elastic=Elastic(store=HashStore()))
     with pytest.raises(TypeError, match=r"store expects a torch\.distributed\.Store"):
         Elastic(store=cast(Any, "tcp://"))
-
-
-def average_with_a_callback_that_raises(
-    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
-) -> dict[str, Any]:
-    """Lose rank 0 before an average, and go on after what the callback raises in it."""
-    params = make_params(seed=rank)
-    optimizer = DecentOptimWrapper(
-        *(sgd(params), rank, world_size, None, "complete", TINY_CAP_MB),
-        timeout=PATIENCE,
-        elastic=Elastic(store=store, on_membership_change=refuse_changes(rank)),
-    )
-    caught = []
-    for step in range(8):
-        backward(params, rank, step)
-        optimizer.step()
-        if (rank, step) == (0, 3):
-            report("result", None)
-            os._exit(1)
-        own = flatten(params)
-        try:
-            with optimizer.averaged():
-                pass
-        except LookupError as error:
-            caught.append((step, str(error), optimizer.is_averaged))
-            assert torch.equal(flatten(params), own)
-    optimizer.global_avg(may_revert=False)
-    members = optimizer.members
-    return {"params": flatten(params).tolist(), "members": members, "caught": caught}
-
-
-@pytest.mark.timeout(60)
-def test_no_average_stays_in_place_where_the_callback_raises() -> None:
-    with RestartableProcesses(3, average_with_a_callback_that_raises) as processes:
-        results = [processes.wait_for(rank, "result") for rank in (1, 2)]
-    agree(results)
-    assert [each["caught"] for each in results] == [[], [(3, "no data for (1, 2)", False)]]
 
 
 def step_with_a_callback_that_raises(
