@@ -15,10 +15,10 @@ from restartable_processes import RestartableProcesses
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("faults")]
+pytestmark = pytest.mark.slow
 
 RANKS = 4
-PATIENCE = 4.0
+PATIENCE = 2.5
 EVERYONE = tuple(range(RANKS))
 
 
