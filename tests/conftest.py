@@ -6,11 +6,11 @@ import os
 from datetime import UTC, datetime
 
 import pytest
-import torch
 
 # As torchrun starts its ranks. On a busy machine every operation of several threads waits for the
-# thread that has no core: the table of 128 ranks then took 56 s instead of 3.
-torch.set_num_threads(1)
+# thread that has no core: the table of 128 ranks then took 56 s instead of 3. In the environment,
+# because the process that starts the workers does without torch, which takes seconds to import.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # Torch asks the name server for the name of every address that connects to a store, and meanwhile
 # the store serves nobody. Where the answer is lost, glibc would ask again only after 5 s.
@@ -26,5 +26,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests first, so that no worker is left alone with them at the end."""
+    """The soak first, then other slow files: no worker is left alone with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     items.sort(key=lambda item: item.get_closest_marker("soak") is None)

@@ -22,10 +22,13 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 Result = TypeVar("Result")
 TIMEOUT = timedelta(seconds=40)
 
-# Imports torch, and what the examples need, once for all ranks: they are forked from it.
+# Imports torch, and what tests and examples need, once for all ranks: they are forked from it.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
-    ["torch._dynamo", "sklearn.datasets", "torchvision", "tqdm", "decent_optim_wrapper"]
+    [
+        *("torch._dynamo", "torch.distributed.checkpoint", "decent_optim_wrapper", "pytest"),
+        *("sklearn.datasets", "torchvision", "tqdm"),
+    ]
 )
 
 

@@ -19,7 +19,6 @@ from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("faults"),
     pytest.mark.skipif(not netlab.available(), reason="network namespaces need root and iproute2"),
 ]
 

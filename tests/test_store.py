@@ -26,7 +26,7 @@ from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
 from decent_optim_wrapper.comm.process_groups import new_backend
 from decent_optim_wrapper.comm.store import BoundedStore, within
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("faults")]
+pytestmark = pytest.mark.slow
 
 PATIENCE = 1.5
 PATIENCE_AT_START = 4.0

@@ -13,6 +13,7 @@ often than the faults explain, or if they do not agree on the average at the end
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import statistics
@@ -38,10 +39,10 @@ PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])
 # Rounds of a process after which its memory should not grow any more.
 WARM_UP = 500
-# More rounds than any rank makes between two reports if one rank is slow.
-SLOW_MARGIN = 10
 REPORT_SECONDS = 0.25
-# The others recover without the rank, and again when it rejoins.
+# No rank is that far beyond its last report.
+AHEAD_SECONDS = 2
+# The others go on without a rank, and later together with it.
 RECOVERIES_PER_LOSS = 2
 SLOW_RANK = 1
 
@@ -51,14 +52,16 @@ class Job(NamedTuple):
 
     Args:
         world_size: number of ranks.
-        topology: name of the topology.
-        timeout: timeout of the ranks in seconds.
-        slow: additional seconds that one rank needs for each step.
+        topology: by name.
+        timeout: in seconds.
+        step: seconds that every step takes at least.
+        slow: seconds that one rank needs longer for each step.
     """
 
     world_size: int
     topology: str
     timeout: float
+    step: float
     slow: float
 
 
@@ -134,8 +137,7 @@ def train(rank: int, job: Job, store: Any, report: Callable[[Progress], None]) -
 
     while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
         sleep_if_told(rank, store)
-        if rank == SLOW_RANK:
-            time.sleep(job.slow)
+        time.sleep(job.step + (job.slow if rank == SLOW_RANK else 0.0))
         optimizer.zero_grad()
         inputs = torch.randn(8, 32, dtype=torch.float64)
         (model(inputs) - inputs[:, :4].sin()).square().mean().backward()
@@ -237,8 +239,10 @@ class Fleet:
                 raise TimeoutError(f"expected a report within {patience} s, got none of any rank")
 
     def end(self, patience: float = 60) -> None:
-        """Let all ranks end after the same round, a little later, and compare their averages."""
-        self._store.set("finish", str(self.round + (SLOW_MARGIN if self._job.slow else WARM_UP)))
+        """Let the ranks end a little later, all after the same round, and compare them."""
+        pace = self._job.step + self._job.slow
+        margin = math.ceil(AHEAD_SECONDS / pace) if pace else WARM_UP
+        self._store.set("finish", str(self.round + margin))
         deadline = time.monotonic() + patience
         while not all(progress.average for progress in self.newest.values()):
             if time.monotonic() > deadline:
@@ -386,9 +390,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--topology", default="ring")
-    parser.add_argument("--timeout", type=float, default=5, help="of the ranks, seconds")
-    parser.add_argument("--slow", type=float, default=0, help="additional seconds of a rank")
-    parser.add_argument("--quiet-rounds", type=int, default=0, help="number of rounds, no faults")
+    parser.add_argument("--timeout", type=float, default=5, help="of the ranks, in seconds")
+    parser.add_argument("--step", type=float, default=0, help="seconds of each step at least")
+    parser.add_argument("--slow", type=float, default=0, help="seconds a rank needs longer")
+    parser.add_argument("--quiet-rounds", type=int, default=0, help="that many rounds, no faults")
     args = parser.parse_args()
     if args.ranks <= LEAST:
         parser.error(f"--ranks: expected more than {LEAST}, which must stay, got {args.ranks}")
@@ -398,7 +403,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     start = time.monotonic()
-    fleet = Fleet(Job(args.ranks, args.topology, args.timeout, args.slow))
+    fleet = Fleet(Job(args.ranks, args.topology, args.timeout, args.step, args.slow))
     injector = Injector(fleet, args.ranks)
     try:
         wrong = soak(fleet, injector, args)
