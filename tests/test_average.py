@@ -54,6 +54,7 @@ def test_every_rank_holds_the_exact_average(topology: str, steps: int) -> None:
         assert not torch.allclose(own, averaged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -149,6 +150,7 @@ def test_reverting_without_a_snapshot_is_an_error() -> None:
     assert torch.equal(flatten(params), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("may_revert", [True, False])
 @pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])

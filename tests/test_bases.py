@@ -39,6 +39,7 @@ def sharded(rank: int) -> tuple[str, str, str]:
     return texts[0], texts[1], str(refused.value)
 
 
+@pytest.mark.slow
 def test_sharded_parameters_and_optimizers_are_refused_on_every_rank() -> None:
     for synchronised, own, zero in run_processes(2, sharded):
         assert synchronised == own

@@ -45,6 +45,7 @@ def step_without_a_gradient(optimizer: DecentOptimWrapper) -> None:
     optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("topology", ["ring", "complete"])
 @pytest.mark.parametrize(
@@ -254,6 +255,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_what_the_library_writes_itself_is_no_change_by_hand(options: str, base: str) -> None:

@@ -385,6 +385,7 @@ def write_and_stall(folder: str, moment: str) -> None:
     sealed_file.write(file_of(Path(folder), 4, rank=1), state, stamp=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["write", "flush", "rename"])
 def test_a_process_killed_while_it_writes_leaves_the_previous_set_usable(
     moment: str, tmp_path: Path, log: list[str]

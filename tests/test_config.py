@@ -221,6 +221,7 @@ def step_until_alone(
         report(f"round {optimizer.round}", None)
 
 
+@pytest.mark.slow
 def test_the_wrapper_waits_for_a_silent_rank_for_as_long_as_stale_after_says() -> None:
     with RestartableProcesses(2, step_until_alone) as processes:
         processes.wait_for(1, "round 5")

@@ -60,6 +60,7 @@ def by_steps(rank: int, group: dist.ProcessGroup, optim_fn: Any = sgd, **kw: Any
     return flat(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
@@ -81,9 +82,10 @@ def test_pairs_train_as_with_the_wrapper_bit_for_bit(
         assert not torch.equal(ours[0], ours[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
 @pytest.mark.parametrize("topology", ["complete", "alternating-exp-ring"])
-def test_larger_groups_train_as_with_a_wrapper_of_the_equal_bit_for_bit(
+def test_larger_groups_train_as_with_a_wrapper_of_the_same_buckets_bit_for_bit(
     topology: str, in_backward: bool | None
 ) -> None:
     options: Any = {"optim_fn": adamw, "topology": topology, "local_world_size": 2}
@@ -106,6 +108,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=list(SCHEDULES))
 def test_gossip_schedules_work_in_the_backward_pass(schedule: Schedule, views: bool) -> None:

@@ -120,6 +120,7 @@ def run_page(rank: int, page: Path, folder: Path) -> Outcome:
     return Outcome(len(run), validated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES[:-1], ids=lambda page: page.stem)
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     ranks = run_processes(RANKS, run_page, page, tmp_path)

@@ -59,6 +59,7 @@ def own(rank: int) -> int:
     return rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "mode", "overlap"), pairwise(WORLDS, MODES, OVERLAP))
 def test_the_same_data_on_every_rank_is_warned_of_once(
     world: tuple[str, int], mode: dict[str, Any], overlap: bool
@@ -166,6 +167,7 @@ def train_under_ddp(rank: int, wraps: bool) -> tuple[int, list[float]]:
     return warned, list(values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wraps", [True, False])
 def test_ddp_left_around_the_model_is_warned_of_on_rank_0(wraps: bool) -> None:
     rows = run_processes(2, train_under_ddp, wraps)

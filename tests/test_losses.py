@@ -202,6 +202,7 @@ def die_with_the_store(rank: int, port: int) -> str:
     raise AssertionError("nothing failed")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_the_death_of_the_rank_that_holds_the_store_is_a_peer_error() -> None:
     with socket.socket() as free:
@@ -243,6 +244,7 @@ def slow_rank(
     return gatherings, changes, distance
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("topology", ["ring", "complete"])
 def test_a_slow_rank_is_waited_for_and_not_given_up(topology: str) -> None:
@@ -346,6 +348,7 @@ def go_on_after_a_loss(
     return longest, optimizer.members
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_ranks_whose_neighbours_close_for_anothers_sake_do_not_wait_for_their_timeout() -> None:
     with RestartableProcesses(6, go_on_after_a_loss) as processes:

@@ -67,6 +67,7 @@ def load(run: Run, path: Path, optimizer_first: bool) -> None:
     run.scheduler.load_state_dict(saved["scheduler"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stop", "topology", "overlap", "mode"),
     pairwise(
@@ -243,6 +244,7 @@ BROKEN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_state_that_is_refused_changes_nothing(broken: str, views: bool) -> None:

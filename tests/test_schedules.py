@@ -292,6 +292,7 @@ def test_follows_the_oracle(plan: Plan, name: str, overlap: bool) -> None:
     check(create(name, 4), plan, overlap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "split", "views"), pairwise(PLANS, {"split": True, "whole": False}, VIEWS)
 )
@@ -328,6 +329,7 @@ def never_resumed(plan: Plan, views: bool) -> list[Tensor]:
     return run_threads(4, lambda rank, group: train(rank, group, ring, plan, sgd, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "views"), pairwise(PLANS, VIEWS))
 def test_a_resumed_run_continues_bit_for_bit(plan: Plan, views: bool) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
@@ -348,6 +350,7 @@ def test_a_resumed_run_continues_bit_for_bit(plan: Plan, views: bool) -> None:
     assert not torch.equal(whole[0], whole[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 def test_evaluating_changes_nothing(plan: Plan) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
@@ -523,6 +526,7 @@ def test_the_rate_can_be_set_and_is_checked() -> None:
         optimizer.mixing_rate = 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["keep", "average"])
 @pytest.mark.parametrize("plan", [SLOWMO, NESTEROV], ids=["slow", "nesterov"])
 def test_a_run_saved_on_an_average_continues_as_if_it_had_stepped_there(

@@ -287,6 +287,7 @@ def test_views_may_be_made_under_inference_mode() -> None:
     assert not torch.equal(flatten(params), flatten(make_params()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 @pytest.mark.parametrize("name", ["ring", "one-peer-exp"])
@@ -430,6 +431,7 @@ def held_bytes(root: object) -> dict[int, int]:
     return held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("comm", [None, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("views", "limit"), [(True, 1.0), (False, 2.0)], ids=["views", "copies"])
