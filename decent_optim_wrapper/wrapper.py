@@ -13,6 +13,7 @@ import torch.distributed as dist
 from loguru import logger
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.config import (
@@ -22,7 +23,6 @@ from decent_optim_wrapper.config import (
     Settings,
     check_base,
 )
-from decent_optim_wrapper.gossip.average import consensus_distance
 from decent_optim_wrapper.gossip.batch_norms import recalibrated
 from decent_optim_wrapper.gossip.bucket import MIB, Bucket
 from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling, apply_update
@@ -68,6 +68,10 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         bucket_cap_mb: upper bound of a bucket in MiB.
         overlap: exchange during the next forward and backward pass, as above.
         process_group: the ranks that gossip; None means the default group.
+        mesh: all ranks and how they are arranged, if a replica is spread over several of them (FSDP2,
+            tensor or pipeline parallelism); None means that each rank is a replica.
+        gossip_dim: the name of the mesh's dimension along which replicas gossip.
+        model: the model of the parameters, needed if they are sharded.
         buffers: tensors such as ``model.buffers()``; `global_avg` also averages the floating-point
             ones.
         sync_at_start: broadcast parameters and buffers from rank 0; weights that only another rank
@@ -115,6 +119,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         *,
         overlap: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        gossip_dim: str | None = None,
+        model: nn.Module | None = None,
         buffers: Iterable[Tensor] = (),
         sync_at_start: bool = True,
         comm_dtype: torch.dtype | None = None,
@@ -130,6 +137,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 world_size=world_size,
                 local_world_size=local_world_size,
                 process_group=process_group,
+                mesh=mesh,
+                gossip_dim=gossip_dim,
                 elastic=elastic,
                 timeout=timeout,
             )
@@ -150,7 +159,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             self._local_update = LocalUpdate(optimizer)
         self._settings = settings
         self._parts = open_session(
-            self._local_update, optimizer, settings, start, topology, buffers, self._extras
+            self._local_update, optimizer, settings, start, topology, buffers, self._extras, model
         )
         self._gossip = self._parts.gossip
         Joinable.__init__(self)
@@ -219,6 +228,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 the round was mixed, and the round is dropped.
         """
         splits = self._local_update.splits
+        self._gossip.replica.reshard()
         loss = None
         if closure is not None and (self._settings.overlap or splits):
             with torch.enable_grad():
@@ -273,7 +283,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             RuntimeError: there is no snapshot.
         """
-        self._gossip.average.revert()
+        self._gossip.revert_average()
 
     @contextmanager
     def averaged(
@@ -317,13 +327,33 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     def consensus_distance(self) -> float:
         """Root mean square over the ranks of ||x_i - mean(x)||_2; collective."""
-        gossip = self._gossip
-        distance = gossip.meet(
-            Call.CONSENSUS_DISTANCE,
-            lambda: consensus_distance(gossip.buckets, gossip.session.transport),
-        )
+        distance = self._gossip.meet(Call.CONSENSUS_DISTANCE, self._gossip.consensus_distance)
         self._tell_change()
         return distance
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the gradients by the norm of all of them together; collective over a replica.
+
+        As `torch.nn.utils.clip_grad_norm_`, for replicas that are spread over a mesh, too: shards
+        and stages count together, and what several ranks hold counts once.
+
+        Args:
+            max_norm: bound of the norm.
+            norm_type: p of the p-norm; infinity for the largest absolute value.
+            error_if_nonfinite: raise where the norm is not finite.
+
+        Returns:
+            The norm before clipping, the same on all ranks of the replica.
+
+        Raises:
+            RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        if not self._gossip.replica.dimensions:
+            return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        return self._gossip.replica.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack a small tensor of every rank that takes part; collective.

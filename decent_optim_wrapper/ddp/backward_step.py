@@ -49,7 +49,9 @@ class BackwardOptimizer(DecentOptimWrapper):
             carried=(*others, *([] if average_buffers else buffers)),
             parts=tuple(parts),
         )
-        super().__init__(optimizer, buffers=buffers if average_buffers else (), **options)
+        super().__init__(
+            optimizer, model=model, buffers=buffers if average_buffers else (), **options
+        )
 
     @property
     def splits(self) -> bool:
@@ -71,7 +73,7 @@ class BackwardOptimizer(DecentOptimWrapper):
 
     def distance_to_average(self) -> float:
         """||x_i - mean(x)||_2, the distance of this rank's own parameters to the average."""
-        return self._gossip.average.distance(self.buckets)
+        return self._gossip.average.distance(self.buckets, self._gossip.replica)
 
     def keep_average(self) -> None:
         """Accept the average in place as the ranks' own parameters; collective."""

@@ -9,6 +9,7 @@ import torch
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.bucket import Bucket
+from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.round import Rules, nonfinite_error
 from decent_optim_wrapper.gossip.storage import Flat
 
@@ -70,13 +71,14 @@ class WorldAverage:
         self.snapshot = None
 
     @torch.no_grad()
-    def distance(self, parameters: Sequence[Bucket]) -> float:
+    def distance(self, parameters: Sequence[Bucket], replica: Replica) -> float:
         """||x_i - mean(x)||_2 over the parameters, for the average in place."""
         square = torch.zeros((), dtype=torch.float64, device="cpu")
         for bucket, own in self.snapshot or []:
             if bucket in parameters:
                 away = bucket.pack(bucket.new_flat()).data.double() - own.data.double()
-                square += away.square().sum().cpu()
+                square += away.square().sum().cpu() / bucket.copies
+        replica.sum_(square)
         return math.sqrt(square.item())
 
     def keep(self) -> None:
@@ -131,14 +133,15 @@ def average(bucket: Bucket, transport: Transport, shares: Sequence[bool] | None 
     return total
 
 
-def consensus_distance(buckets: Iterable[Bucket], transport: Transport) -> float:
+def consensus_distance(buckets: Iterable[Bucket], transport: Transport, replica: Replica) -> float:
     """Root mean square over the ranks of the distance to the average; collective.
 
-    sqrt(1/n * sum over i of ||x_i - mean(x)||^2), summed in float64.
+    sqrt(1/n * sum over i of ||x_i - mean(x)||^2), summed in float64, with x_i a whole replica.
 
     Args:
         buckets: the parameters; not changed.
         transport: connects the ranks.
+        replica: the ranks that hold one copy of the model together.
 
     Returns:
         The distance in the unit of the parameters, the same on every rank.
@@ -147,5 +150,6 @@ def consensus_distance(buckets: Iterable[Bucket], transport: Transport) -> float
     for bucket in buckets:
         own = bucket.pack(bucket.new_flat(bucket.wire_device)).data
         away = average(bucket, transport).data.double() - own.double()
-        square += away.square().sum().cpu()
+        square += away.square().sum().cpu() / bucket.copies
+    replica.sum_(square)
     return math.sqrt(transport.all_gather(square).mean().item())

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from decent_optim_wrapper.gossip.storage import Arena, Flat, move_together, new_vector
+from decent_optim_wrapper.optim.shards import local
 
 MIB = 1024 * 1024
 # Elements that are mixed at once where a temporary copy is needed.
@@ -30,6 +32,7 @@ class Layout(NamedTuple):
             keeps them.
         as_view: make the tensors views of the bucket's own storage.
         order: the tensors that go first into buckets, in this order.
+        copies: how many ranks of a replica hold the same values of a tensor.
     """
 
     cap_mb: float
@@ -37,11 +40,12 @@ class Layout(NamedTuple):
     comm_dtype: torch.dtype | None = None
     as_view: bool = False
     order: tuple[Tensor, ...] = ()
+    copies: Callable[[Tensor], int] = lambda tensor: 1
 
     @property
     def plain(self) -> Layout:
         """The layout for tensors that are exchanged as they are, outside the gossip."""
-        return Layout(self.cap_mb, self.wire_device)
+        return Layout(self.cap_mb, self.wire_device, copies=self.copies)
 
     def places(self, tensors: Iterable[Tensor]) -> list[int]:
         """The position of each tensor in the order; the others come last."""
@@ -50,10 +54,21 @@ class Layout(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """The device and dtype of the members of a bucket."""
+    """What the members of a bucket have in common.
+
+    Kernels take the DTensors of one mesh only. What several ranks of a replica hold is summed in
+    the same buckets on all of them, and so rounds in the same way.
+    """
 
     device: torch.device
     dtype: torch.dtype
+    mesh: Any = None
+    copies: int = 1
+
+    @classmethod
+    def of(cls, tensor: Tensor, layout: Layout) -> _Kind:
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        return cls(tensor.device, tensor.dtype, mesh, layout.copies(tensor))
 
 
 class _Place(NamedTuple):
@@ -88,7 +103,10 @@ class Bucket:
 
     def __init__(self, tensors: Sequence[Tensor], layout: Layout) -> None:
         self._members = tuple(tensors)
-        self._kind = _Kind(self._members[0].device, self._members[0].dtype)
+        self._kind = _Kind.of(self._members[0], layout)
+        # How many ranks of a replica hold the same values.
+        self.copies = self._kind.copies
+        self._sharded = self._kind.mesh is not None
         first = _real(self._members[0])
         self.device, self.dtype = first.device, first.dtype
         self.wire_device = layout.wire_device(self.device)
@@ -100,7 +118,7 @@ class Bucket:
         self.numel = sum(self._sizes)
         self.nbytes = self.numel * self.dtype.itemsize
         self._storage = self._move_together() if layout.as_view else None
-        self._places = [_Place.of(member) for member in self._members]
+        self._places = [_Place.of(member) for member in self._members] if layout.as_view else []
         self._pinned = self.wire_device.type == "cpu" and self.device.type == "cuda"
         self._arena = Arena(self.wire_device, self._pinned)
         # Views of the arena, made once: a round costs calls per bucket, not per parameter.
@@ -208,7 +226,7 @@ class Bucket:
 
     def relocated(self) -> list[Tensor]:
         """The members that were converted or moved, and views whose storage was replaced."""
-        moved = [m for m in self._members if _Kind(m.device, m.dtype) != self._kind]
+        moved = [m for m in self._members if (m.device, m.dtype) != self._kind[:2]]
         if self._storage is not None and not moved:
             pairs = zip(self._members, self._places, strict=True)
             moved = [member for member, place in pairs if _Place.of(member) != place]
@@ -254,7 +272,7 @@ class Bucket:
         """The members as real tensors, viewed again each time: their storage may be replaced."""
         if self._storage is not None:
             return self._storage.views
-        if self._members[0].is_complex():
+        if self._sharded or self._members[0].is_complex():
             return tuple(map(_real, self._members))
         return self._members
 
@@ -308,16 +326,16 @@ def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...
     listed = list(tensors)
     placed = sorted(zip(layout.places(listed), listed, strict=True), key=itemgetter(0))
     for _, tensor in placed:
-        kind = _Kind(tensor.device, tensor.dtype)
+        kind = _Kind.of(tensor, layout)
         members, used_bytes = open_buckets.get(kind, ([], 0))
-        if not members or used_bytes + tensor.nbytes > cap_bytes:
+        if not members or used_bytes + local(tensor).nbytes > cap_bytes:
             members, used_bytes = [], 0
             filled.append(members)
         members.append(tensor)
-        open_buckets[kind] = (members, used_bytes + tensor.nbytes)
+        open_buckets[kind] = (members, used_bytes + local(tensor).nbytes)
     return tuple(Bucket(members, layout) for members in filled)
 
 
 def _real(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
+    tensor = local(tensor).detach()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from decent_optim_wrapper.gossip.bucket import is_finite
 from decent_optim_wrapper.gossip.schedule import Kind
+from decent_optim_wrapper.optim.shards import local
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
@@ -64,7 +65,7 @@ class Outer:
         """Start the anchors that have not started, if their parameters are finite."""
         self._add_new()
         for param in params:
-            if param not in self._started and is_finite(param):
+            if param not in self._started and is_finite(local(param)):
                 self._anchors[param].data = param.detach().clone()
                 self._started.add(param)
 
@@ -101,7 +102,7 @@ class Outer:
         self._optimizer.step()
         for anchor in anchors:
             anchor.grad = None
-        torch._foreach_copy_(known, anchors)
+        torch._foreach_copy_([*map(local, known)], [*map(local, anchors)])
 
     def state_dict(self) -> dict[str, Any]:
         """The anchors, in the order of the groups, and the optimizer's own state dict.

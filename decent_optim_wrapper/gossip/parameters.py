@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from decent_optim_wrapper.gossip.storage import overlapping
@@ -23,7 +25,8 @@ class Named(NamedTuple):
         """One line with everything about the tensor that must be the same on all ranks."""
         frozen = ", frozen" if self.kind == "parameter" and not self.tensor.requires_grad else ""
         shape, device = tuple(self.tensor.shape), self.tensor.device.type
-        return f"{self.kind} {self.name}: {self.tensor.dtype} {shape} on {device}{frozen}"
+        placed = f", {self.tensor.placements}" if isinstance(self.tensor, DTensor) else ""
+        return f"{self.kind} {self.name}: {self.tensor.dtype} {shape} on {device}{placed}{frozen}"
 
 
 def named_parameters(param_groups: Sequence[dict[str, Any]]) -> list[Named]:
@@ -71,19 +74,17 @@ def check_tensors(named: Sequence[Named]) -> None:
 
 
 def check_dense(named: Sequence[Named]) -> None:
-    """Check that every tensor is a plain dense tensor.
+    """Make sure that every tensor is a dense one.
 
     Raises:
         TypeError: a tensor is made of other tensors.
         ValueError: a tensor is sparse, or has no values.
     """
     for each in named:
-        if is_traceable_wrapper_subclass(each.tensor):
+        if is_traceable_wrapper_subclass(each.tensor) and not isinstance(each.tensor, DTensor):
             raise TypeError(
-                f"expected {each.kind}s that are plain tensors, but {each.kind} {each.name} "
-                f"is a {type(each.tensor).__name__}, which gossip cannot exchange yet; build the "
-                f"wrapper on a model that is whole on every rank, without FSDP or tensor "
-                f"parallelism"
+                f"expected {each.kind}s that are plain tensors or DTensors, but {each.kind} "
+                f"{each.name} is a {type(each.tensor).__name__}, which gossip cannot exchange"
             )
         if each.tensor.layout != torch.strided or each.tensor.is_meta:
             kind = "on the meta device" if each.tensor.is_meta else f"{each.tensor.layout}"
@@ -91,6 +92,57 @@ def check_dense(named: Sequence[Named]) -> None:
                 f"expected dense {each.kind}s with values, but {each.kind} {each.name} is {kind}; "
                 f"materialise the model (to_empty, to_dense) before building the wrapper"
             )
+
+
+def check_shards(
+    named: Sequence[Named], gossip_group: Any | None, has_model: bool, as_view: bool
+) -> None:
+    """Make sure that DTensors are shards of replicas that gossip with each other.
+
+    Args:
+        named: parameters and buffers.
+        gossip_group: the ranks along the mesh's dimension of the gossip; None without a mesh.
+        has_model: whether FSDP's modules are known.
+        as_view: whether the tensors are to become views of buckets.
+
+    Raises:
+        TypeError: there are DTensors, and no mesh.
+        ValueError: there are DTensors that do not fit.
+    """
+    for each in named:
+        if not isinstance(each.tensor, DTensor):
+            continue
+        what = f"{each.kind} {each.name} is a DTensor with {each.tensor.placements}"
+        if gossip_group is None:
+            raise TypeError(
+                f"expected tensors that are whole on every rank, but {what}; say on which "
+                f"dimension of the mesh replicas gossip: pass mesh=, gossip_dim= and model="
+            )
+        if not has_model:
+            raise ValueError(
+                f"expected the model of the sharded parameters, but {what} and there is no model; "
+                f"pass model=, whose FSDP modules must be resharded before shards are written"
+            )
+        if as_view:
+            raise ValueError(
+                f"param_as_bucket_view=True expects plain tensors, but {what}, and FSDP would go "
+                f"on reading the storage that it knows; pass param_as_bucket_view=False"
+            )
+        if any(placement.is_partial() for placement in each.tensor.placements):
+            raise ValueError(
+                f"expected sharded or replicated tensors, but {what}, whose sum over the ranks is "
+                f"the value; call redistribute() before building the wrapper"
+            )
+        gossip = {*dist.get_process_group_ranks(gossip_group)}
+        mesh = each.tensor.device_mesh
+        for number in range(mesh.ndim):
+            along = {*dist.get_process_group_ranks(mesh.get_group(number))}
+            if len(gossip & along) > 1:
+                raise ValueError(
+                    f"expected replicas of their own on the ranks {sorted(gossip)} that gossip, "
+                    f"but {what} over the ranks {sorted(along)}; shard the model on the other "
+                    f"dimensions of the mesh, as in fully_shard(model, mesh=mesh[name])"
+                )
 
 
 def sparse_gradient_error(optimizer: Any, param: Tensor, rank: int) -> RuntimeError:

@@ -23,11 +23,12 @@ from typing import NamedTuple, TypeVar
 from loguru import logger
 
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
-from decent_optim_wrapper.gossip.average import WorldAverage
+from decent_optim_wrapper.gossip.average import WorldAverage, consensus_distance
 from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.members import Members
 from decent_optim_wrapper.gossip.post_mix import PostMix
+from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.round import Call, Header, Round, Rules
 from decent_optim_wrapper.gossip.schedule import RoundPlan, Session
 from decent_optim_wrapper.gossip.timing import Meter
@@ -159,6 +160,7 @@ class Gossip:
         average: puts the world average in place.
         rules: what every round checks.
         meter: counts every wait, every copy and all bytes.
+        replica: the ranks that hold one copy of the model together.
         mixing_rate: that of the first rounds.
         overlap: leave a round in flight until the next step.
         post_mix: what follows the mixing; None for nothing.
@@ -171,6 +173,7 @@ class Gossip:
         average: WorldAverage,
         rules: Rules,
         meter: Meter,
+        replica: Replica,
         *,
         mixing_rate: float,
         overlap: bool,
@@ -181,6 +184,7 @@ class Gossip:
         self.average = average
         self._rules = rules
         self.meter = meter
+        self.replica = replica
         # Of the rounds that are launched from now on.
         self.mixing_rate = self._last_rate = mixing_rate
         self._overlap = overlap
@@ -307,6 +311,7 @@ class Gossip:
     def synchronize(self) -> None:
         """Finish and mix the round in flight."""
         self.check_parameters()
+        self.replica.reshard()
         with self.failing_together():
             self.surviving(self._finish)
 
@@ -321,7 +326,17 @@ class Gossip:
 
     def apply_average(self, may_revert: bool) -> None:
         """Replace the parameters by their average; collective."""
+        self.replica.reshard()
         self.average.apply(self._buckets, self.session.transport, may_revert)
+
+    def revert_average(self) -> None:
+        """Restore what was before the average."""
+        self.replica.reshard()
+        self.average.revert()
+
+    def consensus_distance(self) -> float:
+        """Root mean square distance of the replicas to their average; collective."""
+        return consensus_distance(self._buckets, self.session.transport, self.replica)
 
     def keep_average(self) -> None:
         """Accept the average in place as the ranks' own parameters; collective."""

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from decent_optim_wrapper.optim.shards import local
+
 # Addresses are multiples of this, for vectorised kernels.
 _ALIGN_BYTES = 64
 
@@ -102,9 +104,9 @@ def _starts(tensors: Sequence[Tensor]) -> list[int]:
 def overlapping(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
     """Two of the tensors that share memory, if there are any."""
     spans = sorted(
-        (str(tensor.device), tensor.data_ptr(), _end(tensor), index)
-        for index, tensor in enumerate(tensors)
-        if tensor.numel()
+        (str(part.device), part.data_ptr(), _end(part), index)
+        for index, part in enumerate(map(local, tensors))
+        if part.numel()
     )
     for (device, _, end, one), (other_device, start, _, other) in pairwise(spans):
         if device == other_device and start < end:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 
 from decent_optim_wrapper.comm.process_groups import is_closed, is_registered, store_of, timeout_of
 from decent_optim_wrapper.config import Elastic
@@ -28,6 +29,8 @@ class Place:
     world_size: int | None = None
     local_world_size: int | None = None
     process_group: Any | None = None
+    mesh: DeviceMesh | None = None
+    gossip_dim: str | None = None
     elastic: Elastic | None = None
     timeout: timedelta | float | None = None
 
@@ -51,20 +54,66 @@ def check_place(place: Place) -> None:
             raise TypeError(f"{name} expects a whole number or None, got {value!r}")
         if value is not None and value < int(name != "rank"):
             raise ValueError(f"{name} must be {int(name != 'rank')} or more, got {value}")
+    check_mesh(place)
     if place.elastic is not None and not isinstance(place.elastic, Elastic):
         raise TypeError(f"elastic expects an Elastic or None, got {place.elastic!r}")
 
 
-def resolve_process_group(group: Any) -> Any | None:
+def check_mesh(place: Place) -> None:
+    """Make sure that a mesh and the dimension of the gossip fit together.
+
+    Raises:
+        TypeError: one is of the wrong type.
+        ValueError: one is missing, or contradicts another argument.
+    """
+    mesh, name = place.mesh, place.gossip_dim
+    if mesh is None:
+        if name is not None:
+            raise ValueError(f"gossip_dim={name!r} expects a mesh; pass mesh=DeviceMesh, too")
+        return
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh expects a torch.distributed.DeviceMesh or None, got {mesh!r}")
+    if place.process_group is not None:
+        raise ValueError(
+            "mesh and process_group both say who gossips; pass mesh and gossip_dim alone, or "
+            "process_group=mesh.get_group(name) for replicas of one rank each"
+        )
+    if place.elastic is not None:
+        raise ValueError(
+            "elastic expects replicas of one rank each, not a mesh: a lost rank would leave the "
+            "other shards of its replica alone; leave elastic out and restart from a checkpoint"
+        )
+    names = mesh.mesh_dim_names or ()
+    if name not in names:
+        raise ValueError(
+            f"gossip_dim expects the dimension of the mesh on which replicas gossip, one of "
+            f"{names}, got {name!r}; name the dimensions in init_device_mesh(mesh_dim_names=...)"
+        )
+
+
+def other_groups(place: Place) -> list[Any]:
+    """The process groups of this rank along the other dimensions of the mesh."""
+    if place.mesh is None or not place.mesh.mesh_dim_names:
+        return []
+    names = [name for name in place.mesh.mesh_dim_names if name != place.gossip_dim]
+    return [place.mesh.get_group(name) for name in names]
+
+
+def resolve_process_group(place: Place) -> Any | None:
     """Find the process group.
 
     Returns:
-        `group`, else the default group, else None, which means a world of one rank.
+        The group given, or that of the mesh, else the default group, else None: a world of one
+        rank.
 
     Raises:
-        TypeError: `group` is not a process group.
-        ValueError: the group has been destroyed, or this rank is not in it.
+        TypeError: it is not a process group, or the mesh is not one.
+        ValueError: it is closed, lacks this rank, or does not fit the other arguments.
     """
+    check_mesh(place)
+    group = place.process_group
+    if place.mesh is not None:
+        group = place.mesh.get_group(place.gossip_dim)
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     if group is None:
@@ -133,7 +182,7 @@ def resolve_store(place: Place) -> Found:
     rank, world_size = place.rank, place.world_size
     store = None if place.elastic is None else place.elastic.store
     if store is None:
-        group = resolve_process_group(place.process_group)
+        group = resolve_process_group(place)
         check_sizes(group, rank, world_size)
         store = None if group is None else store_of(group)
         if group is None or store is None:

@@ -6,7 +6,6 @@ Nothing that arrives is unpickled: descriptions are sent as UTF-8 bytes in tenso
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 
@@ -14,13 +13,12 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from decent_optim_wrapper.comm.state_transfer import share_text
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.bucket import Layout, extend_plan, plan_buckets
 from decent_optim_wrapper.gossip.parameters import Named, check_tensors
 from decent_optim_wrapper.gossip.step import Gossip
 from decent_optim_wrapper.membership.recovery import Recovery
-from decent_optim_wrapper.membership.start import difference, exchange
+from decent_optim_wrapper.membership.start import check_same
 from decent_optim_wrapper.topo import Topology
 
 
@@ -64,9 +62,14 @@ class Agreement:
         """
         text = self._describe([*parameters, *self._others])
         if not self._joins:
-            _check_same(text, transport)
+            check_same(text, transport)
         if self._recovery:
             self._recovery.agree(text)
+
+    @property
+    def settings(self) -> str:
+        """What must be the same on all ranks of a mesh, whatever part of the model they hold."""
+        return "\n".join(self._settings)
 
     def start(self, parameters: Sequence[Named], transport: Transport) -> None:
         """Start all ranks from the values of rank 0 if `sync_at_start` is set; collective."""
@@ -129,19 +132,6 @@ def broadcast(
         if not keep:
             bucket.unpack_(flat)
     return replaced
-
-
-def _check_same(text: str, transport: Transport) -> None:
-    digest = hashlib.sha256(text.encode()).digest()
-    digests = exchange(transport, struct.unpack("<4q", digest))
-    differing = (digests != digests[0]).any(dim=1).nonzero().flatten().tolist()
-    if differing:
-        there, here = (share_text(text, transport, source) for source in (differing[0], 0))
-        raise ValueError(
-            f"the ranks disagree: rank {differing[0]} has {difference(there, here, 'rank 0')}; "
-            f"build the same model, optimizer and wrapper in the same order on every rank "
-            f"(seen on rank {transport.name}; ranks unlike rank 0: {differing})"
-        )
 
 
 def _synchronize(tensors: Sequence[Named], transport: Transport, layout: Layout) -> None:

@@ -15,7 +15,6 @@ from loguru import logger
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import OnChange, Schedule
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
-from decent_optim_wrapper.gossip.average import consensus_distance
 from decent_optim_wrapper.gossip.round import Call
 from decent_optim_wrapper.gossip.schedule import Session
 from decent_optim_wrapper.gossip.step import Gossip
@@ -288,9 +287,9 @@ def _mirror(call: Call, gossip: Gossip, rank: int) -> None:
     match call:
         case Call.GLOBAL_AVG:
             gossip.apply_average(may_revert=True)
-            gossip.average.revert()
+            gossip.revert_average()
         case Call.CONSENSUS_DISTANCE:
-            consensus_distance(gossip.buckets, gossip.session.transport)
+            gossip.consensus_distance()
         case Call.KEEP_AVERAGE:
             gossip.keep_state()
         case _:

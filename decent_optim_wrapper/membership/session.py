@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from loguru import logger
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.transport import Transport
@@ -22,11 +22,13 @@ from decent_optim_wrapper.gossip.outer import Outer
 from decent_optim_wrapper.gossip.parameters import (
     Named,
     check_dense,
+    check_shards,
     check_tensors,
     named_buffers,
     named_parameters,
 )
 from decent_optim_wrapper.gossip.post_mix import PostMix
+from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.round import Rules
 from decent_optim_wrapper.gossip.schedule import Kind, Session
 from decent_optim_wrapper.gossip.step import Gossip
@@ -113,6 +115,7 @@ def open_session(
     topology: str | Topology,
     buffers: Iterable[Tensor],
     extras: Extras,
+    model: nn.Module | None = None,
 ) -> Parts:
     """Meet the other ranks, compare what they train, and start from the same values; collective.
 
@@ -124,36 +127,45 @@ def open_session(
         topology: a name or an instance.
         buffers: tensors to average in addition to the parameters.
         extras: what a module around the wrapper adds.
+        model: the model of the parameters, needed if they are sharded.
 
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument contradicts another or does not fit, or the ranks differ.
     """
-    with start.failing_together():
-        averaged = named_buffers(buffers)
-        carried = [Named("tensor", str(i), tensor) for i, tensor in enumerate(extras.carried)]
-        others = [*averaged, *carried]
-        check_dense(others)
-        parameters = named_parameters(optimizer.param_groups)
-        check_tensors(parameters)
-        outer = _make_outer(settings, optimizer)
-
-    world = _find_world(start, topology, settings)
-    transport, recovery = world.transport, world.recovery
-    layout = Layout(
-        settings.bucket_cap_mb,
-        transport.wire_device if recovery is None else _on_cpu,
-        settings.comm_dtype,
-        settings.param_as_bucket_view,
-        extras.order,
-    )
-    with start.failing_together():
-        lines = [*settings.lines(), f"outer={outer}", f"optimizer {type(optimizer).__name__}"]
-        if start.place.elastic is not None:
-            lines.append(f"stale_after={start.place.elastic.stale_after}")
-        sync = settings.sync_at_start
-        agreement = Agreement(world.topology, layout, lines, others, recovery, sync)
-    agreement.check(parameters, transport)
+    agreed: list[Agreement] = []
+    with start.over_the_mesh(lambda: agreed[0].settings):
+        with start.failing_together():
+            averaged = named_buffers(buffers)
+            carried = [Named("tensor", str(i), tensor) for i, tensor in enumerate(extras.carried)]
+            others = [*averaged, *carried]
+            check_dense(others)
+            parameters = named_parameters(optimizer.param_groups)
+            gossip_group = None if start.place.mesh is None else start.process_group
+            as_view = settings.param_as_bucket_view
+            check_shards([*parameters, *others], gossip_group, model is not None, as_view)
+            check_tensors(parameters)
+            outer = _make_outer(settings, optimizer)
+        world = _find_world(start, topology, settings)
+        transport, recovery = world.transport, world.recovery
+        replica = Replica(start.dimensions, model)
+        layout = Layout(
+            settings.bucket_cap_mb,
+            transport.wire_device if recovery is None else _on_cpu,
+            settings.comm_dtype,
+            settings.param_as_bucket_view,
+            extras.order,
+            replica.copies,
+        )
+        with start.failing_together():
+            lines = [*settings.lines(), f"outer={outer}", f"optimizer {type(optimizer).__name__}"]
+            if start.place.elastic is not None:
+                lines.append(f"stale_after={start.place.elastic.stale_after}")
+            sync = settings.sync_at_start
+            agreement = Agreement(world.topology, layout, lines, others, recovery, sync)
+            agreed.append(agreement)
+        agreement.check(parameters, transport)
+    replica.connect(named.tensor for named in parameters)
 
     session = _connect(world, settings)
     if isinstance(topology, str):
@@ -165,7 +177,7 @@ def open_session(
     if not sync:
         # Frozen parameters are then not the same everywhere.
         extra += [p.tensor for p in parameters if not p.tensor.requires_grad]
-    gossip = _make_gossip(session, local_update, optimizer, settings, layout, outer, extra)
+    gossip = _make_gossip(session, local_update, optimizer, settings, layout, outer, extra, replica)
     agreement.start(parameters, transport)
     local_update.know(parameters)
     gossip.buckets = extend_plan((), (p.tensor for p in parameters), layout)
@@ -241,6 +253,7 @@ def _make_gossip(
     layout: Layout,
     outer: Outer | None,
     extra: Sequence[Tensor],
+    replica: Replica,
 ) -> Gossip:
     transport, schedule, meter = session.transport, settings.schedule, Meter()
     rules = Rules(
@@ -258,6 +271,7 @@ def _make_gossip(
         WorldAverage(transport.name, rules, plan_buckets(extra, layout.plain)),
         rules,
         meter,
+        replica,
         mixing_rate=schedule.mixing_rate,
         overlap=settings.overlap,
         post_mix=post_mix,

@@ -6,7 +6,9 @@ the next one with its error, so that no rank waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +23,13 @@ from torch import Tensor
 from decent_optim_wrapper.comm.state_transfer import share_text
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, read_timeout
-from decent_optim_wrapper.membership.arguments import Place, resolve_process_group, resolve_store
+from decent_optim_wrapper.gossip.replica import Dimension
+from decent_optim_wrapper.membership.arguments import (
+    Place,
+    other_groups,
+    resolve_process_group,
+    resolve_store,
+)
 from decent_optim_wrapper.membership.rendezvous import Rendezvous, tell_failure
 
 # A SHA-256 digest. All exchanges have one size: a failing rank does not know which one is next.
@@ -40,6 +48,8 @@ class Start:
     def __init__(self, place: Place) -> None:
         self.place = place
         self._built = Rendezvous.built
+        # Whether the other dimensions of the mesh have been told how the start went.
+        self._told_mesh = False
 
     @property
     def elastic(self) -> bool:
@@ -49,17 +59,26 @@ class Start:
     @cached_property
     def process_group(self) -> Any | None:
         """The process group; None in a world of one rank, or if the ranks meet in a store."""
-        return None if self.elastic else resolve_process_group(self.place.process_group)
+        return None if self.elastic else resolve_process_group(self.place)
 
     @cached_property
     def transport(self) -> Transport:
         """Connects the ranks of the process group."""
+        return Transport.over(self.process_group, self._timeout)
+
+    @cached_property
+    def dimensions(self) -> list[Dimension]:
+        """The other dimensions of the mesh."""
+        groups = other_groups(self.place)
+        return [Dimension(group, Transport.over(group, self._timeout)) for group in groups]
+
+    @property
+    def _timeout(self) -> timedelta | None:
         try:
-            timeout = read_timeout(self.place.timeout)
+            return read_timeout(self.place.timeout)
         except (TypeError, ValueError):
             # The settings reject it later; the others are notified with the group's own timeout.
-            timeout = None
-        return Transport.over(self.process_group, timeout)
+            return None
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -70,8 +89,30 @@ class Start:
             self._tell(error)
             raise
 
+    @contextmanager
+    def over_the_mesh(self, description: Callable[[], str]) -> Iterator[None]:
+        """Fail on all ranks of the mesh if the body fails on one, or if descriptions differ.
+
+        The ranks of one gossip group have told each other already; each of them tells those along
+        the other dimensions.
+
+        Args:
+            description: of what must be the same everywhere, known after the body.
+
+        Raises:
+            ValueError: a rank cannot start, or has another description.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._tell_mesh(error)
+            raise
+        failure = self._exchange_over_mesh(description(), None)
+        if failure is not None:
+            raise failure
+
     def _tell(self, error: Exception) -> None:
-        for tell in (self._tell_in_store, self._tell_in_process_group):
+        for tell in (self._tell_in_store, self._tell_in_process_group, self._tell_mesh):
             try:
                 tell(error)
             except Exception as untold:
@@ -93,6 +134,42 @@ class Start:
             # It is not known whether the others come here.
             self.transport.limit_waits(_TELL)
         exchange(self.transport, (), f"{type(error).__name__}: {error}")
+
+    def _tell_mesh(self, error: Exception) -> None:
+        if not self._told_mesh:
+            self._exchange_over_mesh("", error)
+
+    def _exchange_over_mesh(self, text: str, failure: Exception | None) -> Exception | None:
+        """Compare along one dimension after the other, and pass on what is wrong."""
+        self._told_mesh = True
+        for dimension in self.dimensions:
+            try:
+                if failure is None:
+                    check_same(text, dimension.transport)
+                else:
+                    exchange(dimension.transport, (), f"{type(failure).__name__}: {failure}")
+            except Exception as error:
+                failure = failure or error
+        return failure
+
+
+def check_same(text: str, transport: Transport) -> None:
+    """Compare a description with those of the other ranks; collective.
+
+    Raises:
+        ValueError: on every rank; names a rank that differs from rank 0 and the first thing in
+            which it does.
+    """
+    digest = hashlib.sha256(text.encode()).digest()
+    digests = exchange(transport, struct.unpack("<4q", digest))
+    differing = (digests != digests[0]).any(dim=1).nonzero().flatten().tolist()
+    if differing:
+        there, here = (share_text(text, transport, source) for source in (differing[0], 0))
+        raise ValueError(
+            f"the ranks disagree: rank {differing[0]} has {difference(there, here, 'rank 0')}; "
+            f"build the same model, optimizer and wrapper in the same order on every rank "
+            f"(seen on rank {transport.name}; ranks unlike rank 0: {differing})"
+        )
 
 
 def exchange(transport: Transport, numbers: Sequence[int], failure: str = "") -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from decent_optim_wrapper.optim.gradients import OptimizerOfGroups, with_gradients
+from decent_optim_wrapper.optim.shards import local
 
 _SLOTS = ("exp_avg", "exp_avg_sq", "grad_sum")
 
@@ -175,5 +176,5 @@ def _each(states: list[dict[str, Any]], name: str) -> list[Tensor]:
 
 
 def _as_real(tensors: list[Tensor]) -> list[Tensor]:
-    """View complex tensors as real ones: a complex parameter is two real ones."""
-    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    """What this rank holds, as real tensors: a complex parameter is two real ones."""
+    return [torch.view_as_real(t) if t.is_complex() else t for t in map(local, tensors)]

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.optim.shards import local_grad
+
 
 class OptimizerOfGroups(Optimizer):
     """Updates one group of parameters after the other."""
@@ -41,7 +43,7 @@ class OptimizerOfGroups(Optimizer):
 
 
 def with_gradients(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters that have a gradient, and the gradients.
+    """Return the parameters that have a gradient, and what this rank holds of the gradients.
 
     Raises:
         RuntimeError: a gradient is sparse.
@@ -53,4 +55,4 @@ def with_gradients(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]
                 f"expected dense gradients, got one of layout {grad.layout} for a parameter of "
                 f"shape {tuple(param.shape)}; build its layer with sparse=False"
             )
-    return [param for param, _ in pairs], [grad for _, grad in pairs]
+    return [param for param, _ in pairs], [local_grad(param) for param, _ in pairs]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from decent_optim_wrapper.optim.gradients import OptimizerOfGroups, with_gradients
+from decent_optim_wrapper.optim.shards import local
 
 
 class QGSGD(OptimizerOfGroups):
@@ -83,6 +84,7 @@ class QGSGD(OptimizerOfGroups):
             return
         beta, lr = group["momentum"], float(group["lr"])
         buffers = self._follow(params, group["mu"], lr)
+        params = [*map(local, params)]
         if group["weight_decay"]:
             grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
         update = torch._foreach_mul(buffers, beta)
@@ -95,8 +97,9 @@ class QGSGD(OptimizerOfGroups):
     def _follow(self, params: list[Tensor], mu: float, lr: float) -> list[Tensor]:
         """Update the momentum buffers by the last movement of the parameters, and return them."""
         states = [self._state_of(param) for param in params]
-        buffers = [state["momentum_buffer"] for state in states]
-        previous = [state["prev_param"] for state in states]
+        buffers = [local(state["momentum_buffer"]) for state in states]
+        previous = [local(state["prev_param"]) for state in states]
+        params = [*map(local, params)]
         moved = torch._foreach_sub(previous, params)
         rates = [state["prev_lr"] for state in states]
         torch._foreach_mul_(moved, [(1 - mu) / rate if rate else 0.0 for rate in rates])

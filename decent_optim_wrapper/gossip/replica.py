@@ -1,0 +1,151 @@
+"""One copy of the model, which may be spread over several ranks of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.optim.shards import local, local_grad
+
+
+class Dimension:
+    """A dimension of the mesh over which a replica is spread.
+
+    Args:
+        group: the ranks along it, this one among them.
+        transport: connects them.
+    """
+
+    def __init__(self, group: Any, transport: Transport) -> None:
+        self.transport = transport
+        self.ranks = frozenset(dist.get_process_group_ranks(group))
+        # Whether any parameter of the replica is a DTensor along it. Without any, it is a pipeline.
+        self.has_shards = False
+
+    def placement(self, tensor: Tensor) -> Any | None:
+        """How a DTensor lies along this dimension; None if it is no part of its mesh.
+
+        Compared are the ranks and not the names, which differ where a mesh was flattened.
+        """
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            for number, placement in enumerate(tensor.placements):
+                if self.ranks <= {*dist.get_process_group_ranks(mesh.get_group(number))}:
+                    return placement
+        return None
+
+    def copies(self, tensor: Tensor) -> int:
+        """How many ranks along this dimension hold the same values."""
+        placement = self.placement(tensor)
+        unique = not self.has_shards if placement is None else placement.is_shard()
+        return 1 if unique else len(self.ranks)
+
+
+class Replica:
+    """The ranks over which one copy of the model is spread; one rank without a mesh.
+
+    Args:
+        dimensions: of the mesh, except the one along which replicas gossip.
+        model: its FSDP modules are resharded before their shards are written.
+    """
+
+    def __init__(
+        self, dimensions: Sequence[Dimension] = (), model: nn.Module | None = None
+    ) -> None:
+        self.dimensions = tuple(dimensions)
+        modules = [] if model is None else model.modules()
+        self._sharded = [module for module in modules if isinstance(module, FSDPModule)]
+
+    def connect(self, tensors: Iterable[Tensor]) -> None:
+        """Connect the ranks of the replica, and find out along which dimensions there are shards.
+
+        Collective over the replica.
+
+        Args:
+            tensors: its parameters on this rank.
+        """
+        if not self.dimensions:
+            return
+        for dimension in self.dimensions:
+            dimension.transport.connect(())
+        placed = list(tensors)
+        found = [any(d.placement(t) is not None for t in placed) for d in self.dimensions]
+        counts = torch.tensor(found, dtype=torch.int64, device="cpu")
+        self.sum_(counts)
+        for dimension, count in zip(self.dimensions, counts.tolist(), strict=True):
+            dimension.has_shards = count > 0
+
+    def copies(self, tensor: Tensor) -> int:
+        """How many ranks of the replica hold the same values as this one."""
+        copies = 1
+        for dimension in self.dimensions:
+            copies *= dimension.copies(tensor)
+        return copies
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Sum a small tensor in place over the replica; collective over it."""
+        for dimension in self.dimensions:
+            control = tensor.to(dimension.transport.control_device)
+            dimension.transport.sum_(control)
+            tensor.copy_(control)
+
+    def reshard(self) -> None:
+        """Let what is written into the shards be seen.
+
+        After a forward pass without gradients a module may still hold gathered parameters, and
+        would go on with these.
+        """
+        for module in self._sharded:
+            module.reshard()
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, params: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`, by the norm of the whole replica."""
+        norm = self.grad_norm(params, norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the norm of the gradients is {norm.item()}; look for the overflow, or pass "
+                f"error_if_nonfinite=False"
+            )
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
+        grads = [local(param.grad) for param in params if param.grad is not None]
+        torch._foreach_mul_(grads, factor)
+        return norm
+
+    @torch.no_grad()
+    def grad_norm(self, params: Iterable[Tensor], norm_type: float) -> Tensor:
+        """The norm of all gradients of the replica, float64 on the CPU; collective over it.
+
+        Args:
+            params: those of this rank.
+            norm_type: p of the p-norm, 1 or more; infinity for the largest absolute value.
+        """
+        parts = [(local_grad(p), self.copies(p)) for p in params if p.grad is not None]
+        if norm_type == torch.inf:
+            largest = [g.abs().max().double().cpu() for g, _ in parts if g.numel()]
+            total = torch.stack(largest).max() if largest else torch.zeros(()).double()
+            for dimension in self.dimensions:
+                total = dimension.transport.all_gather(total).max()
+            return total
+        powers = [
+            torch.linalg.vector_norm(g, norm_type, dtype=_wide(g.dtype)).double().cpu() ** norm_type
+            / copies
+            for g, copies in parts
+        ]
+        total = torch.stack(powers).sum() if powers else torch.zeros(()).double()
+        self.sum_(total)
+        return total ** (1 / norm_type)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What squares of a half-precision gradient do not overflow in."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,227 @@
+"""A model that is spread over the ranks of a mesh in several ways, and its training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from dense import mix, train_densely
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import Optimizer
+
+from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
+
+# FSDP splits an odd width unevenly, and leaves nothing of it to the last of four ranks; tensor
+# parallelism wants an even one.
+WIDTH, HIDDEN, BLOCKS, BATCH = 5, 4, 4, 8
+# Several buckets on every rank.
+CAP_MB = 150 / 2**20
+STEPS = 5
+
+MakeOptimizer = Callable[[Sequence[Tensor]], Optimizer]
+
+
+class Block(nn.Module):
+    """Two layers that tensor parallelism splits, and a scale that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, HIDDEN)
+        self.leave = nn.Linear(HIDDEN, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.scale * self.leave(torch.tanh(self.enter(x)))
+        return out
+
+
+def make_model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS))).double()
+
+
+def batch(replica: int, step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of one replica in one step."""
+    generator = torch.Generator().manual_seed(1000 * replica + step)
+    draw = torch.randn(2, BATCH, WIDTH, generator=generator, dtype=torch.float64)
+    return draw[0], draw[1].sin()
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How 8 ranks are arranged: the sizes of the dimensions, outermost first.
+
+    "gossip" is one of them; "fsdp", "replicate", "tp" and "pp" are the others.
+    """
+
+    sizes: dict[str, int]
+    schedule: Any = Schedule1F1B
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def replicas(self) -> int:
+        return self.sizes["gossip"]
+
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh("cpu", tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+
+
+LAYOUTS = {
+    "tp inside": Layout({"gossip": 4, "tp": 2}),
+    "tp outside": Layout({"tp": 2, "gossip": 4}),
+    "fsdp inside": Layout({"gossip": 4, "fsdp": 2}),
+    "fsdp outside": Layout({"fsdp": 2, "gossip": 4}),
+    "fsdp with empty shards": Layout({"gossip": 2, "fsdp": 4}),
+    "hsdp": Layout({"gossip": 2, "replicate": 2, "fsdp": 2}),
+    "pipeline 1f1b": Layout({"gossip": 4, "pp": 2}),
+    "pipeline gpipe": Layout({"pp": 2, "gossip": 4}, schedule=ScheduleGPipe),
+    "fsdp and tp": Layout({"gossip": 2, "fsdp": 2, "tp": 2}),
+    "pipeline and tp": Layout({"gossip": 2, "pp": 2, "tp": 2}),
+    "pipeline and fsdp": Layout({"pp": 2, "gossip": 2, "fsdp": 2}),
+}
+
+
+class Spread:
+    """One replica's part on this rank.
+
+    Args:
+        layout: of the mesh.
+        seed: of the parameters.
+    """
+
+    def __init__(self, layout: Layout, seed: int = 0) -> None:
+        self.mesh, self._layout = layout.mesh(), layout
+        self.replica = self.mesh.get_local_rank("gossip")
+        self.model: nn.Module = self._spread(make_model(seed))
+        names = [name for name in ("replicate", "fsdp") if name in layout.sizes]
+        # The ranks that share a batch, and this rank's part of it.
+        self._parts = 1
+        self._part = 0
+        for name in names:
+            self._part = self._part * layout.sizes[name] + self.mesh.get_local_rank(name)
+            self._parts *= layout.sizes[name]
+
+    def wrap(self, make_base: MakeOptimizer, **options: Any) -> DecentOptimWrapper:
+        options = {"topology": "ring", "bucket_cap_mb": CAP_MB, **options}
+        return DecentOptimWrapper(
+            make_base(list(self.model.parameters())),
+            mesh=self.mesh,
+            gossip_dim="gossip",
+            model=self.model,
+            **options,
+        )
+
+    def backward(self, step: int) -> None:
+        x, y = batch(self.replica, step)
+        rows = slice(self._part * BATCH // self._parts, (self._part + 1) * BATCH // self._parts)
+        x, y = x[rows], y[rows]
+        self.model.zero_grad()
+        if "pp" not in self._layout.sizes:
+            loss_of(self.model(x), y).backward()
+            return
+        stage, schedule = self._pipeline(x)
+        if stage.is_first:
+            schedule.step(x)
+        else:
+            schedule.step(target=y)
+
+    def full(self) -> dict[str, Any]:
+        """The parameters of this rank's stage as a whole, as arrays: tensors would be shared."""
+        found = {}
+        for name, param in self.model.named_parameters():
+            whole = param.full_tensor() if isinstance(param, DTensor) else param
+            found[name] = whole.detach().clone().numpy()
+        return found
+
+    def _spread(self, model: nn.Sequential) -> nn.Module:
+        sizes = self._layout.sizes
+        spread: nn.Module = model
+        if "pp" in sizes:
+            at, per_stage = self.mesh.get_local_rank("pp"), BLOCKS // sizes["pp"]
+            first = at * per_stage
+            kept = {str(i): model[i] for i in range(first, first + per_stage)}
+            spread = nn.Sequential()
+            for name, block in kept.items():
+                spread.add_module(name, block)
+        if "tp" in sizes:
+            plan = {"enter": ColwiseParallel(), "leave": RowwiseParallel()}
+            for block in spread.children():
+                parallelize_module(block, self.mesh["tp"], plan)
+        if "fsdp" in sizes:
+            names = ("replicate", "fsdp") if "replicate" in sizes else "fsdp"
+            for block in spread.children():
+                fully_shard(block, mesh=self.mesh[names])
+            fully_shard(spread, mesh=self.mesh[names])
+        return spread
+
+    def _pipeline(self, x: Tensor) -> tuple[PipelineStage, Any]:
+        if not hasattr(self, "_schedule"):
+            self._stage = PipelineStage(
+                self.model,
+                self.mesh.get_local_rank("pp"),
+                self._layout.sizes["pp"],
+                torch.device("cpu"),
+                group=self.mesh.get_group("pp"),
+            )
+            self._schedule = self._layout.schedule(self._stage, 2, loss_fn=loss_of)
+        return self._stage, self._schedule
+
+
+@cache
+def oracle(
+    replicas: int, topology: str, make_base: MakeOptimizer, overlap: bool, steps: int = STEPS
+) -> list[dict[str, Tensor]]:
+    """The parameters of unsharded replicas, mixed by dense matrices."""
+    models = [make_model() for _ in range(replicas)]
+    worlds = [list(model.parameters()) for model in models]
+    bases = [make_base(params) for params in worlds]
+    schedule = TopologyFactory.create(topology, replicas)
+
+    def compute(replica: int, step: int) -> None:
+        x, y = batch(replica, step)
+        models[replica].zero_grad()
+        loss_of(models[replica](x), y).backward()
+
+    train_densely(
+        worlds,
+        steps,
+        overlap,
+        compute,
+        update=lambda replica, step: bases[replica].step(),
+        land=lambda step: mix(worlds, schedule.mixing_matrix(step)),
+    )
+    return [
+        {name: param.detach().clone() for name, param in model.named_parameters()}
+        for model in models
+    ]
+
+
+def difference(found: dict[str, Any], expected: dict[str, Tensor]) -> float:
+    """The largest difference in the parameters of a stage."""
+    return max(
+        (torch.from_numpy(value) - expected[name]).abs().max().item()
+        for name, value in found.items()
+    )
+
+
+def on_mesh(rank: int, work: Callable[..., Any], *args: Any) -> Any:
+    """Run `work(*args)` on a rank of the default group."""
+    dist.init_process_group("gloo")
+    try:
+        return work(*args)
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
