@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from dense import mix, train_densely
+from problem import flatten
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -124,19 +124,52 @@ class Spread:
             **options,
         )
 
-    def backward(self, step: int) -> None:
+    def backward(
+        self,
+        step: int,
+        scaler: torch.amp.GradScaler | None = None,
+        through: nn.Module | None = None,
+    ) -> None:
+        """Set the gradients of a step.
+
+        Args:
+            step: which one.
+            scaler: scales the loss.
+            through: a module around the model.
+        """
+        x, y = self._batch(step)
+        self.model.zero_grad()
+        if "pp" in self._layout.sizes:
+            self._run_pipeline(x, y)
+            return
+        loss = loss_of((through or self.model)(x), y)
+        loss = loss if scaler is None else scaler.scale(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def forward(self, step: int) -> None:
+        """Run the model without gradients; of a pipeline, only this stage."""
+        x, _ = self._batch(step)
+        self.model(x)
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         x, y = batch(self.replica, step)
         rows = slice(self._part * BATCH // self._parts, (self._part + 1) * BATCH // self._parts)
-        x, y = x[rows], y[rows]
-        self.model.zero_grad()
-        if "pp" not in self._layout.sizes:
-            loss_of(self.model(x), y).backward()
-            return
-        stage, schedule = self._pipeline(x)
-        if stage.is_first:
-            schedule.step(x)
+        return x[rows], y[rows]
+
+    def _run_pipeline(self, x: Tensor, y: Tensor) -> None:
+        if not hasattr(self, "_schedule"):
+            self._stage = PipelineStage(
+                self.model,
+                self.mesh.get_local_rank("pp"),
+                self._layout.sizes["pp"],
+                torch.device("cpu"),
+                group=self.mesh.get_group("pp"),
+            )
+            self._schedule = self._layout.schedule(self._stage, 2, loss_fn=loss_of)
+        if self._stage.is_first:
+            self._schedule.step(x)
         else:
-            schedule.step(target=y)
+            self._schedule.step(target=y)
 
     def full(self) -> dict[str, Any]:
         """The parameters of this rank's stage as a whole, as arrays: tensors would be shared."""
@@ -167,49 +200,99 @@ class Spread:
             fully_shard(spread, mesh=self.mesh[names])
         return spread
 
-    def _pipeline(self, x: Tensor) -> tuple[PipelineStage, Any]:
-        if not hasattr(self, "_schedule"):
-            self._stage = PipelineStage(
-                self.model,
-                self.mesh.get_local_rank("pp"),
-                self._layout.sizes["pp"],
-                torch.device("cpu"),
-                group=self.mesh.get_group("pp"),
-            )
-            self._schedule = self._layout.schedule(self._stage, 2, loss_fn=loss_of)
-        return self._stage, self._schedule
 
+class Oracle:
+    """Unsharded replicas in one place, mixed by dense matrices.
 
-@cache
-def oracle(
-    replicas: int, topology: str, make_base: MakeOptimizer, overlap: bool, steps: int = STEPS
-) -> list[dict[str, Tensor]]:
-    """The parameters of unsharded replicas, mixed by dense matrices."""
-    models = [make_model() for _ in range(replicas)]
-    worlds = [list(model.parameters()) for model in models]
-    bases = [make_base(params) for params in worlds]
-    schedule = TopologyFactory.create(topology, replicas)
+    Args:
+        replicas: how many.
+        make_base: makes the optimizer of each.
+        topology: by name.
+        clip: bound of the norm of each replica's gradients; 0 does not clip.
+        average_every: steps from one exact average to the next; 0 for none.
+        make_outer: makes the outer optimizer that steps at exact averages.
+        steps: how many each replica makes itself; it is idle in the others.
+        skips: pairs of replica and step without an update.
+    """
 
-    def compute(replica: int, step: int) -> None:
+    def __init__(
+        self,
+        replicas: int,
+        make_base: MakeOptimizer,
+        topology: str = "ring",
+        clip: float = 0.0,
+        average_every: int = 0,
+        make_outer: MakeOptimizer | None = None,
+        steps: Sequence[int] = (),
+        skips: Collection[tuple[int, int]] = (),
+    ) -> None:
+        self._steps = steps or [STEPS] * replicas
+        self._skips = skips
+        self._models = [make_model() for _ in range(replicas)]
+        self._worlds = [list(model.parameters()) for model in self._models]
+        self._bases = [make_base(params) for params in self._worlds]
+        self._topology = TopologyFactory.create(topology, replicas)
+        self._clip = clip
+        self.norms: list[list[float]] = [[] for _ in range(replicas)]
+        self._average_every = average_every
+        self._anchors = [[p.detach().clone() for p in params] for params in self._worlds]
+        self._outers = [make_outer(anchors) for anchors in self._anchors] if make_outer else []
+
+    def train(self, overlap: bool = True, steps: int = STEPS) -> Oracle:
+        """Make the steps, and leave nothing in flight."""
+        train_densely(
+            self._worlds,
+            steps,
+            overlap,
+            self._compute,
+            self._update,
+            self._land,
+        )
+        return self
+
+    def parameters(self, replica: int) -> dict[str, Tensor]:
+        named = self._models[replica].named_parameters()
+        return {name: param.detach() for name, param in named}
+
+    def distance(self) -> float:
+        """Root mean square of the replicas' distances to their mean."""
+        rows = torch.stack([flatten(params) for params in self._worlds])
+        return float((rows - rows.mean(0)).square().sum(1).mean().sqrt())
+
+    def _compute(self, replica: int, step: int) -> None:
         x, y = batch(replica, step)
-        models[replica].zero_grad()
-        loss_of(models[replica](x), y).backward()
+        self._models[replica].zero_grad()
+        loss_of(self._models[replica](x), y).backward()  # type: ignore[no-untyped-call]
+        if self._clip:
+            norm = nn.utils.clip_grad_norm_(self._worlds[replica], self._clip)
+            self.norms[replica].append(norm.item())
 
-    train_densely(
-        worlds,
-        steps,
-        overlap,
-        compute,
-        update=lambda replica, step: bases[replica].step(),
-        land=lambda step: mix(worlds, schedule.mixing_matrix(step)),
-    )
-    return [
-        {name: param.detach().clone() for name, param in model.named_parameters()}
-        for model in models
-    ]
+    def gradient_norm(self, replica: int, norm_type: float) -> float:
+        """The norm of the gradients of the first step."""
+        self._compute(replica, 0)
+        grads = [param.grad for param in self._worlds[replica] if param.grad is not None]
+        return float(nn.utils.get_total_norm(grads, norm_type))
+
+    def _update(self, replica: int, step: int) -> None:
+        if step < self._steps[replica] and (replica, step) not in self._skips:
+            self._bases[replica].step()
+
+    @torch.no_grad()
+    def _land(self, step: int) -> None:
+        if not self._average_every or (step + 1) % self._average_every:
+            mix(self._worlds, self._topology.mixing_matrix(step))
+            return
+        size = len(self._worlds)
+        mix(self._worlds, torch.full((size, size), 1 / size, dtype=torch.float64))
+        for params, anchors, outer in zip(self._worlds, self._anchors, self._outers, strict=False):
+            for param, anchor in zip(params, anchors, strict=True):
+                anchor.grad = anchor - param
+            outer.step()
+            for param, anchor in zip(params, anchors, strict=True):
+                param.copy_(anchor)
 
 
-def difference(found: dict[str, Any], expected: dict[str, Tensor]) -> float:
+def difference(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> float:
     """The largest difference in the parameters of a stage."""
     return max(
         (torch.from_numpy(value) - expected[name]).abs().max().item()

@@ -66,7 +66,8 @@ class Outer:
         self._add_new()
         for param in params:
             if param not in self._started and is_finite(local(param)):
-                self._anchors[param].data = param.detach().clone()
+                # Of a DTensor only the local tensor has data of its own.
+                local(self._anchors[param]).data = local(param).detach().clone()
                 self._started.add(param)
 
     def rebase(self) -> None:
@@ -148,7 +149,7 @@ class Outer:
         )
         for (param, anchor), value, started, stepped in rows:
             if started:
-                anchor.data = torch.empty_like(param).copy_(value)
+                local(anchor).data = local(torch.empty_like(param).copy_(value))
                 self._started.add(param)
             if not stepped:
                 self._reset(anchor)

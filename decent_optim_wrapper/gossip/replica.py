@@ -44,7 +44,7 @@ class Dimension:
     def copies(self, tensor: Tensor) -> int:
         """How many ranks along this dimension hold the same values."""
         placement = self.placement(tensor)
-        unique = not self.has_shards if placement is None else placement.is_shard()
+        unique = not self.has_shards if placement is None else not placement.is_replicate()
         return 1 if unique else len(self.ranks)
 
 
