@@ -68,8 +68,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         bucket_cap_mb: upper bound of a bucket in MiB.
         overlap: exchange during the next forward and backward pass, as above.
         process_group: the ranks that gossip; None means the default group.
-        mesh: all ranks and how they are arranged, if a replica is spread over several of them (FSDP2,
-            tensor or pipeline parallelism); None means that each rank is a replica.
+        mesh: all ranks and how they are arranged, if a replica is spread over several of them
+            (FSDP2, tensor or pipeline parallelism); None means that each rank is a replica.
         gossip_dim: the name of the mesh's dimension along which replicas gossip.
         model: the model of the parameters, needed if they are sharded.
         buffers: tensors such as ``model.buffers()``; `global_avg` also averages the floating-point
