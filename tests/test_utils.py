@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_processes
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
 
 from decent_optim_wrapper import DecentOptimWrapper, utils
 from decent_optim_wrapper.membership.launch import Ranks, find_launch, init_distributed
@@ -251,3 +252,23 @@ def start_twice(rank: int) -> list[float]:
 
 def test_ranks_meet_again_on_the_store_of_before_a_restart() -> None:
     assert run_processes(2, start_twice) == [[3.0, 3.0]] * 2
+
+
+def start_on_two_nodes(rank: int) -> tuple[tuple[int, ...], list[int] | None]:
+    """As a task of ``srun --nodes 2 --ntasks-per-node 4``: one mesh dimension is the node."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    theirs = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 4)}
+    os.environ.update({**SLURM, **theirs, "SLURM_NODEID": str(rank // 4)})
+    info = init_distributed("gloo")
+    nodes = info.world_size // info.local_world_size
+    shape = nodes, info.local_world_size
+    mesh = init_device_mesh(info.device.type, shape, mesh_dim_names=("gossip", "inner"))
+    place = mesh.get_coordinate()
+    dist.destroy_process_group()
+    return shape, None if place is None else list(place)
+
+
+def test_srun_says_what_a_mesh_of_two_nodes_with_four_tasks_is_made_from() -> None:
+    ranks = run_processes(8, start_on_two_nodes)
+    assert ranks == [((2, 4), [node, task]) for node in range(2) for task in range(4)]
