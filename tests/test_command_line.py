@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import re
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import netlab
 import pytest
 import torch
 from ranks import run_processes
@@ -17,6 +20,7 @@ from ranks import run_processes
 from decent_optim_wrapper import Group, Topology
 from decent_optim_wrapper.planning import suggest
 from decent_optim_wrapper.planning.cli import main
+from decent_optim_wrapper.planning.mesh_probe import _pairings
 from decent_optim_wrapper.topo._base import REGISTRY
 
 
@@ -156,7 +160,104 @@ def test_comm_measures_every_pair() -> None:
     assert 0 < data["all_reduce_latency"] < 1
 
 
-def test_ranks_that_drift_apart_are_reported_in_words_and_in_valid_json(
+MESH = "data=2,pipe=2,tensor=2"
+GROUPS = {
+    "data": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    "pipe": [[0, 2], [1, 3], [4, 6], [5, 7]],
+    "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
+}
+
+
+def test_comm_measures_every_dimension_of_a_mesh() -> None:
+    command = ("comm", "--json", "--mib", "0.1", "--repeats", "1", "--mesh", MESH)
+    (status, text), *others = run_processes(8, run_module, *command)
+    assert status == 0
+    assert others == [(0, "")] * 7
+    data = json.loads(text)
+    assert data["mesh"] == {"data": 2, "pipe": 2, "tensor": 2}
+    assert data["slowest"] in data["mesh"]
+    for name, groups in data["dimensions"].items():
+        assert [group["ranks"] for group in groups] == GROUPS[name]
+        for group in groups:
+            assert group["slowest_pair"] == group["ranks"]
+            assert 0 < group["slowest_bandwidth"] == group["bandwidth"]
+            assert 0 < group["latency"] < 10
+            assert group["all_reduce_bytes_per_second"] > 0
+
+
+def test_comm_prints_a_table_for_every_dimension_and_on_which_one_to_gossip() -> None:
+    command = ("comm", "--mib", "0.1", "--repeats", "1", "--mesh", "a=2,b=3")
+    text = run_processes(6, run_module, *command)[0][1]
+    tables = text.split("\n\n")
+    assert [table.splitlines()[0] for table in tables[:2]] == [
+        "a: groups of 2, all at once",
+        "b: groups of 3, all at once",
+    ]
+    assert [line.split("  ")[0] for line in tables[1].splitlines()[3:5]] == ["0, 1, 2", "3, 4, 5"]
+    slowest = re.search(r"^slowest dimension: ([ab]), [1-9]", tables[2])
+    assert slowest is not None, text
+    assert f'gossip on it: DecentOptimWrapper(..., mesh=mesh, gossip_dim="{slowest[1]}")' in text
+
+
+def run_on_two_hosts(rank: int, hosts: Sequence[str], *arguments: str) -> tuple[object, str]:
+    """Even ranks run on one host and odd ranks on the other."""
+    netlab.enter(hosts[rank % 2])
+    os.environ.update(
+        MASTER_ADDR=netlab.address(0),
+        MASTER_PORT="29500",
+        TORCHELASTIC_USE_AGENT_STORE="False",
+        GLOO_SOCKET_IFNAME="eth0",
+    )
+    return run_module(rank, *arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not netlab.available(), reason="network namespaces need root and iproute2")
+def test_comm_names_the_dimension_whose_links_are_slow() -> None:
+    """Those of the innermost one leave the host, with 100 Mbit/s for the four ranks of a host."""
+    with netlab.lab(2, "100mbit") as where:
+        command = ("comm", "--json", "--mib", "1", "--repeats", "2", "--mesh", MESH)
+        status, text = run_processes(8, run_on_two_hosts, where.hosts, *command)[0]
+    assert status == 0
+    data = json.loads(text)
+    assert data["slowest"] == "tensor"
+    # All four groups at once share the link, and each of them would have it for itself alone.
+    assert all(group["bandwidth"] < 8e6 for group in data["dimensions"]["tensor"])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ("data=2,pipe=3", "the number of ranks, 8, got 'data=2,pipe=3' with a product of 6"),
+        ("data=2,tensor=2,data=2", "'data' is twice"),
+        ("data=2,tensor=four", "got 'tensor=four'"),
+        ("data=8,tensor=1", "dimensions of one rank"),
+        ("data", "NAME=SIZE"),
+        ("=8", "NAME=SIZE"),
+        ("", "NAME=SIZE"),
+    ],
+)
+def test_a_mesh_that_is_none_is_refused_before_the_ranks_meet(
+    mesh: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(SystemExit) as caught:
+        main(["comm", "--mesh", mesh])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert said in line
+
+
+def test_in_a_group_of_any_size_every_rank_meets_every_other_once() -> None:
+    for n in range(2, 9):
+        rounds = _pairings(n)
+        assert len(rounds) == n - 1 + n % 2
+        assert all(peers[peers[rank]] == rank for peers in rounds for rank in range(n))
+        met = [(rank, peers[rank]) for peers in rounds for rank in range(n) if peers[rank] != rank]
+        assert sorted(met) == [(a, b) for a in range(n) for b in range(n) if a != b]
+
+
+def test_ranks_that_drift_apart_are_told_in_words_and_in_valid_json(
     apart: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ("topologies", "--world-size", "4", "--topology", "ring", "apart")

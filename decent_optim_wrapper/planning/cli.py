@@ -4,6 +4,7 @@ python -m decent_optim_wrapper topologies --world-size 12
 python -m decent_optim_wrapper show greedy --world-size 7 -o greedy.png
 python -m decent_optim_wrapper simulate --world-size 8 64 --parameters 25e6
 torchrun --nproc-per-node 4 -m decent_optim_wrapper comm
+torchrun --nproc-per-node 8 -m decent_optim_wrapper comm --mesh data=2,pipe=2,tensor=2
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _simulate(args: argparse.Namespace) -> tables.Report:
 def _comm(args: argparse.Namespace) -> tables.Report | None:
     from decent_optim_wrapper.planning import link_probe
 
-    return link_probe.run(args.mib, args.repeats)
+    return link_probe.run(args.mib, args.repeats, args.mesh)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,4 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     comm = add("comm", _comm, "measure the links between the ranks; start it with torchrun")
     comm.add_argument("--mib", type=float, default=8, help="size of the large message")
     comm.add_argument("--repeats", type=int, default=5)
+    comm.add_argument(
+        "--mesh", metavar="NAME=SIZE,...", help="each dimension of this mesh, outermost first"
+    )
     return parser

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from itertools import combinations
 
@@ -14,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.planning import mesh_probe
+from decent_optim_wrapper.planning.stopwatch import median_seconds, pair_seconds
 from decent_optim_wrapper.planning.tables import Report, table
 
 _MIB = 1024 * 1024
@@ -22,38 +22,46 @@ _LEAST_MIB = 0.001
 _SLOW = 0.7
 
 
-def run(mib: float, repeats: int) -> Report | None:
+def run(mib: float, repeats: int, mesh: str | None = None) -> Report | None:
     """Time messages between all pairs, one pair at a time, and an all-reduce; collective.
 
+    With a mesh, time them along each of its dimensions, in all groups of a dimension at once.
+
     Args:
-        mib: size of the large message in MiB; latency is measured with 8 bytes.
-        repeats: number of measurements; the report has their median.
+        mib: size of the large message in MiB; latency is that of 8 bytes.
+        repeats: number of measurements, of which the median counts.
+        mesh: names and sizes of the dimensions, such as ``data=2,tensor=4``; None for no mesh.
 
     Returns:
         The report on rank 0, None on the others.
 
     Raises:
-        ValueError: `mib` or `repeats` is out of range, or there is only one rank, as without
-            torchrun.
+        ValueError: a size or a number of repeats is out of range, there is a single rank, as
+            without torchrun, or the mesh is none of this number of ranks.
     """
     if not _LEAST_MIB <= mib < math.inf or repeats < 1:
         raise ValueError(
             f"expected a finite size of {_LEAST_MIB} MiB or more and 1 repeat or more, "
             f"got {mib=}, {repeats=}"
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size < 2:
         raise ValueError(
             "comm measures between ranks: start it with "
             "`torchrun --nproc-per-node 4 -m decent_optim_wrapper comm`"
         )
+    sizes = None if mesh is None else mesh_probe.parse_mesh(mesh, world_size)
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(
         os.environ.get("LOCAL_WORLD_SIZE", "1")
     )
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda" if cuda else "cpu")
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
-        return _measure(mib, repeats, torch.device("cuda" if cuda else "cpu"))
+        if sizes is not None:
+            return mesh_probe.measure(sizes, mib, repeats, device)
+        return _measure(mib, repeats, device)
     finally:
         dist.destroy_process_group()
 
@@ -65,42 +73,19 @@ def _measure(mib: float, repeats: int, device: torch.device) -> Report | None:
     seconds = torch.zeros(2, n, n, dtype=torch.float64, device="cpu")
     for a, b in combinations(range(n), 2):
         for of_size, message in zip(seconds, messages, strict=True):
-            of_size[a, b] = of_size[b, a] = _pair_seconds(transport, message, a, b, repeats)
-    reduce_small, reduce_large = (_median(partial(transport.sum_, m), repeats) for m in messages)
-    # Only the two ranks of a pair have its figures; all others have zeros.
+            # The others rest.
+            peer = {a: b, b: a}.get(transport.rank, transport.rank)
+            of_size[a, b] = of_size[b, a] = pair_seconds(transport, message, peer, repeats)
+    reduce_small, reduce_large = (
+        median_seconds(partial(transport.sum_, m), repeats) for m in messages
+    )
+    # Only the two ends of a pair have its figures, the others have zeros.
     latency, transfer = transport.all_gather(seconds).amax(dim=0)
     if transport.rank:
         return None
     nbytes = messages[1].nbytes
     bandwidth = (nbytes / transfer).fill_diagonal_(0)
     return _report(bandwidth, latency, nbytes / reduce_large, reduce_small)
-
-
-def _pair_seconds(transport: Transport, data: torch.Tensor, a: int, b: int, repeats: int) -> float:
-    """Seconds of a send and receive between a and b; 0 on the other ranks."""
-    seconds = 0.0
-    if transport.rank in (a, b):
-        incoming, peer = torch.empty_like(data), a + b - transport.rank
-        seconds = _median(lambda: _wait(transport.exchange(data, incoming, peer, 0)), repeats)
-    dist.barrier()
-    return seconds
-
-
-def _median(action: Callable[[], None], repeats: int) -> float:
-    seconds = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        action()
-        if torch.cuda.is_available():
-            # With NCCL, a wait only orders the stream.
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
-
-
-def _wait(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _report(

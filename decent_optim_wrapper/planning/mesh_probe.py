@@ -1,0 +1,158 @@
+"""Measures the links along each dimension of a mesh, and tells on which one to gossip."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from itertools import combinations
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.planning.stopwatch import median_seconds, pair_seconds
+from decent_optim_wrapper.planning.tables import Report, table
+
+# Two dimensions are about as fast where the slower one has at least this share of the bandwidth of
+# the other.
+_SLOW = 0.7
+
+
+def parse_mesh(text: str, world_size: int) -> dict[str, int]:
+    """Read the names and sizes of the dimensions, outermost first.
+
+    Args:
+        text: such as ``data=2,pipe=2,tensor=2``.
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: the text is no mesh, or one of another number of ranks.
+    """
+    sizes: dict[str, int] = {}
+    for item in text.split(","):
+        name, _, size = (part.strip() for part in item.partition("="))
+        if not name or not size.isdecimal() or int(size) < 2:
+            raise ValueError(
+                f"--mesh expects NAME=SIZE,... with sizes of 2 or more, such as data=2,tensor=4, "
+                f"got {item!r} in {text!r}; leave dimensions of one rank out"
+            )
+        if name in sizes:
+            raise ValueError(
+                f"--mesh expects a name for every dimension, but {name!r} is twice in {text!r}"
+            )
+        sizes[name] = int(size)
+    if prod(sizes.values()) != world_size:
+        raise ValueError(
+            f"--mesh expects sizes whose product is the number of ranks, {world_size}, got "
+            f"{text!r} with a product of {prod(sizes.values())}"
+        )
+    return sizes
+
+
+def measure(sizes: dict[str, int], mib: float, repeats: int, device: torch.device) -> Report | None:
+    """Time messages along each dimension of the mesh, in all its groups at once; collective.
+
+    Args:
+        sizes: of the dimensions by name.
+        mib: size of the large message in MiB; latency is that of 8 bytes.
+        repeats: number of measurements, of which the median counts.
+        device: of the messages.
+
+    Returns:
+        The report on rank 0, None on the others.
+    """
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    messages = torch.zeros(2, device=device), torch.zeros(int(mib * (1 << 18)), device=device)
+    world = Transport.over(dist.group.WORLD)
+    found = {}
+    for at, name in enumerate(sizes):
+        mine = _measure_group(Transport.over(mesh.get_group(name)), messages, repeats)
+        everyone = world.all_gather(mine)
+        # The ranks of each group in a row.
+        groups = mesh.mesh.movedim(at, -1).reshape(-1, sizes[name]).tolist()
+        found[name] = [_group(everyone[ranks], ranks, messages[1].nbytes) for ranks in groups]
+    return None if world.rank else _report(sizes, found)
+
+
+def _measure_group(transport: Transport, messages: Sequence[Tensor], repeats: int) -> Tensor:
+    """Seconds on this rank, of a small and a large message: with every rank, and of a sum.
+
+    Returns:
+        shape (2, ranks of the group + 1), float64 on the CPU; the sum is last.
+    """
+    n = transport.world_size
+    seconds = torch.zeros(2, n + 1, dtype=torch.float64, device="cpu")
+    for of_size, message in zip(seconds, messages, strict=True):
+        for peers in _pairings(n):
+            of_size[peers[transport.rank]] = pair_seconds(
+                transport, message, peers[transport.rank], repeats
+            )
+        of_size[n] = median_seconds(partial(transport.sum_, message), repeats)
+        dist.barrier()
+    return seconds
+
+
+def _pairings(n: int) -> list[list[int]]:
+    """Each rank's peer, round by round, so that each meets each other once; itself where it rests.
+
+    The rounds of a tournament: as many pairs as there can be exchange at the same time.
+    """
+    places = n + n % 2
+    rounds = []
+    for shift in range(places - 1):
+        order = [0, *((i + shift) % (places - 1) + 1 for i in range(places - 1))]
+        peers = dict(zip(order, reversed(order), strict=True))
+        rounds.append([peers[rank] if peers[rank] < n else rank for rank in range(n)])
+    return rounds
+
+
+def _group(seconds: Tensor, ranks: list[int], nbytes: int) -> dict[str, Any]:
+    """The figures of a group from the seconds on its ranks."""
+    n = len(ranks)
+    # A pair has taken as long as the later of its two ranks.
+    latency, transfer = torch.maximum(seconds[:, :, :n], seconds[:, :, :n].permute(2, 1, 0)).unbind(
+        dim=1
+    )
+    pairs = list(combinations(range(n), 2))
+    slowest = max(pairs, key=lambda pair: transfer[pair].item())
+    return {
+        "ranks": ranks,
+        "bandwidth": statistics.median(nbytes / transfer[pair].item() for pair in pairs),
+        "latency": statistics.median(latency[pair].item() for pair in pairs),
+        "all_reduce_bytes_per_second": nbytes / seconds[:, 1, n].max().item(),
+        "slowest_pair": [ranks[at] for at in slowest],
+        "slowest_bandwidth": nbytes / transfer[slowest].item(),
+    }
+
+
+def _report(sizes: dict[str, int], found: dict[str, list[dict[str, Any]]]) -> Report:
+    # A step waits for the slowest link of a dimension.
+    speeds = {name: min(g["slowest_bandwidth"] for g in groups) for name, groups in found.items()}
+    order = sorted(speeds, key=speeds.__getitem__)
+    slowest = order[0]
+    lines = []
+    for name, groups in found.items():
+        lines += [f"{name}: groups of {sizes[name]}, all at once", table(list(map(_row, groups)))]
+        lines += [f"slowest pair of {name}: {speeds[name] / 1e6:.0f} MB/s", ""]
+    lines.append(f"slowest dimension: {slowest}, {speeds[slowest] / 1e6:.0f} MB/s")
+    if len(order) > 1 and speeds[slowest] > _SLOW * speeds[order[1]]:
+        lines.append(f"{order[1]} is about as fast, {speeds[order[1]] / 1e6:.0f} MB/s")
+    lines.append(f'gossip on it: DecentOptimWrapper(..., mesh=mesh, gossip_dim="{slowest}")')
+    return Report("\n".join(lines), {"mesh": sizes, "dimensions": found, "slowest": slowest})
+
+
+def _row(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ranks": group["ranks"],
+        "MB/s of a pair": f"{group['bandwidth'] / 1e6:.0f}",
+        "slowest pair": "{:.0f} ({}-{})".format(
+            group["slowest_bandwidth"] / 1e6, *group["slowest_pair"]
+        ),
+        "latency in us": f"{group['latency'] * 1e6:.0f}",
+        "all-reduce MB/s": f"{group['all_reduce_bytes_per_second'] / 1e6:.0f}",
+    }
