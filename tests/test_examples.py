@@ -188,6 +188,33 @@ def test_the_custom_topology_can_be_looked_at_and_trained_on(tmp_path: Path) -> 
     assert "largest error of a weight 0.0" in run_script_on_ranks(3, script, cwd=tmp_path)
 
 
+@pytest.mark.parametrize("inner", ["fsdp", "tp", "none"])
+def test_a_gpt_learns_whose_replicas_are_spread_over_a_mesh(inner: str, tmp_path: Path) -> None:
+    options = ("--inner", inner, "--steps", "10", "--topology", "ring")
+    out = run_script_on_ranks(4, EXAMPLES / "train_gpt.py", *options, cwd=tmp_path)
+    found = re.findall(r"step 10: validation loss (.*), (.*) MiB sent", out)
+    assert len(found) == 1, out
+    loss, sent = map(float, found[0])
+    # Before training it is that of all 103 characters being as likely: 4.6.
+    assert loss < 3.5
+    # In pairs each step sends the model of 0.45 MiB, or what of it is on this rank.
+    assert 10 * 0.2 < sent < 10 * (0.5 if inner == "none" else 0.3)
+    assert (tmp_path / "runs" / "gpt.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_mesh_sends_along_the_slow_dimension_what_is_computed(tmp_path: Path) -> None:
+    script = EXAMPLES / "benchmark" / "mesh_bytes.py"
+    out = run_script(script, "--measured", "2", "--computed", "2", cwd=tmp_path)
+    rows = dict(re.findall(r"^\| (HSDP.*?|gossip.*?) \| (.*) \|$", out, re.MULTILINE))
+    assert rows == {
+        "HSDP, float32": "1.000 | 1.000",
+        "HSDP, bf16": "0.500 | 0.500",
+        "gossip in pairs, float32": "1.000 | 1.000",
+        "gossip in pairs, bf16": "0.500 | 0.500",
+        "gossip in pairs, bf16, every 4 steps": "0.125 | 0.125",
+    }
+
+
 def test_the_benchmarks_run_without_a_network_lab(tmp_path: Path) -> None:
     """Behaviour only: tests time nothing."""
     benchmark = EXAMPLES / "benchmark"
