@@ -1,7 +1,7 @@
 """The README and the guides: their Python runs, and their links lead somewhere.
 
-The blocks of a page share a namespace and run in order on four ranks. A block fenced as
-``python launch.py`` is a file that starts the page's other blocks as ``train.py``. A block that
+The blocks of a page share a namespace and run in order, on four ranks or on eight. A block fenced
+as ``python launch.py`` is a file that starts the page's other blocks as ``train.py``. A block that
 cannot run here is fenced as ``python no-run: <reason>``.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).parent.parent
 GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))
 PAGES = [ROOT / "README.md", *GUIDES, ROOT / "examples" / "benchmark" / "README.md"]
-RANKS = 4
+RANKS = {"mesh": 8}
 
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
 LAUNCHER = "python launch.py"
@@ -123,7 +123,7 @@ def run_page(rank: int, page: Path, folder: Path) -> Outcome:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES[:-1], ids=lambda page: page.stem)
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    ranks = run_processes(RANKS, run_page, page, tmp_path)
+    ranks = run_processes(RANKS.get(page.stem, 4), run_page, page, tmp_path)
     assert ranks[0].blocks > 0
     assert len({rank.blocks for rank in ranks}) == 1
     torch.manual_seed(0)
