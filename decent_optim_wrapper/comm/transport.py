@@ -126,12 +126,18 @@ class Transport:
         self._losses = Losses(store, self.name)
 
     @classmethod
-    def over(cls, process_group: Any | None, timeout: timedelta | None = None) -> Transport:
+    def over(
+        cls,
+        process_group: Any | None,
+        timeout: timedelta | None = None,
+        members: tuple[int, ...] | None = None,
+    ) -> Transport:
         """Connect the ranks of a process group.
 
         Args:
             process_group: registered or raw; None means a world of one rank.
             timeout: bound of every wait; None takes the process group's.
+            members: their numbers; None counts from 0.
         """
         if process_group is None:
             return cls(None, 0, (0,), timeout or timedelta(0))
@@ -140,7 +146,7 @@ class Transport:
         return cls(
             process_group,
             rank,
-            tuple(range(process_group.size())),
+            members or tuple(range(process_group.size())),
             timeout,
             _own_store(store_of(process_group), rank, timeout),
             user_group=process_group,

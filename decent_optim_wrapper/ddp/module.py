@@ -67,6 +67,7 @@ class DecentralizedDataParallel(Module):
             backward pass, where the other gradients are not known yet; with
             ``update_in_backward=False``, of those of the whole model. 0 does not clip.
         param_as_bucket_view: make the parameters views of the buckets, as in `DecentOptimWrapper`.
+            None does so unless there is a mesh, whose shards cannot be views.
         sync_buffer_in_global_avg: `global_avg` also averages the floating-point buffers.
         bucket_size_in_mb: upper bound of a bucket in MiB.
         update_in_backward: False leaves clipping, update and mixing to the end of the backward
@@ -96,7 +97,7 @@ class DecentralizedDataParallel(Module):
         topology: str | Topology = "complete",
         scaler: GradScaler | None = None,
         grad_clip_norm: float = 0.0,
-        param_as_bucket_view: bool = True,
+        param_as_bucket_view: bool | None = None,
         sync_buffer_in_global_avg: bool = False,
         bucket_size_in_mb: float = 25,
         *,
@@ -104,6 +105,8 @@ class DecentralizedDataParallel(Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        if param_as_bucket_view is None:
+            param_as_bucket_view = options.get("mesh") is None
         with Start(Place.of(options)).failing_together():
             _check(model, grad_clip_norm, update_in_backward)
             _check_parts(optim_fn, scaler, options)

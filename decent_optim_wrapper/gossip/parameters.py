@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -94,21 +94,34 @@ def check_dense(named: Sequence[Named]) -> None:
             )
 
 
+def check_model(model: Any) -> nn.Module | None:
+    """The model, if there is one.
+
+    Raises:
+        TypeError: it is no module.
+    """
+    if model is None or isinstance(model, nn.Module):
+        return model
+    raise TypeError(f"model expects a torch.nn.Module or None, got {model!r}")
+
+
 def check_shards(
-    named: Sequence[Named], gossip_group: Any | None, has_model: bool, as_view: bool
+    named: Sequence[Named], gossip_group: Any | None, model: nn.Module | None, as_view: bool
 ) -> None:
     """Make sure that DTensors are shards of replicas that gossip with each other.
 
     Args:
         named: parameters and buffers.
         gossip_group: the ranks along the mesh's dimension of the gossip; None without a mesh.
-        has_model: whether FSDP's modules are known.
+        model: holds them, resharded; None if it is not known.
         as_view: whether the tensors are to become views of buckets.
 
     Raises:
         TypeError: there are DTensors, and no mesh.
         ValueError: there are DTensors that do not fit.
     """
+    modules = [] if model is None else [model]
+    held = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
     for each in named:
         if not isinstance(each.tensor, DTensor):
             continue
@@ -118,10 +131,12 @@ def check_shards(
                 f"expected tensors that are whole on every rank, but {what}; say on which "
                 f"dimension of the mesh replicas gossip: pass mesh=, gossip_dim= and model="
             )
-        if not has_model:
+        if id(each.tensor) not in held:
+            missing = "there is no model" if model is None else "model does not hold it"
             raise ValueError(
-                f"expected the model of the sharded parameters, but {what} and there is no model; "
-                f"pass model=, whose FSDP modules must be resharded before shards are written"
+                f"expected the model of the sharded parameters, but {what} and {missing}; pass all "
+                f"modules of this rank as model=: those of FSDP must be resharded before their "
+                f"shards are written"
             )
         if as_view:
             raise ValueError(

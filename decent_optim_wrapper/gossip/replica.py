@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ class Dimension:
 
     Args:
         group: the ranks along it, this one among them.
-        transport: connects them.
+        timeout: bound of every wait; None takes the group's.
     """
 
-    def __init__(self, group: Any, transport: Transport) -> None:
-        self.transport = transport
-        self.ranks = frozenset(dist.get_process_group_ranks(group))
+    def __init__(self, group: Any, timeout: timedelta | None) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        # Errors name ranks of the whole job: a number along one dimension says little.
+        self.transport = Transport.over(group, timeout, tuple(ranks))
+        self.ranks = frozenset(ranks)
         # Whether any parameter of the replica is a DTensor along it. Without any, it is a pipeline.
         self.has_shards = False
 

@@ -54,9 +54,9 @@ def check_place(place: Place) -> None:
             raise TypeError(f"{name} expects a whole number or None, got {value!r}")
         if value is not None and value < int(name != "rank"):
             raise ValueError(f"{name} must be {int(name != 'rank')} or more, got {value}")
-    check_mesh(place)
     if place.elastic is not None and not isinstance(place.elastic, Elastic):
         raise TypeError(f"elastic expects an Elastic or None, got {place.elastic!r}")
+    check_mesh(place)
 
 
 def check_mesh(place: Place) -> None:
@@ -89,14 +89,10 @@ def check_mesh(place: Place) -> None:
             f"gossip_dim expects the dimension of the mesh on which replicas gossip, one of "
             f"{names}, got {name!r}; name the dimensions in init_device_mesh(mesh_dim_names=...)"
         )
-
-
-def other_groups(place: Place) -> list[Any]:
-    """The process groups of this rank along the other dimensions of the mesh."""
-    if place.mesh is None or not place.mesh.mesh_dim_names:
-        return []
-    names = [name for name in place.mesh.mesh_dim_names if name != place.gossip_dim]
-    return [place.mesh.get_group(name) for name in names]
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh {mesh}; build the wrapper on its ranks only"
+        )
 
 
 def resolve_process_group(place: Place) -> Any | None:

@@ -22,6 +22,7 @@ from decent_optim_wrapper.gossip.outer import Outer
 from decent_optim_wrapper.gossip.parameters import (
     Named,
     check_dense,
+    check_model,
     check_shards,
     check_tensors,
     named_buffers,
@@ -134,6 +135,8 @@ def open_session(
         ValueError: an argument contradicts another or does not fit, or the ranks differ.
     """
     agreed: list[Agreement] = []
+    with start.failing_together():
+        check_place(start.place)
     with start.over_the_mesh(lambda: agreed[0].settings):
         with start.failing_together():
             averaged = named_buffers(buffers)
@@ -141,14 +144,15 @@ def open_session(
             others = [*averaged, *carried]
             check_dense(others)
             parameters = named_parameters(optimizer.param_groups)
+            replica = Replica(start.dimensions, check_model(model))
+            replica.reshard()
             gossip_group = None if start.place.mesh is None else start.process_group
             as_view = settings.param_as_bucket_view
-            check_shards([*parameters, *others], gossip_group, model is not None, as_view)
+            check_shards([*parameters, *others], gossip_group, model, as_view)
             check_tensors(parameters)
             outer = _make_outer(settings, optimizer)
         world = _find_world(start, topology, settings)
         transport, recovery = world.transport, world.recovery
-        replica = Replica(start.dimensions, model)
         layout = Layout(
             settings.bucket_cap_mb,
             transport.wire_device if recovery is None else _on_cpu,
@@ -203,7 +207,6 @@ def _find_world(start: Start, topology: str | Topology, settings: Settings) -> _
 def _in_process_group(start: Start, topology: str | Topology) -> _World:
     place = start.place
     with start.failing_together():
-        check_place(place)
         group, transport = start.process_group, start.transport
         check_sizes(group, place.rank, place.world_size)
         node = node_name(place.local_world_size or launched_local_world_size(), transport.rank)
@@ -218,7 +221,6 @@ def _in_store(
 ) -> _World:
     place = start.place
     with start.failing_together():
-        check_place(place)
         found = resolve_store(place)
         # Nobody is there to agree with yet: every rank takes its own node for the size of all.
         local_world_size = place.local_world_size

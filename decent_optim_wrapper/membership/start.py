@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -17,8 +17,10 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from loguru import logger
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from decent_optim_wrapper.comm.state_transfer import share_text
 from decent_optim_wrapper.comm.transport import Transport
@@ -26,7 +28,6 @@ from decent_optim_wrapper.config import Elastic, read_timeout
 from decent_optim_wrapper.gossip.replica import Dimension
 from decent_optim_wrapper.membership.arguments import (
     Place,
-    other_groups,
     resolve_process_group,
     resolve_store,
 )
@@ -36,6 +37,18 @@ from decent_optim_wrapper.membership.rendezvous import Rendezvous, tell_failure
 _NUMBERS = 4
 # How long a rank that cannot start waits for others, which may be meeting elsewhere.
 _TELL = timedelta(seconds=5)
+
+
+class OtherRankError(ValueError):
+    """Another rank cannot start.
+
+    Args:
+        reason: which one, and its error.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the ranks cannot start, because {reason}")
+        self.reason = reason
 
 
 class Start:
@@ -48,8 +61,9 @@ class Start:
     def __init__(self, place: Place) -> None:
         self.place = place
         self._built = Rendezvous.built
-        # Whether the other dimensions of the mesh have been told how the start went.
-        self._told_mesh = False
+        # Whether the ranks of a mesh know that they mean the same one. Until then, an error is told
+        # along all its dimensions.
+        self._met_in_mesh = False
 
     @property
     def elastic(self) -> bool:
@@ -66,11 +80,19 @@ class Start:
         """Connects the ranks of the process group."""
         return Transport.over(self.process_group, self._timeout)
 
-    @cached_property
+    @property
     def dimensions(self) -> list[Dimension]:
         """The other dimensions of the mesh."""
-        groups = other_groups(self.place)
-        return [Dimension(group, Transport.over(group, self._timeout)) for group in groups]
+        return [each for name, each in self._mesh.items() if name != self.place.gossip_dim]
+
+    @cached_property
+    def _mesh(self) -> dict[str, Dimension]:
+        """All dimensions of the mesh by name; none without a mesh."""
+        mesh = self.place.mesh
+        if not isinstance(mesh, DeviceMesh):
+            return {}
+        groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+        return {name: Dimension(group, self._timeout) for name, group in groups.items()}
 
     @property
     def _timeout(self) -> timedelta | None:
@@ -93,8 +115,8 @@ class Start:
     def over_the_mesh(self, description: Callable[[], str]) -> Iterator[None]:
         """Fail on all ranks of the mesh if the body fails on one, or if descriptions differ.
 
-        The ranks of one gossip group have told each other already; each of them tells those along
-        the other dimensions.
+        The ranks of one gossip group have told each other in the body; each of them tells those
+        along the other dimensions.
 
         Args:
             description: of what must be the same everywhere, known after the body.
@@ -102,17 +124,22 @@ class Start:
         Raises:
             ValueError: a rank cannot start, or has another description.
         """
+        # Ranks that gossip along different dimensions would not find each other in the body.
+        self._agree(self._mesh.values(), f"gossip_dim={self.place.gossip_dim!r}, {self.place.mesh}")
+        self._met_in_mesh = True
         try:
             yield
         except Exception as error:
-            self._tell_mesh(error)
+            self._pass_on(self.dimensions, error)
             raise
-        failure = self._exchange_over_mesh(description(), None)
-        if failure is not None:
-            raise failure
+        self._agree(self.dimensions, description())
 
     def _tell(self, error: Exception) -> None:
-        for tell in (self._tell_in_store, self._tell_in_process_group, self._tell_mesh):
+        ways: tuple[Callable[[Exception], None], ...]
+        ways = (self._tell_in_store, self._tell_in_process_group)
+        if self.place.mesh is not None and not self._met_in_mesh:
+            ways = (lambda error: self._pass_on(self._mesh.values(), error),)
+        for tell in ways:
             try:
                 tell(error)
             except Exception as untold:
@@ -133,24 +160,32 @@ class Start:
         if self.place.elastic is not None:
             # It is not known whether the others come here.
             self.transport.limit_waits(_TELL)
-        exchange(self.transport, (), f"{type(error).__name__}: {error}")
+        exchange(self.transport, (), self._reason(error))
 
-    def _tell_mesh(self, error: Exception) -> None:
-        if not self._told_mesh:
-            self._exchange_over_mesh("", error)
-
-    def _exchange_over_mesh(self, text: str, failure: Exception | None) -> Exception | None:
+    def _agree(self, dimensions: Iterable[Dimension], text: str) -> None:
         """Compare along one dimension after the other, and pass on what is wrong."""
-        self._told_mesh = True
-        for dimension in self.dimensions:
+        ahead = iter(dimensions)
+        for dimension in ahead:
             try:
-                if failure is None:
-                    check_same(text, dimension.transport)
-                else:
-                    exchange(dimension.transport, (), f"{type(failure).__name__}: {failure}")
+                check_same(text, dimension.transport)
             except Exception as error:
-                failure = failure or error
-        return failure
+                self._pass_on(ahead, error)
+                raise
+
+    def _pass_on(self, dimensions: Iterable[Dimension], error: Exception) -> None:
+        """Tell an error along these dimensions."""
+        for dimension in dimensions:
+            try:
+                exchange(dimension.transport, (), self._reason(error))
+            except Exception as untold:
+                logger.debug("ranks of the mesh could not be told of {!r}: {}", error, untold)
+
+    def _reason(self, error: Exception) -> str:
+        """What the other ranks are told of an error."""
+        if isinstance(error, OtherRankError):
+            return error.reason
+        rank = self.transport.name if self.place.mesh is None else dist.get_rank()
+        return f"rank {rank} raised {type(error).__name__}: {error}"
 
 
 def check_same(text: str, transport: Transport) -> None:
@@ -165,10 +200,11 @@ def check_same(text: str, transport: Transport) -> None:
     differing = (digests != digests[0]).any(dim=1).nonzero().flatten().tolist()
     if differing:
         there, here = (share_text(text, transport, source) for source in (differing[0], 0))
+        first, *others = (transport.members[place] for place in (0, *differing))
         raise ValueError(
-            f"the ranks disagree: rank {differing[0]} has {difference(there, here, 'rank 0')}; "
+            f"the ranks disagree: rank {others[0]} has {difference(there, here, f'rank {first}')}; "
             f"build the same model, optimizer and wrapper in the same order on every rank "
-            f"(seen on rank {transport.name}; ranks unlike rank 0: {differing})"
+            f"(seen on rank {transport.name}; ranks unlike rank {first}: {others})"
         )
 
 
@@ -178,13 +214,13 @@ def exchange(transport: Transport, numbers: Sequence[int], failure: str = "") ->
     Args:
         transport: connects the ranks.
         numbers: at most 4, of 64 bits.
-        failure: why this rank cannot start; empty if it can.
+        failure: that this rank cannot start, and why; empty if it can.
 
     Returns:
         int64 tensor of shape (world_size, 4), on the CPU.
 
     Raises:
-        ValueError: another rank cannot start.
+        OtherRankError: another rank cannot start.
     """
     row = [int(bool(failure)), *numbers, *[0] * (_NUMBERS - len(numbers))]
     rows = transport.all_gather(torch.tensor(row, dtype=torch.int64, device="cpu"))
@@ -192,10 +228,7 @@ def exchange(transport: Transport, numbers: Sequence[int], failure: str = "") ->
     if failed:
         reason = share_text(failure, transport, failed[0])
         if not failure:
-            raise ValueError(
-                f"rank {transport.name}: the ranks cannot start, because rank "
-                f"{transport.members[failed[0]]} raised {reason} (ranks that failed: {failed})"
-            )
+            raise OtherRankError(reason)
     return rows[:, 1:]
 
 
