@@ -30,7 +30,13 @@ class WorldAverage:
         # What was before the average that is in place, if it can still be reverted.
         self.snapshot: list[tuple[Bucket, Flat]] | None = None
 
-    def apply(self, parameters: Sequence[Bucket], transport: Transport, may_revert: bool) -> None:
+    def apply(
+        self,
+        parameters: Sequence[Bucket],
+        transport: Transport,
+        may_revert: bool,
+        replica: Replica,
+    ) -> None:
         """Replace this rank's values by the average; collective.
 
         Args:
@@ -38,6 +44,7 @@ class WorldAverage:
             transport: connects the ranks.
             may_revert: keep a snapshot of this rank's values; if an average is in place already,
                 of those before the first one.
+            replica: left out as a whole if one of its ranks has values that are not finite.
         """
         if not may_revert:
             self.keep()
@@ -45,7 +52,9 @@ class WorldAverage:
             # Tensors may have come since, and the snapshot must hold theirs, too.
             self.revert()
         buckets = [*parameters, *self._extra]
-        finite = finite_shares(buckets, transport, self._rules, "global_avg()", "parameters")
+        finite = finite_shares(
+            buckets, transport, self._rules, "global_avg()", "parameters", replica
+        )
         if may_revert:
             self.snapshot = [(bucket, bucket.pack(bucket.new_flat())) for bucket in buckets]
         try:
@@ -87,7 +96,12 @@ class WorldAverage:
 
 
 def finite_shares(
-    buckets: Sequence[Bucket], transport: Transport, rules: Rules, where: str, what: str
+    buckets: Sequence[Bucket],
+    transport: Transport,
+    rules: Rules,
+    where: str,
+    what: str,
+    replica: Replica | None = None,
 ) -> list[list[bool]]:
     """For every bucket, which ranks have finite values, which count; collective.
 
@@ -97,14 +111,22 @@ def finite_shares(
         rules: what happens to values that are not finite.
         where: the name of the average in errors.
         what: the name of the values in errors.
+        replica: none of its ranks counts unless the values of all are finite; None looks at the
+            values of this rank only.
 
     Raises:
         NonFiniteError: on every rank, if a rank has values that are not finite and the rules do not
             allow it.
     """
-    if not rules.checks or not buckets:
+    if not rules.checks:
         return [[True] * transport.world_size for _ in buckets]
     finite = [bucket.is_finite() for bucket in buckets]
+    if replica is not None and replica.dimensions:
+        lacking = torch.tensor(finite.count(False), device="cpu")
+        replica.sum_(lacking)
+        finite = [not lacking.item()] * len(finite)
+    if not buckets:
+        return []
     own = torch.tensor(finite, dtype=torch.uint8, device="cpu")
     told = transport.all_gather(own).bool()
     places = (~told.all(dim=1)).nonzero().flatten().tolist()

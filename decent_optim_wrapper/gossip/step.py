@@ -327,7 +327,7 @@ class Gossip:
     def apply_average(self, may_revert: bool) -> None:
         """Replace the parameters by their average; collective."""
         self.replica.reshard()
-        self.average.apply(self._buckets, self.session.transport, may_revert)
+        self.average.apply(self._buckets, self.session.transport, may_revert, self.replica)
 
     def revert_average(self) -> None:
         """Restore what was before the average."""
