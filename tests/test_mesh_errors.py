@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_processes
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import FileStore, HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -24,7 +24,8 @@ from decent_optim_wrapper import (
     Schedule,
 )
 
-pytestmark = pytest.mark.timeout(180)
+# One run of the processes is for all tests here.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("mesh errors")]
 
 SIZES = {"pp": 2, "gossip": 2, "tp": 2}
 RANKS = 8
@@ -239,7 +240,7 @@ def run_all(rank: int) -> dict[str, tuple[str, str, bool]]:
 
 def run(rank: int, path: str) -> dict[str, tuple[str, str, bool]]:
     # Not a TCPStore: every new connection to one asks the resolver, which may take seconds.
-    dist.init_process_group("gloo", store=dist.FileStore(path, RANKS), rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", store=FileStore(path, RANKS), rank=rank, world_size=RANKS)
     try:
         return run_all(rank)
     finally:
