@@ -89,6 +89,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         on_nonfinite: what happens if parameters contain NaN or infinity before they are mixed:
             "raise" a `NonFiniteError` on all ranks of the group, "skip" them in this round (the
             rank takes the mean of the others of its group), or "ignore", which does not check.
+            A step checks each shard by itself: if a replica is spread over a mesh, the ranks of
+            other shards do not raise, and end with torch's own error once this shard's have ended.
+            An average checks the whole replica.
         schedule: when the ranks mix and average, and how; see `Schedule`.
         elastic: None raises a `PeerError` if a rank is lost; an `Elastic` continues without it,
             over gloo, whatever the backend of the process group.
