@@ -115,7 +115,7 @@ class Outer:
         values = [a if p in self._started else p for p, a in self._anchors.items()]
         own = self._optimizer.state_dict()
         stepped = [place in own["state"] for place in range(len(values))]
-        blank = {} if all(stepped) else self._blank_state(values)
+        blank = {at: self._blank_state(v) for at, v in enumerate(values) if not stepped[at]}
         return {
             "anchors": [value.detach().clone() for value in values],
             "started": [param in self._started for param in self._anchors],
@@ -170,14 +170,16 @@ class Outer:
         self._optimizer.state.update(self._make([anchor]).state)
 
     @torch.inference_mode(False)
-    def _blank_state(self, values: list[Tensor]) -> dict[int, Any]:
-        """A blank state of tensors like these, with the shapes that it has after a step."""
-        places = [torch.zeros_like(value) for value in values]
-        for place in places:
-            place.grad = torch.zeros_like(place)
-        optimizer = self._make(places)
+    def _blank_state(self, value: Tensor) -> dict[str, Any]:
+        """The state of a tensor like this, with the shapes that it has after a step.
+
+        One by one: torch's foreach kernels do not take DTensors together with other tensors.
+        """
+        place = torch.zeros_like(value)
+        place.grad = torch.zeros_like(place)
+        optimizer = self._make([place])
         optimizer.step()
-        state: dict[int, Any] = optimizer.state_dict()["state"]
+        state: dict[str, Any] = optimizer.state_dict()["state"].get(0, {})
         return state
 
     def _params(self) -> Iterable[Tensor]:
