@@ -15,6 +15,7 @@ from torch import Tensor
 
 from decent_optim_wrapper.checkpoint import sealed_file
 from decent_optim_wrapper.errors import PeerError
+from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 __all__ = ["Checkpoint", "Checkpoints"]
@@ -42,6 +43,9 @@ _NOTHING = _Held(_MISSING, 0)
 
 class Checkpoints:
     """Saves and loads sets of files ``<folder>/step_00000120/rank_3_of_4.pt``, one for every rank.
+
+    Where a replica is spread over several ranks of a mesh, each of them has a file of its own:
+    ``rank_3_of_4_shard_1_of_2.pt``. The ranks of the whole mesh save and load together.
 
     A file gets its name when all of it is on the disk, and contains a digest. A set is *complete*
     when every rank finds its file whole and one `save()` wrote them all. If a process is killed at
@@ -139,7 +143,7 @@ class Checkpoints:
             with suppress(PeerError):
                 self._gather(0)
             raise
-        written = self._gather(1).flatten() == 1
+        written = self._gather(1)[:, 0] == 1
         if not written.all():
             self._tell(step, "is not complete: could not write", ~written)
         return bool(written.all())
@@ -157,8 +161,9 @@ class Checkpoints:
         if len(set(steps)) > 1 or step <= newest:
             raise ValueError(
                 f"rank {self._optimizer.rank}: save() expects one step on every rank, above "
-                f"{newest}, that of the last set, got {steps} by rank; call it at the same place "
-                f"everywhere, and once for each step"
+                f"{newest}, that of the last set, got {steps} by rank (the shards of a "
+                f"replica one after the other); call it at the same place everywhere, and once for "
+                f"each step"
             )
         return int(everywhere[0, 2])
 
@@ -182,7 +187,7 @@ class Checkpoints:
 
     def _newest(self, limit: int | None) -> _Held:
         """This rank's newest whole file of a step up to `limit`."""
-        for step in sorted(self._files(self._name()), reverse=True):
+        for step in sorted(self._files(self._own_name()), reverse=True):
             if limit is not None and step > limit:
                 continue
             try:
@@ -202,24 +207,27 @@ class Checkpoints:
         return {int(match[1]): path for match, path in found if match}
 
     def _tell(self, step: int, problem: str, bad: Tensor) -> None:
-        """Log on rank 0 what is wrong with the files of the `bad` ranks."""
-        if self._optimizer.rank == 0:
-            names = ", ".join(self._name(rank) for rank in bad.nonzero().flatten().tolist())
+        """Log once for all ranks what is wrong with the files of the `bad` rows of `_gather`."""
+        if self._tells:
+            rows = bad.nonzero().flatten().tolist()
+            names = ", ".join(self._name(*divmod(row, self._replica.size)) for row in rows)
             logger.warning("checkpoint {} {} {}", self._path(step).parent, problem, names)
 
     def _tell_nothing_found(self) -> None:
-        size = self._optimizer.world_size
-        if self._optimizer.rank == 0 and self._files("rank_*.pt"):
-            logger.warning(
-                "{} has checkpoints, but no complete set of {} ranks", self._folder, size
-            )
+        shards = self._replica.size
+        size = f"{self._optimizer.world_size} ranks" + (
+            f" of {shards} shards" if shards > 1 else ""
+        )
+        if self._tells and self._files("rank_*.pt"):
+            logger.warning("{} has checkpoints, but no complete set of {}", self._folder, size)
 
     def _prune(self) -> None:
         """Remove this rank's files of incomplete sets and of those older than the sets to keep."""
         complete = self._steps()
         if len(complete) < self._keep:
             return
-        for pattern in (self._name(), sealed_file.partial(Path(self._name())).name):
+        own = self._own_name()
+        for pattern in (own, sealed_file.partial(Path(own)).name):
             for step, path in self._files(pattern).items():
                 # Other ranks may be at work on a newer one.
                 if step < complete[-1] and step not in complete:
@@ -232,28 +240,46 @@ class Checkpoints:
         """Steps of the newest complete sets of the present number of ranks."""
         return self._complete.get(self._optimizer.world_size, [])
 
-    def _name(self, rank: int | None = None) -> str:
-        rank = self._optimizer.rank if rank is None else rank
-        return f"rank_{rank}_of_{self._optimizer.world_size}.pt"
+    @property
+    def _replica(self) -> Replica:
+        return self._optimizer._gossip.replica
+
+    @property
+    def _tells(self) -> bool:
+        """Whether this rank writes the log for all of them."""
+        return self._optimizer.rank == self._replica.shard == 0
+
+    def _own_name(self) -> str:
+        return self._name(self._optimizer.rank, self._replica.shard)
+
+    def _name(self, rank: int, shard: int) -> str:
+        of = self._replica.size
+        part = f"_shard_{shard}_of_{of}" if of > 1 else ""
+        return f"rank_{rank}_of_{self._optimizer.world_size}{part}.pt"
 
     def _path(self, step: int) -> Path:
-        return self._folder / f"step_{step:08d}" / self._name()
+        return self._folder / f"step_{step:08d}" / self._own_name()
 
     def _gather(self, *numbers: int) -> Tensor:
-        """The numbers of every rank, shape (world_size, len(numbers)).
+        """The numbers of every file's rank, shape (files of a set, len(numbers)).
+
+        The shards of a replica follow each other.
 
         Raises:
             PeerError: not every rank answers.
         """
         optimizer = self._optimizer
-        answers = optimizer.all_gather(torch.tensor(numbers, device="cpu"))
+        gossip = optimizer._gossip
+        answers = gossip.replica.all_gather(
+            torch.tensor(numbers, device="cpu"), gossip.session.transport
+        )
         if len(answers) != optimizer.world_size:
             raise PeerError(
                 f"rank {optimizer.rank}: expected all {optimizer.world_size} ranks to take part in "
                 f"a checkpoint, but {len(answers)} answered: a rank was lost before; look at the "
                 f"other ranks for the first error"
             )
-        return answers
+        return answers.flatten(0, 1)
 
 
 def _whole(name: str, number: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.optim.shards import local, local_grad
 
 
@@ -66,6 +68,19 @@ class Replica:
         modules = [] if model is None else model.modules()
         self._sharded = [module for module in modules if isinstance(module, FSDPModule)]
 
+    @property
+    def size(self) -> int:
+        """Number of ranks over which the replica is spread."""
+        return math.prod(dimension.transport.world_size for dimension in self.dimensions)
+
+    @property
+    def shard(self) -> int:
+        """The place of this rank in the replica, the last dimension of the mesh counted fastest."""
+        place = 0
+        for dimension in self.dimensions:
+            place = place * dimension.transport.world_size + dimension.transport.rank
+        return place
+
     def connect(self, tensors: Iterable[Tensor]) -> None:
         """Connect the ranks of the replica, and find out along which dimensions there are shards.
 
@@ -98,6 +113,32 @@ class Replica:
             control = tensor.to(dimension.transport.control_device)
             dimension.transport.sum_(control)
             tensor.copy_(control)
+
+    def all_gather(self, tensor: Tensor, gossip: Transport) -> Tensor:
+        """Stack a small tensor of every rank of the mesh; collective over all of it.
+
+        Args:
+            tensor: of the same shape and dtype on all ranks.
+            gossip: connects this rank with those of the other replicas.
+
+        Returns:
+            shape (replicas, size, *tensor.shape), on the CPU.
+
+        Raises:
+            PeerError: not every rank answers.
+        """
+        transports = [gossip, *(dimension.transport for dimension in self.dimensions)]
+        gathered = tensor
+        try:
+            # What is stacked last is the first dimension of the result.
+            for transport in reversed(transports):
+                gathered = transport.all_gather(gathered)
+        except PeerError:
+            # Ranks that do not see the loss themselves wait for this one.
+            for transport in transports:
+                transport.abort("a rank of the mesh was lost")
+            raise
+        return gathered.reshape(-1, self.size, *tensor.shape)
 
     def reshard(self) -> None:
         """Let what is written into the shards be seen.
