@@ -28,7 +28,13 @@ from decent_optim_wrapper.gossip.bucket import MIB, Bucket
 from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling, apply_update
 from decent_optim_wrapper.gossip.parameters import Named, named_parameters
 from decent_optim_wrapper.gossip.round import Call
-from decent_optim_wrapper.gossip.saved_state import gossip_state, read_state, restore
+from decent_optim_wrapper.gossip.saved_state import (
+    gossip_state,
+    named_state,
+    read_named_state,
+    read_state,
+    restore,
+)
 from decent_optim_wrapper.gossip.schedule import check_mixing_rate
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import StepStats
@@ -71,7 +77,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         mesh: all ranks and how they are arranged, if a replica is spread over several of them
             (FSDP2, tensor or pipeline parallelism); None means that each rank is a replica.
         gossip_dim: the name of the mesh's dimension along which replicas gossip.
-        model: the model of the parameters, needed if they are sharded.
+        model: that of the parameters, needed where they are sharded, and by
+            `gossip_state_dict()` of an outer optimizer.
         buffers: tensors such as ``model.buffers()``; `global_avg` also averages the floating-point
             ones.
         sync_at_start: broadcast parameters and buffers from rank 0; weights that only another rank
@@ -403,6 +410,31 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             self.state, self.param_groups = before
             raise
         restore(self._gossip, saved)
+
+    def gossip_state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of the gossip, beside the model and the base's state.
+
+        The same on all ranks of a replica and by the names of the parameters, so that
+        torch.distributed.checkpoint stores it in one layout of the replica and loads it in another,
+        under a key for each replica. What an outer optimizer has is sharded as its parameters are.
+        Communicates nothing.
+
+        Raises:
+            ValueError: there is an outer optimizer, and the wrapper was built without the model.
+        """
+        return named_state(self._gossip)
+
+    def load_gossip_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `gossip_state_dict()` was taken; communicates nothing.
+
+        The model and the base's state are loaded apart, before or after. A round that was in flight
+        then is launched again by the next `step()`; one that is in flight now is dropped.
+
+        Raises:
+            ValueError: a state dict of something else. Then nothing of it was loaded.
+        """
+        rate = self._settings.schedule.mixing_rate
+        restore(self._gossip, read_named_state(self._gossip, state_dict, rate))
 
     def __repr__(self) -> str:
         size = sum(bucket.nbytes for bucket in self.buckets) / MIB

@@ -165,7 +165,8 @@ class Spread:
                 torch.device("cpu"),
                 group=self.mesh.get_group("pp"),
             )
-            self._schedule = self._layout.schedule(self._stage, 2, loss_fn=loss_of)
+            microbatches = max(2, self._layout.sizes["pp"])
+            self._schedule = self._layout.schedule(self._stage, microbatches, loss_fn=loss_of)
         if self._stage.is_first:
             self._schedule.step(x)
         else:

@@ -56,6 +56,19 @@ class Outer:
                 "all of them and nothing else, such as partial(torch.optim.SGD, lr=0.7)"
             )
 
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The parameters that have anchors, in the order of `state_dict`."""
+        self._add_new()
+        return [*self._anchors]
+
+    @property
+    def groups(self) -> Sequence[dict[str, Any]]:
+        """The optimizer's groups, their parameters by place."""
+        self._add_new()
+        groups: Sequence[dict[str, Any]] = self._optimizer.state_dict()["param_groups"]
+        return groups
+
     def __repr__(self) -> str:
         return f"{type(self._optimizer).__name__}({self._optimizer.defaults})"
 

@@ -65,6 +65,7 @@ class Replica:
         self, dimensions: Sequence[Dimension] = (), model: nn.Module | None = None
     ) -> None:
         self.dimensions = tuple(dimensions)
+        self._model = model
         modules = [] if model is None else model.modules()
         self._sharded = [module for module in modules if isinstance(module, FSDPModule)]
 
@@ -80,6 +81,23 @@ class Replica:
         for dimension in self.dimensions:
             place = place * dimension.transport.world_size + dimension.transport.rank
         return place
+
+    def names_of(self, params: Iterable[Tensor]) -> list[str]:
+        """What the model calls its parameters, which is the same however it is spread.
+
+        Raises:
+            ValueError: there is no model, or one of the parameters is not its own.
+        """
+        named = [] if self._model is None else self._model.named_parameters()
+        # torch.compile puts the model into a module of its own.
+        names: dict[Tensor, str] = {param: name.replace("_orig_mod.", "") for name, param in named}
+        try:
+            return [names[param] for param in params]
+        except KeyError as error:
+            raise ValueError(
+                "expected the model of all parameters, to store the state of an outer optimizer "
+                "by their names; pass model= to the wrapper"
+            ) from error
 
     def connect(self, tensors: Iterable[Tensor]) -> None:
         """Connect the ranks of the replica, and find out along which dimensions there are shards.

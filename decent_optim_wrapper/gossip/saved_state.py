@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import index
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from loguru import logger
 
 from decent_optim_wrapper.gossip.outer import Outer
 from decent_optim_wrapper.gossip.schedule import check_mixing_rate
+from decent_optim_wrapper.gossip.state_by_name import by_name, by_place
 from decent_optim_wrapper.gossip.step import Gossip, GossipState
 
 
@@ -36,6 +38,19 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
     return state | ({"outer": outer.state_dict()} if outer else {})
 
 
+def named_state(gossip: Gossip) -> dict[str, Any]:
+    """What to save of the gossip now, with the same keys however the replica is spread.
+
+    Raises:
+        ValueError: there is an outer optimizer, and the names of its parameters are not known.
+    """
+    state = {"kept": False, **gossip_state(gossip)}
+    outer = _outer_of(gossip)
+    if outer:
+        state["outer"] = by_name(state["outer"], gossip.replica.names_of(outer.params))
+    return state
+
+
 def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
     """Check a result of `gossip_state`; None means the start of the training.
 
@@ -48,24 +63,23 @@ def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
         ValueError: `saved` is something else, or belongs to other parameters.
     """
     saved = {"round": 0, "in_flight": False} if saved is None else saved
-    try:
-        rate = check_mixing_rate(saved.get("mixing_rate", mixing_rate))
-        state = GossipState(
-            round=index(saved["round"]),
-            in_flight=bool(saved["in_flight"]),
-            mixing_rate=rate,
-            last_rate=check_mixing_rate(saved.get("last_rate", rate)),
-        )
-        if state.round < state.in_flight:
-            raise ValueError(f"round must be 0 or more, and 1 in flight, got {state.round}")
-        outer = _read_outer(_outer_of(gossip), saved)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"rank {gossip.session.transport.name}: load_state_dict expects what state_dict() of a "
-            f"DecentOptimWrapper around the same parameters has returned, but its key 'gossip' "
-            f"holds something else ({type(error).__name__}: {error}); nothing was loaded"
-        ) from error
-    return SavedState(gossip=state, kept=bool(saved.get("kept", False)), outer=outer)
+    expected = (
+        "load_state_dict expects what state_dict() of a DecentOptimWrapper around the same "
+        "parameters has returned, but its key 'gossip' holds something else"
+    )
+    return _read(gossip, saved, mixing_rate, expected, lambda outer: outer)
+
+
+def read_named_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
+    """As `read_state`, of what `named_state` has returned."""
+    outer = _outer_of(gossip)
+    names = gossip.replica.names_of(outer.params) if outer else []
+    groups = outer.groups if outer else []
+    expected = (
+        "load_gossip_state_dict expects what gossip_state_dict() of a DecentOptimWrapper around "
+        "the same model has returned, but got something else"
+    )
+    return _read(gossip, saved, mixing_rate, expected, lambda state: by_place(state, names, groups))
 
 
 def restore(gossip: Gossip, saved: SavedState) -> None:
@@ -76,15 +90,54 @@ def restore(gossip: Gossip, saved: SavedState) -> None:
     gossip.restore(saved.gossip, saved.kept)
 
 
+def _read(
+    gossip: Gossip,
+    saved: Any,
+    mixing_rate: float,
+    expected: str,
+    arrange: Callable[[dict[str, Any]], dict[str, Any]],
+) -> SavedState:
+    """Check a state.
+
+    Args:
+        gossip: which is to continue; not changed.
+        saved: the state.
+        mixing_rate: where none was saved.
+        expected: what an error says of a state that is something else.
+        arrange: makes of the outer optimizer's part what `Outer.load_state_dict` takes.
+    """
+    try:
+        rate = check_mixing_rate(saved.get("mixing_rate", mixing_rate))
+        state = GossipState(
+            round=index(saved["round"]),
+            in_flight=bool(saved["in_flight"]),
+            mixing_rate=rate,
+            last_rate=check_mixing_rate(saved.get("last_rate", rate)),
+        )
+        if state.round < state.in_flight:
+            raise ValueError(f"round must be 0 or more, and 1 in flight, got {state.round}")
+        outer = _read_outer(_outer_of(gossip), saved, arrange)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"rank {gossip.session.transport.name}: {expected} ({type(error).__name__}: {error}); "
+            f"nothing was loaded"
+        ) from error
+    return SavedState(gossip=state, kept=bool(saved.get("kept", False)), outer=outer)
+
+
 def _outer_of(gossip: Gossip) -> Outer | None:
     return gossip.post_mix.outer if gossip.post_mix else None
 
 
-def _read_outer(outer: Outer | None, saved: dict[str, Any]) -> Outer | None:
-    """The outer optimizer that continues; the state may come from a run without one."""
+def _read_outer(
+    outer: Outer | None,
+    saved: dict[str, Any],
+    arrange: Callable[[dict[str, Any]], dict[str, Any]],
+) -> Outer | None:
+    """The outer optimizer that continues; the state may be of a run without one."""
     restarted = outer and outer.restarted()
     if restarted is not None and "outer" in saved:
-        restarted.load_state_dict(saved["outer"])
+        restarted.load_state_dict(arrange(saved["outer"]))
     elif "outer" in saved:
         logger.warning(
             "the state of an outer optimizer is dropped: pass Schedule(outer=...), as in the run "

@@ -24,7 +24,8 @@ def warn_of_mixtures(optimizer: Optimizer, gossip: Gossip) -> None:
     """Warn when the state dict of `optimizer` is requested for a checkpoint that mixes the ranks.
 
     The caller of `state_dict()` is inspected. A model that is saved alone, or a dict that was made
-    before, is therefore not noticed.
+    before, is therefore not noticed. A function that also takes `gossip_state_dict()`
+    saves each replica under a key of its own.
 
     Args:
         optimizer: the optimizer whose `state_dict()` is watched.
@@ -41,7 +42,8 @@ def warn_of_mixtures(optimizer: Optimizer, gossip: Gossip) -> None:
                 "without the round in flight. Save the average, inside `with "
                 "optimizer.averaged():`, or save each rank's values under a key of its own: "
                 'dcp.save({f"rank_{rank}": {"model": model.state_dict(), "optimizer": '
-                "optimizer.state_dict()}})",
+                "optimizer.state_dict()}}); for replicas that are spread over a mesh, one key for "
+                "each of them, with optimizer.gossip_state_dict() beside the base's state",
                 stacklevel=2,
             )
 
@@ -52,6 +54,7 @@ def warn_of_mixtures(optimizer: Optimizer, gossip: Gossip) -> None:
 def _takes_one_for_all() -> bool:
     """Whether the caller is torch.distributed.checkpoint, with no rank number in its keys."""
     gets = False
+    by_replica = False
     frame: Any = sys._getframe()
     while (frame := frame.f_back) is not None:
         function = frame.f_code.co_name
@@ -59,4 +62,5 @@ def _takes_one_for_all() -> bool:
             if function in _SAVERS:
                 return not any(re.search(r"\d", str(key)) for key in frame.f_locals["state_dict"])
             gets = gets or function in _GETTERS
-    return gets
+        by_replica = by_replica or "gossip_state_dict" in frame.f_code.co_names
+    return gets and not by_replica

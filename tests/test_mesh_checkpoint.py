@@ -1,0 +1,434 @@
+"""Checkpoints of replicas that are spread over a mesh."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from dense import mix, train_densely
+from loguru import logger
+from meshes import Layout, Spread, batch, difference, loss_of, make_model, on_mesh
+from ranks import run_processes
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+from decent_optim_wrapper import DecentOptimWrapper, PeerError, Schedule, TopologyFactory
+from decent_optim_wrapper.checkpoint import Checkpoints
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+STOP, STEPS, RATE = 3, 6, 0.6
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+# Two replicas, over four ranks each or over one.
+LAYOUTS = {
+    "plain": Layout({"gossip": 2}),
+    "fsdp4": Layout({"gossip": 2, "fsdp": 4}),
+    "shard2 x tp2": Layout({"gossip": 2, "fsdp": 2, "tp": 2}),
+    "pp4": Layout({"gossip": 2, "pp": 4}),
+}
+
+
+def sgd(params: Sequence[Tensor]) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(params: Sequence[Tensor]) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
+
+
+BASES = {"sgd": sgd, "adamw": adamw}
+OUTERS: dict[str, Any] = {
+    "no outer": None,
+    "nesterov": partial(torch.optim.SGD, lr=0.7, momentum=0.5, nesterov=True, foreach=True),
+    "adam": partial(torch.optim.Adam, lr=0.01, foreach=True),
+}
+
+
+class Recipe(NamedTuple):
+    """How to train, by the names of `BASES` and `OUTERS`."""
+
+    base: str
+    outer: str
+
+
+RECIPES = [
+    Recipe("sgd", "no outer"),
+    Recipe("adamw", "no outer"),
+    Recipe("adamw", "adam"),
+    Recipe("sgd", "nesterov"),
+]
+# Where what was saved in the first layout goes on.
+MOVES = [
+    ("plain", "fsdp4"),
+    ("plain", "pp4"),
+    ("fsdp4", "shard2 x tp2"),
+    ("shard2 x tp2", "pp4"),
+    ("pp4", "fsdp4"),
+    ("fsdp4", "plain"),
+    ("shard2 x tp2", "plain"),
+    ("pp4", "plain"),
+]
+
+
+def recipes_of(move: tuple[str, str]) -> list[Recipe]:
+    """Half of them, both bases, with and without an outer optimizer."""
+    return RECIPES[MOVES.index(move) % 2 :: 2]
+
+
+class Run:
+    """One replica's part on this rank, in training."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        recipe: Recipe,
+        seed: int = 0,
+        rate: float = RATE,
+        timeout: float | None = None,
+    ) -> None:
+        self.spread = Spread(layout, seed)
+        schedule = Schedule(outer=OUTERS[recipe.outer], mixing_rate=rate)
+        self.optimizer: DecentOptimWrapper = self.spread.wrap(
+            BASES[recipe.base], schedule=schedule, timeout=timeout
+        )
+        assert len(self.optimizer.buckets) >= 2
+
+    def advance(self, to: int) -> None:
+        for step in range(self.optimizer.round, to):
+            self.spread.backward(step)
+            self.optimizer.step()
+
+    def end(self) -> tuple[int, dict[str, Any]]:
+        self.advance(STEPS)
+        self.optimizer.synchronize()
+        return self.spread.replica, self.spread.full()
+
+    def states(self) -> dict[str, Any]:
+        """The recipe of the guide to checkpoints."""
+        base = self.optimizer.optimizer
+        model, optimizer = get_state_dict(self.spread.model, base, options=OPTIONS)
+        gossip = self.optimizer.gossip_state_dict()
+        return {"model": model, "optimizer": optimizer, "gossip": gossip}
+
+    def save(self, folder: Path) -> None:
+        state = {f"replica_{self.spread.replica}": self.states()}
+        dcp.state_dict_saver.save(state, checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        state = self.states()
+        key = f"replica_{self.spread.replica}"
+        dcp.state_dict_loader.load({key: state}, checkpoint_id=folder)
+        set_state_dict(
+            self.spread.model,
+            self.optimizer.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=OPTIONS,
+        )
+        self.optimizer.load_gossip_state_dict(state["gossip"])
+
+
+def save_all(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        for recipe in RECIPES:
+            run = Run(LAYOUTS[name], recipe)
+            run.advance(STOP)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", "torch.distributed.checkpoint takes equal keys")
+                run.save(folder / name / "_".join(recipe))
+            assert run.optimizer.gossip_state_dict()["in_flight"]
+
+
+def resume_all(folder: Path, moves: Sequence[tuple[str, str]]) -> list[Any]:
+    """What becomes of every recipe and move."""
+    found = []
+    for source, target in moves:
+        for recipe in recipes_of((source, target)):
+            run = Run(LAYOUTS[target], recipe, seed=1, rate=1.0)
+            run.load(folder / source / "_".join(recipe))
+            assert run.optimizer.round == STOP
+            assert run.optimizer.mixing_rate == RATE
+            found.append(run.end())
+    return found
+
+
+@cache
+def oracle(recipe: Recipe) -> list[dict[str, Tensor]]:
+    """The parameters of two whole replicas that never stop, mixed by dense matrices."""
+    models = [make_model(), make_model()]
+    worlds = [list(model.parameters()) for model in models]
+    bases = [BASES[recipe.base](params) for params in worlds]
+    anchors = [[param.detach().clone() for param in params] for params in worlds]
+    make_outer = OUTERS[recipe.outer]
+    outers = [make_outer(each) for each in anchors] if make_outer else []
+    topology = TopologyFactory.create("ring", 2)
+
+    def compute(replica: int, step: int) -> None:
+        x, y = batch(replica, step)
+        models[replica].zero_grad()
+        loss_of(models[replica](x), y).backward()  # type: ignore[no-untyped-call]
+
+    def land(step: int) -> None:
+        matrix = topology.mixing_matrix(step)
+        mix(worlds, (1 - RATE) * torch.eye(2, dtype=matrix.dtype) + RATE * matrix)
+        for outer, ours, params in zip(outers, anchors, worlds, strict=bool(outers)):
+            for anchor, param in zip(ours, params, strict=True):
+                anchor.grad = anchor - param.detach()
+            outer.step()
+            with torch.no_grad():
+                torch._foreach_copy_([*params], ours)
+
+    train_densely(worlds, STEPS, True, compute, lambda replica, step: bases[replica].step(), land)
+    return [
+        {name: param.detach().clone() for name, param in model.named_parameters()}
+        for model in models
+    ]
+
+
+def test_what_one_layout_saves_goes_on_in_another_as_if_it_had_never_stopped(
+    tmp_path: Path,
+) -> None:
+    whole = [name for name in LAYOUTS if name != "plain"]
+    out = [move for move in MOVES if move[1] != "plain"]
+    back = [move for move in MOVES if move[1] == "plain"]
+    run_processes(2, on_mesh, save_all, tmp_path, ["plain"])
+    run_processes(8, on_mesh, save_all, tmp_path, whole)
+    check(run_processes(8, on_mesh, resume_all, tmp_path, out), out)
+    check(run_processes(2, on_mesh, resume_all, tmp_path, back), back)
+
+
+def check(ranks: Sequence[list[Any]], moves: Sequence[tuple[str, str]]) -> None:
+    start: dict[str, Tensor] = dict(make_model().named_parameters())
+    for found in ranks:
+        cases = [(move, recipe) for move in moves for recipe in recipes_of(move)]
+        for case, (replica, params) in zip(cases, found, strict=True):
+            expected = oracle(case[1])
+            assert difference(params, expected[replica]) < 1e-12, case
+            assert difference(params, start) > 1e-3
+            assert difference(params, expected[1 - replica]) > 1e-6
+
+
+# Of four ranks, each in a set of files of its own; the gossip is inside and outside.
+SMALL = {
+    "pipeline": Layout({"pp": 2, "gossip": 2}),
+    "fsdp": Layout({"gossip": 2, "fsdp": 2}),
+    # DTensors beside plain tensors.
+    "tp": Layout({"gossip": 2, "tp": 2}),
+}
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def names_of(*steps: int) -> list[str]:
+    """The files of whole sets."""
+    return [
+        f"step_0000000{step}/rank_{rank}_of_2_shard_{shard}_of_2.pt"
+        for step in steps
+        for rank in (0, 1)
+        for shard in (0, 1)
+    ]
+
+
+class Saving:
+    """A run that saves a file for every rank."""
+
+    def __init__(
+        self, name: str, folder: Path, seed: int = 0, timeout: float | None = None
+    ) -> None:
+        self.run = Run(SMALL[name], RECIPES[-1], seed, timeout=timeout)
+        self.checkpoints = Checkpoints(folder, self.run.optimizer)
+
+    def save(self, step: int) -> None:
+        model, optimizer = self.run.spread.model, self.run.optimizer
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        self.checkpoints.save(step, state)
+
+    def save_up_to(self, last: int) -> None:
+        for step in range(self.run.optimizer.round + 1, last + 1):
+            self.run.advance(step)
+            self.save(step)
+
+    def load(self) -> int:
+        saved = self.checkpoints.load()
+        if saved is None:
+            return 0
+        self.run.spread.model.load_state_dict(saved.state["model"])
+        self.run.optimizer.load_state_dict(saved.state["optimizer"])
+        return saved.step
+
+
+def save_and_resume(folder: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    found = []
+    for name in SMALL:
+        stopped = Saving(name, folder / name)
+        stopped.save(0)
+        stopped.save_up_to(STOP)
+        dist.barrier()
+        assert files(folder / name) == names_of(STOP - 1, STOP)
+        _, whole = stopped.run.end()
+        resumed = Saving(name, folder / name, seed=1)
+        assert resumed.load() == resumed.run.optimizer.round == STOP
+        found.append((whole, resumed.run.end()[1]))
+    return found
+
+
+def test_every_shard_has_a_file_from_which_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    start: dict[str, Tensor] = dict(make_model().named_parameters())
+    for found in run_processes(4, on_mesh, save_and_resume, tmp_path):
+        assert len(found) == len(SMALL)
+        for whole, resumed in found:
+            assert all((whole[name] == resumed[name]).all() for name in whole)
+            assert difference(whole, start) > 1e-3
+
+
+@contextmanager
+def warnings_of_checkpoints() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(str(message)), level="WARNING")
+    logger.enable("decent_optim_wrapper.checkpoint")
+    yield lines
+    logger.remove(sink)
+
+
+def fail_for(target: Path) -> Callable[[Path, Path], Path]:
+    """A `Path.replace` for which the disk is full."""
+    replace = Path.replace
+
+    def fail(path: Path, to: Path) -> Path:
+        if to == target:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return replace(path, to)
+
+    return fail
+
+
+def meet_trouble(folder: Path, name: str) -> tuple[list[int], list[str]]:
+    """The sets that are found when something is wrong with a single shard, and what is logged."""
+    first = dist.get_rank() == 0
+    saving = Saving(name, folder)
+    bad = {step: folder / names_of(step)[1] for step in (2, 3, 4)}
+    found = []
+
+    def look() -> None:
+        dist.barrier()
+        found.append(Saving(name, folder, seed=1).load())
+        dist.barrier()
+
+    with warnings_of_checkpoints() as lines:
+        saving.save_up_to(3)
+        with pytest.raises(ValueError, match=r"above 3, .* got \[5, 4, 4, 4\] by rank"):
+            saving.save(4 + first)
+        look()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "replace", fail_for(bad[4]))
+            try:
+                saving.save_up_to(4)
+            except OSError:
+                found.append(-4)
+        look()
+        if first:
+            bad[3].unlink()
+        look()
+        if first:
+            os.truncate(bad[2], bad[2].stat().st_size // 2)
+        look()
+    return found, lines
+
+
+@pytest.mark.parametrize("name", ["pipeline", "fsdp"])
+def test_what_is_wrong_with_one_shard_makes_the_set_incomplete_for_all(
+    name: str, tmp_path: Path
+) -> None:
+    ranks = run_processes(4, on_mesh, meet_trouble, tmp_path, name)
+    writers = [found for found, _ in ranks if -4 in found]
+    assert writers == [[3, -4, 3, 2, 0]]
+    assert [found for found, _ in ranks if -4 not in found] == [[3, 3, 2, 0]] * 3
+    lines = "".join(ranks[0][1])
+    for text in (
+        "step_00000004 is not complete: could not write rank_0_of_2_shard_1_of_2.pt",
+        "step_00000004 is passed over: no whole rank_0_of_2_shard_1_of_2.pt",
+        "no complete set of 2 ranks of 2 shards",
+    ):
+        assert text in lines
+
+
+TIMEOUT = 3.0
+
+
+def lose_a_shard(rank: int, folder: Path) -> tuple[list[str], float]:
+    """The last rank of four ends without a word while the others save."""
+    dist.init_process_group("gloo")
+    saving = Saving("pipeline", folder, timeout=TIMEOUT)
+    saving.save_up_to(2)
+    saving.run.advance(3)
+    if rank == 3:
+        os._exit(1)
+    start, errors = time.monotonic(), []
+    for step in (3, 4):
+        with pytest.raises(PeerError, match="the set of step 2 stays") as caught:
+            saving.save(step)
+        errors.append(str(caught.value))
+    return errors, time.monotonic() - start
+
+
+def test_no_shard_saves_after_a_rank_of_the_mesh_is_lost(tmp_path: Path) -> None:
+    ranks = run_processes(4, lose_a_shard, tmp_path, lost={3})
+    for errors, seconds in ranks:
+        assert len(errors) == 2
+        assert seconds < TIMEOUT + 2
+    assert files(tmp_path) == names_of(1, 2)
+
+
+def alone(model: nn.Module, named_by: Any) -> DecentOptimWrapper:
+    """A wrapper with an outer optimizer on a rank without others."""
+    schedule = Schedule(outer=OUTERS["nesterov"])
+    return DecentOptimWrapper(sgd([*model.parameters()]), schedule=schedule, model=named_by)
+
+
+def test_an_outer_state_has_the_names_of_the_model() -> None:
+    model = make_model()
+    optimizer = alone(model, named_by=torch.compile(model))
+    names = [name for name, _ in model.named_parameters()]
+    assert [*optimizer.gossip_state_dict()["outer"]] == names
+    for other in (None, make_model()):
+        unnamed = alone(model, named_by=other)
+        with pytest.raises(ValueError, match=r"store the state .* by their names; pass model="):
+            unnamed.gossip_state_dict()
+
+
+def test_a_gossip_state_that_is_refused_changes_nothing() -> None:
+    model = make_model()
+    optimizer = alone(model, named_by=model)
+    for step in range(2):
+        x, y = batch(0, step)
+        loss_of(model(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    good = optimizer.gossip_state_dict()
+    bad: list[Any] = [None, 7, {}, {**good, "round": -1}, {**good, "outer": {}}]
+    for state in bad:
+        text = r"rank 0: load_gossip_state_dict expects what .* nothing was loaded"
+        with pytest.raises(ValueError, match=text):
+            optimizer.load_gossip_state_dict(state)
+        after = optimizer.gossip_state_dict()
+        assert after["round"] == good["round"] == 2
+        for name, row in good["outer"].items():
+            assert torch.equal(after["outer"][name]["anchor"], row["anchor"])
+            assert not torch.equal(row["anchor"], dict(make_model().named_parameters())[name])
