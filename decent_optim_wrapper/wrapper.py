@@ -27,6 +27,7 @@ from decent_optim_wrapper.gossip.batch_norms import recalibrated
 from decent_optim_wrapper.gossip.bucket import MIB, Bucket
 from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling, apply_update
 from decent_optim_wrapper.gossip.parameters import Named, named_parameters
+from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.round import Call
 from decent_optim_wrapper.gossip.saved_state import (
     gossip_state,
@@ -216,6 +217,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         return self._gossip.session.transport.members
 
     @property
+    def replica(self) -> Replica:
+        """The ranks of a mesh that hold one copy of the model together."""
+        return self._gossip.replica
+
+    @property
     def buckets(self) -> Sequence[Bucket]:
         """The buckets of the parameters, in the order in which they are exchanged."""
         return self._gossip.buckets
@@ -369,15 +375,16 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """Stack a small tensor of every rank that takes part; collective.
 
         Args:
-            tensor: a tensor of the same shape and dtype on all ranks.
+            tensor: of the same shape and dtype on all ranks.
 
         Returns:
-            Tensor of shape (world_size, *tensor.shape), on the CPU, in the order of `members`.
+            shape (world_size, *tensor.shape), on the CPU, in the order of `members`; on a mesh
+            shape (world_size * ranks of a replica, *tensor.shape), one replica after the other.
 
         Raises:
-            PeerError: a rank does not answer.
+            PeerError: not every rank answers.
         """
-        return self._gossip.session.transport.all_gather(tensor)
+        return self._gossip.replica.all_gather(tensor, self._gossip.session.transport)
 
     def stats(self) -> StepStats:
         """Bytes, seconds and counts of the last `step()` on this rank; communicates nothing."""

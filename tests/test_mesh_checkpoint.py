@@ -67,28 +67,27 @@ class Recipe(NamedTuple):
     outer: str
 
 
-RECIPES = [
-    Recipe("sgd", "no outer"),
-    Recipe("adamw", "no outer"),
-    Recipe("adamw", "adam"),
-    Recipe("sgd", "nesterov"),
-]
-# Where what was saved in the first layout goes on.
+class Move(NamedTuple):
+    """Where what was saved in one layout goes on."""
+
+    source: str
+    target: str
+    recipe: Recipe
+
+    def folder(self, parent: Path) -> Path:
+        return parent / self.source / "_".join(self.recipe)
+
+
 MOVES = [
-    ("plain", "fsdp4"),
-    ("plain", "pp4"),
-    ("fsdp4", "shard2 x tp2"),
-    ("shard2 x tp2", "pp4"),
-    ("pp4", "fsdp4"),
-    ("fsdp4", "plain"),
-    ("shard2 x tp2", "plain"),
-    ("pp4", "plain"),
+    Move("plain", "fsdp4", Recipe("sgd", "nesterov")),
+    Move("plain", "pp4", Recipe("adamw", "no outer")),
+    Move("fsdp4", "shard2 x tp2", Recipe("adamw", "adam")),
+    Move("shard2 x tp2", "pp4", Recipe("sgd", "nesterov")),
+    Move("pp4", "fsdp4", Recipe("adamw", "adam")),
+    Move("fsdp4", "plain", Recipe("sgd", "no outer")),
+    Move("shard2 x tp2", "plain", Recipe("adamw", "no outer")),
+    Move("pp4", "plain", Recipe("sgd", "nesterov")),
 ]
-
-
-def recipes_of(move: tuple[str, str]) -> list[Recipe]:
-    """Half of them, both bases, with and without an outer optimizer."""
-    return RECIPES[MOVES.index(move) % 2 :: 2]
 
 
 class Run:
@@ -144,27 +143,25 @@ class Run:
         self.optimizer.load_gossip_state_dict(state["gossip"])
 
 
-def save_all(folder: Path, names: Sequence[str]) -> None:
-    for name in names:
-        for recipe in RECIPES:
-            run = Run(LAYOUTS[name], recipe)
-            run.advance(STOP)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", "torch.distributed.checkpoint takes equal keys")
-                run.save(folder / name / "_".join(recipe))
-            assert run.optimizer.gossip_state_dict()["in_flight"]
+def save_all(folder: Path, moves: Sequence[Move]) -> None:
+    for move in moves:
+        run = Run(LAYOUTS[move.source], move.recipe)
+        run.advance(STOP)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "torch.distributed.checkpoint takes equal keys")
+            run.save(move.folder(folder))
+        assert run.optimizer.gossip_state_dict()["in_flight"]
 
 
-def resume_all(folder: Path, moves: Sequence[tuple[str, str]]) -> list[Any]:
-    """What becomes of every recipe and move."""
+def resume_all(folder: Path, moves: Sequence[Move]) -> list[tuple[int, dict[str, Any]]]:
+    """What becomes of every move."""
     found = []
-    for source, target in moves:
-        for recipe in recipes_of((source, target)):
-            run = Run(LAYOUTS[target], recipe, seed=1, rate=1.0)
-            run.load(folder / source / "_".join(recipe))
-            assert run.optimizer.round == STOP
-            assert run.optimizer.mixing_rate == RATE
-            found.append(run.end())
+    for move in moves:
+        run = Run(LAYOUTS[move.target], move.recipe, seed=1, rate=1.0)
+        run.load(move.folder(folder))
+        assert run.optimizer.round == STOP
+        assert run.optimizer.mixing_rate == RATE
+        found.append(run.end())
     return found
 
 
@@ -204,22 +201,25 @@ def oracle(recipe: Recipe) -> list[dict[str, Tensor]]:
 def test_what_one_layout_saves_goes_on_in_another_as_if_it_had_never_stopped(
     tmp_path: Path,
 ) -> None:
-    whole = [name for name in LAYOUTS if name != "plain"]
-    out = [move for move in MOVES if move[1] != "plain"]
-    back = [move for move in MOVES if move[1] == "plain"]
-    run_processes(2, on_mesh, save_all, tmp_path, ["plain"])
-    run_processes(8, on_mesh, save_all, tmp_path, whole)
-    check(run_processes(8, on_mesh, resume_all, tmp_path, out), out)
-    check(run_processes(2, on_mesh, resume_all, tmp_path, back), back)
+    from_plain, from_spread = split(MOVES, [move.source == "plain" for move in MOVES])
+    to_plain, to_spread = split(MOVES, [move.target == "plain" for move in MOVES])
+    run_processes(2, on_mesh, save_all, tmp_path, from_plain)
+    run_processes(8, on_mesh, save_all, tmp_path, from_spread)
+    check(run_processes(8, on_mesh, resume_all, tmp_path, to_spread), to_spread)
+    check(run_processes(2, on_mesh, resume_all, tmp_path, to_plain), to_plain)
 
 
-def check(ranks: Sequence[list[Any]], moves: Sequence[tuple[str, str]]) -> None:
+def split(moves: Sequence[Move], chosen: Sequence[bool]) -> tuple[list[Move], list[Move]]:
+    pairs = list(zip(moves, chosen, strict=True))
+    return [move for move, yes in pairs if yes], [move for move, yes in pairs if not yes]
+
+
+def check(ranks: Sequence[list[tuple[int, dict[str, Any]]]], moves: Sequence[Move]) -> None:
     start: dict[str, Tensor] = dict(make_model().named_parameters())
     for found in ranks:
-        cases = [(move, recipe) for move in moves for recipe in recipes_of(move)]
-        for case, (replica, params) in zip(cases, found, strict=True):
-            expected = oracle(case[1])
-            assert difference(params, expected[replica]) < 1e-12, case
+        for move, (replica, params) in zip(moves, found, strict=True):
+            expected = oracle(move.recipe)
+            assert difference(params, expected[replica]) < 1e-12, move
             assert difference(params, start) > 1e-3
             assert difference(params, expected[1 - replica]) > 1e-6
 
@@ -253,7 +253,7 @@ class Saving:
     def __init__(
         self, name: str, folder: Path, seed: int = 0, timeout: float | None = None
     ) -> None:
-        self.run = Run(SMALL[name], RECIPES[-1], seed, timeout=timeout)
+        self.run = Run(SMALL[name], Recipe("sgd", "nesterov"), seed, timeout=timeout)
         self.checkpoints = Checkpoints(folder, self.run.optimizer)
 
     def save(self, step: int) -> None:

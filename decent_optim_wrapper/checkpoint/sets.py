@@ -242,7 +242,7 @@ class Checkpoints:
 
     @property
     def _replica(self) -> Replica:
-        return self._optimizer._gossip.replica
+        return self._optimizer.replica
 
     @property
     def _tells(self) -> bool:
@@ -269,17 +269,14 @@ class Checkpoints:
             PeerError: not every rank answers.
         """
         optimizer = self._optimizer
-        gossip = optimizer._gossip
-        answers = gossip.replica.all_gather(
-            torch.tensor(numbers, device="cpu"), gossip.session.transport
-        )
-        if len(answers) != optimizer.world_size:
+        answers = optimizer.all_gather(torch.tensor(numbers, device="cpu"))
+        if len(answers) != optimizer.world_size * self._replica.size:
             raise PeerError(
                 f"rank {optimizer.rank}: expected all {optimizer.world_size} ranks to take part in "
                 f"a checkpoint, but {len(answers)} answered: a rank was lost before; look at the "
                 f"other ranks for the first error"
             )
-        return answers.flatten(0, 1)
+        return answers
 
 
 def _whole(name: str, number: Any) -> int:

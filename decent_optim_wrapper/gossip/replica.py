@@ -140,7 +140,7 @@ class Replica:
             gossip: connects this rank with those of the other replicas.
 
         Returns:
-            shape (replicas, size, *tensor.shape), on the CPU.
+            shape (replicas * size, *tensor.shape), on the CPU, one replica after the other.
 
         Raises:
             PeerError: not every rank answers.
@@ -156,7 +156,7 @@ class Replica:
             for transport in transports:
                 transport.abort("a rank of the mesh was lost")
             raise
-        return gathered.reshape(-1, self.size, *tensor.shape)
+        return gathered.reshape(-1, *tensor.shape)
 
     def reshard(self) -> None:
         """Let what is written into the shards be seen.

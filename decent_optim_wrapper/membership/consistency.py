@@ -44,7 +44,8 @@ class Agreement:
         sync_at_start: bool,
     ) -> None:
         self._layout = layout
-        self._settings = [
+        # What must be the same on all ranks of a mesh, whatever part of the model they hold.
+        self.settings = [
             f"decent_optim_wrapper {version('decent-optim-wrapper')}",
             f"topology {type(topology).__name__} with schedule {topology.digest}",
             *settings,
@@ -66,11 +67,6 @@ class Agreement:
         if self._recovery:
             self._recovery.agree(text)
 
-    @property
-    def settings(self) -> str:
-        """What must be the same on all ranks of a mesh, whatever part of the model they hold."""
-        return "\n".join(self._settings)
-
     def start(self, parameters: Sequence[Named], transport: Transport) -> None:
         """Start all ranks from the values of rank 0 if `sync_at_start` is set; collective."""
         if self._sync_at_start and not self._joins:
@@ -91,7 +87,7 @@ class Agreement:
 
     def _describe(self, tensors: Sequence[Named]) -> str:
         """All that must be the same on every rank, one line for each item."""
-        lines = [*self._settings]
+        lines = [*self.settings]
         for named in tensors:
             # Views exchange their storage as it lies in memory.
             strides = f", strides {named.tensor.stride()}" if self._layout.as_view else ""

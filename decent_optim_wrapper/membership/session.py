@@ -134,10 +134,9 @@ def open_session(
         TypeError: an argument has the wrong type.
         ValueError: an argument contradicts another or does not fit, or the ranks differ.
     """
-    agreed: list[Agreement] = []
     with start.failing_together():
         check_place(start.place)
-    with start.over_the_mesh(lambda: agreed[0].settings):
+    with start.over_the_mesh() as description:
         with start.failing_together():
             averaged = named_buffers(buffers)
             carried = [Named("tensor", str(i), tensor) for i, tensor in enumerate(extras.carried)]
@@ -167,7 +166,7 @@ def open_session(
                 lines.append(f"stale_after={start.place.elastic.stale_after}")
             sync = settings.sync_at_start
             agreement = Agreement(world.topology, layout, lines, others, recovery, sync)
-            agreed.append(agreement)
+            description += agreement.settings
         agreement.check(parameters, transport)
     replica.connect(named.tensor for named in parameters)
 

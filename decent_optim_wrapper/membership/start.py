@@ -112,14 +112,14 @@ class Start:
             raise
 
     @contextmanager
-    def over_the_mesh(self, description: Callable[[], str]) -> Iterator[None]:
-        """Fail on all ranks of the mesh if the body fails on one, or if descriptions differ.
+    def over_the_mesh(self) -> Iterator[list[str]]:
+        """Fail on all ranks of the mesh if the body fails on one, or if the ranks differ.
 
-        The ranks of one gossip group have told each other in the body; each of them tells those
+        The ranks of one gossip group notify each other in the body; each of them notifies those
         along the other dimensions.
 
-        Args:
-            description: of what must be the same everywhere, known after the body.
+        Yields:
+            An empty list, for a description of what must be the same on all ranks, in lines.
 
         Raises:
             ValueError: a rank cannot start, or has another description.
@@ -127,12 +127,13 @@ class Start:
         # Ranks that gossip along different dimensions would not find each other in the body.
         self._agree(self._mesh.values(), f"gossip_dim={self.place.gossip_dim!r}, {self.place.mesh}")
         self._met_in_mesh = True
+        description: list[str] = []
         try:
-            yield
+            yield description
         except Exception as error:
             self._pass_on(self.dimensions, error)
             raise
-        self._agree(self.dimensions, description())
+        self._agree(self.dimensions, "\n".join(description))
 
     def _tell(self, error: Exception) -> None:
         ways: tuple[Callable[[Exception], None], ...]
