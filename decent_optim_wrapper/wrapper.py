@@ -75,11 +75,6 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         bucket_cap_mb: upper bound of a bucket in MiB.
         overlap: exchange during the next forward and backward pass, as above.
         process_group: the ranks that gossip; None means the default group.
-        mesh: all ranks and how they are arranged, if a replica is spread over several of them
-            (FSDP2, tensor or pipeline parallelism); None means that each rank is a replica.
-        gossip_dim: the name of the mesh's dimension along which replicas gossip.
-        model: that of the parameters, needed where they are sharded, and by
-            `gossip_state_dict()` of an outer optimizer.
         buffers: tensors such as ``model.buffers()``; `global_avg` also averages the floating-point
             ones.
         sync_at_start: broadcast parameters and buffers from rank 0; weights that only another rank
@@ -103,6 +98,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         schedule: when the ranks mix and average, and how; see `Schedule`.
         elastic: None raises a `PeerError` if a rank is lost; an `Elastic` continues without it,
             over gloo, whatever the backend of the process group.
+        mesh: all ranks and how they are arranged, if a replica is spread over several of them
+            (FSDP2, tensor or pipeline parallelism); None means that each rank is a replica.
+        gossip_dim: the name of the mesh's dimension along which replicas gossip.
+        model: that of the parameters, needed where they are sharded, and by
+            `gossip_state_dict()` of an outer optimizer.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -130,9 +130,6 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         *,
         overlap: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-        gossip_dim: str | None = None,
-        model: nn.Module | None = None,
         buffers: Iterable[Tensor] = (),
         sync_at_start: bool = True,
         comm_dtype: torch.dtype | None = None,
@@ -141,6 +138,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         on_nonfinite: OnNonfinite = "raise",
         schedule: Schedule = Schedule(),
         elastic: Elastic | None = None,
+        mesh: DeviceMesh | None = None,
+        gossip_dim: str | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         start = Start(
             Place(
@@ -244,11 +244,16 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 the round was mixed, and the round is dropped.
         """
         splits = self._local_update.splits
-        self._gossip.replica.reshard()
+        self._reshard()
         loss = None
         if closure is not None and (self._settings.overlap or splits):
-            with torch.enable_grad():
-                loss, closure = closure(), None
+            try:
+                with torch.enable_grad():
+                    loss, closure = closure(), None
+            except BaseException as error:
+                # The others wait for this rank in their rounds.
+                self._gossip.close(error)
+                raise
         if splits:
             with self._in_parts(self._scaling()) as advance:
                 for bucket in self._gossip.buckets:
@@ -486,8 +491,14 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             self._gossip.meter.skipped = self._local_update.skipped
         self._tell_change()
 
+    def _reshard(self) -> None:
+        # Not inside a backward pass, in which FSDP does so itself.
+        if self._gossip.replica.fsdp_modules:
+            self._gossip.replica.reshard()
+
     def _idle_step(self) -> None:
         """One round without a local update."""
+        self._reshard()
         with Step(self._gossip) as step:
             step.advance(step.buckets, lambda: None)
         self._tell_change()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -393,3 +394,38 @@ def test_a_closure_that_fails_in_the_middle_of_a_step_ends_it_on_all_ranks(topol
     assert texts[1] == "OutOfMemoryError: in the closure"
     for rank in (0, 2, 3):
         assert "lost rank 1, which failed with OutOfMemoryError: in the closure" in texts[rank]
+
+
+class RefusedError(Exception):
+    """What a user's closure raises."""
+
+
+@pytest.mark.parametrize("error", [RefusedError, PeerError])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_closure_that_fails_is_named_by_the_others(overlap: bool, error: type[Exception]) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params()
+        # It evaluates the closure in the middle of a step that does not overlap.
+        base = torch.optim.LBFGS(params) if not overlap else sgd(params)
+        optimizer = DecentOptimWrapper(
+            base, process_group=group, topology="ring", timeout=PATIENCE, overlap=overlap
+        )
+
+        def closure(step: int) -> float:
+            if rank == 1 and step == 2:
+                raise error("the batch is empty")
+            return backward(params, rank, step).item()
+
+        def go_on() -> None:
+            for step in range(6):
+                optimizer.step(partial(closure, step))
+
+        with pytest.raises((RefusedError, PeerError)) as caught:
+            go_on()
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    start = time.monotonic()
+    texts = run_threads(4, main)
+    assert texts[1] == f"{error.__name__}: the batch is empty"
+    assert all(f"failed with {error.__name__}: the batch" in texts[rank] for rank in (0, 2, 3))
+    assert time.monotonic() - start < PATIENCE / 2

@@ -88,6 +88,9 @@ MOVES = [
     Move("shard2 x tp2", "plain", Recipe("adamw", "no outer")),
     Move("pp4", "plain", Recipe("sgd", "nesterov")),
 ]
+# Half of them take a minute: `MESH_CASES=all` after a change.
+if os.environ.get("MESH_CASES") != "all":
+    MOVES = MOVES[1::2]
 
 
 class Run:

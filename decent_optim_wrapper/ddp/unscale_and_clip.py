@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from decent_optim_wrapper.wrapper import DecentOptimWrapper
+
 
 class UnscaleAndClip:
     """Unscales and clips gradients, and steps whatever has `param_groups` and `step()`.
@@ -31,11 +33,18 @@ class UnscaleAndClip:
             scaler.unscale_(target)
             self._scaled.append(target)
         if self._clip_norm and params:
-            nn.utils.clip_grad_norm_(params, self._clip_norm)
+            self._clip(target, params)
         if scaler is not None:
             scaler.step(target)
         else:
             target.step()
+
+    def _clip(self, target: Any, params: list[Tensor]) -> None:
+        if isinstance(target, DecentOptimWrapper):
+            # By the norm of the whole replica, which may be spread over a mesh.
+            target.clip_grad_norm_(self._clip_norm)
+        else:
+            nn.utils.clip_grad_norm_(params, self._clip_norm)
 
     def step_part(self, params: Sequence[Tensor], update: Callable[[], None]) -> None:
         """The same as `step`, with the gradients of these parameters only."""

@@ -67,7 +67,7 @@ class Replica:
         self.dimensions = tuple(dimensions)
         self._model = model
         modules = [] if model is None else model.modules()
-        self._sharded = [module for module in modules if isinstance(module, FSDPModule)]
+        self.fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
 
     @property
     def size(self) -> int:
@@ -164,7 +164,7 @@ class Replica:
         After a forward pass without gradients a module may still hold gathered parameters, and
         would go on with these.
         """
-        for module in self._sharded:
+        for module in self.fsdp_modules:
             module.reshard()
 
     @torch.no_grad()

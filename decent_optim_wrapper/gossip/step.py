@@ -107,9 +107,10 @@ class Step:
         if self._launched is None:
             raise RuntimeError("expected a step that has been entered; use a with statement")
         if error is not None:
-            # This rank closes its connections, so that the others notice.
+            # The round has begun. This rank closes its connections, so that the others notice,
+            # whatever the error is: another wrapper's, raised by a closure, tells them nothing.
             self._launched.abandon()
-            self._gossip.fail(error)
+            self._gossip.close(error)
             return
         with self._gossip.failing_together():
             self._gossip.hand_over(self._launched)
@@ -408,8 +409,11 @@ class Gossip:
 
     def fail(self, error: BaseException, *shared: type[Exception]) -> None:
         """Close the connections, unless all ranks raise the error; see `failing_together`."""
-        if isinstance(error, (PeerError, CallOrderError, NonFiniteError, *shared)):
-            return
+        if not isinstance(error, (PeerError, CallOrderError, NonFiniteError, *shared)):
+            self.close(error)
+
+    def close(self, error: BaseException) -> None:
+        """Close the connections for good, and tell the others why."""
         self.abandon()
         self.session.transport.fail(error)
         if self.members:
