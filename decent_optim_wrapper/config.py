@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Store
 from torch.optim import LBFGS, Optimizer
 
 from decent_optim_wrapper.gossip.outer import MakeOptimizer
+from decent_optim_wrapper.gossip.round import OnNonfinite as OnNonfinite
 from decent_optim_wrapper.gossip.schedule import check_mixing_rate
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.topo._base import did_you_mean
@@ -22,7 +23,6 @@ from decent_optim_wrapper.topo._base import did_you_mean
 # Called with the old and the new members.
 OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
 AverageState = Literal["keep", "average"]
-OnNonfinite = Literal["raise", "skip", "ignore"]
 
 # What torch's stores and backends can wait for: whole milliseconds, counted in 32 bits.
 _SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 0.001, 2_000_000

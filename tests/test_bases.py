@@ -43,7 +43,7 @@ def sharded(rank: int) -> tuple[str, str, str]:
 def test_sharded_parameters_and_optimizers_are_refused_on_every_rank() -> None:
     for synchronised, own, zero in run_processes(2, sharded):
         assert synchronised == own
-        assert "0.weight is a DTensor, which gossip cannot exchange yet" in own
+        assert "parameter 0.weight is a DTensor with (Replicate(),)" in own
         assert "wrap the plain optimizer" in zero
 
 

@@ -151,7 +151,7 @@ class Checkpoints:
     def _agree_to_save(self, step: int) -> int:
         """Check the step on all ranks, and return a random number for the set, drawn by rank 0."""
         newest = max((steps[-1] for steps in self._complete.values()), default=_MISSING)
-        # Not torch's generator: a run that writes the set once more is seeded alike, and files of
+        # Not torch's generator: a run that writes the set once more has the same seed, and files of
         # the two must not pass for one set.
         everywhere = self._gather(step, newest, secrets.randbits(62))
         steps = everywhere[:, 0].tolist()

@@ -35,7 +35,7 @@ from decent_optim_wrapper.topo import Group
 # Tags below are left to the user's own point-to-point traffic on the same process group.
 _FIRST_TAG = 1 << 20
 # A message to every other rank of a larger group would cost more than a collective.
-_MOST_TOLD_ONE_BY_ONE = 16
+_MOST_SENT_ONE_BY_ONE = 16
 # How much later than at its timeout gloo may end a wait.
 _SLACK_SECONDS = 1.0
 
@@ -318,7 +318,9 @@ class Transport:
         """Whether small messages can be sent without making a GPU wait: over a CPU backend."""
         return self.control_device.type == "cpu"
 
-    def tell(self, message: Tensor, ranks: tuple[int, ...], tag: int) -> list[PendingMessage]:
+    def send_control(
+        self, message: Tensor, ranks: tuple[int, ...], tag: int
+    ) -> list[PendingMessage]:
         """Start exchanging small messages with the other ranks of a group.
 
         Point to point, which shows who does not answer; in a large group by a collective.
@@ -329,16 +331,18 @@ class Transport:
             tag: as in `exchange`.
         """
         peers = tuple(rank for rank in ranks if rank != self.rank)
-        if len(peers) > _MOST_TOLD_ONE_BY_ONE:
+        if len(peers) > _MOST_SENT_ONE_BY_ONE:
             rows = {rank: torch.empty_like(message) for rank in ranks}
             self._communicator()
             works = [self._subgroups[ranks].allgather([list(rows.values())], [message])]
             return [PendingMessage(rank, works, rows[rank], peers) for rank in peers]
-        heard = []
+        pending = []
         for rank in peers:
             row = torch.empty_like(message)
-            heard.append(PendingMessage(rank, self.exchange(message, row, rank, tag), row, (rank,)))
-        return heard
+            pending.append(
+                PendingMessage(rank, self.exchange(message, row, rank, tag), row, (rank,))
+            )
+        return pending
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum `tensor` in place over all ranks; collective."""

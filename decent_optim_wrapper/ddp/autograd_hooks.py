@@ -76,19 +76,19 @@ class AutogradHooks:
     def _on_gradient(self, param: Tensor) -> None:
         self._begin(param)
         with self._lock:
-            self._tell(partial(self._listener.on_gradient, param))
+            self._notify(partial(self._listener.on_gradient, param))
 
     def _on_end(self) -> None:
         with self._lock:
             self._in_pass = False
-            self._tell(self._listener.on_end)
+            self._notify(self._listener.on_end)
 
     def _on_drop(self) -> None:
         with self._lock:
             self._in_pass = False
             self._listener.on_failure()
 
-    def _tell(self, what: Callable[[], None]) -> None:
+    def _notify(self, what: Callable[[], None]) -> None:
         try:
             what()
         except BaseException:

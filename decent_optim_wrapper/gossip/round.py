@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from decent_optim_wrapper.gossip.timing import Meter
 
 # Tags of an exchange: two for small messages, then one for each bucket.
 _HEADER_TAG, _FLAGS_TAG, _FIRST_BUCKET_TAG = 0, 1, 2
+
+
+OnNonfinite = Literal["raise", "skip", "ignore"]
 
 
 class Call(IntEnum):
@@ -90,7 +93,7 @@ class Rules(NamedTuple):
         identical: notices ranks that stay the same.
     """
 
-    on_nonfinite: str
+    on_nonfinite: OnNonfinite
     identical: IdenticalRanks
 
     @property
@@ -162,7 +165,7 @@ class Round:
         self._failure: WireError | None = None
         self._failed_bucket = 0
         # Before the buckets: a group that sums would add up whatever comes first.
-        self._headers = self._tell(self._header.encode(), _HEADER_TAG)
+        self._headers = self._send_control(self._header.encode(), _HEADER_TAG)
         self._flags: list[PendingMessage] = []
 
     @property
@@ -186,7 +189,7 @@ class Round:
     def seal(self) -> None:
         """Send the group which buckets had finite values, once all are posted."""
         if self._exchanges and self._rules.checks and not self._failure:
-            self._flags = self._tell(torch.tensor(self._finite, device="cpu"), _FLAGS_TAG)
+            self._flags = self._send_control(torch.tensor(self._finite, device="cpu"), _FLAGS_TAG)
 
     def receive(self) -> None:
         """Wait until everything has arrived; nothing is mixed. A second call returns at once.
@@ -200,14 +203,14 @@ class Round:
                 raise self._lost(
                     self._failed_bucket, self._peers, self._failure.silent
                 ) from self._failure
-            for rank, message in self._hear(self._headers, 0).items():
+            for rank, message in self._receive_control(self._headers, 0).items():
                 self._compare(message, rank)
             self._headers = []
             for index, exchange in enumerate(self._exchanges.values()):
                 self._wait(exchange.works, index, self._peers)
             self._posted.clear()
             if self._flags:
-                self._finite_of = self._hear(self._flags, len(self._exchanges) - 1)
+                self._finite_of = self._receive_control(self._flags, len(self._exchanges) - 1)
                 self._finite_of[self._transport.rank] = self._finite
                 self._flags = []
                 self._warn_of_those_left_out()
@@ -313,19 +316,19 @@ class Round:
                 *(self._transport.name, self._header.round, bad),
             )
 
-    def _tell(self, message: Tensor, tag: int) -> list[PendingMessage]:
+    def _send_control(self, message: Tensor, tag: int) -> list[PendingMessage]:
         if self._size == 1 or self._failure or not self._transport.has_control:
             return []
         try:
-            return self._transport.tell(message, self._group.ranks, tag)
+            return self._transport.send_control(message, self._group.ranks, tag)
         except WireError as error:
             self._failure, self._failed_bucket = error, max(0, len(self._exchanges) - 1)
             return []
 
-    def _hear(self, heard: list[PendingMessage], bucket: int) -> dict[int, list[int]]:
-        for each in heard:
+    def _receive_control(self, pending: list[PendingMessage], bucket: int) -> dict[int, list[int]]:
+        for each in pending:
             self._wait(each.works, bucket, each.suspects)
-        return {each.rank: each.message.tolist() for each in heard}
+        return {each.rank: each.message.tolist() for each in pending}
 
     def _compare(self, message: list[int], rank: int) -> None:
         try:

@@ -89,13 +89,15 @@ class Step:
         Returns:
             The result of the update.
         """
+        if self._launched is None:
+            raise RuntimeError("advance() expects a step that has been entered")
         for bucket in buckets:
             if self._arrived:
                 self._gossip.mix(self._arrived, bucket)
         with self._gossip.meter.update:
             result = update()
         self._ready.update(buckets)
-        self._post()
+        self._post(self._launched)
         return result
 
     def __exit__(
@@ -116,16 +118,14 @@ class Step:
             self._gossip.hand_over(self._launched)
             self._gossip.end_step()
 
-    def _post(self) -> None:
+    def _post(self, launched: Round) -> None:
         """Send the buckets that are ready, in the plan's order.
 
         The order on the wire must be the same on every rank, whatever the order of the updates, or
         the sums of larger groups would add up different buckets.
         """
-        if self._launched is None:
-            raise RuntimeError("advance() expects a step that has been entered")
         while self._waiting and self._waiting[0] in self._ready:
-            self._launched.post(self._waiting.pop(0))
+            launched.post(self._waiting.pop(0))
 
 
 class GossipState(NamedTuple):

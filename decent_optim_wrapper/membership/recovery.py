@@ -54,14 +54,14 @@ class Recovery:
         self._schedule = schedule
         self._timeout = timeout
         self._on_change = on_change
-        # Every rank starts fresh; if no rank has any state yet, none of them stays fresh.
-        self._note = Note(round=0, fresh=True)
+        # Every rank starts so; if no rank has any state yet, none of them needs another's.
+        self._note = Note(round=0, needs_state=True)
         # Whether ranks have come back and wait until the others are in a step.
         self._newcomers = False
         # The call that this rank is in, as long as others may wait for it there.
         self._call: Call | None = None
         # How many calls this rank has made in addition to its steps, and how many all ranks have.
-        self._meetings = self._meetings_of_all = 0
+        self._calls_made = self._calls_of_all = 0
         weakref.finalize(self, rendezvous.leave)
         self._meet()
         # The members of which the user was last notified.
@@ -75,7 +75,7 @@ class Recovery:
     @property
     def joins(self) -> bool:
         """Whether this rank joins others that are training already."""
-        return self._note.fresh
+        return self._note.needs_state
 
     def leave(self) -> None:
         """Leave for good: the others continue at once instead of after a timeout."""
@@ -170,8 +170,8 @@ class Recovery:
             self.transport.all_gather(torch.zeros(1, device="cpu"))
         except PeerError as error:
             self._gather_again(error, acted)
-            acted = acted and self._meetings_of_all > self._meetings
-        self._meetings += acted
+            acted = acted and self._calls_of_all > self._calls_made
+        self._calls_made += acted
         return acted
 
     def _assemble(self) -> None:
@@ -204,7 +204,7 @@ class Recovery:
         calls = {Call(number) for number in numbers.flatten().tolist()}
         if calls == {Call.STEP}:
             self._newcomers = False
-            self._note = self._note._replace(fresh=False)
+            self._note = self._note._replace(needs_state=False)
         return calls
 
     def tell_change(self) -> None:
@@ -217,7 +217,7 @@ class Recovery:
         """Agree on the remaining ranks, and bring them to the same round."""
         logger.warning("rank {}: {}", self._rendezvous.rank, reason)
         self._note = self._note._replace(
-            round=self._gossip.state.round, meetings=self._meetings + acted
+            round=self._gossip.state.round, calls_made=self._calls_made + acted
         )
         self._leave_round()
         self._meet()
@@ -232,7 +232,7 @@ class Recovery:
         rank, rendezvous = self._rendezvous.rank, self._rendezvous
         gathering = rendezvous.gather(self._note)
         self._notes = list(gathering.notes.values())
-        self._note = self._note._replace(fresh=gathering.notes[rank].fresh)
+        self._note = self._note._replace(needs_state=gathering.notes[rank].needs_state)
         # No other reference to the communicator is kept: `abort` must be able to close it.
         self.transport = Transport(
             gathering.world,
@@ -258,9 +258,9 @@ class Recovery:
 
     def _settle(self) -> None:
         """Bring the members to the same round, and send the state to those that come back."""
-        donors = [place for place, note in enumerate(self._notes) if not note.fresh]
+        donors = [place for place, note in enumerate(self._notes) if not note.needs_state]
         self._resume = max(self._notes[place].round for place in donors)
-        self._meetings_of_all = min(self._notes[place].meetings for place in donors)
+        self._calls_of_all = min(self._notes[place].calls_made for place in donors)
         self._newcomers = len(donors) < len(self._notes)
         session = self.open_session(self._resume)
         self._gossip.session = session
@@ -270,7 +270,7 @@ class Recovery:
             self._hand_over(donor, self.joins)
         if self.joins:
             self._gossip.restore(self._gossip.state._replace(round=self._resume, in_flight=False))
-            self._meetings = self._meetings_of_all
+            self._calls_made = self._calls_of_all
         logger.warning(
             "rank {}: {} of {} ranks go on with round {}: {}, {!r}",
             *(self._rendezvous.rank, len(self.members), self._full.world_size, self._resume),

@@ -40,13 +40,13 @@ class Note(NamedTuple):
 
     Args:
         round: the number of its next round.
-        fresh: whether it needs the state of another rank, if there is one that is not fresh.
-        meetings: number of collective calls that it has made in addition to its steps.
+        needs_state: whether it needs the state of another rank, if there is one that has any.
+        calls_made: number of collective calls that it has made in addition to its steps.
     """
 
     round: int
-    fresh: bool
-    meetings: int = 0
+    needs_state: bool
+    calls_made: int = 0
 
 
 class Gathering(NamedTuple):
@@ -146,11 +146,11 @@ class Rendezvous:
                 if attempt > _LEAST_ATTEMPTS and time.monotonic() > enough:
                     break
                 epoch = self._enter(note)
-                members = self._agree(epoch, note.fresh)
+                members = self._agree(epoch, note.needs_state)
                 if self.rank not in members:
                     # The others continued without this rank: it comes back as a restarted one.
                     logger.warning("rank {}: the others have gone on, ask to join", self.rank)
-                    note = note._replace(fresh=True)
+                    note = note._replace(needs_state=True)
                 elif gathering := self._stand(epoch, members):
                     return gathering
         raise PeerError(
@@ -162,11 +162,11 @@ class Rendezvous:
     def _enter(self, note: Note) -> int:
         if self._life == 0:
             self._life = self._store.add(f"starts/{self.rank}", 1)
-        if note.fresh:
+        if note.needs_state:
             self._skip_to_open()
         self._epoch += 1
         self._store.set(_note_key(self._epoch, self.rank), json.dumps(note))
-        self._store.set(f"{self._epoch}/knock", str(self.rank))
+        self._store.set(f"{self._epoch}/join_request", str(self.rank))
         return self._epoch
 
     def _skip_to_open(self) -> None:
@@ -178,14 +178,14 @@ class Rendezvous:
             self._epoch += 1
             self._read_members(self._epoch)
 
-    def _agree(self, epoch: int, fresh: bool) -> tuple[int, ...]:
+    def _agree(self, epoch: int, needs_state: bool) -> tuple[int, ...]:
         """Wait for the members of the epoch to be written, or write them."""
-        comes_back = fresh and self._founded
+        comes_back = needs_state and self._founded
         patience = self._timeout * (_NEWCOMER_TIMEOUTS if comes_back else 1)
         deadline = time.monotonic() + patience.total_seconds()
         while not self._store.check([_members_key(epoch)]):
             late = time.monotonic() > deadline
-            if present := self._founders(epoch) if fresh else self._survivors(epoch, late):
+            if present := self._founders(epoch) if needs_state else self._survivors(epoch, late):
                 self._store.claim(_members_key(epoch), json.dumps(present))
             elif late:
                 absent = [
@@ -210,7 +210,9 @@ class Rendezvous:
         """All ranks, once all are present and none has any state that the others need."""
         if not self._entered(epoch, self._everyone):
             return ()
-        return self._everyone if all(self._note(epoch, r).fresh for r in self._everyone) else ()
+        return (
+            self._everyone if all(self._note(epoch, r).needs_state for r in self._everyone) else ()
+        )
 
     def _survivors(self, epoch: int, late: bool) -> tuple[int, ...]:
         """The ranks that have entered, once every other member is dead or too late."""
@@ -239,7 +241,7 @@ class Rendezvous:
     def _stand(self, epoch: int, members: tuple[int, ...]) -> Gathering | None:
         """Connect the members; return None if one of them is lost meanwhile."""
         notes = _with_donor({rank: self._note(epoch, rank) for rank in members})
-        self._heartbeat.await_key(f"{epoch + 1}/knock")
+        self._heartbeat.await_key(f"{epoch + 1}/join_request")
         try:
             gathering = Gathering(notes, *self._connect(epoch, members))
         except (RuntimeError, TimeoutError) as error:
@@ -304,11 +306,11 @@ def _part_of(store: Any, patience: timedelta) -> BoundedStore:
 
 
 def _with_donor(notes: dict[int, Note]) -> dict[int, Note]:
-    """If all ranks are fresh, those at the latest round become donors of their state."""
-    if not all(note.fresh for note in notes.values()):
+    """If all ranks need a state, those at the latest round become donors of their state."""
+    if not all(note.needs_state for note in notes.values()):
         return notes
     farthest = max(note.round for note in notes.values())
-    return {rank: note._replace(fresh=note.round < farthest) for rank, note in notes.items()}
+    return {rank: note._replace(needs_state=note.round < farthest) for rank, note in notes.items()}
 
 
 def _members_key(epoch: int) -> str:
