@@ -146,10 +146,11 @@ class Spread:
         loss = loss if scaler is None else scaler.scale(loss)
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def forward(self, step: int) -> None:
-        """Run the model without gradients; of a pipeline, only this stage."""
+    def forward(self, step: int) -> Tensor:
+        """Run the model; of a pipeline, only this stage."""
         x, _ = self._batch(step)
-        self.model(x)
+        output: Tensor = self.model(x)
+        return output
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         x, y = batch(self.replica, step)

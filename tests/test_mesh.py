@@ -11,10 +11,22 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from covering import OVERLAP, pairwise
-from meshes import CAP_MB, LAYOUTS, STEPS, Oracle, Spread, difference, make_model, on_mesh
+from meshes import (
+    CAP_MB,
+    LAYOUTS,
+    STEPS,
+    Oracle,
+    Spread,
+    batch,
+    difference,
+    loss_of,
+    make_model,
+    on_mesh,
+)
 from ranks import run_processes
 from torch import Tensor
 from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
@@ -311,3 +323,49 @@ def test_the_process_group_of_a_mesh_is_enough_for_stages_of_plain_tensors() -> 
     for ((replica, found),) in on_all(train_on_the_group, [None]):
         expected = oracle(4, "sgd", "plain", True).parameters(replica)
         assert difference(found, expected) < EXACT
+
+
+def clip_without_gradients(layout: str) -> tuple[int, float]:
+    spread = Spread(LAYOUTS[layout])
+    optimizer = spread.wrap(sgd)
+    spread.backward(0)
+    if spread.mesh.get_local_rank("pp") == 1:
+        spread.model.zero_grad()
+    return spread.replica, optimizer.clip_grad_norm_(CLIP).item()
+
+
+def test_a_stage_without_gradients_is_clipped_with_the_others() -> None:
+    whole = [Oracle(2, sgd).gradient_norm(replica, 2.0) for replica in range(2)]
+    for ((replica, norm),) in on_all(clip_without_gradients, ["pipeline and tp"]):
+        assert CLIP < norm < whole[replica]
+
+
+def idle_after_an_evaluation(layout: str) -> tuple[Any, Any, Any]:
+    mesh = LAYOUTS[layout].mesh()
+    # The root has all parameters, and keeps them gathered after a forward pass without gradients.
+    inner = make_model()
+    fully_shard(inner, mesh=mesh["fsdp"])
+    model = DecentralizedDataParallel(
+        inner,
+        lambda named: sgd([param for _, param in named]),
+        topology="ring",
+        mesh=mesh,
+        gossip_dim="gossip",
+        bucket_size_in_mb=CAP_MB,
+    )
+    x, y = batch(mesh.get_local_rank("gossip"), 0)
+    loss_of(model(x), y).backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        before = model(x)
+        # It mixes the round in flight.
+        model.idle_step()
+        after = model(x)
+        model.optimizer.replica.reshard()
+        again = model(x)
+    return before.numpy(), after.numpy(), again.numpy()
+
+
+def test_an_idle_step_after_an_evaluation_is_seen_by_the_next_one() -> None:
+    for ((before, after, again),) in on_all(idle_after_an_evaluation, ["fsdp inside"]):
+        assert (after == again).all()
+        assert (before != after).any()

@@ -227,6 +227,8 @@ class BackwardStepper:
     def idle(self) -> None:
         """Make a step without any gradient."""
         self.check()
+        # Outside of a backward pass nobody else does.
+        self._optimizer.replica.reshard()
         self._step = self._begin()
         try:
             self.on_end()

@@ -180,7 +180,9 @@ class Replica:
             )
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
         grads = [local(param.grad) for param in params if param.grad is not None]
-        torch._foreach_mul_(grads, factor)
+        # A stage may have none.
+        if grads:
+            torch._foreach_mul_(grads, factor)
         return norm
 
     @torch.no_grad()
