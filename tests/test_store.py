@@ -23,8 +23,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import DistError
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
+from decent_optim_wrapper.comm.background import within
 from decent_optim_wrapper.comm.process_groups import new_backend
-from decent_optim_wrapper.comm.store import BoundedStore, within
+from decent_optim_wrapper.comm.store import BoundedStore
 
 pytestmark = pytest.mark.slow
 

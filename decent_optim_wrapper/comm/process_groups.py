@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
-from decent_optim_wrapper.comm.store import within
+from decent_optim_wrapper.comm.background import within
 
 # The tag of a receive without a matching send.
 _ABORT_TAG = (1 << 20) - 1

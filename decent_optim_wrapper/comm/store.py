@@ -1,4 +1,4 @@
-"""Calls with a deadline, to a store and to whatever depends on it.
+"""Calls to a store with a deadline.
 
 A call to a `TCPStore` waits forever for a server that is stopped or out of reach, whatever timeout
 the store has. Here such calls run on threads of their own and are abandoned after a while.
@@ -6,68 +6,20 @@ the store has. Here such calls run on threads of their own and are abandoned aft
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed import DistStoreError
 
-Result = TypeVar("Result")
+from decent_optim_wrapper.comm.background import within
 
 # The least wait for an answer, however long the store has been silent before.
 _LEAST_SECONDS = 1.5
 # To connect, torch asks the resolver for the name of the other side's address, and so does the
 # store's process. A lost answer costs each of them 5 s, at most twice.
 _LEAST_SECONDS_TO_CONNECT = 12.0
-# Interval of the checks whether to keep waiting.
-_LOOK_SECONDS = 0.05
-# An interval that is longer on a busy machine counts as this.
-_LONGEST_LOOK_SECONDS = 0.25
-
-
-def within(
-    seconds: float, action: Callable[[], Result], pointless: Callable[[], bool] | None = None
-) -> Result:
-    """Run an action on a daemon thread, and wait for it for a limited time.
-
-    An abandoned action runs on, and its result is ignored.
-
-    Args:
-        seconds: bound of the wait.
-        action: the action, which may block outside of Python.
-        pointless: tells whether to abandon it earlier.
-
-    Raises:
-        TimeoutError: the action was abandoned.
-    """
-    future: Future[Result] = Future()
-    thread = threading.Thread(target=_run, args=(future, action), daemon=True, name="decent-within")
-    thread.start()
-    waited, last = 0.0, time.monotonic()
-    try:
-        while not wait([future], min(_LOOK_SECONDS, seconds)).done:
-            now = time.monotonic()
-            # Time in which this process was stopped does not count: the answer may be there.
-            waited, last = waited + min(now - last, _LONGEST_LOOK_SECONDS), now
-            if waited > seconds or (pointless is not None and pointless()):
-                raise TimeoutError(f"given up within {seconds:.1f} s")
-        return future.result()
-    finally:
-        # The future holds the error, whose traceback holds this frame. The cycle would keep alive
-        # what the action used, such as connections, until the next garbage collection.
-        del future
-
-
-def _run(future: Future[Result], action: Callable[[], Result]) -> None:
-    try:
-        future.set_result(action())
-    except BaseException as error:
-        future.set_exception(error)
-    finally:
-        del future, action
 
 
 def cloned(store: Any) -> Any:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistError
 
+from decent_optim_wrapper.comm.background import within
 from decent_optim_wrapper.comm.losses import Loss, Losses
 from decent_optim_wrapper.comm.process_groups import (
     abort,
@@ -28,7 +29,7 @@ from decent_optim_wrapper.comm.process_groups import (
     store_of,
     timeout_of,
 )
-from decent_optim_wrapper.comm.store import cloned, within
+from decent_optim_wrapper.comm.store import cloned
 from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.topo import Group
 

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 from loguru import logger
 from torch.distributed import DistError
 
+from decent_optim_wrapper.comm.background import within
 from decent_optim_wrapper.comm.process_groups import connect_gloo, prefixed
-from decent_optim_wrapper.comm.store import BoundedStore, within
+from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.membership.heartbeat import Heartbeat
 
