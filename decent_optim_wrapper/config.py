@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from decent_optim_wrapper.gossip.outer import MakeOptimizer
 from decent_optim_wrapper.gossip.round import OnNonfinite as OnNonfinite
-from decent_optim_wrapper.gossip.schedule import check_mixing_rate
+from decent_optim_wrapper.gossip.schedule import Cadence, check_mixing_rate
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.topo._base import did_you_mean
 
@@ -33,12 +34,15 @@ class Schedule:
     """When and how far the ranks mix; the same on all ranks.
 
     Args:
-        gossip_every: number of steps from one round of gossip to the next.
+        gossip_every: number of steps from one round of gossip to the next; or "auto": a step mixes
+            the round in flight if it has arrived, and then launches the next one. No step waits
+            for the network or for a slower rank unless `max_staleness` is reached, and rounds are
+            counted apart from steps.
         mixing_rate: γ in (0, 1]: x <- (1 - γ) x + γ W_t x. The property of the wrapper changes it
             during training.
-        global_avg_every: number of steps from one exact average to the next, which replaces the
-            round that would be due and is overlapped as a round is (Gossip-PGA, Chen et al. 2021);
-            None for no averages.
+        global_avg_every: number of steps (with "auto", of rounds) from one exact average to the
+            next, which replaces the round that would be due and is overlapped as a round is
+            (Gossip-PGA, Chen et al. 2021); None for no averages.
         average_state: what to do with the base optimizer's state (momenta) when an exact average
             is kept or scheduled: "keep" it, or "average" it too (`on_nonfinite` applies to it as to
             parameters).
@@ -48,20 +52,32 @@ class Schedule:
             gossip, with the gradient anchor - mixed; then x <- anchor. The anchors start as the
             parameters of the first step. The optimizer is stepped bucket by bucket, so it must
             update each tensor by itself. It costs a copy of the parameters and its own state.
+        staleness: how many steps after its launch a round is mixed, at most `gossip_every`. A round
+            has that many forward and backward passes to travel. With s_i the parameters at the
+            launch, x_i <- x_i + γ Σ_j W_ij (s_j - s_i): the mean over the ranks does not move. It
+            costs a copy of the parameters if it is above 1.
+        max_staleness: the same for "auto", where it is an upper bound at which a step waits.
 
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range.
     """
 
-    gossip_every: int = 1
+    gossip_every: int | Literal["auto"] = 1
     mixing_rate: float = 1.0
     global_avg_every: int | None = None
     average_state: AverageState = "keep"
     outer: MakeOptimizer | None = None
+    staleness: int = 1
+    max_staleness: int = 16
 
     def __post_init__(self) -> None:
-        _check_steps("gossip_every", self.gossip_every)
+        if isinstance(self.gossip_every, str):
+            _check_choice("gossip_every", self.gossip_every, ("auto",))
+        else:
+            _check_steps("gossip_every", self.gossip_every)
+        _check_steps("staleness", self.staleness)
+        _check_steps("max_staleness", self.max_staleness)
         # As a float: the ranks compare its text, and 1 and 1.0 are the same rate.
         object.__setattr__(self, "mixing_rate", check_mixing_rate(self.mixing_rate))
         if self.global_avg_every is not None:
@@ -72,6 +88,45 @@ class Schedule:
             "outer expects a function from a list of tensors to a torch.optim.Optimizer, such as "
             "partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), or None",
             self.outer,
+        )
+        self._check_staleness()
+
+    def _check_staleness(self) -> None:
+        """Check that one round is mixed before the next one is launched."""
+        if self.gossip_every == "auto":
+            if self.staleness != 1:
+                raise ValueError(
+                    f'staleness expects a number of steps as gossip_every; with "auto", pass '
+                    f"max_staleness={self.staleness} instead"
+                )
+            if self.average_state == "average":
+                raise ValueError(
+                    'average_state="average" expects all ranks to mix in the same step, which they '
+                    'do not with gossip_every="auto"; pass average_state="keep"'
+                )
+        elif self.staleness > self.gossip_every:
+            raise ValueError(
+                f"staleness must be at most gossip_every={self.gossip_every}, since one round is "
+                f"mixed before the next one is launched, got {self.staleness}"
+            )
+        elif self.global_avg_every is not None and self.staleness > math.gcd(
+            self.gossip_every, self.global_avg_every
+        ):
+            raise ValueError(
+                f"staleness={self.staleness} expects at least as many steps between a round "
+                f"and an exact average, got gossip_every={self.gossip_every} and "
+                f"global_avg_every={self.global_avg_every}; make one a multiple of the other"
+            )
+
+    @property
+    def cadence(self) -> Cadence:
+        """When rounds are launched and mixed."""
+        auto = self.gossip_every == "auto"
+        return Cadence(
+            gossip_every=1 if isinstance(self.gossip_every, str) else self.gossip_every,
+            global_avg_every=self.global_avg_every,
+            staleness=self.max_staleness if auto else self.staleness,
+            auto=auto,
         )
 
 
@@ -148,6 +203,24 @@ class Settings:
         _check_choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "ignore"))
         is_schedule = isinstance(self.schedule, Schedule)
         _expect(is_schedule, "schedule expects a Schedule", self.schedule)
+        self._check_staleness()
+
+    def _check_staleness(self) -> None:
+        """Check that the options work with rounds that travel under several steps."""
+        if not self.schedule.cadence.freezes:
+            return
+        if not self.overlap:
+            raise ValueError(
+                'staleness above 1 and gossip_every="auto" expect overlap=True: without overlap a '
+                "round is mixed in the step that launches it"
+            )
+        rounded = self.comm_dtype is not None and self.schedule.global_avg_every is None
+        if self.schedule.outer is not None and rounded:
+            raise ValueError(
+                "outer expects the exact parameters of the launch, and with staleness above 1 or "
+                f'gossip_every="auto" only the rounded ones are kept; drop '
+                f"comm_dtype={self.comm_dtype} or the outer optimizer"
+            )
 
     @property
     def patience(self) -> timedelta | None:

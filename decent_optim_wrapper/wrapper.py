@@ -184,7 +184,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @property
     def round(self) -> int:
-        """Number of steps made so far, one round each; the same on every rank."""
+        """Number of steps made so far; with ``gossip_every="auto"``, of rounds launched."""
         return self._gossip.state.round
 
     @property
@@ -389,7 +389,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             PeerError: not every rank answers.
         """
-        return self._gossip.replica.all_gather(tensor, self._gossip.session.transport)
+        return self._gossip.all_gather(tensor)
 
     def stats(self) -> StepStats:
         """Bytes, seconds and counts of the last `step()` on this rank; communicates nothing."""

@@ -38,6 +38,8 @@ def test_the_records_have_the_promised_fields() -> None:
         "global_avg_every": None,
         "average_state": "keep",
         "outer": None,
+        "staleness": 1,
+        "max_staleness": 16,
     }
     assert defaults(Elastic) == {"store": None, "on_membership_change": None, "stale_after": 2.0}
     signature = inspect.signature(DecentOptimWrapper.__init__)

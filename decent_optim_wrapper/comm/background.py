@@ -19,7 +19,9 @@ _LONGEST_LOOK_SECONDS = 0.25
 def in_background(action: Callable[[], Result]) -> Future[Result]:
     """Run an action on a daemon thread, which does not hold up the end of the process."""
     future: Future[Result] = Future()
-    thread = threading.Thread(target=_run, args=(future, action), daemon=True, name="decent-background")
+    thread = threading.Thread(
+        target=_run, args=(future, action), daemon=True, name="decent-background"
+    )
     thread.start()
     return future
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistError
 
-from decent_optim_wrapper.comm.background import within
+from decent_optim_wrapper.comm.background import in_background, wait_for_any, within
 from decent_optim_wrapper.comm.losses import Loss, Losses
 from decent_optim_wrapper.comm.process_groups import (
     abort,
@@ -35,8 +36,12 @@ from decent_optim_wrapper.topo import Group
 
 # Tags below are left to the user's own point-to-point traffic on the same process group.
 _FIRST_TAG = 1 << 20
+# The tag of messages to all ranks, which come at different times; the one below is for `abort`.
+_ANNOUNCE_TAG = _FIRST_TAG - 2
 # A message to every other rank of a larger group would cost more than a collective.
 _MOST_SENT_ONE_BY_ONE = 16
+# What torch's backends can wait for. Who waits for the thread has a timeout of its own.
+_LONGEST_WAIT = timedelta(seconds=2_000_000)
 # How much later than at its timeout gloo may end a wait.
 _SLACK_SECONDS = 1.0
 
@@ -80,6 +85,35 @@ class PendingMessage(NamedTuple):
     works: list[dist.Work]
     message: Tensor
     suspects: tuple[int, ...]
+
+
+class Arrival:
+    """Waits for works on a thread of its own: those of gloo do not tell whether they are done.
+
+    Args:
+        works: the works, which nobody else waits for.
+    """
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._finished = [0]
+        self.future = in_background(partial(_wait_for_each, tuple(works), self._finished))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all works are done, or one has failed."""
+        return self.future.done()
+
+    @property
+    def finished(self) -> int:
+        """How many works are done."""
+        return self._finished[0]
+
+
+class Announcement(NamedTuple):
+    """Small messages of all other ranks, each of which sends its own when it comes to it."""
+
+    arrival: Arrival
+    messages: list[PendingMessage]
 
 
 class Transport:
@@ -208,6 +242,30 @@ class Transport:
         except BaseException as error:
             # Nobody can wait for the works any more, and what has not arrived must not be mixed.
             # A thread that goes on waiting for them would hold up the end of the process.
+            self.fail(error)
+            raise
+
+    def watch(self, works: Sequence[dist.Work]) -> Arrival:
+        """Wait for works in the background."""
+        return Arrival(works)
+
+    def finish(self, arrival: Arrival, other: Arrival | None = None) -> None:
+        """Wait within the timeout for an arrival, or until another one is over.
+
+        Raises:
+            WireError: a peer is gone, or the wait timed out.
+        """
+        futures = [each.future for each in (arrival, other) if each is not None]
+        try:
+            wait_for_any(futures, self._timeout.total_seconds(), self._peer_lost)
+            if arrival.is_over:
+                arrival.future.result()
+        except TimeoutError as error:
+            silent = self._peer_lost is None or not self._peer_lost()
+            raise WireError(f"no answer within {self._timeout}", silent) from error
+        except RuntimeError as error:
+            raise WireError(str(error)) from error
+        except BaseException as error:
             self.fail(error)
             raise
 
@@ -345,6 +403,35 @@ class Transport:
             )
         return pending
 
+    def announce(self, message: Tensor) -> Announcement:
+        """Exchange small messages with all ranks, whenever each of them comes to it.
+
+        Returns:
+            The messages of the others, for `read`.
+        """
+        tag = _ANNOUNCE_TAG - _FIRST_TAG
+        pending = []
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                row = torch.empty_like(message)
+                works = self.exchange(message, row, rank, tag)
+                pending.append(PendingMessage(rank, works, row, (rank,)))
+        works = [work for each in pending for work in each.works]
+        return Announcement(arrival=self.watch(works), messages=pending)
+
+    def read(self, announced: Announcement) -> dict[int, list[int]]:
+        """The messages of the others, by rank.
+
+        Raises:
+            PeerError: a rank was lost.
+        """
+        try:
+            self.finish(announced.arrival)
+        except WireError as error:
+            senders = [each.rank for each in announced.messages for _ in each.works]
+            raise self._lost_in_collective((senders[announced.arrival.finished],), error) from error
+        return {each.rank: each.message.tolist() for each in announced.messages}
+
     def sum_(self, tensor: Tensor) -> None:
         """Sum `tensor` in place over all ranks; collective."""
         if self.world_size > 1:
@@ -406,14 +493,17 @@ class Transport:
             self.wait([work])
         except WireError as error:
             peers = tuple(rank for rank in range(self.world_size) if rank != self.rank)
-            loss = self.lose(peers, error.silent)
-            raise PeerError(
-                f"rank {self.name}: expected all {self.world_size} ranks to take part in a "
-                f"collective within {self._timeout}, but lost {loss} ({error}); look "
-                f"there for the first error, and call the same methods in the same "
-                f"order everywhere",
-                rank=loss.ranks[0] if len(loss.ranks) == 1 else None,
-            ) from error
+            raise self._lost_in_collective(peers, error) from error
+
+    def _lost_in_collective(self, suspects: tuple[int, ...], error: WireError) -> PeerError:
+        loss = self.lose(suspects, error.silent)
+        return PeerError(
+            f"rank {self.name}: expected all {self.world_size} ranks to take part in a "
+            f"collective within {self._timeout}, but lost {loss} ({error}); look "
+            f"there for the first error, and call the same methods in the same "
+            f"order everywhere",
+            rank=loss.ranks[0] if len(loss.ranks) == 1 else None,
+        )
 
     def _wait_for_all(self, works: Sequence[dist.Work]) -> None:
         for work in works:
@@ -456,6 +546,12 @@ class Transport:
                 f"rank {self.name}: ranks {[self.members[rank] for rank in ranks]} could not "
                 f"connect within {self._timeout} ({error}); look there for the first error"
             ) from error
+
+
+def _wait_for_each(works: Sequence[dist.Work], finished: list[int]) -> None:
+    for work in works:
+        work.wait(_LONGEST_WAIT)
+        finished[0] += 1
 
 
 def _exchange_coalesced(

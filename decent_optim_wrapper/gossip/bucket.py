@@ -141,23 +141,26 @@ class Bucket:
         """Whether the values are rounded on the wire."""
         return self.wire_dtype != self.dtype
 
-    def pair(self) -> Pair:
+    def pair(self, freezes: bool = False) -> Pair:
         """The wire buffers for one peer; `pair` and `summing` share their memory.
 
         If possible, the tensors' own storage is sent: it must not change in flight.
+
+        Args:
+            freezes: whether the tensors may change in flight.
         """
         near = self.wire_device == self.device
-        if self._storage is not None and near and not self.quantised:
+        if self._storage is not None and near and not self.quantised and not freezes:
             return Pair(self._storage, *self._wire(1, self.wire_dtype))
         return Pair(*self._wire(2, self.wire_dtype))
 
-    def summing(self) -> Flat:
-        """The wire buffer that is summed over a group.
+    def summing(self, count: int = 1) -> tuple[Flat, ...]:
+        """Wire buffers of which one is summed over a group.
 
         Half precision is summed in float32: rounding would otherwise change values that are the
         same on all ranks.
         """
-        return self._wire(1, torch.float32 if self.dtype in _HALF_DTYPES else self.dtype)[0]
+        return self._wire(count, torch.float32 if self.dtype in _HALF_DTYPES else self.dtype)
 
     def new_flat(
         self, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -196,7 +199,7 @@ class Bucket:
 
     @torch.no_grad()
     def shift_(self, theirs: Flat, ours: Flat, weight: float) -> None:
-        """In place, x <- x + weight * (theirs - ours), both of which are rounded.
+        """In place, x <- x + weight * (theirs - ours), with ours what x was when it was sent.
 
         The peer adds the exact opposite, so the mean of the two does not move.
         """
@@ -209,6 +212,19 @@ class Bucket:
             part = slice(start, start + _SLICE)
             away = self._difference(theirs.data[part], ours.data[part])
             self._storage.data[part].add_(away, alpha=weight)
+        self._notify_autograd()
+
+    @torch.no_grad()
+    def drift(self, start: Flat) -> Flat:
+        """How far the tensors have moved since they were `start`, in a new flat vector."""
+        moved = self.pack(self.new_flat())
+        moved.data.sub_(start.data.to(self.device, self.dtype))
+        return moved
+
+    @torch.no_grad()
+    def add_(self, flat: Flat, factor: float) -> None:
+        """In place, x <- x + factor * flat."""
+        torch._foreach_add_(self._tensors(), flat.views, alpha=factor)
         self._notify_autograd()
 
     def is_finite(self) -> bool:

@@ -86,6 +86,11 @@ class LocalUpdate:
         base = self._optimizer
         return type(base) in SPLITTABLE and not step_hooks(base) and not self._step_is_replaced()
 
+    @property
+    def params(self) -> list[Tensor]:
+        """All parameters, in the order of the groups."""
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
+
     def know(self, parameters: Iterable[Named]) -> None:
         """Register added parameters, which do not count as replacements of others."""
         self._names_of |= {id(each.tensor): each.name for each in parameters}

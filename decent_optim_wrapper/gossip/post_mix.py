@@ -11,6 +11,7 @@ from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.optimizer_state import StateAverage
 from decent_optim_wrapper.gossip.outer import Outer
 from decent_optim_wrapper.gossip.schedule import Kind
+from decent_optim_wrapper.gossip.storage import Flat
 
 
 class PostMix:
@@ -44,15 +45,26 @@ class PostMix:
         if kind is Kind.AVERAGE and self._state_average:
             self._state_average.apply(_members(buckets), transport)
 
-    def mix(self, kind: Kind, bucket: Bucket) -> None:
-        """Run when a posted bucket has been mixed, also in a group of one rank."""
+    def mix(self, kind: Kind, bucket: Bucket, drift: Flat | None = None) -> None:
+        """Run when a posted bucket has been mixed, also in a group of one rank.
+
+        Args:
+            kind: of the round.
+            bucket: its members are changed in place.
+            drift: how far they had moved since the round was launched; None if not at all. The
+                outer step leaves it out.
+        """
         if self.outer is None:
             return
         if self._heals and not bucket.is_finite():
             # They must not get into its state either, where no mixing replaces them.
             self.outer.forget(bucket.members)
         else:
+            if drift is not None:
+                bucket.add_(drift, -1.0)
             self.outer.step(bucket.members, kind)
+            if drift is not None:
+                bucket.add_(drift, 1.0)
 
     def keep(self, buckets: Sequence[Bucket], transport: Transport) -> None:
         """Run when the world average has become the ranks' own parameters; collective."""

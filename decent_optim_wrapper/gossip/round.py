@@ -11,7 +11,7 @@ import torch.distributed as dist
 from loguru import logger
 from torch import Tensor
 
-from decent_optim_wrapper.comm.transport import PendingMessage, Transport, WireError
+from decent_optim_wrapper.comm.transport import Arrival, PendingMessage, Transport, WireError
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.bucket import Bucket, is_finite
 from decent_optim_wrapper.gossip.identical_ranks import IdenticalRanks
@@ -34,6 +34,8 @@ class Call(IntEnum):
     CONSENSUS_DISTANCE = 3
     REGROUP = 4
     KEEP_AVERAGE = 5
+    SYNCHRONIZE = 6
+    ALL_GATHER = 7
 
     def __str__(self) -> str:
         if self is Call.REGROUP:
@@ -116,8 +118,8 @@ class Rules(NamedTuple):
 class _Exchange(NamedTuple):
     """A bucket whose parameters are on the wire, and how to mix in what arrives.
 
-    x <- x + mixing_rate * weight * (arriving - base), where base is x, or the rounded x if it was
-    rounded on the wire.
+    x <- x + mixing_rate * weight * (arriving - start), where start is x, unless x was rounded on
+    the wire or may have changed since.
     """
 
     position: int
@@ -125,7 +127,15 @@ class _Exchange(NamedTuple):
     arriving: Flat
     weight: float
     sent: Flat | None = None
-    rounded: Flat | None = None
+    start: Flat | None = None
+
+
+class _Wait(NamedTuple):
+    """Works to wait for, and what is lost with them: a bucket, and one of some ranks."""
+
+    works: list[dist.Work]
+    bucket: int
+    suspects: tuple[int, ...]
 
 
 class Round:
@@ -158,6 +168,11 @@ class Round:
         # 1 for each bucket sent with finite values, else 0; then the same for every rank.
         self._finite: list[int] = []
         self._finite_of: dict[int, list[int]] = {}
+        # Whether the parameters may change before they are mixed.
+        self._freezes = session.schedule.cadence.freezes
+        # What a thread waits for, work by work, if the round may take several steps.
+        self._arrival: Arrival | None = None
+        self._watched: list[_Wait] = []
         # Parameters whose own memory is being sent, with their version counters.
         self._posted: list[tuple[Tensor, int]] = []
         # A connection that is closed already is reported when the round is received, where it can
@@ -176,13 +191,16 @@ class Round:
     def post(self, bucket: Bucket) -> None:
         """Pack a bucket and start its exchange; a group of one rank exchanges nothing."""
         self._unmixed.append(bucket)
-        if self._size == 1 or not bucket.numel or self._failure:
+        if not bucket.numel or self._failure or (self._size == 1 and not self._freezes):
             return
         with self._meter.launch:
             post = self._post_group if self._sums else self._post_pair
+            if self._size == 1:
+                post = self._post_nowhere
             try:
                 self._exchanges[bucket] = post(bucket)
-                self._posted += bucket.versions()
+                if not self._freezes:
+                    self._posted += bucket.versions()
             except WireError as error:
                 self._failure, self._failed_bucket = error, len(self._exchanges)
 
@@ -190,6 +208,24 @@ class Round:
         """Send the group which buckets had finite values, once all are posted."""
         if self._exchanges and self._rules.checks and not self._failure:
             self._flags = self._send_control(torch.tensor(self._finite, device="cpu"), _FLAGS_TAG)
+
+    def watch(self) -> None:
+        """Begin to wait on a thread, once the round is sealed."""
+        waits = [_Wait(each.works, 0, each.suspects) for each in self._headers]
+        for index, exchange in enumerate(self._exchanges.values()):
+            waits.append(_Wait(exchange.works, index, self._peers))
+        last = max(0, len(self._exchanges) - 1)
+        waits += [_Wait(each.works, last, each.suspects) for each in self._flags]
+        self._watched = [each for each in waits for _ in each.works]
+        self._arrival = self._transport.watch([work for each in waits for work in each.works])
+        for each in waits:
+            # Nobody else waits for them: a second wait would last forever.
+            each.works.clear()
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether nothing is left to wait for, as far as a thread has watched."""
+        return self._arrival is not None and self._arrival.is_over
 
     def receive(self) -> None:
         """Wait until everything has arrived; nothing is mixed. A second call returns at once.
@@ -203,6 +239,8 @@ class Round:
                 raise self._lost(
                     self._failed_bucket, self._peers, self._failure.silent
                 ) from self._failure
+            if self._arrival is not None:
+                self._wait_for_arrival(self._arrival)
             for rank, message in self._receive_control(self._headers, 0).items():
                 self._compare(message, rank)
             self._headers = []
@@ -246,17 +284,17 @@ class Round:
                 exchange.arriving.data.div_(max(1, self._size - len(left_out)))
             if len(left_out) == self._size:
                 return
-            if self._rules.identical.rounds_left and not left_out:
+            if self._rules.identical.rounds_left and not left_out and self._size > 1:
                 self._look(bucket, exchange)
             weight = exchange.weight * self.plan.mixing_rate
             if self._transport.rank in left_out:
                 bucket.unpack_(exchange.arriving)
-            elif left_out and not self._sums:
+            elif (left_out and not self._sums) or self._size == 1:
                 return
-            elif exchange.rounded is None:
+            elif exchange.start is None:
                 bucket.mix_(exchange.arriving, weight)
             else:
-                bucket.shift_(exchange.arriving, exchange.rounded, weight)
+                bucket.shift_(exchange.arriving, exchange.start, weight)
 
     def abandon(self) -> None:
         """Drop everything on the wire without waiting for it."""
@@ -272,7 +310,7 @@ class Round:
         self._rules.identical.compare(sent.data, arriving, bucket.wire_dtype, self._size)
 
     def _post_pair(self, bucket: Bucket) -> _Exchange:
-        outgoing, incoming = bucket.pair()
+        outgoing, incoming = bucket.pair(self._freezes)
         bucket.pack(outgoing)
         self._note_finite(outgoing)
         position = len(self._exchanges)
@@ -281,9 +319,9 @@ class Round:
             outgoing.data, incoming.data, peer, _FIRST_BUCKET_TAG + position
         )
         self._meter.bytes_sent += outgoing.data.nbytes
-        rounded = outgoing if bucket.quantised else None
+        start = outgoing if bucket.quantised or self._freezes else None
         weight = 1 - self._group.self_weight
-        return _Exchange(position, works, incoming, weight, outgoing, rounded)
+        return _Exchange(position, works, incoming, weight, outgoing, start)
 
     def _post_group(self, bucket: Bucket) -> _Exchange:
         """Start the sum over the group, whose mean is mixed in.
@@ -291,13 +329,23 @@ class Round:
         w x_i + (1-w)/(m-1) * sum of the others  =  x_i + m(1-w)/(m-1) * (mean - x_i)
         """
         size = self._size
-        flat = bucket.pack(bucket.summing())
+        flat, *copies = bucket.summing(1 + self._freezes)
+        bucket.pack(flat)
+        # The sum overwrites what is sent.
+        start = copies[0] if copies else None
+        if start is not None:
+            start.data.copy_(flat.data)
         if not self._note_finite(flat) and self._rules.on_nonfinite == "skip":
             flat.data.zero_()
         works = self._transport.all_reduce(flat.data, self._group.ranks)
         self._meter.bytes_sent += int(self._group.copies_sent * flat.data.nbytes)
         weight = size * (1 - self._group.self_weight) / (size - 1)
-        return _Exchange(len(self._exchanges), works, flat, weight)
+        return _Exchange(len(self._exchanges), works, flat, weight, start, start)
+
+    def _post_nowhere(self, bucket: Bucket) -> _Exchange:
+        """Keep the parameters of the launch: what follows the mixing begins there."""
+        (start,) = bucket.summing()
+        return _Exchange(len(self._exchanges), [], bucket.pack(start), 0.0, start, start)
 
     def _note_finite(self, flat: Flat) -> bool:
         finite = not self._rules.checks or is_finite(flat.data)
@@ -339,6 +387,29 @@ class Round:
             self._transport.disagree(error)
             raise
 
+    def start_of(self, bucket: Bucket) -> Flat | None:
+        """The bucket's parameters when the round was launched, if they may have changed since."""
+        exchange = self._exchanges.get(bucket)
+        return exchange.start if exchange is not None and self._freezes else None
+
+    def arrives(self, other: Arrival) -> bool:
+        """Wait until the round has arrived or the other arrival is over; whether it has arrived.
+
+        Raises:
+            PeerError: the data of a peer did not arrive.
+        """
+        if self._arrival is None:
+            return True
+        self._wait_for_arrival(self._arrival, other)
+        return self._arrival.is_over
+
+    def _wait_for_arrival(self, arrival: Arrival, other: Arrival | None = None) -> None:
+        try:
+            self._transport.finish(arrival, other)
+        except WireError as error:
+            lost = self._watched[arrival.finished]
+            raise self._lost(lost.bucket, lost.suspects, error.silent) from error
+
     def _wait(self, works: list[dist.Work], bucket: int, suspects: tuple[int, ...]) -> None:
         try:
             self._transport.wait(works)
@@ -364,6 +435,29 @@ class Round:
             round=self._header.round,
             bucket=bucket,
         )
+
+
+def check_calls(own: Call, calls: dict[int, list[int]], transport: Transport) -> None:
+    """Check that all ranks are in the same method.
+
+    Args:
+        own: the method of this rank.
+        calls: those of the others, by position among the members.
+        transport: connects the ranks.
+
+    Raises:
+        CallOrderError: on all ranks, if one is in another method.
+    """
+    others = {transport.members[rank]: Call(call) for rank, (call,) in calls.items() if call != own}
+    if others:
+        error = CallOrderError(
+            f"rank {transport.name}: expected all ranks in {own}, as here, but "
+            + ", ".join(f"rank {rank} is in {call}" for rank, call in others.items())
+            + "; call the same methods in the same order on every rank. Is one of the calls inside "
+            "an `if rank == 0` branch?"
+        )
+        transport.disagree(error)
+        raise error
 
 
 def nonfinite_error(

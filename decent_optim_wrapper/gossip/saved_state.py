@@ -7,11 +7,24 @@ from operator import index
 from typing import Any, NamedTuple
 
 from loguru import logger
+from torch import Tensor
 
 from decent_optim_wrapper.gossip.outer import Outer
 from decent_optim_wrapper.gossip.schedule import check_mixing_rate
 from decent_optim_wrapper.gossip.state_by_name import by_name, by_place
 from decent_optim_wrapper.gossip.step import Gossip, GossipState
+
+
+class Arrange(NamedTuple):
+    """How to put parts of a state dict into the order of the parameters.
+
+    Args:
+        outer: makes what `Outer.load_state_dict` takes.
+        starts: makes a list, a tensor for each parameter.
+    """
+
+    outer: Callable[[dict[str, Any]], dict[str, Any]]
+    starts: Callable[[Any], list[Tensor]]
 
 
 class SavedState(NamedTuple):
@@ -21,19 +34,29 @@ class SavedState(NamedTuple):
         gossip: the state of the rounds.
         kept: whether an average was in place, which the next step keeps.
         outer: the outer optimizer with the saved state, if there is one.
+        starts: the parameters with which the round in flight was launched, where they may have
+            changed since.
     """
 
     gossip: GossipState
     kept: bool
     outer: Outer | None
+    starts: dict[Tensor, Tensor]
 
 
 def gossip_state(gossip: Gossip) -> dict[str, Any]:
     """The state of the gossip, to save now."""
     state = gossip.state._asdict()
+    age = state.pop("age")
     if gossip.average.snapshot is not None:
         # The next step() would keep the average, which is what is saved now.
         state |= {"in_flight": False, "kept": True}
+    if gossip.cadence.auto:
+        # Others may have mixed it, or not have launched it yet.
+        state["in_flight"] = False
+    elif gossip.cadence.freezes:
+        # Also where none is in flight: torch.distributed.checkpoint loads into existing entries.
+        state |= {"age": age, "starts": gossip.starts()}
     outer = _outer_of(gossip)
     return state | ({"outer": outer.state_dict()} if outer else {})
 
@@ -48,6 +71,9 @@ def named_state(gossip: Gossip) -> dict[str, Any]:
     outer = _outer_of(gossip)
     if outer:
         state["outer"] = by_name(state["outer"], gossip.replica.names_of(outer.params))
+    if "starts" in state:
+        names = gossip.replica.names_of(gossip.params)
+        state["starts"] = dict(zip(names, state["starts"], strict=True))
     return state
 
 
@@ -67,7 +93,8 @@ def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
         "load_state_dict expects what state_dict() of a DecentOptimWrapper around the same "
         "parameters has returned, but its key 'gossip' holds something else"
     )
-    return _read(gossip, saved, mixing_rate, expected, lambda outer: outer)
+    arrange = Arrange(outer=lambda outer: outer, starts=lambda starts: starts)
+    return _read(gossip, saved, mixing_rate, expected, arrange)
 
 
 def read_named_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
@@ -79,7 +106,12 @@ def read_named_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedSta
         "load_gossip_state_dict expects what gossip_state_dict() of a DecentOptimWrapper around "
         "the same model has returned, but got something else"
     )
-    return _read(gossip, saved, mixing_rate, expected, lambda state: by_place(state, names, groups))
+    own = gossip.replica.names_of(gossip.params) if gossip.cadence.freezes else []
+    arrange = Arrange(
+        outer=lambda state: by_place(state, names, groups),
+        starts=lambda starts: [starts[name] for name in own],
+    )
+    return _read(gossip, saved, mixing_rate, expected, arrange)
 
 
 def restore(gossip: Gossip, saved: SavedState) -> None:
@@ -87,7 +119,7 @@ def restore(gossip: Gossip, saved: SavedState) -> None:
     gossip.average.keep()
     if gossip.post_mix:
         gossip.post_mix.outer = saved.outer
-    gossip.restore(saved.gossip, saved.kept)
+    gossip.restore(saved.gossip, saved.kept, saved.starts)
 
 
 def _read(
@@ -95,7 +127,7 @@ def _read(
     saved: Any,
     mixing_rate: float,
     expected: str,
-    arrange: Callable[[dict[str, Any]], dict[str, Any]],
+    arrange: Arrange,
 ) -> SavedState:
     """Check a state.
 
@@ -104,8 +136,9 @@ def _read(
         saved: the state.
         mixing_rate: where none was saved.
         expected: what an error says of a state that is something else.
-        arrange: makes of the outer optimizer's part what `Outer.load_state_dict` takes.
+        arrange: puts the parts into the order of the parameters.
     """
+    gossip.check_idle()
     try:
         rate = check_mixing_rate(saved.get("mixing_rate", mixing_rate))
         state = GossipState(
@@ -113,16 +146,32 @@ def _read(
             in_flight=bool(saved["in_flight"]),
             mixing_rate=rate,
             last_rate=check_mixing_rate(saved.get("last_rate", rate)),
+            age=max(1, index(saved.get("age", 1))),
         )
-        if state.round < state.in_flight:
+        if state.round < state.in_flight * state.age:
             raise ValueError(f"round must be 0 or more, and 1 in flight, got {state.round}")
-        outer = _read_outer(_outer_of(gossip), saved, arrange)
+        outer = _read_outer(_outer_of(gossip), saved, arrange.outer)
+        starts = _read_starts(gossip, saved, arrange.starts)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"rank {gossip.session.transport.name}: {expected} ({type(error).__name__}: {error}); "
             f"nothing was loaded"
         ) from error
-    return SavedState(gossip=state, kept=bool(saved.get("kept", False)), outer=outer)
+    kept = bool(saved.get("kept", False))
+    return SavedState(gossip=state, kept=kept, outer=outer, starts=starts)
+
+
+def _read_starts(
+    gossip: Gossip, saved: dict[str, Any], arrange: Callable[[Any], list[Tensor]]
+) -> dict[Tensor, Tensor]:
+    """The parameters at the launch of the round in flight; none if they have not changed since."""
+    if "starts" not in saved or not saved["in_flight"]:
+        return {}
+    starts = dict(zip(gossip.params, arrange(saved["starts"]), strict=True))
+    for param, start in starts.items():
+        if param.shape != start.shape:
+            raise ValueError(f"expected a start of shape {param.shape}, got {start.shape}")
+    return starts
 
 
 def _outer_of(gossip: Gossip) -> Outer | None:

@@ -33,16 +33,37 @@ class RoundPlan(NamedTuple):
     mixing_rate: float
 
 
+class Cadence(NamedTuple):
+    """When rounds are launched and mixed; the same on all ranks.
+
+    Args:
+        gossip_every: rounds from one phase to the next; the rank is idle in between.
+        global_avg_every: rounds from one exact average to the next, each in place of what would
+            be due; None for none.
+        staleness: how many steps after its launch a round is mixed, or is mixed at the latest.
+        auto: mix a round in the first step that finds it arrived, and launch the next one then.
+            Rounds are counted apart from steps, of which each has one round otherwise.
+    """
+
+    gossip_every: int = 1
+    global_avg_every: int | None = None
+    staleness: int = 1
+    auto: bool = False
+
+    @property
+    def freezes(self) -> bool:
+        """Whether parameters may change between the launch of a round and its mixing."""
+        return self.auto or self.staleness > 1
+
+
 class RoundSchedule(NamedTuple):
-    """The rounds of one rank: one for every step. In idle rounds nothing is exchanged.
+    """The rounds of one rank. In idle rounds nothing is exchanged.
 
     Args:
         phases: the rank's groups, phase by phase.
         rank: this rank.
         world_size: number of ranks.
-        gossip_every: steps from one phase to the next; the rank is idle in between.
-        global_avg_every: steps from one exact average to the next, each in place of what would
-            be due; None for none.
+        cadence: when rounds are launched and mixed.
         first_round: rounds before it are idle: they belong to ranks that were ahead when another
             one was lost.
     """
@@ -50,32 +71,32 @@ class RoundSchedule(NamedTuple):
     phases: tuple[Group, ...]
     rank: int
     world_size: int
-    gossip_every: int = 1
-    global_avg_every: int | None = None
+    cadence: Cadence = Cadence()
     first_round: int = 0
 
     def kind(self, round: int) -> Kind:
-        """What is due at the end of step `round`, counted from 0."""
-        steps = round + 1
+        """The kind of a round, counted from 0."""
+        count = round + 1
+        average_every = self.cadence.global_avg_every
         if round < self.first_round:
             return Kind.IDLE
-        if self.global_avg_every is not None and steps % self.global_avg_every == 0:
+        if average_every is not None and count % average_every == 0:
             return Kind.AVERAGE
-        return Kind.IDLE if steps % self.gossip_every else Kind.GOSSIP
+        return Kind.IDLE if count % self.cadence.gossip_every else Kind.GOSSIP
 
     def plan(self, round: int, mixing_rate: float) -> RoundPlan:
-        """What is due at the end of step `round`; the mixing rate of an exact average is 1."""
+        """What this rank does in a round; the mixing rate of an exact average is 1."""
         match self.kind(round):
             case Kind.IDLE:
                 return self.idle()
             case Kind.AVERAGE:
                 return RoundPlan(Kind.AVERAGE, self._everyone, 1.0)
             case Kind.GOSSIP:
-                phase = round // self.gossip_every % len(self.phases)
+                phase = round // self.cadence.gossip_every % len(self.phases)
                 return RoundPlan(Kind.GOSSIP, self.phases[phase], mixing_rate)
 
     def next_plan(self, round: int, mixing_rate: float) -> RoundPlan:
-        """What is due at the end of step `round`, or of the next step that is not idle."""
+        """What this rank does in a round, or in the next one that is not idle."""
         while self.kind(round) is Kind.IDLE:
             round += 1
         return self.plan(round, mixing_rate)
@@ -87,7 +108,7 @@ class RoundSchedule(NamedTuple):
     @property
     def groups(self) -> tuple[Group, ...]:
         """All groups in which this rank ever mixes."""
-        if self.global_avg_every is None:
+        if self.cadence.global_avg_every is None:
             return self.phases
         return (*self.phases, self._everyone)
 
@@ -115,8 +136,7 @@ class Session:
         cls,
         transport: Transport,
         topology: Topology,
-        gossip_every: int = 1,
-        global_avg_every: int | None = None,
+        cadence: Cadence,
         first_round: int = 0,
     ) -> Session:
         """Connect the groups in which this rank mixes; collective.
@@ -124,16 +144,14 @@ class Session:
         Args:
             transport: the members.
             topology: of as many ranks.
-            gossip_every: as in `RoundSchedule`.
-            global_avg_every: as in `RoundSchedule`.
+            cadence: as in `RoundSchedule`.
             first_round: as in `RoundSchedule`.
         """
         schedule = RoundSchedule(
             phases=topology.schedule(transport.rank),
             rank=transport.rank,
             world_size=transport.world_size,
-            gossip_every=gossip_every,
-            global_avg_every=global_avg_every,
+            cadence=cadence,
             first_round=first_round,
         )
         transport.connect(schedule.groups)

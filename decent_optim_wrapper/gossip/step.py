@@ -7,6 +7,14 @@ step, and u the local update from the gradient at x, a step is
 
 Without overlap the next round is finished within the same step: x <- W (x - u(x)).
 
+A round may also travel under several steps. With s the parameters of the step that launched it, the
+step that mixes it does
+
+    x <- x + (W s - s) - u(x),
+
+and a step in between is x <- x - u(x). There is one round in flight at a time, so this is stable
+however long it takes, and the mean over the ranks does not move.
+
 `Step` is the algorithm; `Gossip` owns what lasts from one step to the next.
 """
 
@@ -17,10 +25,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
+import torch
 from loguru import logger
+from torch import Tensor
 
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.average import WorldAverage, consensus_distance
@@ -29,9 +40,10 @@ from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.members import Members
 from decent_optim_wrapper.gossip.post_mix import PostMix
 from decent_optim_wrapper.gossip.replica import Replica
-from decent_optim_wrapper.gossip.round import Call, Header, Round, Rules
-from decent_optim_wrapper.gossip.schedule import RoundPlan, Session
+from decent_optim_wrapper.gossip.round import Call, Header, Round, Rules, check_calls
+from decent_optim_wrapper.gossip.schedule import Cadence, Kind, RoundPlan, Session
 from decent_optim_wrapper.gossip.timing import Meter
+from decent_optim_wrapper.optim.shards import local
 
 Result = TypeVar("Result")
 
@@ -42,10 +54,10 @@ _CLOSE_TIMEOUT = timedelta(seconds=5)
 class Step:
     """One step, as a context: enter, advance part by part, exit.
 
-    On entry it receives the round in flight and begins the next one. Nothing is mixed before
-    everything has arrived: a round that fails leaves all parameters as they were. No bucket is sent
-    before that either: two rounds on the wire would slow down the older one, for which all ranks
-    are waiting.
+    On entry it receives the round in flight, if it is to be mixed now, and begins the next one.
+    Nothing is mixed before everything has arrived: a round that fails leaves all parameters as they
+    were. No bucket is sent before that either: two rounds on the wire would slow down the older
+    one, for which all ranks are waiting.
 
     Args:
         gossip: the rounds, one of which may be in flight.
@@ -55,6 +67,7 @@ class Step:
         self._gossip = gossip
         self._arrived: Round | None = None
         self._launched: Round | None = None
+        self._entered = False
         self._ready: set[Bucket] = set()
         self._waiting: list[Bucket] = []
 
@@ -68,6 +81,7 @@ class Step:
         with self._gossip.failing_together():
             self._gossip.surviving(self._receive)
         self._waiting = list(self.buckets)
+        self._entered = True
         return self
 
     def _receive(self) -> None:
@@ -89,15 +103,16 @@ class Step:
         Returns:
             The result of the update.
         """
-        if self._launched is None:
+        if not self._entered:
             raise RuntimeError("advance() expects a step that has been entered")
         for bucket in buckets:
             if self._arrived:
                 self._gossip.mix(self._arrived, bucket)
         with self._gossip.meter.update:
             result = update()
-        self._ready.update(buckets)
-        self._post(self._launched)
+        if self._launched:
+            self._ready.update(buckets)
+            self._post(self._launched)
         return result
 
     def __exit__(
@@ -106,16 +121,16 @@ class Step:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._launched is None:
-            raise RuntimeError("expected a step that has been entered; use a with statement")
         if error is not None:
-            # The round has begun. This rank closes its connections, so that the others notice,
+            # A round may have begun. This rank closes its connections, so that the others notice,
             # whatever the error is: another wrapper's, raised by a closure, tells them nothing.
-            self._launched.abandon()
+            if self._launched:
+                self._launched.abandon()
             self._gossip.close(error)
             return
         with self._gossip.failing_together():
-            self._gossip.hand_over(self._launched)
+            if self._launched:
+                self._gossip.hand_over(self._launched)
             self._gossip.end_step()
 
     def _post(self, launched: Round) -> None:
@@ -132,16 +147,18 @@ class GossipState(NamedTuple):
     """The state of the rounds that a checkpoint needs.
 
     Args:
-        round: number of rounds launched.
+        round: number of the next round.
         in_flight: whether the last round is still to be mixed.
         mixing_rate: that of the next round.
         last_rate: that of the last round.
+        age: steps since the last round was launched.
     """
 
     round: int
     in_flight: bool
     mixing_rate: float = 1.0
     last_rate: float = 1.0
+    age: int = 1
 
 
 @dataclass
@@ -194,9 +211,15 @@ class Gossip:
         self.members: Members | None = None
         self._buckets: tuple[Bucket, ...] = ()
         self._round = 0
+        # Steps since the round in flight was launched.
+        self._age = 0
         # A resumed run has a round in flight that this process still has to launch. Loading cannot
         # do it: it must not communicate, and may come before the parameters are loaded.
         self._pending = False
+        # The parameters with which it was launched, if they have changed since.
+        self._starts: dict[Tensor, Tensor] = {}
+        # Whether the ranks have the same round: each may have saved its own.
+        self._in_line = True
         # Whether the loaded state was saved while an average was in place.
         self._kept = False
         # Runs when the wrapper is dropped or the interpreter exits, whichever comes first. A rank
@@ -228,8 +251,18 @@ class Gossip:
     @property
     def state(self) -> GossipState:
         """The state of the rounds, to save now."""
-        in_flight = self._pending or self._connected.in_flight is not None
-        return GossipState(self._round, in_flight, self.mixing_rate, self._last_rate)
+        return GossipState(
+            round=self._round,
+            in_flight=self._pending or self._connected.in_flight is not None,
+            mixing_rate=self.mixing_rate,
+            last_rate=self._last_rate,
+            age=self._age,
+        )
+
+    @property
+    def cadence(self) -> Cadence:
+        """When rounds are launched and mixed."""
+        return self.session.schedule.cadence
 
     @property
     def differs(self) -> bool:
@@ -238,13 +271,60 @@ class Gossip:
             return False
         return self.state.in_flight
 
-    def restore(self, state: GossipState, kept: bool = False) -> None:
-        """Continue from `state`. The round in flight is dropped, even if it has failed."""
+    @property
+    def params(self) -> list[Tensor]:
+        """All parameters of the base, in the order of its groups."""
+        return self._local_update.params
+
+    def check_idle(self) -> None:
+        """Check that a state may be loaded.
+
+        Raises:
+            RuntimeError: a round is in flight that other ranks may not have launched yet.
+        """
+        flying = self._connected.in_flight is not None and not self.session.transport.is_closed
+        if self.cadence.auto and flying:
+            raise RuntimeError(
+                f"rank {self.session.transport.name}: load_state_dict() expects no round in "
+                f'flight with gossip_every="auto", since other ranks may be at another one; call '
+                f"synchronize() on all ranks before"
+            )
+
+    def starts(self) -> list[Tensor]:
+        """Copies of the parameters as the round in flight has them, or as they are without one."""
+        params = self.params
+        if self._starts:
+            return [self._starts.get(param, param).detach().clone() for param in params]
+        flying = self._connected.in_flight
+        if flying is None:
+            return [param.detach().clone() for param in params]
+        frozen = [(bucket, flying.start_of(bucket)) for bucket in flying.unmixed]
+        known = [(bucket, start) for bucket, start in frozen if start is not None]
+        now = [bucket.pack(bucket.new_flat()) for bucket, _ in known]
+        for bucket, start in known:
+            bucket.unpack_(start)
+        copies = [param.detach().clone() for param in params]
+        for (bucket, _), flat in zip(known, now, strict=True):
+            bucket.unpack_(flat)
+        return copies
+
+    def restore(
+        self, state: GossipState, kept: bool = False, starts: dict[Tensor, Tensor] | None = None
+    ) -> None:
+        """Continue from `state`. The round in flight is dropped, even if it has failed.
+
+        Args:
+            state: the state of the rounds.
+            kept: whether an average was in place.
+            starts: the parameters with which the round in flight was launched.
+        """
         self._kept = kept
         try:
             self.discard()
         finally:
-            self._round, self._pending, self.mixing_rate, self._last_rate = state
+            self._round, self._pending, self.mixing_rate, self._last_rate, self._age = state
+            self._starts = starts or {}
+            self._in_line = not self.cadence.auto
 
     def begin_step(self) -> None:
         """Check parameters, averages and members for changes since the last step."""
@@ -255,6 +335,8 @@ class Gossip:
             self.keep_average()
         if self.members:
             self.members.begin_step()
+        with self.failing_together():
+            self.surviving(self._fall_in_line)
         if self.post_mix:
             self.post_mix.begin(self._buckets)
 
@@ -262,17 +344,32 @@ class Gossip:
         """End the step; without overlap, finish its round, too."""
         if self.members:
             self.members.end_step()
+        self._age += 1
+        if not self.cadence.auto:
+            self._round += 1
         if not self._overlap:
             self.surviving(self._finish)
         self.meter.close(len(self._buckets), self._round)
 
     def receive(self) -> Round | None:
-        """Wait for the whole round in flight, if there is one, and return it to be mixed.
+        """Return the round in flight if it is to be mixed now, and wait until it has arrived.
 
         Raises:
             NonFiniteError: the round must not be mixed, and is dropped.
         """
         self._relaunch()
+        if not self._is_due():
+            return None
+        self.meter.staleness = self._age
+        return self._receive()
+
+    def _is_due(self) -> bool:
+        flying = self._connected.in_flight
+        if flying is None:
+            return False
+        return flying.has_arrived or self._age >= self.cadence.staleness
+
+    def _receive(self) -> Round | None:
         arrived = self._take()
         if arrived is not None:
             arrived.check_finite()
@@ -283,44 +380,58 @@ class Gossip:
     def mix(self, arrived: Round, bucket: Bucket) -> None:
         """Mix what has arrived for a bucket, if anything has."""
         if bucket in arrived.unmixed:
+            # Local updates since the launch are left out of the outer step.
+            start = arrived.start_of(bucket) if self.post_mix else None
+            drift = None if start is None else bucket.drift(start)
             arrived.mix(bucket)
             if self.post_mix:
-                self.post_mix.mix(arrived.plan.kind, bucket)
+                self.post_mix.mix(arrived.plan.kind, bucket, drift)
 
-    def begin_round(self) -> Round:
-        """Begin the next round, to which the buckets are posted one by one."""
+    def begin_round(self) -> Round | None:
+        """Begin the next round, to which the buckets are posted one by one.
+
+        Returns:
+            None if this rank is idle, or while another round is in flight.
+        """
         plan = self.session.schedule.plan(self._round, self.mixing_rate)
+        if plan.kind is Kind.IDLE or self._connected.in_flight is not None:
+            return None
         transport = self.session.transport
         names = [transport.members[rank] for rank in plan.group.ranks]
         logger.debug("rank {} round {}: group {}", transport.name, self._round, names)
         return self._round_of(Call.STEP, plan)
 
     def hand_over(self, launched: Round) -> None:
-        """Leave a round in flight until the next step, once everything is posted."""
+        """Leave a round in flight until a later step, once everything is posted."""
         launched.seal()
         self._connected.in_flight = launched
         self._last_rate = self.mixing_rate
-        self._round += 1
+        self._age = 0
+        if self.cadence.auto:
+            self._round += 1
+            launched.watch()
 
     def launch(self) -> None:
         """Start the next round with the parameters as they are now."""
-        launched = self.begin_round()
-        for bucket in self._buckets:
-            launched.post(bucket)
-        self.hand_over(launched)
+        if launched := self.begin_round():
+            for bucket in self._buckets:
+                launched.post(bucket)
+            self.hand_over(launched)
 
     def synchronize(self) -> None:
         """Finish and mix the round in flight."""
         self.check_parameters()
         self.replica.reshard()
         with self.failing_together():
+            self.surviving(partial(self._assemble, Call.SYNCHRONIZE))
             self.surviving(self._finish)
 
     def global_avg(self, may_revert: bool) -> None:
         """Put the average in place; collective."""
         self.check_parameters()
-        with self.failing_together():
-            self.surviving(self._arrive)
+        if not self.cadence.auto:
+            with self.failing_together():
+                self.surviving(self._arrive)
         self.meet(Call.GLOBAL_AVG, lambda: self.apply_average(may_revert))
         if not may_revert:
             self.keep_average()
@@ -377,12 +488,24 @@ class Gossip:
             CallOrderError: a rank is in another method.
             PeerError: a rank does not answer.
         """
+        self._assemble(call)
         schedule = self.session.schedule
         plan = schedule.idle()
         if self._round >= schedule.first_round:
             # The group that this rank meets next, also while it is idle.
             plan = schedule.next_plan(self._round, self.mixing_rate)
         self._round_of(call, plan).receive()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Stack a small tensor of every rank; collective."""
+        with self.failing_together():
+            self._assemble(Call.ALL_GATHER)
+        return self.replica.all_gather(tensor, self.session.transport)
+
+    def resume_at(self, round: int) -> None:
+        """Continue with this round, as all other ranks do; none is in flight."""
+        self._round = round
+        self._in_line = True
 
     def surviving(self, action: Callable[[], Result]) -> Result:
         """Run an action that waits for peers; if one is lost, run it again in a new session."""
@@ -443,6 +566,40 @@ class Gossip:
             for bucket in arrived.unmixed:
                 self.mix(arrived, bucket)
 
+    def _assemble(self, call: Call) -> None:
+        """Bring all ranks to the same round, where they may be at different ones.
+
+        A rank that comes here early takes part in the rounds of the others, without local updates:
+        they would wait for it otherwise, and it for them. Afterwards every rank has launched the
+        same round, and mixed those before it.
+
+        Raises:
+            CallOrderError: a rank is in another method.
+            PeerError: a rank does not answer.
+        """
+        transport = self.session.transport
+        # While an average is in place, no rank makes steps.
+        together = not self.cadence.auto or self.average.snapshot is not None
+        if together or transport.world_size == 1:
+            return
+        self._fall_in_line()
+        coming = transport.announce(torch.tensor([call], device="cpu"))
+        while not coming.arrival.is_over:
+            self.launch()
+            if self._connected.in_flight and self._connected.in_flight.arrives(coming.arrival):
+                self._finish()
+        check_calls(call, transport.read(coming), transport)
+        highest = int(transport.all_gather(torch.tensor([self._round], device="cpu")).max())
+        while self._round < highest:
+            self._finish()
+            self.launch()
+
+    def _fall_in_line(self) -> None:
+        """Go on with the highest round of all ranks after each has loaded its own; collective."""
+        if not self._in_line:
+            rounds = self.session.transport.all_gather(torch.tensor([self._round], device="cpu"))
+            self.resume_at(int(rounds.max()))
+
     def _arrive(self) -> None:
         """Wait for the round in flight, if there is one; nothing is mixed yet.
 
@@ -462,10 +619,26 @@ class Gossip:
             if self.post_mix:
                 self.post_mix.begin(self._buckets)
             self._pending = False
-            self._round -= 1
             rate, self.mixing_rate = self.mixing_rate, self._last_rate
-            self.launch()
-            self.mixing_rate = rate
+            round, age = self._round, self._age
+            self._round -= age
+            with self._at_its_start():
+                self.launch()
+            self._round, self._age, self.mixing_rate = round, age, rate
+
+    @contextmanager
+    def _at_its_start(self) -> Iterator[None]:
+        """Put the parameters in place with which the round in flight was launched."""
+        now = {param: local(param).clone() for param in self._starts}
+        with torch.no_grad():
+            for param, start in self._starts.items():
+                local(param).copy_(local(start))
+            try:
+                yield
+            finally:
+                for param, value in now.items():
+                    local(param).copy_(value)
+                self._starts = {}
 
     def _take(self) -> Round | None:
         """Wait for the round in flight and return it.

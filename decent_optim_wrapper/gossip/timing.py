@@ -21,7 +21,9 @@ class StepStats(NamedTuple):
         mix_seconds: mixing what has arrived, and packing what is sent.
         update_seconds: the base optimizer's local update.
         buckets: number of buckets.
-        rounds: number of rounds launched so far.
+        rounds: number of rounds so far, idle ones included.
+        staleness: how many steps ago the round was launched that this step has mixed; 0 if it has
+            mixed none.
         skipped: whether GradScaler has found an overflow that skipped the local update; inside a
             backward pass, that of at least one bucket.
     """
@@ -32,6 +34,7 @@ class StepStats(NamedTuple):
     update_seconds: float
     buckets: int
     rounds: int
+    staleness: int = 0
     skipped: bool = False
 
 
@@ -67,6 +70,7 @@ class Meter:
         self.update = Clock("decent::update")
         self.launch = Clock("decent::launch")
         self.bytes_sent = 0
+        self.staleness = 0
         # Whether an overflow has skipped the local update; perhaps as a tensor.
         self.skipped: Tensor | int = False
         self._last = StepStats(0, 0.0, 0.0, 0.0, 0, 0)
@@ -82,6 +86,7 @@ class Meter:
         for clock in (self.wait, self.mix, self.update, self.launch):
             clock.seconds = 0.0
         self.bytes_sent = 0
+        self.staleness = 0
         self.skipped = False
 
     def close(self, buckets: int, rounds: int) -> None:
@@ -94,4 +99,5 @@ class Meter:
             update_seconds=self.update.seconds,
             buckets=buckets,
             rounds=rounds,
+            staleness=self.staleness,
         )

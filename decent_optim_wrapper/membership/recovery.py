@@ -99,8 +99,7 @@ class Recovery:
     def open_session(self, first_round: int = 0) -> Session:
         """Connect the groups of the members; collective."""
         topology = fitting(self._full, self.members)
-        every, average_every = self._schedule.gossip_every, self._schedule.global_avg_every
-        return Session.connect(self.transport, topology, every, average_every, first_round)
+        return Session.connect(self.transport, topology, self._schedule.cadence, first_round)
 
     def begin(self, gossip: Gossip, hand_over: HandOver) -> None:
         """Manage the members of the gossip from now on; a rank that joins receives its state."""
@@ -261,16 +260,22 @@ class Recovery:
         donors = [place for place, note in enumerate(self._notes) if not note.needs_state]
         self._resume = max(self._notes[place].round for place in donors)
         self._calls_of_all = min(self._notes[place].calls_made for place in donors)
-        self._newcomers = len(donors) < len(self._notes)
+        newcomers = len(donors) < len(self._notes)
         session = self.open_session(self._resume)
         self._gossip.session = session
-        if self._newcomers:
+        if newcomers:
             # From a rank that is at this round already: others still have steps to make until then.
             donor = next(p for p in donors if self._notes[p].round == self._resume)
             self._hand_over(donor, self.joins)
+        auto = session.schedule.cadence.auto
+        if self.joins or auto:
+            self._gossip.resume_at(self._resume)
         if self.joins:
-            self._gossip.restore(self._gossip.state._replace(round=self._resume, in_flight=False))
             self._calls_made = self._calls_of_all
+        # Where ranks may be at different steps, the others' calls wait for those of a newcomer.
+        self._newcomers = newcomers and not auto
+        if auto:
+            self._note = self._note._replace(needs_state=False)
         logger.warning(
             "rank {}: {} of {} ranks go on with round {}: {}, {!r}",
             *(self._rendezvous.rank, len(self.members), self._full.world_size, self._resume),

@@ -240,10 +240,7 @@ def _in_store(
 def _connect(world: _World, settings: Settings) -> Session:
     if world.recovery:
         return world.recovery.open_session()
-    schedule = settings.schedule
-    return Session.connect(
-        world.transport, world.topology, schedule.gossip_every, schedule.global_avg_every
-    )
+    return Session.connect(world.transport, world.topology, settings.schedule.cadence)
 
 
 def _make_gossip(
