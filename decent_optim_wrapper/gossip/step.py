@@ -562,7 +562,8 @@ class Gossip:
 
     def _finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
-        if arrived := self.receive():
+        self._relaunch()
+        if arrived := self._receive():
             for bucket in arrived.unmixed:
                 self.mix(arrived, bucket)
 
@@ -589,7 +590,9 @@ class Gossip:
             if self._connected.in_flight and self._connected.in_flight.arrives(coming.arrival):
                 self._finish()
         check_calls(call, transport.read(coming), transport)
-        highest = int(transport.all_gather(torch.tensor([self._round], device="cpu")).max())
+        # No collective: those behind still launch rounds, which may be collectives of all ranks.
+        launched = transport.announce(torch.tensor([self._round], device="cpu"))
+        highest = max(number for (number,) in transport.read(launched).values())
         while self._round < highest:
             self._finish()
             self.launch()

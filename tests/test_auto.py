@@ -1,0 +1,264 @@
+"""Rounds that are mixed when they have arrived: the mean, the calls, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from problem import MODES, TINY_CAP_MB, flatten, make_params, nesterov
+from ranks import run_threads
+from torch import Tensor
+
+from decent_optim_wrapper import CallOrderError, DecentOptimWrapper, Schedule
+from decent_optim_wrapper.gossip.bucket import Bucket
+from decent_optim_wrapper.gossip.round import Round
+
+AUTO = Schedule(gossip_every="auto")
+LR = 0.05
+
+
+def wrap(
+    params: Sequence[Tensor], group: dist.ProcessGroup, topology: str = "ring", **options: Any
+) -> DecentOptimWrapper:
+    optimizer = DecentOptimWrapper(
+        torch.optim.SGD(params, lr=LR),
+        process_group=group,
+        topology=topology,
+        bucket_cap_mb=TINY_CAP_MB,
+        **{"schedule": AUTO, **options},
+    )
+    assert len(optimizer.buckets) > 1
+    return optimizer
+
+
+def draw_gradients(params: Sequence[Tensor], rank: int, step: int) -> Tensor:
+    """Gradients that do not depend on the parameters; returns them."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+    return torch.cat([param.grad.reshape(-1) for param in params if param.grad is not None])
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+@pytest.mark.parametrize("views", [True, False])
+def test_the_mean_is_that_of_the_local_updates(topology: str, views: bool) -> None:
+    steps = [30, 12, 25, 40]
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, int, int]:
+        params = make_params(seed=rank)
+        optimizer = wrap(
+            params,
+            group,
+            topology,
+            sync_at_start=False,
+            param_as_bucket_view=views,
+            schedule=Schedule(gossip_every="auto", max_staleness=3),
+        )
+        expected = flatten(params)
+        chance = random.Random(rank)
+        mixed = 0
+        for step in range(steps[rank]):
+            time.sleep(chance.uniform(0, 0.01))
+            expected -= LR * draw_gradients(params, rank, step)
+            optimizer.step()
+            mixed += optimizer.stats().staleness > 0
+        optimizer.synchronize()
+        return flatten(params), expected, optimizer.round, mixed
+
+    ours, expected, rounds, mixed = zip(*run_threads(4, main), strict=True)
+    assert len(set(rounds)) == 1
+    assert rounds[0] > 5
+    # Rank 1 makes 12 steps, and mixes at the latest in the fourth, seventh and tenth of them.
+    assert min(mixed) >= 3
+    torch.testing.assert_close(
+        torch.stack(ours).mean(0), torch.stack(expected).mean(0), rtol=0, atol=1e-12
+    )
+    assert (torch.stack(ours) - torch.stack(expected)).abs().max() > 0.1
+
+
+def test_a_slow_rank_and_averages_on_the_way() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[list[float], list[float]]:
+        params = make_params()
+        optimizer = wrap(params, group, schedule=Schedule(gossip_every="auto", max_staleness=3))
+        means, distances = [], list[float]()
+        for step in range(60):
+            time.sleep(0.003 if rank == 2 else 0.001)
+            draw_gradients(params, rank, step)
+            optimizer.step()
+            if step % 20 == 19:
+                with optimizer.averaged():
+                    means.append(flatten(params).sum().item())
+                distances.append(optimizer.consensus_distance())
+        optimizer.synchronize()
+        return means, distances
+
+    means, distances = zip(*run_threads(4, main), strict=True)
+    assert all(each == means[0] for each in means)
+    assert all(each == distances[0] for each in distances)
+    assert len(set(means[0])) == 3
+
+
+class Script(threading.local):
+    """When the rounds of this thread's rank arrive: so many steps after their launch.
+
+    A step that finds a round arrived by the script waits until it really is.
+    """
+
+    def __init__(self) -> None:
+        self.delays: Iterator[int] = itertools.repeat(1)
+        self.left: dict[Round, int] = {}
+        self.mixed = 0
+
+    def arrives(self, round: Round) -> bool:
+        """Asked by every step while the round is in flight."""
+        if round not in self.left:
+            self.left[round] = next(self.delays)
+        self.left[round] -= 1
+        return self.left[round] <= 0
+
+    def note(self, round: Round) -> None:
+        self.mixed += not round.unmixed
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    script = Script()
+    mix = Round.mix
+
+    def mix_and_note(round: Round, bucket: Bucket) -> None:
+        mix(round, bucket)
+        script.note(round)
+
+    monkeypatch.setattr(Round, "has_arrived", property(script.arrives))
+    monkeypatch.setattr(Round, "mix", mix_and_note)
+    return script
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    topology=st.sampled_from(["ring", "complete", "one-peer-exp", "alternating-exp-ring"]),
+    delays=st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=4), min_size=4, max_size=4),
+    blocks=st.lists(
+        st.tuples(*[st.integers(0, 9)] * 4), min_size=1, max_size=3
+    ),  # steps of every rank until the next call
+    max_staleness=st.integers(1, 8),
+    mode=st.sampled_from(["copies", "views"]),
+)
+def test_whatever_arrives_when_each_round_is_mixed_once_and_the_mean_stays(
+    script: Script,
+    topology: str,
+    delays: list[list[int]],
+    blocks: list[tuple[int, ...]],
+    max_staleness: int,
+    mode: str,
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, int, int]:
+        script.delays = itertools.cycle(delays[rank])
+        params = make_params(seed=rank)
+        optimizer = wrap(
+            params,
+            group,
+            topology,
+            sync_at_start=False,
+            local_world_size=2,
+            schedule=Schedule(gossip_every="auto", max_staleness=max_staleness),
+            **MODES[mode],
+        )
+        expected = flatten(params)
+        for call, block in enumerate(blocks):
+            for step in range(block[rank]):
+                expected -= LR * draw_gradients(params, rank, 100 * call + step)
+                optimizer.step()
+                assert optimizer.stats().staleness <= max_staleness
+            if call % 2:
+                optimizer.consensus_distance()
+            else:
+                with optimizer.averaged():
+                    pass
+        optimizer.synchronize()
+        return flatten(params), expected, optimizer.round, script.mixed
+
+    ours, expected, rounds, mixed = zip(*run_threads(4, main), strict=True)
+    assert len(set(rounds)) == 1
+    assert mixed == rounds
+    torch.testing.assert_close(
+        torch.stack(ours).mean(0), torch.stack(expected).mean(0), rtol=0, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"outer": nesterov(0.5)}, {"global_avg_every": 3}])
+def test_rounds_of_every_kind_can_be_late(options: dict[str, Any]) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, schedule=Schedule(gossip_every="auto", **options))
+        for step in range(30 - 5 * rank):
+            draw_gradients(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        optimizer.global_avg(may_revert=False)
+        return flatten(params), optimizer.round
+
+    (first, rounds), *others = run_threads(4, main)
+    assert rounds > 3
+    for params, theirs in others:
+        assert torch.equal(params, first)
+        assert theirs == rounds
+    assert (first - flatten(make_params())).abs().max() > 0.1
+
+
+def test_a_rank_in_another_call_raises_on_all() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params()
+        optimizer = wrap(params, group)
+        for step in range(3 + 4 * rank):
+            draw_gradients(params, rank, step)
+            optimizer.step()
+        call = optimizer.consensus_distance if rank == 1 else optimizer.synchronize
+        with pytest.raises(CallOrderError) as caught:
+            call()
+        return str(caught.value)
+
+    texts = run_threads(4, main)
+    assert "rank 1 is in consensus_distance()" in texts[0]
+    assert all("is in synchronize()" in texts[1] for _ in texts)
+
+
+def test_a_state_is_loaded_when_no_round_is_in_flight() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, sync_at_start=False)
+        for step in range(4 + rank):
+            draw_gradients(params, rank, step)
+            optimizer.step()
+        saved = optimizer.state_dict()
+        with pytest.raises(RuntimeError, match="call synchronize\\(\\) on all ranks before"):
+            optimizer.load_state_dict(saved)
+        optimizer.synchronize()
+        # Saved at different rounds.
+        optimizer.load_state_dict(saved)
+        expected = flatten(params)
+        for step in range(4 + 3 * rank):
+            expected -= LR * draw_gradients(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(params), expected
+
+    ours, expected = zip(*run_threads(4, main), strict=True)
+    torch.testing.assert_close(
+        torch.stack(ours).mean(0), torch.stack(expected).mean(0), rtol=0, atol=1e-12
+    )
+    assert (torch.stack(ours) - torch.stack(expected)).abs().max() > 0.1
