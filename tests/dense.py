@@ -40,37 +40,57 @@ def train_densely(
     compute: Callable[[int, int], Any],
     update: Callable[[int, int], Any],
     land: Callable[[int], None],
+    staleness: int = 1,
 ) -> Tensor:
     """Train all ranks in one place: x <- W x - u(x) with overlap, else x <- W (x - u(x)).
+
+    With a staleness above 1, x <- x + (W s - s) - u(x), with s the parameters of the launch.
 
     Args:
         worlds: the parameters of every rank.
         steps: how many.
-        overlap: whether a round lands one step after its launch.
+        overlap: whether a round lands in a later step than that of its launch.
         compute: sets the gradients of a rank in a step.
         update: makes the update of a rank in a step.
         land: mixes what was launched at the end of a step.
+        staleness: steps from the launch to the mixing, with overlap.
 
     Returns:
         float64 of shape (world_size, number of parameters), nothing left in flight.
     """
+    starts: list[Tensor] = []
+
+    def land_late(step: int) -> None:
+        now = rows_of(worlds)
+        put(worlds, starts[step])
+        land(step)
+        if staleness > 1:
+            put(worlds, now + rows_of(worlds) - starts[step])
+
     for step in range(steps):
         for rank in range(len(worlds)):
             compute(rank, step)
-        if overlap and step:
-            land(step - 1)
+        if overlap and step >= staleness:
+            land_late(step - staleness)
         for rank in range(len(worlds)):
             update(rank, step)
+        starts.append(rows_of(worlds))
         if not overlap:
             land(step)
     if overlap:
-        land(steps - 1)
+        for step in range(steps - staleness, steps):
+            land_late(step)
+    return rows_of(worlds)
+
+
+def rows_of(worlds: Worlds) -> Tensor:
+    """The parameters of every rank as a row of one matrix."""
     return torch.stack([flatten(params) for params in worlds])
 
 
 def mix(worlds: Worlds, matrix: Tensor) -> None:
     """x <- W x."""
-    put(worlds, matrix @ torch.stack([flatten(params) for params in worlds]))
+    put(worlds, matrix @ rows_of(worlds))
 
 
 @torch.no_grad()

@@ -55,6 +55,7 @@ class Plan(NamedTuple):
     lr: Callable[[int], float] = lambda step: rate_at(step)
     outer: MakeOuter | None = None
     rule: Rule | None = None
+    staleness: int = 1
 
     def schedule(self, average_state: AverageState = "keep") -> Schedule:
         return Schedule(
@@ -63,6 +64,7 @@ class Plan(NamedTuple):
             global_avg_every=self.global_avg_every,
             average_state=average_state,
             outer=self.outer,
+            staleness=self.staleness,
         )
 
 
@@ -165,6 +167,26 @@ PLANS = {
     "averages only": Plan(gossip_every=100, global_avg_every=4),
     **OUTER,
 }
+# Their rounds travel under several steps.
+LATE = {
+    "every third step, as late": Plan(gossip_every=3, staleness=3),
+    "every third step, a bit late": Plan(gossip_every=3, staleness=2, mixing_rate=halving),
+    "late averages": Plan(gossip_every=2, global_avg_every=4, staleness=2),
+    "late averages in between": Plan(gossip_every=4, global_avg_every=6, staleness=2),
+    "late NoLoCo": Plan(
+        gossip_every=2,
+        outer=partial(SGD, lr=0.7, momentum=0.5),
+        rule=noloco(0.5, 0.7),
+        staleness=2,
+    ),
+    "late DiLoCo": Plan(
+        gossip_every=100,
+        global_avg_every=4,
+        outer=nesterov(0.9),
+        rule=diloco(0.9, 0.7),
+        staleness=4,
+    ),
+}
 
 
 PLAIN = Plan()
@@ -206,6 +228,7 @@ def simulate(
         compute=lambda rank, step: backward(worlds[rank], rank, step),
         update=update,
         land=land,
+        staleness=plan.staleness,
     )
 
 
@@ -292,9 +315,14 @@ def test_follows_the_oracle(plan: Plan, name: str, overlap: bool) -> None:
     check(create(name, 4), plan, overlap)
 
 
+@pytest.mark.parametrize(("plan", "name"), pairwise(LATE, {"ring": "ring", "complete": "complete"}))
+def test_late_rounds_follow_the_oracle(plan: Plan, name: str) -> None:
+    check(create(name, 4), plan, True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plan", "split", "views"), pairwise(PLANS, {"split": True, "whole": False}, VIEWS)
+    ("plan", "split", "views"), pairwise({**PLANS, **LATE}, {"split": True, "whole": False}, VIEWS)
 )
 def test_follows_the_oracle_with_split_and_whole_updates(
     plan: Plan, split: bool, views: bool
@@ -330,7 +358,7 @@ def never_resumed(plan: Plan, views: bool) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("plan", "views"), pairwise(PLANS, VIEWS))
+@pytest.mark.parametrize(("plan", "views"), pairwise({**PLANS, **LATE}, VIEWS))
 def test_a_resumed_run_continues_bit_for_bit(plan: Plan, views: bool) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params()
@@ -351,7 +379,7 @@ def test_a_resumed_run_continues_bit_for_bit(plan: Plan, views: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+@pytest.mark.parametrize("plan", [*PLANS.values(), *LATE.values()], ids=[*PLANS, *LATE])
 def test_evaluating_changes_nothing(plan: Plan) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params()
