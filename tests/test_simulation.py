@@ -28,8 +28,8 @@ def paces(topology: Topology, **changes: float) -> tuple[float, float, float]:
 
 def test_the_clock_agrees_with_the_closed_cases() -> None:
     ring = TopologyFactory.create("ring", 4)
-    assert paces(ring) == pytest.approx((0.4, 0.7, 0.1 + 0.6), rel=0.01)
-    assert paces(ring, parameter_bytes=10e6) == pytest.approx((0.3, 0.5, 0.1 + 0.3), rel=0.01)
+    assert paces(ring) == pytest.approx((0.4, 0.7, 0.3 + 0.6), rel=0.01)
+    assert paces(ring, parameter_bytes=10e6) == pytest.approx((0.3, 0.5, 0.3 + 0.3), rel=0.01)
     assert paces(ring, parameter_bytes=0) == pytest.approx((0.3, 0.3, 0.3), rel=1e-9)
     still = simulate(ring, 0.3, 0.0, 50e6, 0.0, 0.0, steps=50)
     assert still.overlap.waiting_share == pytest.approx(0)
@@ -38,12 +38,29 @@ def test_the_clock_agrees_with_the_closed_cases() -> None:
     )
 
 
+def test_an_all_reduce_sends_a_bucket_as_soon_as_backward_has_filled_it() -> None:
+    """Against a loop over the buckets, which leave one behind the other."""
+    ring = TopologyFactory.create("ring", 4)
+    for buckets, compute_time in ((1, 0.3), (2, 0.3), (5, 0.3), (5, 3.0), (50, 0.3), (50, 3.0)):
+        cap = 20e6 / buckets
+        arrived = 0.0
+        for bucket in range(1, buckets + 1):
+            filled = compute_time * (1 / 3 + 2 / 3 * bucket / buckets)
+            arrived = max(filled, arrived) + 6 * 1e-3 + 1.5 * cap / 50e6
+        changes = {"compute_time": compute_time, "latency": 1e-3, "bucket_cap_mb": cap / 2**20}
+        assert paces(ring, **changes)[2] == pytest.approx(arrived, rel=1e-9)
+
+
 def test_the_clock_agrees_with_the_measured_network_lab() -> None:
     """The table of the benchmarks: 400 Mbit/s, 4 % headers, M = 20 and 40 MiB on a ring of four."""
     ring = TopologyFactory.create("ring", 4)
     for mib, gossip, ddp in ((20, 0.450, 0.808), (40, 0.920, 1.456)):
         ours, _, all_reduce = paces(
-            ring, bandwidth=400e6 / 8 / 1.04, parameter_bytes=mib * 2**20, compute_time=0.309
+            ring,
+            bandwidth=400e6 / 8 / 1.04,
+            parameter_bytes=mib * 2**20,
+            compute_time=0.309,
+            bucket_cap_mb=4,
         )
         assert ours == pytest.approx(gossip, rel=0.08)
         assert all_reduce == pytest.approx(ddp, rel=0.08)
@@ -63,7 +80,9 @@ def test_a_large_world_is_simulated_and_bad_figures_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
-@pytest.mark.parametrize("name", ["compute_time", "jitter", "bandwidth", "parameter_bytes"])
+@pytest.mark.parametrize(
+    "name", ["compute_time", "jitter", "bandwidth", "parameter_bytes", "bucket_cap_mb"]
+)
 def test_figures_that_cannot_be_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}"):
         paces(TopologyFactory.create("ring", 4), **{name: value})

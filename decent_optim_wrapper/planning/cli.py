@@ -68,6 +68,7 @@ def _simulate(args: argparse.Namespace) -> tables.Report:
         "parameter_bytes": args.parameters * args.bytes_per_parameter,
         "steps": args.steps,
         "seed": args.seed,
+        "bucket_cap_mb": args.bucket_cap_mb,
     }
     return tables.simulations(args.world_size, args.local_world_size, cluster, args.topology)
 
@@ -109,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--latency", type=float, default=1e-4, help="seconds per message")
     simulate.add_argument("--parameters", type=float, default=25e6, help="number of parameters")
     simulate.add_argument("--bytes-per-parameter", type=float, default=4)
+    simulate.add_argument(
+        "--bucket-cap-mb", type=float, default=25, help="buckets of the all-reduce, in MiB"
+    )
     simulate.add_argument("--steps", type=int, default=500)
     simulate.add_argument("--seed", type=int, default=0)
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from decent_optim_wrapper.topo import Group, Topology
 
-# Backward takes twice as long as forward; an all-reduce of gradients can start with backward.
+# Backward takes twice as long as forward.
 _FORWARD_SHARE = 1 / 3
+_MIB = 1 << 20
 
 
 class Pace(NamedTuple):
@@ -63,11 +64,14 @@ def simulate(
     parameter_bytes: float,
     steps: int = 1000,
     seed: int = 0,
+    *,
+    bucket_cap_mb: float = 25,
 ) -> Simulation:
     """Simulate the step times of gossip, with and without overlap, and of all-reduce.
 
     Every rank computes for a normally distributed time (cut off at 0). A group exchanges as soon
-    as its last member has launched. Every rank has its own link.
+    as its last member has launched. The all-reduce sends the gradients in buckets, each as soon as
+    backward has filled it. Every rank has its own link.
 
     Args:
         topology: which ranks mix.
@@ -79,28 +83,32 @@ def simulate(
         parameter_bytes: bytes of one copy of the parameters.
         steps: number of steps.
         seed: seed of the compute times.
+        bucket_cap_mb: size in MiB of a bucket of the all-reduce.
 
     Returns:
         Step times in seconds and shares of waiting.
 
     Raises:
-        ValueError: a time is negative, the bandwidth or the number of steps is not positive, or an
-            argument is infinite or not a number.
+        ValueError: a time is negative, the bandwidth, the size of a bucket or the number of steps
+            is not positive, or an argument is infinite or not a number.
     """
-    figures = (compute_time, jitter, bandwidth, latency, parameter_bytes, steps)
-    positive = min(bandwidth, steps) > 0 and min(figures) >= 0
+    figures = (compute_time, jitter, bandwidth, latency, parameter_bytes, steps, bucket_cap_mb)
+    positive = min(bandwidth, steps, bucket_cap_mb) > 0 and min(figures) >= 0
     if not positive or not all(map(math.isfinite, figures)):
         raise ValueError(
-            f"simulate expects times and bytes of 0 or more, bandwidth and steps above 0, all "
-            f"finite, got {compute_time=}, {jitter=}, {bandwidth=}, {latency=}, "
-            f"{parameter_bytes=}, {steps=}"
+            f"simulate expects times and bytes of 0 or more, bandwidth, steps and bucket_cap_mb "
+            f"above 0, all finite, got {compute_time=}, {jitter=}, {bandwidth=}, {latency=}, "
+            f"{parameter_bytes=}, {steps=}, {bucket_cap_mb=}"
         )
     phases = [
         _phase(topology, phase, bandwidth, latency, parameter_bytes)
         for phase in range(topology.period)
     ]
     n = topology.world_size
-    ring_seconds = _exchange_seconds(Group(range(n)), bandwidth, latency, parameter_bytes)
+    bucket_bytes = min(parameter_bytes, bucket_cap_mb * _MIB)
+    bucket_seconds = _exchange_seconds(Group(range(n)), bandwidth, latency, bucket_bytes)
+    buckets = parameter_bytes / bucket_bytes if bucket_bytes else 1.0
+    first_bucket_share = _FORWARD_SHARE + (1 - _FORWARD_SHARE) / buckets
     start = torch.zeros(n, dtype=torch.float64, device="cpu")
     overlap, no_overlap, all_reduce, computed = start, start, start, start
     generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -114,8 +122,11 @@ def simulate(
         else:
             overlap = overlap + compute
         no_overlap = _exchanged(no_overlap + compute, phases[step % topology.period])
-        reduced = (all_reduce + _FORWARD_SHARE * compute).max() + ring_seconds
-        all_reduce = torch.maximum((all_reduce + compute).max(), reduced).expand(n)
+        # Backward fills the buckets at a constant rate: either all leave one behind the other from
+        # the first on, or the last one does not wait for those before it.
+        first = (all_reduce + first_bucket_share * compute).max() + buckets * bucket_seconds
+        last = (all_reduce + compute).max() + bucket_seconds
+        all_reduce = torch.maximum(first, last).expand(n)
     return Simulation(
         overlap=_pace(overlap, computed, steps),
         no_overlap=_pace(no_overlap, computed, steps),
