@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
 
 from decent_optim_wrapper import TopologyFactory
 from decent_optim_wrapper.planning import Pace, Simulation, simulate
+from decent_optim_wrapper.planning.simulation import (
+    _compute_times,
+    _mix_after,
+    _mix_on_arrival,
+    _phase,
+    _slow_ranks,
+)
 from decent_optim_wrapper.topo import Topology
 
 
@@ -70,6 +80,226 @@ def test_jitter_hurts_a_barrier_more_than_gossip() -> None:
     topology = TopologyFactory.create("one-peer-exp", 64)
     gossip, _, barrier = paces(topology, jitter=0.05, parameter_bytes=0)
     assert 0.3 < gossip < barrier
+
+
+class Rounds(NamedTuple):
+    """Gossip in the world of ticks: a step of rank i takes `compute[step][i]` ticks."""
+
+    topology: Topology
+    compute: list[list[int]]
+    gossip_every: int | Literal["auto"]
+    staleness: int
+    # Ticks from the launch of the last member of a group of two or more to the arrival.
+    wire: int
+
+
+class World:
+    """Ranks that act tick by tick, as slow and as simple as can be."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self.rounds = rounds
+        self.now = 0
+        n = rounds.topology.world_size
+        self.launched: list[list[int]] = [[] for _ in range(n)]  # [rank][round]: the tick
+        self.ended: dict[int, int] = {}
+        self.in_steps = [0] * n  # rounds that were launched before the rank had made its steps
+
+    def run(self) -> tuple[list[int], list[int]]:
+        """The tick at which every rank ends, and the rounds that it launched until then."""
+        ranks = [self.rank(i) for i in range(self.rounds.topology.world_size)]
+        while len(self.ended) < len(ranks):
+            for rank in ranks:
+                next(rank, None)
+            self.now += 1
+        return [self.ended[i] for i in range(len(ranks))], self.in_steps
+
+    def arrived(self, rank: int, round: int) -> bool:
+        group = self.rounds.topology.group_of(rank, round)
+        if any(len(self.launched[i]) <= round for i in group.ranks):
+            return False
+        wire = self.rounds.wire if group.size > 1 else 0
+        return self.now >= max(self.launched[i][round] for i in group.ranks) + wire
+
+    def rank(self, i: int) -> Iterator[None]:
+        """One rank; whoever drives it goes on to the next tick at every yield."""
+        in_flight = None  # the step that launched it
+        for step, compute in enumerate(self.rounds.compute, start=1):
+            end = self.now + compute[i]
+            while self.now < end:
+                yield
+            newest = len(self.launched[i]) - 1
+            if in_flight is not None and step == in_flight + self.rounds.staleness:
+                while not self.arrived(i, newest):
+                    yield
+            if in_flight is not None and self.may_mix(i, newest, step - in_flight):
+                in_flight = None
+            if in_flight is None and self.launches(step):
+                self.launched[i].append(self.now)
+                self.in_steps[i] += 1
+                in_flight = step
+        self.ended[i] = self.now
+        while self.rounds.gossip_every == "auto":
+            while not self.arrived(i, len(self.launched[i]) - 1):
+                yield
+            self.launched[i].append(self.now)
+            yield
+
+    def may_mix(self, rank: int, round: int, age: int) -> bool:
+        if self.rounds.gossip_every == "auto":
+            return self.arrived(rank, round)
+        return age == self.rounds.staleness
+
+    def launches(self, step: int) -> bool:
+        return self.rounds.gossip_every == "auto" or step % self.rounds.gossip_every == 0
+
+
+def drawn_rounds(draw: random.Random) -> Rounds:
+    # Base-2 has idle ranks, random has a triple.
+    names = [("ring", 6), ("one-peer-exp", 8), ("base-2", 5), ("random", 7), ("complete", 3)]
+    name, n = draw.choice(names)
+    every: int | Literal["auto"] = draw.choice([1, 2, 3, 5, "auto", "auto", "auto"])
+    factors = [draw.choice([1, 1, 2, 6]) for _ in range(n)]
+    steps = range(draw.randint(1, 25))
+    return Rounds(
+        topology=TopologyFactory.create(name, n),
+        compute=[[f * draw.choice([1, 2, 3, 5]) for f in factors] for _ in steps],
+        gossip_every=every,
+        staleness=draw.randint(1, 6 if every == "auto" else every),
+        wire=draw.choice([1, 2, 3, 7, 20]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_clocks_equal_those_of_ranks_that_act_tick_by_tick(seed: int) -> None:
+    draw = random.Random(seed)
+    for rounds in [drawn_rounds(draw) for _ in range(40)]:
+        ended, launched = World(rounds).run()
+        topology = rounds.topology
+        # All groups exchange for the same time here; ticks are exact in float64.
+        phases = [
+            phase._replace(seconds=(phase.seconds > 0) * float(rounds.wire))
+            for phase in (_phase(topology, k, 1.0, 0.0, 1.0) for k in range(topology.period))
+        ]
+        compute = torch.tensor(rounds.compute, dtype=torch.float64)
+        if rounds.gossip_every == "auto":
+            clock, launches = _mix_on_arrival(compute, phases, rounds.staleness)
+            assert launches.tolist() == launched, rounds
+        else:
+            clock = _mix_after(compute, phases, rounds.gossip_every, rounds.staleness)
+            assert set(launched) == {len(compute) // rounds.gossip_every}
+        assert clock.tolist() == ended, rounds
+
+
+WIRE_BOUND: dict[str, Any] = {
+    "compute_time": 0.3,
+    "jitter": 0.1,
+    "bandwidth": 125e6,
+    "latency": 1e-4,
+    "parameter_bytes": 100e6,  # 0.8 s for a pair
+    "steps": 300,
+}
+
+
+def stale(topology: Topology, **changes: Any) -> Simulation:
+    return simulate(topology, **{**WIRE_BOUND, **changes})
+
+
+def test_staleness_hides_as_many_times_the_wire() -> None:
+    """Without jitter a step takes the longer time of its computing and its share of the wire."""
+    topology = TopologyFactory.create("one-peer-exp", 8)
+    for k in (1, 2, 3, 4):
+        for s in range(1, k + 1):
+            result = stale(topology, gossip_every=k, staleness=s, jitter=0.0, latency=0.0)
+            expected = (max(0.8, s * 0.3) + (k - s) * 0.3) / k
+            assert result.overlap.step_time == pytest.approx(expected, rel=0.01)
+            assert result.steps_per_round == k
+
+
+def test_a_later_mixing_is_never_slower() -> None:
+    topology = TopologyFactory.create("one-peer-exp", 16)
+    times = [stale(topology, gossip_every=8, staleness=s).overlap.step_time for s in range(1, 9)]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < 0.8 * times[0]
+    bounded = [
+        stale(topology, gossip_every="auto", max_staleness=m).overlap.step_time
+        for m in (1, 2, 3, 4, 8, 16)
+    ]
+    assert bounded == sorted(bounded, reverse=True)
+    assert bounded[-1] < 0.5 * bounded[0]
+
+
+def test_auto_with_a_bound_of_one_step_is_a_round_in_every_step() -> None:
+    topology = TopologyFactory.create("base-2", 7)
+    bounded = stale(topology, gossip_every="auto", max_staleness=1)
+    every_step = stale(topology)
+    assert bounded.overlap.step_time == pytest.approx(every_step.overlap.step_time, rel=0.02)
+    assert bounded[1:] == every_step[1:]
+
+
+def test_auto_takes_as_long_as_no_communication_where_the_wire_is_infinitely_fast() -> None:
+    topology = TopologyFactory.create("one-peer-exp", 64)
+    fast = stale(topology, gossip_every="auto", parameter_bytes=0, latency=0)
+    assert fast.overlap.waiting_share == pytest.approx(0, abs=1e-12)
+    assert 1 <= fast.steps_per_round < 3
+    assert stale(topology, parameter_bytes=0, latency=0).overlap.waiting_share > 0.1
+
+
+def test_auto_waits_neither_for_the_wire_nor_for_a_slow_rank() -> None:
+    topology = TopologyFactory.create("one-peer-exp", 64)
+    options = {"slow_share": 0.01, "slow_factor": 3.0}
+    auto = stale(topology, gossip_every="auto", **options)
+    assert auto.overlap.waiting_share < 0.01
+    assert auto.no_overlap.waiting_share > 0.5
+    assert 2.5 < auto.steps_per_round < 6
+    late = stale(topology, gossip_every=16, staleness=16, **options)
+    assert late.overlap.step_time > 2 * auto.overlap.step_time, "all wait for the slow rank"
+    # One rank of 64 is slow: what is computed takes 66/64 as long on average.
+    expected = 0.3 * 66 / 64
+    assert auto.overlap.step_time == pytest.approx(expected, rel=0.03)
+
+
+def test_compute_times_have_the_mean_and_the_deviation_asked_for() -> None:
+    times = _compute_times(64, 2000, 0.3, 0.1, torch.Generator().manual_seed(1))
+    assert times.min() > 0
+    assert times.mean().item() == pytest.approx(0.3, rel=0.01)
+    assert times.std().item() == pytest.approx(0.1, rel=0.02)
+    assert times.log().std().item() == pytest.approx(math.sqrt(math.log1p(1 / 9)), rel=0.02)
+    assert _compute_times(3, 2, 0.0, 0.0, torch.Generator()).tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("share", "number"), [(0, 0), (0.001, 1), (0.01, 10), (0.5, 512), (1, 1024)]
+)
+def test_a_share_of_the_ranks_is_slow_and_at_least_one(share: float, number: int) -> None:
+    slow = _slow_ranks(1024, share, torch.Generator().manual_seed(0)).tolist()
+    assert len(set(slow)) == len(slow) == number
+    assert set(slow) <= set(range(1024))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gossip_every": 0},
+        {"gossip_every": 2, "staleness": 3},
+        {"staleness": 0},
+        {"gossip_every": "auto", "staleness": 2},
+        {"gossip_every": "auto", "max_staleness": 0},
+        {"slow_share": 1.5},
+        {"slow_share": math.nan},
+        {"slow_factor": 0.5},
+        {"compute_time": 0.0},  # with jitter
+        {"compute_time": 1e308, "gossip_every": "auto"},
+    ],
+)
+def test_schedules_and_machines_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expect"):
+        stale(TopologyFactory.create("ring", 4), **options)
+
+
+@pytest.mark.parametrize("options", [{"gossip_every": "often"}, {"staleness": 1.0}])
+def test_numbers_of_steps_are_whole(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="numbers of steps"):
+        stale(TopologyFactory.create("ring", 4), **options)
 
 
 def test_a_large_world_is_simulated_and_bad_figures_are_refused() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,11 +30,21 @@ class Pace(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """The paces of three methods with the same random compute times."""
+    """The paces of three methods with the same random compute times.
+
+    Args:
+        overlap: gossip whose rounds travel while the ranks compute.
+        no_overlap: gossip whose rounds travel inside a step: in every `gossip_every`-th one, or in
+            each where `gossip_every` is "auto".
+        all_reduce: gradients averaged over all ranks in every step.
+        steps_per_round: mean number of steps of a rank from one launch of an overlapped round to
+            the next.
+    """
 
     overlap: Pace
     no_overlap: Pace
     all_reduce: Pace
+    steps_per_round: float = 1.0
 
     @property
     def speedup(self) -> float:
@@ -65,13 +77,19 @@ def simulate(
     steps: int = 1000,
     seed: int = 0,
     *,
+    gossip_every: int | Literal["auto"] = 1,
+    staleness: int = 1,
+    max_staleness: int = 16,
+    slow_share: float = 0.0,
+    slow_factor: float = 3.0,
     bucket_cap_mb: float = 25,
 ) -> Simulation:
     """Simulate the step times of gossip, with and without overlap, and of all-reduce.
 
-    Every rank computes for a normally distributed time (cut off at 0). A group exchanges as soon
-    as its last member has launched. The all-reduce sends the gradients in buckets, each as soon as
-    backward has filled it. Every rank has its own link.
+    Every rank computes for a log-normally distributed time. A group exchanges as soon as its last
+    member has launched. A rank that has made its steps takes part in the rounds of the others. The
+    all-reduce sends the gradients in buckets, each as soon as backward has filled it. Every rank
+    has its own link.
 
     Args:
         topology: which ranks mix.
@@ -83,65 +101,204 @@ def simulate(
         parameter_bytes: bytes of one copy of the parameters.
         steps: number of steps.
         seed: seed of the compute times.
+        gossip_every: number of steps from one round to the next. With "auto" a round is mixed by
+            the first step that finds it arrived, and the next one leaves at the end of that step.
+        staleness: number of steps from the launch of a round to its mixing, at most `gossip_every`;
+            1 with "auto".
+        max_staleness: with "auto", number of steps after which a step waits for the round.
+        slow_share: share of slow ranks; if it is above 0, at least one rank is slow.
+        slow_factor: how many times as long as the others a slow rank computes.
         bucket_cap_mb: size in MiB of a bucket of the all-reduce.
 
     Returns:
         Step times in seconds and shares of waiting.
 
     Raises:
-        ValueError: a time is negative, the bandwidth, the size of a bucket or the number of steps
-            is not positive, or an argument is infinite or not a number.
+        ValueError: an argument is out of range, infinite or not a number.
     """
-    figures = (compute_time, jitter, bandwidth, latency, parameter_bytes, steps, bucket_cap_mb)
-    positive = min(bandwidth, steps, bucket_cap_mb) > 0 and min(figures) >= 0
-    if not positive or not all(map(math.isfinite, figures)):
-        raise ValueError(
-            f"simulate expects times and bytes of 0 or more, bandwidth, steps and bucket_cap_mb "
-            f"above 0, all finite, got {compute_time=}, {jitter=}, {bandwidth=}, {latency=}, "
-            f"{parameter_bytes=}, {steps=}, {bucket_cap_mb=}"
-        )
+    _check_cluster(
+        compute_time=compute_time,
+        jitter=jitter,
+        bandwidth=bandwidth,
+        latency=latency,
+        parameter_bytes=parameter_bytes,
+        steps=steps,
+        slow_share=slow_share,
+        slow_factor=slow_factor,
+        bucket_cap_mb=bucket_cap_mb,
+    )
+    _check_schedule(gossip_every, staleness, max_staleness)
+    n = topology.world_size
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    compute = _compute_times(n, steps, compute_time, jitter, generator)
+    compute[:, _slow_ranks(n, slow_share, generator)] *= slow_factor
     phases = [
         _phase(topology, phase, bandwidth, latency, parameter_bytes)
         for phase in range(topology.period)
     ]
-    n = topology.world_size
+    if gossip_every == "auto":
+        overlap, launches = _mix_on_arrival(compute, phases, max_staleness)
+        steps_per_round = steps / launches.mean(dtype=torch.float64).item()
+    else:
+        overlap = _mix_after(compute, phases, gossip_every, staleness)
+        steps_per_round = float(gossip_every)
+    no_overlap = _mix_inside(compute, phases, 1 if gossip_every == "auto" else gossip_every)
     bucket_bytes = min(parameter_bytes, bucket_cap_mb * _MIB)
-    bucket_seconds = _exchange_seconds(Group(range(n)), bandwidth, latency, bucket_bytes)
     buckets = parameter_bytes / bucket_bytes if bucket_bytes else 1.0
-    first_bucket_share = _FORWARD_SHARE + (1 - _FORWARD_SHARE) / buckets
-    start = torch.zeros(n, dtype=torch.float64, device="cpu")
-    overlap, no_overlap, all_reduce, computed = start, start, start, start
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    for step in range(steps):
-        draw = torch.randn(n, generator=generator, dtype=torch.float64, device="cpu")
-        compute = (compute_time + jitter * draw).clamp_(min=0)
-        computed = computed + compute
-        if step:
-            arrived = _exchanged(overlap, phases[(step - 1) % topology.period])
-            overlap = torch.maximum(overlap + compute, arrived)
-        else:
-            overlap = overlap + compute
-        no_overlap = _exchanged(no_overlap + compute, phases[step % topology.period])
-        # Backward fills the buckets at a constant rate: either all leave one behind the other from
-        # the first on, or the last one does not wait for those before it.
-        first = (all_reduce + first_bucket_share * compute).max() + buckets * bucket_seconds
-        last = (all_reduce + compute).max() + bucket_seconds
-        all_reduce = torch.maximum(first, last).expand(n)
+    bucket_seconds = _exchange_seconds(Group(range(n)), bandwidth, latency, bucket_bytes)
+    all_reduce = _all_reduce(compute, buckets, bucket_seconds)
     return Simulation(
-        overlap=_pace(overlap, computed, steps),
-        no_overlap=_pace(no_overlap, computed, steps),
-        all_reduce=_pace(all_reduce, computed, steps),
+        overlap=_pace(overlap, compute),
+        no_overlap=_pace(no_overlap, compute),
+        all_reduce=_pace(all_reduce, compute),
+        steps_per_round=steps_per_round,
     )
 
 
-def _pace(clock: Tensor, computed: Tensor, steps: int) -> Pace:
+def _check_cluster(**figures: float) -> None:
+    above_0 = ("bandwidth", "steps", "bucket_cap_mb")
+    in_range = (
+        all(map(math.isfinite, figures.values()))
+        and min(figures.values()) >= 0
+        and min(figures[name] for name in above_0) > 0
+        and figures["slow_share"] <= 1
+        and figures["slow_factor"] >= 1
+        and (figures["compute_time"] > 0 or figures["jitter"] == 0)
+    )
+    if not in_range:
+        got = ", ".join(f"{name}={figure}" for name, figure in figures.items())
+        raise ValueError(
+            f"simulate expects times and bytes of 0 or more, no jitter without compute_time, "
+            f"{', '.join(above_0)} above 0, slow_share in [0, 1] and slow_factor of 1 or more, all "
+            f"finite, got {got}"
+        )
+
+
+def _check_schedule(
+    gossip_every: int | Literal["auto"], staleness: int, max_staleness: int
+) -> None:
+    longest = 1 if gossip_every == "auto" else gossip_every
+    counts = (longest, staleness, max_staleness)
+    if not all(isinstance(count, Integral) for count in counts):
+        raise TypeError(
+            f"simulate expects numbers of steps, and gossip_every may be 'auto', got "
+            f"{gossip_every=}, {staleness=}, {max_staleness=}"
+        )
+    if min(counts) < 1 or staleness > longest:
+        raise ValueError(
+            f"simulate expects a staleness from 1 to gossip_every (1 with 'auto', which has a "
+            f"max_staleness), and all numbers of steps to be 1 or more, got {gossip_every=}, "
+            f"{staleness=}, {max_staleness=}"
+        )
+
+
+def _compute_times(
+    ranks: int, steps: int, mean: float, deviation: float, generator: torch.Generator
+) -> Tensor:
+    """Log-normal times of shape (steps, ranks)."""
+    ratio = deviation / mean if mean else 0.0
+    sigma = math.sqrt(math.log1p(ratio * ratio))
+    draws = torch.randn(steps, ranks, generator=generator, dtype=torch.float64, device="cpu")
+    return mean * (sigma * draws - sigma * sigma / 2).exp_()
+
+
+def _slow_ranks(ranks: int, share: float, generator: torch.Generator) -> Tensor:
+    number = max(1, round(share * ranks)) if share else 0
+    return torch.randperm(ranks, generator=generator, device="cpu")[:number]
+
+
+def _mix_after(
+    compute: Tensor, phases: Sequence[_Phase], gossip_every: int, staleness: int
+) -> Tensor:
+    """When every rank has made its steps, if a round is mixed `staleness` steps after its launch.
+
+    Args:
+        compute: seconds of shape (steps, ranks).
+        phases: of the topology.
+        gossip_every: number of steps from one round to the next.
+        staleness: at most `gossip_every`, so that one round is in flight at a time.
+    """
+    clock = torch.zeros_like(compute[0])
+    arrived = clock
+    for step, seconds in enumerate(compute, start=1):
+        clock = clock + seconds
+        if step > staleness and (step - staleness) % gossip_every == 0:
+            clock = torch.maximum(clock, arrived)
+        if step % gossip_every == 0:
+            arrived = _exchanged(clock, phases[(step // gossip_every - 1) % len(phases)])
+    return clock
+
+
+def _mix_inside(compute: Tensor, phases: Sequence[_Phase], gossip_every: int) -> Tensor:
+    """When every rank has made its steps, if a round is mixed in the step that launches it."""
+    clock = torch.zeros_like(compute[0])
+    for step, seconds in enumerate(compute, start=1):
+        clock = clock + seconds
+        if step % gossip_every == 0:
+            clock = _exchanged(clock, phases[(step // gossip_every - 1) % len(phases)])
+    return clock
+
+
+def _mix_on_arrival(
+    compute: Tensor, phases: Sequence[_Phase], max_staleness: int
+) -> tuple[Tensor, Tensor]:
+    """When every rank has made its steps, if a round is mixed by the first step that finds it.
+
+    This goes from round to round, not from step to step: between the launch of a round and its
+    mixing a rank computes without waiting, so its own compute times say which step will find it.
+
+    Args:
+        compute: seconds of shape (steps, ranks).
+        phases: of the topology.
+        max_staleness: number of steps after its launch in which a round is waited for.
+
+    Returns:
+        The times, and the number of rounds that every rank has launched in its steps.
+    """
+    steps, n = compute.shape
+    # computed[rank, step]: the seconds of computing up to the end of that step.
+    computed = torch.cat([compute.new_zeros(1, n), compute.cumsum(0)]).t().contiguous()
+    waited = compute.new_zeros(n)
+    launch_step = torch.ones(n, dtype=torch.int64, device="cpu")
+    launched = computed[:, 1]
+    launches = launch_step
+    training = torch.ones(n, dtype=torch.bool, device="cpu")
+    round_number = 0
+    while training.any():
+        arrived = _exchanged(launched, phases[round_number % len(phases)])
+        found = torch.searchsorted(computed, (arrived - waited).unsqueeze(1)).squeeze(1)
+        mix_step = found.clamp(launch_step + 1, launch_step + max_staleness)
+        # The others still need the rounds of a rank that has no step left to mix them in.
+        training = training & (mix_step <= steps)
+        mix_step = mix_step.clamp(max=steps)
+        ready = computed.gather(1, mix_step.unsqueeze(1)).squeeze(1) + waited
+        launched = torch.maximum(ready, arrived)
+        waited = torch.where(training, waited + (launched - ready), waited)
+        launch_step = mix_step
+        launches = launches + training
+        round_number += 1
+    return computed[:, steps] + waited, launches
+
+
+def _all_reduce(compute: Tensor, buckets: float, bucket_seconds: float) -> Tensor:
+    """When all ranks have made their steps, if each of them ends with the all-reduce."""
+    first_filled = _FORWARD_SHARE + (1 - _FORWARD_SHARE) / buckets
+    slowest = compute.amax(dim=1)
+    # Backward fills the buckets at a constant rate: either all leave one behind the other from the
+    # first on, or the last one does not wait for those before it.
+    in_a_row = first_filled * slowest + buckets * bucket_seconds
+    return torch.maximum(in_a_row, slowest + bucket_seconds).sum()
+
+
+def _pace(clock: Tensor, compute: Tensor) -> Pace:
     end = clock.mean().item()
     if not math.isfinite(end):
         raise ValueError(
             "expected times whose sum a float can hold, got an infinite sum; make the times shorter"
         )
-    waiting = 1 - computed.mean().item() / end if end else 0.0
-    return Pace(step_time=end / steps, waiting_share=waiting)
+    waiting = 1 - compute.sum(0).mean().item() / end if end else 0.0
+    # Without any waiting the two sums may differ in their last digits.
+    return Pace(step_time=end / len(compute), waiting_share=max(0.0, waiting))
 
 
 def _exchange_seconds(group: Group, bandwidth: float, latency: float, copy_bytes: float) -> float:
