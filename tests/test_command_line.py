@@ -97,6 +97,40 @@ def test_simulate_prints_the_speed_up(capsys: pytest.CaptureFixture[str]) -> Non
     assert float(first.split()[-1]) == pytest.approx(rows[0]["speedup"], abs=1e-3)
 
 
+def test_simulate_prints_a_row_for_each_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    schedules = (
+        "gossip_every=1",
+        "gossip_every=4,staleness=4",
+        "gossip_every=auto,max_staleness=8",
+    )
+    command = ("simulate", "--topology", "ring", "--steps", "50", "--schedule", *schedules)
+    rows = json.loads(printed(capsys, *command, "--json"))["rows"]
+    assert [row["schedule"] for row in rows] == [*schedules]
+    every_step, late, auto = (row["overlap_seconds"] for row in rows)
+    assert auto < late < every_step
+    assert rows[2]["steps_per_round"] > 2
+    slow = json.loads(printed(capsys, *command, "--json", "--slow-share", "0.1"))["rows"]
+    assert slow[1]["overlap_seconds"] > 2 * late, "a slow rank holds up all others"
+    assert slow[2]["overlap_waiting"] < 0.05, "or none of them"
+
+
+def test_the_simulations_of_the_guide_print_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (Path(__file__).parent.parent / "examples" / "guides" / "topologies.md").read_text()
+    start = "python -m decent_optim_wrapper "
+    lines = guide.replace("\\\n", " ").splitlines()
+    commands = [line.removeprefix(start) for line in lines if line.startswith(f"{start}simulate")]
+    assert len(commands) == 3
+    rows = []
+    for command in commands:
+        # The last --steps counts.
+        report = printed(capsys, *command.split(), "--steps", "3", "--json")
+        rows += json.loads(report)["rows"]
+    told = re.findall(r"^\| (8|64|1024) \| `([\w=,-]+)` \| \d\.\d{3}", guide, re.MULTILINE)
+    assert len(told) == 8 + 9
+    found = {(str(row["world_size"]), row[key]) for row in rows for key in ("topology", "schedule")}
+    assert {*told} <= found
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -114,6 +148,15 @@ def test_simulate_prints_the_speed_up(capsys: pytest.CaptureFixture[str]) -> Non
         ["simulate", "--bandwidth", "inf"],
         ["simulate", "--parameters", "inf"],
         ["simulate", "--bytes-per-parameter", "nan"],
+        ["simulate", "--bucket-cap-mb", "0"],
+        ["simulate", "--slow-share", "1.1"],
+        ["simulate", "--slow-factor", "0.5"],
+        ["simulate", "--compute-time", "0"],
+        ["simulate", "--schedule", "gossip_every=2,staleness=3"],
+        ["simulate", "--schedule", "gossip_every=often"],
+        ["simulate", "--schedule", "gossip_every=2,gossip_every=4"],
+        ["simulate", "--schedule", "staleness=auto"],
+        ["simulate", "--schedule", "mixing_rate=1"],
         ["topologies", "--topology", "rign"],
         ["show", "ring", "--world-size", "4", "-o", "no/such/folder/ring.png"],
         ["comm"],

@@ -3,6 +3,7 @@
 python -m decent_optim_wrapper topologies --world-size 12
 python -m decent_optim_wrapper show greedy --world-size 7 -o greedy.png
 python -m decent_optim_wrapper simulate --world-size 8 64 --parameters 25e6
+python -m decent_optim_wrapper simulate --schedule gossip_every=4,staleness=4 gossip_every=auto
 torchrun --nproc-per-node 4 -m decent_optim_wrapper comm
 torchrun --nproc-per-node 8 -m decent_optim_wrapper comm --mesh data=2,pipe=2,tensor=2
 """
@@ -68,9 +69,31 @@ def _simulate(args: argparse.Namespace) -> tables.Report:
         "parameter_bytes": args.parameters * args.bytes_per_parameter,
         "steps": args.steps,
         "seed": args.seed,
+        "slow_share": args.slow_share,
+        "slow_factor": args.slow_factor,
         "bucket_cap_mb": args.bucket_cap_mb,
     }
-    return tables.simulations(args.world_size, args.local_world_size, cluster, args.topology)
+    return tables.simulations(
+        args.world_size, args.local_world_size, cluster, args.topology, args.schedule
+    )
+
+
+def _schedule(text: str) -> dict[str, int | str]:
+    """Read options of a schedule, such as ``gossip_every=4,staleness=4``."""
+    options: dict[str, int | str] = {}
+    for item in text.split(","):
+        name, _, value = item.partition("=")
+        if name not in ("gossip_every", "staleness", "max_staleness") or name in options:
+            raise argparse.ArgumentTypeError(
+                f"expected gossip_every, staleness and max_staleness, each at most once, "
+                f"got {text!r}"
+            )
+        if not value.isdecimal() and item != "gossip_every=auto":
+            raise argparse.ArgumentTypeError(
+                f"expected numbers of steps, or gossip_every=auto, got {item!r}"
+            )
+        options[name] = int(value) if value.isdecimal() else value
+    return options
 
 
 def _comm(args: argparse.Namespace) -> tables.Report | None:
@@ -104,8 +127,20 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--world-size", type=int, nargs="+", default=[8])
     simulate.add_argument("--local-world-size", type=int, default=1)
     simulate.add_argument("--topology", nargs="+", metavar="NAME", help="only these")
+    simulate.add_argument(
+        "--schedule",
+        type=_schedule,
+        nargs="+",
+        default=[{"gossip_every": 1}],
+        metavar="OPTION=VALUE,...",
+        help="gossip_every=4,staleness=4 or gossip_every=auto,max_staleness=8; a row for each",
+    )
     simulate.add_argument("--compute-time", type=float, default=0.3, help="seconds per step")
     simulate.add_argument("--jitter", type=float, default=0.03, help="standard deviation, seconds")
+    simulate.add_argument("--slow-share", type=float, default=0, help="share of slow ranks")
+    simulate.add_argument(
+        "--slow-factor", type=float, default=3, help="how many times as long they compute"
+    )
     simulate.add_argument("--bandwidth", type=float, default=125e6, help="bytes per second")
     simulate.add_argument("--latency", type=float, default=1e-4, help="seconds per message")
     simulate.add_argument("--parameters", type=float, default=25e6, help="number of parameters")

@@ -81,6 +81,7 @@ def simulations(
     local_world_size: int,
     cluster: Mapping[str, Any],
     names: Sequence[str] | None = None,
+    schedules: Sequence[Mapping[str, Any]] = ({},),
 ) -> Report:
     """Step times of every topology that fits, and the speed-up over all-reduce.
 
@@ -89,13 +90,18 @@ def simulations(
         local_world_size: ranks per node.
         cluster: the arguments of `simulate` that describe the machines.
         names: as in `topologies`.
+        schedules: the arguments of `simulate` that say when a round leaves and is mixed.
     """
     rows: list[Row] = []
     for world_size in world_sizes:
         fitting, misfits = _choose(world_size, local_world_size, names)
         if not fitting:
             raise ValueError("; ".join(map(_reason, misfits)))
-        rows += [_step_times(name, topology, cluster) for name, topology in fitting.items()]
+        rows += [
+            _step_times(name, topology, cluster, schedule)
+            for name, topology in fitting.items()
+            for schedule in schedules
+        ]
     return Report(table(rows), {"cluster": cluster, "rows": _finite(rows)})
 
 
@@ -141,11 +147,15 @@ def _figures(name: str, topology: Topology) -> Row:
     }
 
 
-def _step_times(name: str, topology: Topology, cluster: Mapping[str, Any]) -> Row:
-    simulation = simulate(topology, **cluster)
+def _step_times(
+    name: str, topology: Topology, cluster: Mapping[str, Any], schedule: Mapping[str, Any]
+) -> Row:
+    simulation = simulate(topology, **cluster, **schedule)
     return {
         "world_size": topology.world_size,
         "topology": name,
+        "schedule": ",".join(f"{option}={value}" for option, value in schedule.items()) or "-",
+        "steps_per_round": simulation.steps_per_round,
         "overlap_seconds": simulation.overlap.step_time,
         "overlap_waiting": simulation.overlap.waiting_share,
         "no_overlap_seconds": simulation.no_overlap.step_time,
