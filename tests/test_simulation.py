@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pytest
+import simulated
 import torch
 
 from decent_optim_wrapper import TopologyFactory
@@ -61,25 +63,45 @@ def test_an_all_reduce_sends_a_bucket_as_soon_as_backward_has_filled_it() -> Non
         assert paces(ring, **changes)[2] == pytest.approx(arrived, rel=1e-9)
 
 
+README = Path(__file__).parent.parent / "examples" / "benchmark" / "README.md"
+
+
 def test_the_clock_agrees_with_the_measured_network_lab() -> None:
-    """The table of the benchmarks: 400 Mbit/s, 4 % headers, M = 20 and 40 MiB on a ring of four."""
-    ring = TopologyFactory.create("ring", 4)
-    for mib, gossip, ddp in ((20, 0.450, 0.808), (40, 0.920, 1.456)):
-        ours, _, all_reduce = paces(
-            ring,
-            bandwidth=400e6 / 8 / 1.04,
-            parameter_bytes=mib * 2**20,
-            compute_time=0.309,
-            bucket_cap_mb=4,
-        )
-        assert ours == pytest.approx(gossip, rel=0.08)
-        assert all_reduce == pytest.approx(ddp, rel=0.08)
+    """All rows of the table of the benchmarks: 400 Mbit/s, 4 % headers, a ring of four."""
+    _, _, rest = README.read_text(encoding="utf-8").partition("| ms per step | M = 10 MiB ")
+    lines = [line.strip("| ").split(" | ") for line in rest.partition("\n\n")[0].splitlines()[2:]]
+    measured = {name: [float(cell) / 1000 for cell in cells] for name, *cells in lines}
+    measured = {name: times for name, times in measured.items() if not name.startswith("floor")}
+    assert measured.keys() - {"no communication"} == simulated.METHODS.keys()
+    sizes = (10, 20, 40)
+    wires = [mib * 2**20 * 8 * 1.04 / 400e6 for mib in sizes]
+    expected = simulated.expected(measured, sizes, wires, asleep=0.3)
+    for name, times in expected.items():
+        assert measured[name] == pytest.approx(times, rel=0.1), name
 
 
-def test_jitter_hurts_a_barrier_more_than_gossip() -> None:
-    topology = TopologyFactory.create("one-peer-exp", 64)
-    gossip, _, barrier = paces(topology, jitter=0.05, parameter_bytes=0)
-    assert 0.3 < gossip < barrier
+def test_the_table_beside_the_measured_one_says_by_how_much_they_differ() -> None:
+    measured = {"no communication": [0.3, 0.3], "ours": [0.33, 0.4], "unknown": [1.0, 1.0]}
+    expected = simulated.expected(measured, (5, 10), wires=(0.1, 0.4), asleep=0.3)
+    assert expected.keys() == {"ours"}
+    assert simulated.table(expected, measured, (5, 10)).splitlines() == [
+        "| simulated, ms per step (measured) | M = 5 MiB | M = 10 MiB |",
+        "|---|---|---|",
+        "| ours | 300 (+10%) | 400 (+0%) |",
+    ]
+    alone = simulated.expected({"ours": [0.4]}, (10,), wires=(0.2,), asleep=0.3)
+    assert alone["ours"] == pytest.approx([0.3]), "no row without communication: what sleeps"
+
+
+def test_a_row_of_the_network_lab_may_have_a_schedule_and_uneven_ranks() -> None:
+    late = simulated.Method(schedule={"gossip_every": 3, "staleness": 3})
+    auto = simulated.Method(schedule={"gossip_every": "auto"})
+    assert simulated.step_seconds(late, 40, 0.3, 0.872) == pytest.approx(0.3, rel=0.01)
+    assert simulated.step_seconds(auto, 40, 0.3, 0.872) == pytest.approx(0.3, rel=1e-6)
+    slow: dict[str, Any] = {"slow_share": 0.25, "slow_factor": 3.0, "jitter": 0.09}
+    assert simulated.step_seconds(auto, 40, 0.3, 0.872, **slow) == pytest.approx(0.45, rel=0.03)
+    ddp = simulated.METHODS["DDP"]
+    assert simulated.step_seconds(ddp, 40, 0.3, 0.872, **slow) > 1.5
 
 
 class Rounds(NamedTuple):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import netlab
+import simulated
 import torch
 import torch._dynamo  # the first optimizer step would import it, in every rank
 import torch.distributed as dist
@@ -195,13 +196,14 @@ def bits(rate: str) -> float:
     return float(number) * {"k": 1e3, "m": 1e6, "g": 1e9}[unit]
 
 
+def wire_seconds(size_mib: float, rate: str) -> float:
+    """The time of sending one copy of the parameters over the link; 0 without a limit."""
+    return size_mib * MIB * 8 * HEADERS / bits(rate) if rate else 0.0
+
+
 def floor_seconds(size_mib: float, rate: str) -> float:
     """The longer time of computing and of sending one copy of the parameters over the link."""
-    compute = FORWARD_SECONDS + BACKWARD_SECONDS
-    if not rate:
-        return compute
-    bits_per_second = bits(rate)
-    return max(compute, size_mib * MIB * 8 * HEADERS / bits_per_second)
+    return max(FORWARD_SECONDS + BACKWARD_SECONDS, wire_seconds(size_mib, rate))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -288,6 +290,17 @@ def main() -> None:
                 print(f"{method}, M = {size:g}: {1000 * timing.step:.0f} ms{extra}", flush=True)
     floors = [floor_seconds(size, args.rate) for size in args.sizes]
     print("\n" + table(rows, args.sizes, floors))
+    if args.rate:
+        measured = {name: [timing.step for timing in timings] for name, timings in rows.items()}
+        expected = simulated.expected(
+            measured,
+            args.sizes,
+            wires=[wire_seconds(size, args.rate) for size in args.sizes],
+            asleep=FORWARD_SECONDS + BACKWARD_SECONDS,
+            ranks=args.ranks,
+            bucket_cap_mb=BUCKET_CAP_MB,
+        )
+        print("\n" + simulated.table(expected, measured, args.sizes))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.with_suffix(".json").write_text(json.dumps(rows, indent=1))
     draw(rows, args.sizes, floors, args.output.with_suffix(".png"))
