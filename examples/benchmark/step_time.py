@@ -5,7 +5,8 @@
 Four ranks, each in its own network namespace behind a 400 Mbit/s link (root and iproute2 needed;
 without them, plain loopback). The model has 10 layers whose forward and backward take 0.1 s and
 0.2 s of wall time without using the CPU, as on an accelerator; its parameters total M MiB. SGD
-with momentum, buckets of 4 MiB, gloo, topology ring.
+with momentum (or AdamW), buckets of 4 MiB, gloo, topology ring. The times may vary from step to
+step, and rank 0 may be slower than the others.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import argparse
 import importlib.util
 import json
 import os
+import random
 import re
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +35,9 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper import DecentOptimWrapper, Schedule
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
+from decent_optim_wrapper.utils import init_distributed
 
 LAYERS = 10
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.1, 0.2
@@ -53,19 +57,39 @@ class Timing(NamedTuple):
 Step = Callable[[], None]
 
 
+class Workload(NamedTuple):
+    """What the ranks compute.
+
+    Args:
+        adamw: AdamW in place of SGD with momentum.
+        jitter: sigma of the log-normal factor of a step's time, whose mean is 1.
+        slow_factor: how many times longer rank 0 takes.
+    """
+
+    adamw: bool = False
+    jitter: float = 0.0
+    slow_factor: float = 1.0
+
+
+class _Clock:
+    """How much longer than usual this process takes to compute."""
+
+    factor = 1.0
+
+
 class _Busy(torch.autograd.Function):
     """Sleeps in the forward and backward pass, and gives its weight a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
-        time.sleep(FORWARD_SECONDS / LAYERS)
+        time.sleep(_Clock.factor * FORWARD_SECONDS / LAYERS)
         return x + 0.0
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         (weight,) = ctx.saved_tensors
-        time.sleep(BACKWARD_SECONDS / LAYERS)
+        time.sleep(_Clock.factor * BACKWARD_SECONDS / LAYERS)
         return grad, torch.full_like(weight, 1e-3)
 
 
@@ -85,7 +109,9 @@ def build_model(size_mib: float) -> nn.Module:
     return nn.Sequential(*(Layer(numel) for _ in range(LAYERS)))
 
 
-def sgd(params: Any) -> torch.optim.Optimizer:
+def make_base(params: Any) -> torch.optim.Optimizer:
+    if os.environ.get("STEP_TIME_ADAMW"):
+        return torch.optim.AdamW(params, lr=1e-3)
     return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
@@ -103,19 +129,38 @@ def loop(network: nn.Module, optimizer: Any | None) -> Step:
 
 
 def no_communication(model: nn.Module) -> Step:
-    return loop(model, sgd(model.parameters()))
+    return loop(model, make_base(model.parameters()))
+
+
+def bare_exchange(model: nn.Module) -> Step:
+    """The bytes of a round with one peer after the other, and nothing else: the wire's own floor."""
+    outgoing = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
+    incoming = torch.empty_like(outgoing)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    turn = iter(range(10**9))
+
+    def step() -> None:
+        peer = (rank ^ 1) if next(turn) % 2 else (rank + (1 if rank % 2 else -1)) % size
+        chunk = BUCKET_CAP_MB * MIB // 4
+        works = []
+        for sent, received in zip(outgoing.split(chunk), incoming.split(chunk), strict=True):
+            works += [dist.irecv(received, peer), dist.isend(sent, peer)]
+        for work in works:
+            work.wait()
+
+    return step
 
 
 def ddp(model: nn.Module, compress: bool = False) -> Step:
     network = DistributedDataParallel(model, bucket_cap_mb=BUCKET_CAP_MB)
     if compress:
         network.register_comm_hook(None, bf16_compress_hook)
-    return loop(network, sgd(network.parameters()))
+    return loop(network, make_base(network.parameters()))
 
 
-def post_local_sgd(model: nn.Module) -> Step:
-    averager = PeriodicModelAverager(period=1)
-    return loop(model, PostLocalSGDOptimizer(sgd(model.parameters()), averager))
+def post_local_sgd(model: nn.Module, period: int = 1) -> Step:
+    averager = PeriodicModelAverager(period=period)
+    return loop(model, PostLocalSGDOptimizer(make_base(model.parameters()), averager))
 
 
 def decent_dp(model: nn.Module) -> Step:
@@ -123,7 +168,7 @@ def decent_dp(model: nn.Module) -> Step:
 
     network = DecentralizedDataParallel(
         model,
-        lambda named: sgd([tensor for _, tensor in named]),
+        lambda named: make_base([tensor for _, tensor in named]),
         topology="ring",
         bucket_size_in_mb=BUCKET_CAP_MB,
     )
@@ -131,22 +176,24 @@ def decent_dp(model: nn.Module) -> Step:
 
 
 def gossip(model: nn.Module, whole: bool = False, **options: Any) -> Step:
-    base = sgd(model.parameters())
+    base = make_base(model.parameters())
     if whole:
         # A base with its own hook is updated in one call.
         base.register_step_post_hook(lambda *_: None)
     optimizer = DecentOptimWrapper(base, topology="ring", bucket_cap_mb=BUCKET_CAP_MB, **options)
     step = loop(model, optimizer)
     step.stats = optimizer.stats  # type: ignore[attr-defined]
+    step.finish = optimizer.synchronize  # type: ignore[attr-defined]
     return step
 
 
 def in_backward(model: nn.Module, **options: Any) -> Step:
     network = DecentralizedDataParallel(
-        model, sgd, topology="ring", bucket_size_in_mb=BUCKET_CAP_MB, **options
+        model, make_base, topology="ring", bucket_size_in_mb=BUCKET_CAP_MB, **options
     )
     step = loop(network, None)
     step.stats = network.optimizer.stats  # type: ignore[attr-defined]
+    step.finish = network.optimizer.synchronize  # type: ignore[attr-defined]
     return step
 
 
@@ -164,12 +211,23 @@ METHODS: dict[str, Callable[[nn.Module], Step]] = {
     "ours, in the backward pass": in_backward,
     "ours, in the backward pass, bf16": partial(in_backward, comm_dtype=torch.bfloat16),
     "ours, overlap=False": partial(gossip, overlap=False),
+    "ours, every 3 steps, 3 late": partial(gossip, schedule=Schedule(gossip_every=3, staleness=3)),
+    "ours, auto": partial(gossip, schedule=Schedule(gossip_every="auto")),
+    "ours, auto, bf16": partial(
+        gossip, schedule=Schedule(gossip_every="auto"), comm_dtype=torch.bfloat16
+    ),
+    "ours, auto, in the backward pass": partial(
+        in_backward, schedule=Schedule(gossip_every="auto")
+    ),
+    "bare exchange": bare_exchange,
 }
 
 
-def measure(method: str, size_mib: float, steps: int, warmup: int) -> Timing:
+def measure(method: str, size_mib: float, steps: int, warmup: int, workload: Workload) -> Timing:
     """Run in every rank: mean seconds per step."""
-    dist.init_process_group("gloo")
+    init_distributed()
+    if workload.adamw:
+        os.environ["STEP_TIME_ADAMW"] = "1"
     step = METHODS[method](build_model(size_mib))
     for _ in range(warmup):
         step()
@@ -178,13 +236,20 @@ def measure(method: str, size_mib: float, steps: int, warmup: int) -> Timing:
     for _ in range(3):
         step()
     waits, mixes = [], []
+    chance = random.Random(dist.get_rank())
+    slow = workload.slow_factor if dist.get_rank() == 0 else 1.0
+    sigma = workload.jitter
     start = time.perf_counter()
     for _ in range(steps):
+        _Clock.factor = slow * chance.lognormvariate(-(sigma**2) / 2, sigma)
         step()
         if hasattr(step, "stats"):
             waits.append(step.stats().wait_seconds)
             mixes.append(step.stats().mix_seconds)
     seconds = (time.perf_counter() - start) / steps
+    if hasattr(step, "finish"):
+        step.finish()
+    dist.barrier()
     if not waits:
         return Timing(seconds)
     return Timing(seconds, sum(waits) / steps, sum(mixes) / steps)
@@ -215,6 +280,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=1, help="runs of a cell; the median counts")
+    parser.add_argument("--adamw", action="store_true", help="AdamW instead of SGD with momentum")
+    parser.add_argument("--jitter", type=float, default=0.0, help="sigma of log-normal compute times")
+    parser.add_argument("--slow-factor", type=float, default=1.0, help="how much slower rank 0 is")
     parser.add_argument("--output", type=Path, default=Path("runs/step_time"))
     args = parser.parse_args()
     if args.rate and not re.fullmatch(r"([0-9.]+)([kmg])bit", args.rate.lower()):
@@ -223,14 +291,17 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_cell(args: argparse.Namespace, where: netlab.Lab, method: str, size: float) -> Timing:
-    """Median over the repeats of the mean over the ranks."""
-    timings = []
-    for _ in range(args.repeats):
-        ranks = netlab.run(
-            where, args.ranks, measure, method, size, args.steps, args.warmup, timeout=240
-        )
-        means = [sum(v) / len(v) if None not in v else None for v in zip(*ranks, strict=True)]
-        timings.append(Timing(*means))
+    """The mean over the ranks, without rank 0 if it is slower than the others."""
+    workload = Workload(args.adamw, args.jitter, args.slow_factor)
+    call = (measure, method, size, args.steps, args.warmup, workload)
+    ranks = netlab.run(where, args.ranks, *call, timeout=240)
+    if workload.slow_factor > 1:
+        ranks = ranks[1:]
+    means = [sum(v) / len(v) if None not in v else None for v in zip(*ranks, strict=True)]
+    return Timing(*means)
+
+
+def median(timings: list[Timing]) -> Timing:
     return sorted(timings)[len(timings) // 2]
 
 
@@ -280,14 +351,18 @@ def main() -> None:
         args.methods.remove("decent-dp")
     os.environ.setdefault("LOGURU_LEVEL", "ERROR")
     rows: dict[str, list[Timing]] = {}
+    runs: dict[tuple[str, float], list[Timing]] = {}
     with netlab.lab(args.ranks, args.rate) as where:
-        for method in args.methods:
-            rows[method] = [run_cell(args, where, method, size) for size in args.sizes]
-            for size, timing in zip(args.sizes, rows[method], strict=True):
-                extra = ""
-                if timing.wait is not None and timing.mix is not None:
-                    extra = f", waited {1000 * timing.wait:.0f}, mixed {1000 * timing.mix:.0f}"
-                print(f"{method}, M = {size:g}: {1000 * timing.step:.0f} ms{extra}", flush=True)
+        # The methods by turns, so that whatever else the machine does falls on all of them.
+        for _, size, method in product(range(args.repeats), args.sizes, args.methods):
+            timing = run_cell(args, where, method, size)
+            runs.setdefault((method, size), []).append(timing)
+            extra = ""
+            if timing.wait is not None and timing.mix is not None:
+                extra = f", waited {1000 * timing.wait:.0f}, mixed {1000 * timing.mix:.0f}"
+            print(f"{method}, M = {size:g}: {1000 * timing.step:.0f} ms{extra}", flush=True)
+    for method in args.methods:
+        rows[method] = [median(runs[method, size]) for size in args.sizes]
     floors = [floor_seconds(size, args.rate) for size in args.sizes]
     print("\n" + table(rows, args.sizes, floors))
     if args.rate:
