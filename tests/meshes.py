@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,12 +64,13 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 class Layout:
     """How 8 ranks are arranged: the sizes of the dimensions, outermost first.
 
-    "gossip" is one of them; "fsdp", "replicate", "tp" and "pp" are the others.
+    "gossip" is one of them; "fsdp", "replicate", "tp" and "pp" are the others. `outermost` is
+    whether FSDP shards the outermost module, too, and not only the blocks.
     """
 
     sizes: dict[str, int]
     schedule: Any = Schedule1F1B
-    options: dict[str, Any] = field(default_factory=dict)
+    outermost: bool = True
 
     @property
     def replicas(self) -> int:
@@ -140,7 +141,10 @@ class Spread:
         x, y = self._batch(step)
         self.model.zero_grad()
         if "pp" in self._layout.sizes:
-            self._run_pipeline(x, y)
+            if scaler is not None:
+                # It starts with the first loss, which only the last stage has.
+                scaler.scale(x.new_zeros(()))
+            self._run_pipeline(x, y, scaler)
             return
         loss = loss_of((through or self.model)(x), y)
         loss = loss if scaler is None else scaler.scale(loss)
@@ -157,8 +161,15 @@ class Spread:
         rows = slice(self._part * BATCH // self._parts, (self._part + 1) * BATCH // self._parts)
         return x[rows], y[rows]
 
-    def _run_pipeline(self, x: Tensor, y: Tensor) -> None:
+    def _run_pipeline(
+        self, x: Tensor, y: Tensor, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
         if not hasattr(self, "_schedule"):
+
+            def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+                loss = loss_of(output, target)
+                return loss if scaler is None else scaler.scale(loss)
+
             self._stage = PipelineStage(
                 self.model,
                 self.mesh.get_local_rank("pp"),
@@ -167,7 +178,7 @@ class Spread:
                 group=self.mesh.get_group("pp"),
             )
             microbatches = max(2, self._layout.sizes["pp"])
-            self._schedule = self._layout.schedule(self._stage, microbatches, loss_fn=loss_of)
+            self._schedule = self._layout.schedule(self._stage, microbatches, loss_fn=loss_fn)
         if self._stage.is_first:
             self._schedule.step(x)
         else:
@@ -199,7 +210,8 @@ class Spread:
             names = ("replicate", "fsdp") if "replicate" in sizes else "fsdp"
             for block in spread.children():
                 fully_shard(block, mesh=self.mesh[names])
-            fully_shard(spread, mesh=self.mesh[names])
+            if self._layout.outermost:
+                fully_shard(spread, mesh=self.mesh[names])
         return spread
 
 

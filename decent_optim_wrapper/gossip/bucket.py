@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from decent_optim_wrapper.gossip.storage import Arena, Flat, move_together, new_vector
-from decent_optim_wrapper.optim.shards import local
+from decent_optim_wrapper.optim.shards import largest_shard_bytes, local
 
 MIB = 1024 * 1024
 # Elements that are mixed at once where a temporary copy is needed.
@@ -343,12 +343,14 @@ def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...
     placed = sorted(zip(layout.places(listed), listed, strict=True), key=itemgetter(0))
     for _, tensor in placed:
         kind = _Kind.of(tensor, layout)
+        # This rank's own shard may be smaller, and would lead to other buckets than its replica's.
+        nbytes = largest_shard_bytes(tensor)
         members, used_bytes = open_buckets.get(kind, ([], 0))
-        if not members or used_bytes + local(tensor).nbytes > cap_bytes:
+        if not members or used_bytes + nbytes > cap_bytes:
             members, used_bytes = [], 0
             filled.append(members)
         members.append(tensor)
-        open_buckets[kind] = (members, used_bytes + local(tensor).nbytes)
+        open_buckets[kind] = (members, used_bytes + nbytes)
     return tuple(Bucket(members, layout) for members in filled)
 
 

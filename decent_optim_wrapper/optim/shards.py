@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -16,6 +18,20 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return tensor.to_local()
+
+
+def largest_shard_bytes(tensor: Tensor) -> int:
+    """Bytes of the largest part that any rank holds: the same on all of them.
+
+    Along a dimension, torch gives each rank the size divided by their number and rounded up, until
+    nothing is left.
+    """
+    shape: list[int] = [*tensor.shape]
+    if isinstance(tensor, DTensor):
+        for ranks, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+            if (dim := getattr(placement, "dim", None)) is not None:
+                shape[dim] = -(-shape[dim] // ranks)
+    return math.prod(shape) * tensor.dtype.itemsize
 
 
 def local_grad(param: Tensor) -> Tensor:
