@@ -99,6 +99,9 @@ class AutogradHooks:
 class _End:
     """Held by autograd only, which calls it at the end of a pass, or drops it if the pass fails.
 
+    FSDP completes gradients in callbacks of its own, which may be queued behind this one: it queues
+    itself once more, and then is behind all of them.
+
     Args:
         on_end: called at the end.
         on_drop: called if the pass fails.
@@ -106,12 +109,17 @@ class _End:
 
     def __init__(self, on_end: Callable[[], None], on_drop: Callable[[], None]) -> None:
         self._on_end = on_end
+        self._is_last = False
         self._drop = weakref.finalize(self, on_drop)
         self._drop.atexit = False
 
     def __call__(self) -> None:
-        self._drop.detach()
-        self._on_end()
+        if self._is_last:
+            self._drop.detach()
+            self._on_end()
+        else:
+            self._is_last = True
+            Variable._execution_engine.queue_callback(self)
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
