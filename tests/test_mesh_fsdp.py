@@ -119,3 +119,11 @@ def test_buckets_of_uneven_shards_are_the_same_on_all_ranks_and_clipped_together
 def test_a_backward_pass_is_one_step_if_only_the_blocks_are_sharded(in_backward: bool) -> None:
     ranks = on_all(train, BLOCKS_ONLY, False, {"update_in_backward": in_backward})
     check(ranks, Oracle(REPLICAS, sgd).train())
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_parameters_that_stay_gathered_after_a_backward_pass_are_gathered_again(
+    in_backward: bool,
+) -> None:
+    ranks = on_all(train, SHARDED, True, {"update_in_backward": in_backward})
+    check(ranks, Oracle(REPLICAS, sgd).train())

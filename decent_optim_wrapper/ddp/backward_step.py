@@ -227,8 +227,6 @@ class BackwardStepper:
     def idle(self) -> None:
         """Make a step without any gradient."""
         self.check()
-        # Outside of a backward pass nobody else does.
-        self._optimizer.replica.reshard()
         self._step = self._begin()
         try:
             self.on_end()
@@ -241,6 +239,9 @@ class BackwardStepper:
         """Finish the step; a backward pass without any gradient of a parameter makes none."""
         if self._step is None:
             return
+        # FSDP does so only in a backward pass, only with the modules that have gradients, and not
+        # after set_reshard_after_backward(False).
+        self._optimizer.replica.reshard()
         self._step.close()
         self._step = None
         self._unscale_and_clip.end()
