@@ -244,7 +244,6 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 the round was mixed, and the round is dropped.
         """
         splits = self._local_update.splits
-        self._reshard()
         loss = None
         if closure is not None and (self._settings.overlap or splits):
             try:
@@ -254,6 +253,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 # The others wait for this rank in their rounds.
                 self._gossip.close(error)
                 raise
+        # Not earlier: the closure may have gathered the parameters.
+        self._gossip.replica.reshard()
         if splits:
             with self._in_parts(self._scaling()) as advance:
                 for bucket in self._gossip.buckets:
@@ -491,14 +492,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             self._gossip.meter.skipped = self._local_update.skipped
         self._tell_change()
 
-    def _reshard(self) -> None:
-        # Not inside a backward pass, in which FSDP does so itself.
-        if self._gossip.replica.fsdp_modules:
-            self._gossip.replica.reshard()
-
     def _idle_step(self) -> None:
         """One round without a local update."""
-        self._reshard()
+        self._gossip.replica.reshard()
         with Step(self._gossip) as step:
             step.advance(step.buckets, lambda: None)
         self._tell_change()

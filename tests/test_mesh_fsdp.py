@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -127,3 +128,37 @@ def test_parameters_that_stay_gathered_after_a_backward_pass_are_gathered_again(
 ) -> None:
     ranks = on_all(train, SHARDED, True, {"update_in_backward": in_backward})
     check(ranks, Oracle(REPLICAS, sgd).train())
+
+
+class Tracked(torch.optim.SGD):
+    """A subclass, which is updated as a whole: without overlap it runs the closure itself."""
+
+
+def step_with_closure(make: type[torch.optim.SGD], overlap: bool) -> Trained:
+    # Each block keeps its parameters gathered after a forward pass without gradients.
+    spread = Spread(BLOCKS_ONLY)
+    optimizer = spread.wrap(lambda params: make(params, lr=0.1, momentum=0.9), overlap=overlap)
+
+    def closure(step: int) -> float:
+        spread.backward(step)
+        with torch.no_grad():
+            return spread.forward(step).sum().item()
+
+    for step in range(STEPS):
+        if step % 2:
+            spread.backward(step)
+            optimizer.step()
+        else:
+            optimizer.step(partial(closure, step))
+    optimizer.synchronize()
+    return trained(spread, optimizer)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, Tracked])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_a_closure_gathers_is_gathered_again_after_the_step(
+    make: type[torch.optim.SGD], overlap: bool
+) -> None:
+    ranks = on_all(step_with_closure, make, overlap)
+    expected = Oracle(REPLICAS, lambda params: make(params, lr=0.1, momentum=0.9))
+    check(ranks, expected.train(overlap))

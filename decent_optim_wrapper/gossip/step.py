@@ -421,7 +421,6 @@ class Gossip:
     def synchronize(self) -> None:
         """Finish and mix the round in flight."""
         self.check_parameters()
-        self.replica.reshard()
         with self.failing_together():
             self.surviving(partial(self._assemble, Call.SYNCHRONIZE))
             self.surviving(self._finish)
@@ -562,6 +561,8 @@ class Gossip:
 
     def _finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
+        # A closure may have gathered the parameters again.
+        self.replica.reshard()
         self._relaunch()
         if arrived := self._receive():
             for bucket in arrived.unmixed:
