@@ -23,6 +23,7 @@ from meshes import (
     make_model,
     on_mesh,
 )
+from problem import flatten
 from ranks import run_processes
 from torch import Tensor
 from torch.distributed.algorithms.join import Join
@@ -338,6 +339,34 @@ def test_a_stage_without_gradients_is_clipped_with_the_others() -> None:
     whole = [Oracle(2, sgd).gradient_norm(replica, 2.0) for replica in range(2)]
     for ((replica, norm),) in on_all(clip_without_gradients, ["pipeline and tp"]):
         assert CLIP < norm < whole[replica]
+
+
+def idle_in_a_stage(layout: str) -> float:
+    spread = Spread(LAYOUTS[layout])
+    model = DecentralizedDataParallel(
+        spread.model,
+        lambda named: torch.optim.SGD(named, lr=1.0),
+        topology="ring",
+        mesh=spread.mesh,
+        gossip_dim="gossip",
+        bucket_size_in_mb=CAP_MB,
+        grad_clip_norm=CLIP,
+        update_in_backward=False,
+    )
+    assert len(model.optimizer.buckets) >= 2
+    before = flatten([*spread.model.parameters()])
+    if spread.mesh.get_local_rank("pp"):
+        model.idle_step()
+    else:
+        x, y = batch(spread.replica, 0)
+        loss_of(model(x), y).backward()  # type: ignore[no-untyped-call]
+    # The mixing is left to the next step.
+    return float((flatten([*spread.model.parameters()]) - before).norm())
+
+
+def test_an_idle_stage_takes_part_in_the_clipping_of_its_replica() -> None:
+    moved = [each for (each,) in on_all(idle_in_a_stage, ["pipeline 1f1b"])]
+    assert moved == pytest.approx([CLIP, 0.0] * 4, rel=1e-4)
 
 
 def idle_after_an_evaluation(layout: str) -> tuple[Any, Any, Any]:
