@@ -21,6 +21,7 @@ from loguru import logger
 from meshes import Layout, Spread, batch, difference, loss_of, make_model, on_mesh
 from ranks import run_processes
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -411,6 +412,8 @@ def test_an_outer_state_has_the_names_of_the_model() -> None:
     optimizer = alone(model, named_by=torch.compile(model))
     names = [name for name, _ in model.named_parameters()]
     assert [*optimizer.gossip_state_dict()["outer"]] == names
+    recomputed = nn.Sequential(*map(checkpoint_wrapper, model))
+    assert [*alone(model, named_by=recomputed).gossip_state_dict()["outer"]] == names
     for other in (None, make_model()):
         unnamed = alone(model, named_by=other)
         with pytest.raises(ValueError, match=r"store the state .* by their names; pass model="):

@@ -17,6 +17,9 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.optim.shards import local, local_grad
 
+# What torch.compile and activation checkpointing put around a module.
+_WRAPPED_AS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
 
 class Dimension:
     """A dimension of the mesh over which a replica is spread.
@@ -89,8 +92,7 @@ class Replica:
             ValueError: there is no model, or one of the parameters is not its own.
         """
         named = [] if self._model is None else self._model.named_parameters()
-        # torch.compile puts the model into a module of its own.
-        names: dict[Tensor, str] = {param: name.replace("_orig_mod.", "") for name, param in named}
+        names: dict[Tensor, str] = {param: _unwrapped(name) for name, param in named}
         try:
             return [names[param] for param in params]
         except KeyError as error:
@@ -213,3 +215,9 @@ class Replica:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """What squares of a half-precision gradient do not overflow in."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPED_AS:
+        name = name.replace(wrapper, "")
+    return name
