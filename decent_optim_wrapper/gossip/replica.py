@@ -197,19 +197,27 @@ class Replica:
         """
         parts = [(local_grad(p), self.copies(p)) for p in params if p.grad is not None]
         if norm_type == torch.inf:
-            largest = [g.abs().max().double().cpu() for g, _ in parts if g.numel()]
-            total = torch.stack(largest).max() if largest else torch.zeros(()).double()
+            total: Tensor = _on_cpu(g.abs().max().double() for g, _ in parts if g.numel()).max()
             for dimension in self.dimensions:
                 total = dimension.transport.all_gather(total).max()
             return total
-        powers = [
-            torch.linalg.vector_norm(g, norm_type, dtype=_wide(g.dtype)).double().cpu() ** norm_type
-            / copies
-            for g, copies in parts
-        ]
-        total = torch.stack(powers).sum() if powers else torch.zeros(()).double()
+        total = _on_cpu(_norm(g, norm_type).pow(norm_type) / copies for g, copies in parts).sum()
         self.sum_(total)
-        return total ** (1 / norm_type)
+        return total.pow(1 / norm_type)
+
+
+def _norm(grad: Tensor, norm_type: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=_wide(grad.dtype))
+    return norm.double()
+
+
+def _on_cpu(numbers: Iterable[Tensor]) -> Tensor:
+    """A zero and these numbers as one vector: each device is waited for once."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for number in numbers:
+        by_device.setdefault(number.device, []).append(number)
+    fetched = [torch.stack(each).cpu() for each in by_device.values()]
+    return torch.cat([torch.zeros(1, dtype=torch.float64, device="cpu"), *fetched])
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
