@@ -16,6 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.parameters import Named, sparse_gradient_error
 from decent_optim_wrapper.optim import QGSGD, AccumAdam, AccumAdamW
+from decent_optim_wrapper.optim.shards import local
 
 # State per parameter and nothing that couples parameters: updating them in several calls is the
 # same computation. Exact types only, since a subclass may couple what its parent does not.
@@ -276,7 +277,8 @@ def global_step_hooks() -> bool:
 
 def _unscale_(optimizer: Optimizer, grad_scale: Tensor) -> None:
     params = (p for group in optimizer.param_groups for p in group["params"])
-    grads = [p.grad for p in params if p.grad is not None]
+    # Kernels take no plain tensors and DTensors together, and no DTensors of several meshes.
+    grads = [local(p.grad) for p in params if p.grad is not None]
     if any(grad.dtype == torch.float16 for grad in grads):
         raise ValueError(
             "expected gradients of float32 or wider under GradScaler, got float16, which would "
