@@ -49,6 +49,14 @@ def adamw(params: Sequence[Tensor]) -> Optimizer:
     return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
 
 
+def foreach_sgd(params: Sequence[Tensor]) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01, foreach=True)
+
+
+def foreach_adamw(params: Sequence[Tensor]) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1, foreach=True)
+
+
 def fused_adamw(params: Sequence[Tensor]) -> Optimizer:
     return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1, fused=True)
 
@@ -66,7 +74,8 @@ def nesterov(params: Sequence[Tensor]) -> Optimizer:
 
 
 BASES: dict[str, Make] = {
-    each.__name__: each for each in (sgd, adamw, fused_adamw, accum, quasi_global)
+    each.__name__: each
+    for each in (sgd, foreach_adamw, quasi_global, accum, foreach_sgd, fused_adamw, adamw)
 }
 SCHEDULES = {
     "plain": Schedule(),
