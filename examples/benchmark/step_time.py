@@ -133,7 +133,7 @@ def no_communication(model: nn.Module) -> Step:
 
 
 def bare_exchange(model: nn.Module) -> Step:
-    """The bytes of a round with one peer after the other, and nothing else: the wire's own floor."""
+    """Exchange the bytes of a round with one peer after the other, and do nothing else."""
     outgoing = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
     incoming = torch.empty_like(outgoing)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -281,7 +281,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=1, help="runs of a cell; the median counts")
     parser.add_argument("--adamw", action="store_true", help="AdamW instead of SGD with momentum")
-    parser.add_argument("--jitter", type=float, default=0.0, help="sigma of log-normal compute times")
+    parser.add_argument("--jitter", type=float, default=0.0, help="sigma of log-normal times")
     parser.add_argument("--slow-factor", type=float, default=1.0, help="how much slower rank 0 is")
     parser.add_argument("--output", type=Path, default=Path("runs/step_time"))
     args = parser.parse_args()
