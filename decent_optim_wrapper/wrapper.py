@@ -266,14 +266,21 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         return result if loss is None else loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base and gossip its parameters from the next round on; collective."""
+        """Add a group to the base and gossip its parameters from the next round on.
+
+        Collective, over all of a mesh: a stage without new parameters adds an empty group.
+
+        Raises:
+            TypeError: a parameter cannot be exchanged. Then no rank has added its group.
+            ValueError: the same, or the ranks differ, or another rank raised any of these errors.
+        """
         before = len(named_parameters(self.param_groups))
         self._optimizer.add_param_group(param_group)
         parameters = named_parameters(self.param_groups)
         self._local_update.know(parameters[before:])
         try:
             self._regroup(parameters, parameters[before:])
-        except ValueError:
+        except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 

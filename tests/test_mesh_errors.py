@@ -24,7 +24,8 @@ from decent_optim_wrapper import (
     Schedule,
 )
 
-# One run of the processes is for all tests here.
+# A few runs of the processes are for all tests here. A store of files gets slower as it grows.
+PARTS = 3
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("mesh errors")]
 
 SIZES = {"pp": 2, "gossip": 2, "tp": 2}
@@ -62,6 +63,79 @@ def summed(mesh: DeviceMesh) -> list[Tensor]:
 def over(mesh: DeviceMesh, params: list[Tensor], **options: Any) -> DecentOptimWrapper:
     holder = nn.ParameterList(params)
     return on(mesh, params=params, **{"model": holder, **options})
+
+
+def arranged(mesh: DeviceMesh, ranks: Tensor, *names: str) -> DeviceMesh:
+    """The same ranks in another order."""
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+
+
+def inner(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of a replica in one dimension."""
+    ranks = mesh.mesh.movedim(1, 0).reshape(2, 4)
+    return arranged(mesh, ranks, "gossip", "inner")["inner"]
+
+
+def crossed(mesh: DeviceMesh) -> DeviceMesh:
+    """Pairs along "tp", in which every second replica counts the other way round."""
+    ranks = mesh.mesh.clone()
+    ranks[:, 1] = ranks[:, 1].flip(-1)
+    return arranged(mesh, ranks, *SIZES)["tp"]
+
+
+def diagonal(mesh: DeviceMesh) -> DeviceMesh:
+    """Pairs within a replica along no dimension of the mesh."""
+    ranks = mesh.mesh.clone()
+    ranks[1] = ranks[1].flip(-1)
+    return arranged(mesh, ranks, *SIZES)["pp"]
+
+
+def add(mesh: DeviceMesh, group: list[Tensor], held: list[Tensor]) -> None:
+    """Add a group that is refused, after which the wrapper goes on without it."""
+    params = plain()
+    optimizer = over(mesh, params, model=nn.ParameterList([*params, *held]))
+    before = optimizer.members, len(optimizer.buckets)
+    try:
+        optimizer.add_param_group({"params": group})
+    finally:
+        assert len(optimizer.param_groups) == 1
+        assert (optimizer.members, len(optimizer.buckets)) == before
+        optimizer.step()
+        optimizer.synchronize()
+
+
+def add_without_mesh(group: list[Tensor]) -> None:
+    optimizer = wrap(plain())
+    try:
+        optimizer.add_param_group({"params": group})
+    finally:
+        assert len(optimizer.param_groups) == 1
+        optimizer.step()
+        optimizer.synchronize()
+
+
+def add_on_one_rank(mesh: DeviceMesh, rank: int) -> None:
+    tied = torch.zeros(4, 4, dtype=torch.float64)
+    views = [tied.detach().requires_grad_(), tied.detach().requires_grad_()]
+    add(mesh, views if rank == ODD else plain()[:2], [])
+
+
+def add_shards(mesh: DeviceMesh) -> None:
+    """Add the first shards: what is whole has copies from then on, and counts once."""
+    whole = [nn.Parameter(param.detach()) for param in plain()]
+    shards = placed(mesh["tp"], Shard(0))
+    holder = nn.ParameterList([*whole, *shards])
+    for param in holder:
+        param.grad = torch.ones_like(param)
+    optimizer = over(mesh, whole, model=holder)
+    stages = optimizer.clip_grad_norm_(1e9).item()
+    optimizer.add_param_group({"params": shards})
+    norm = optimizer.clip_grad_norm_(1e9).item()
+    # 16 elements in each of 3 tensors, of two stages and two ranks that were taken for stages.
+    assert stages == pytest.approx((3 * 16 * 4) ** 0.5)
+    assert norm == pytest.approx((6 * 16 * 2) ** 0.5)
+    optimizer.step()
+    optimizer.synchronize()
 
 
 Build = Callable[[DeviceMesh, int], object]
@@ -193,6 +267,31 @@ ALL_RANKS: dict[str, tuple[Build, str, str]] = {
         ),
         *("TypeError", "pass mesh=, gossip_dim= and model="),
     ),
+    "part of the mesh": (
+        lambda mesh, rank: over(mesh["gossip"], placed(mesh["tp"], Shard(0))),
+        *("ValueError", "pass the whole mesh"),
+    ),
+    "shards across the dimensions": (
+        lambda mesh, rank: over(mesh, placed(diagonal(mesh), Shard(0))),
+        *("ValueError", "pass the whole mesh"),
+    ),
+    "shards in another order": (
+        lambda mesh, rank: over(mesh, placed(crossed(mesh), Shard(0))),
+        *("ValueError", "the ranks disagree"),
+    ),
+    "shards over two dimensions at once": (
+        lambda mesh, rank: over(mesh, placed(inner(mesh), Shard(0))),
+        *("", ""),
+    ),
+    "added shards": (lambda mesh, rank: add_shards(mesh), "", ""),
+    "added shards that the model lacks": (
+        lambda mesh, rank: add(mesh, placed(mesh["tp"], Shard(0)), []),
+        *("ValueError", "model does not hold it"),
+    ),
+    "added parameters without a mesh": (
+        lambda mesh, rank: add_without_mesh(placed(mesh["tp"], Shard(0))),
+        *("TypeError", "pass mesh=, gossip_dim= and model="),
+    ),
     "module with views": (
         lambda mesh, rank: module(mesh, param_as_bucket_view=True),
         *("ValueError", "pass param_as_bucket_view=False"),
@@ -204,7 +303,10 @@ ALL_RANKS: dict[str, tuple[Build, str, str]] = {
     ),
 }
 
+ADDED = "overlapping parameters added"
+
 CASES: dict[str, Build] = {
+    f"{ADDED} on one rank": add_on_one_rank,
     **{f"{name} differs": differing(options) for name, (options, _) in DIFFERENT.items()},
     **{f"{name} on one rank": odd(make) for name, (make, _, _) in ONE_RANK.items()},
     **{f"{name} on all ranks": build for name, (build, _, _) in ALL_RANKS.items()},
@@ -233,30 +335,32 @@ def moved(mesh: DeviceMesh) -> bool:
     return len(optimizer.buckets) >= 2 and torch.allclose(params[0], start - 0.05, atol=1e-12)
 
 
-def run_all(rank: int) -> dict[str, tuple[str, str, bool]]:
+def run_all(rank: int, part: int) -> dict[str, tuple[str, str, bool]]:
     mesh = init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES))
-    return {name: (*outcome(build, mesh, rank), moved(mesh)) for name, build in CASES.items()}
+    cases = list(CASES.items())[part::PARTS]
+    return {name: (*outcome(build, mesh, rank), moved(mesh)) for name, build in cases}
 
 
-def run(rank: int, path: str) -> dict[str, tuple[str, str, bool]]:
+def run(rank: int, path: str, part: int) -> dict[str, tuple[str, str, bool]]:
     # Not a TCPStore: every new connection to one asks the resolver, which may take seconds.
     dist.init_process_group("gloo", store=FileStore(path, RANKS), rank=rank, world_size=RANKS)
     try:
-        return run_all(rank)
+        return run_all(rank, part)
     finally:
         dist.barrier()
         dist.destroy_process_group()
 
 
 @cache
-def outcomes() -> list[dict[str, tuple[str, str, bool]]]:
+def outcomes(part: int) -> list[dict[str, tuple[str, str, bool]]]:
     with TemporaryDirectory() as folder:
-        return run_processes(RANKS, run, str(Path(folder) / "store"))
+        return run_processes(RANKS, run, str(Path(folder) / "store"), part)
 
 
 def of_case(name: str) -> list[tuple[str, str]]:
     """The errors by rank."""
-    found = [by_name[name] for by_name in outcomes()]
+    part = list(CASES).index(name) % PARTS
+    found = [by_name[name] for by_name in outcomes(part)]
     assert all(moved for _, _, moved in found), "no correct wrapper could follow"
     return [(kind, text) for kind, text, _ in found]
 
@@ -281,6 +385,12 @@ def test_the_error_of_one_rank_is_told_to_all_ranks_of_the_mesh(name: str) -> No
             # Ranks that disagree with the odd one notice it themselves.
             assert kind == own_kind
             assert rank == ODD or "the ranks disagree" in text
+
+
+def test_what_one_rank_may_not_add_is_added_on_no_rank_of_the_mesh() -> None:
+    for rank, (kind, text) in enumerate(of_case(f"{ADDED} on one rank")):
+        assert kind == ("ValueError" if rank == ODD else "OtherRankError")
+        assert "overlap" in text
 
 
 @pytest.mark.parametrize("name", ALL_RANKS)

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.storage import overlapping
+from decent_optim_wrapper.optim.shards import local
 
 
 class Named(NamedTuple):
@@ -24,9 +26,19 @@ class Named(NamedTuple):
     def describe(self) -> str:
         """One line with everything about the tensor that must be the same on all ranks."""
         frozen = ", frozen" if self.kind == "parameter" and not self.tensor.requires_grad else ""
-        shape, device = tuple(self.tensor.shape), self.tensor.device.type
-        placed = f", {self.tensor.placements}" if isinstance(self.tensor, DTensor) else ""
-        return f"{self.kind} {self.name}: {self.tensor.dtype} {shape} on {device}{placed}{frozen}"
+        dtype, device = self.tensor.dtype, self.tensor.device.type
+        return f"{self.kind} {self.name}: {dtype} {self.part} on {device}{frozen}"
+
+    @property
+    def part(self) -> str:
+        """The shape, and which part of it this rank holds."""
+        shape = f"{tuple(self.tensor.shape)}"
+        if not isinstance(self.tensor, DTensor):
+            return shape
+        mesh = self.tensor.device_mesh
+        at, sizes = (tuple(each or ()) for each in (mesh.get_coordinate(), mesh.shape))
+        here = tuple(local(self.tensor).shape)
+        return f"{shape} as {self.tensor.placements}, {here} of it at {at} of {sizes}"
 
 
 def named_parameters(param_groups: Sequence[dict[str, Any]]) -> list[Named]:
@@ -105,28 +117,26 @@ def check_model(model: Any) -> nn.Module | None:
     raise TypeError(f"model expects a torch.nn.Module or None, got {model!r}")
 
 
-def check_shards(
-    named: Sequence[Named], gossip_group: Any | None, model: nn.Module | None, as_view: bool
-) -> None:
+def check_shards(named: Sequence[Named], replica: Replica, as_view: bool) -> None:
     """Make sure that DTensors are shards of replicas that gossip with each other.
 
     Args:
         named: parameters and buffers.
-        gossip_group: the ranks along the mesh's dimension of the gossip; None without a mesh.
-        model: holds them, resharded; None if it is not known.
+        replica: of which this rank holds a part; its model holds the tensors, resharded.
         as_view: whether the tensors are to become views of buckets.
 
     Raises:
         TypeError: there are DTensors, and no mesh.
         ValueError: there are DTensors that do not fit.
     """
+    gossip, model = replica.gossip, replica.model
     modules = [] if model is None else [model]
     held = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
     for each in named:
         if not isinstance(each.tensor, DTensor):
             continue
         what = f"{each.kind} {each.name} is a DTensor with {each.tensor.placements}"
-        if gossip_group is None:
+        if gossip is None:
             raise TypeError(
                 f"expected tensors that are whole on every rank, but {what}; say on which "
                 f"dimension of the mesh replicas gossip: pass mesh=, gossip_dim= and model="
@@ -148,15 +158,21 @@ def check_shards(
                 f"expected sharded or replicated tensors, but {what}, whose sum over the ranks is "
                 f"the value; call redistribute() before building the wrapper"
             )
-        gossip = {*dist.get_process_group_ranks(gossip_group)}
         mesh = each.tensor.device_mesh
         for number in range(mesh.ndim):
-            along = {*dist.get_process_group_ranks(mesh.get_group(number))}
+            along = frozenset(dist.get_process_group_ranks(mesh.get_group(number)))
             if len(gossip & along) > 1:
                 raise ValueError(
                     f"expected replicas of their own on the ranks {sorted(gossip)} that gossip, "
                     f"but {what} over the ranks {sorted(along)}; shard the model on the other "
                     f"dimensions of the mesh, as in fully_shard(model, mesh=mesh[name])"
+                )
+            if not replica.spans(along):
+                dimensions = [sorted(dimension.ranks) for dimension in replica.dimensions]
+                raise ValueError(
+                    f"expected shards along the other dimensions of mesh=, whose ranks are "
+                    f"{dimensions}, but {what} over the ranks {sorted(along)}; pass the whole mesh "
+                    f"on which the model is sharded, not a part of it such as mesh[gossip_dim]"
                 )
 
 

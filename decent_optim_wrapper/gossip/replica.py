@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -61,12 +61,17 @@ class Replica:
 
     Args:
         dimensions: of the mesh, except the one along which replicas gossip.
+        gossip: the ranks along that one; None without a mesh.
         model: its FSDP modules are resharded before their shards are written.
     """
 
     def __init__(
-        self, dimensions: Sequence[Dimension] = (), model: nn.Module | None = None
+        self,
+        dimensions: Sequence[Dimension] = (),
+        model: nn.Module | None = None,
+        gossip: Iterable[int] | None = None,
     ) -> None:
+        self.gossip = None if gossip is None else frozenset(gossip)
         self.dimensions = tuple(dimensions)
         self._model = model
         modules = [] if model is None else model.modules()
@@ -84,6 +89,16 @@ class Replica:
         for dimension in self.dimensions:
             place = place * dimension.transport.world_size + dimension.transport.rank
         return place
+    @property
+    def model(self) -> nn.Module | None:
+        """The model of its parameters on this rank, if it is known."""
+        return self._model
+
+    def spans(self, ranks: Collection[int]) -> bool:
+        """Whether these ranks, this one among them, are those along some of the dimensions."""
+        inside = (d.ranks for d in self.dimensions if d.ranks <= {*ranks})
+        return math.prod(map(len, inside)) == len(ranks)
+
 
     def names_of(self, params: Iterable[Tensor]) -> list[str]:
         """What the model calls its parameters, which is the same however it is spread.
@@ -104,7 +119,7 @@ class Replica:
     def connect(self, tensors: Iterable[Tensor]) -> None:
         """Connect the ranks of the replica, and find out along which dimensions there are shards.
 
-        Collective over the replica.
+        Collective over the replica; again when parameters are added.
 
         Args:
             tensors: its parameters on this rank.

@@ -474,7 +474,7 @@ class Gossip:
         """
         self.session.transport.check_open()
         self.check_parameters()
-        with self.failing_together(ValueError):
+        with self.failing_together(TypeError, ValueError):
             if self.members:
                 return self.members.meet(call, action)
             self.announce(call)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.bucket import Layout, extend_plan, plan_buckets
-from decent_optim_wrapper.gossip.parameters import Named, check_tensors
+from decent_optim_wrapper.gossip.parameters import Named, check_shards, check_tensors
 from decent_optim_wrapper.gossip.step import Gossip
 from decent_optim_wrapper.membership.recovery import Recovery
-from decent_optim_wrapper.membership.start import check_same
+from decent_optim_wrapper.membership.start import Start, check_same
 from decent_optim_wrapper.topo import Topology
 
 
@@ -32,6 +32,7 @@ class Agreement:
         others: tensors that are the same at the start, in addition to the parameters.
         recovery: continues without lost ranks; None if their loss is an error.
         sync_at_start: whether all ranks start from the values of rank 0.
+        start: reaches the other ranks if this one fails, those of a mesh, too.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Agreement:
         others: Sequence[Named],
         recovery: Recovery | None,
         sync_at_start: bool,
+        start: Start,
     ) -> None:
         self._layout = layout
         # What must be the same on all ranks of a mesh, whatever part of the model they hold.
@@ -53,6 +55,7 @@ class Agreement:
         self._others = others
         self._recovery = recovery
         self._sync_at_start = sync_at_start
+        self._start = start
 
     def check(self, parameters: Sequence[Named], transport: Transport) -> None:
         """Compare the settings and all tensors with those of the other ranks; collective.
@@ -73,10 +76,22 @@ class Agreement:
             _synchronize([*parameters, *self._others], transport, self._layout)
 
     def add(self, gossip: Gossip, parameters: Sequence[Named], late: Sequence[Named] = ()) -> None:
-        """Gossip these parameters, of which `late` are new, from the next round on; collective."""
-        transport = gossip.session.transport
-        check_tensors(parameters)
-        self.check(parameters, transport)
+        """Gossip these parameters, of which `late` are new, from the next round on.
+
+        Collective, over all of a mesh.
+
+        Raises:
+            TypeError: a parameter cannot be exchanged.
+            ValueError: the same, or the ranks differ, or another rank raised any of these errors.
+        """
+        transport, replica = gossip.session.transport, gossip.replica
+        with self._start.over_the_mesh():
+            with self._start.failing_together():
+                replica.reshard()
+                check_shards(parameters, replica, self._layout.as_view)
+                check_tensors(parameters)
+            self.check(parameters, transport)
+        replica.connect(named.tensor for named in parameters)
         if self._sync_at_start and late:
             broadcast(late, transport, self._layout)
         gossip.buckets = extend_plan(gossip.buckets, (p.tensor for p in parameters), self._layout)

@@ -143,11 +143,9 @@ def open_session(
             others = [*averaged, *carried]
             check_dense(others)
             parameters = named_parameters(optimizer.param_groups)
-            replica = Replica(start.dimensions, check_model(model))
+            replica = Replica(start.dimensions, check_model(model), start.gossip_ranks)
             replica.reshard()
-            gossip_group = None if start.place.mesh is None else start.process_group
-            as_view = settings.param_as_bucket_view
-            check_shards([*parameters, *others], gossip_group, model, as_view)
+            check_shards([*parameters, *others], replica, settings.param_as_bucket_view)
             check_tensors(parameters)
             outer = _make_outer(settings, optimizer)
         world = _find_world(start, topology, settings)
@@ -165,7 +163,7 @@ def open_session(
             if start.place.elastic is not None:
                 lines.append(f"stale_after={start.place.elastic.stale_after}")
             sync = settings.sync_at_start
-            agreement = Agreement(world.topology, layout, lines, others, recovery, sync)
+            agreement = Agreement(world.topology, layout, lines, others, recovery, sync, start)
             description += agreement.settings
         agreement.check(parameters, transport)
     replica.connect(named.tensor for named in parameters)

@@ -81,6 +81,12 @@ class Start:
         return Transport.over(self.process_group, self._timeout)
 
     @property
+    def gossip_ranks(self) -> Sequence[int] | None:
+        """The ranks along the mesh's dimension of the gossip; None without a mesh."""
+        group = None if self.place.mesh is None else self.process_group
+        return None if group is None else dist.get_process_group_ranks(group)
+
+    @property
     def dimensions(self) -> list[Dimension]:
         """The other dimensions of the mesh."""
         return [each for name, each in self._mesh.items() if name != self.place.gossip_dim]
