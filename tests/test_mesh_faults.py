@@ -15,9 +15,11 @@ import torch.distributed as dist
 from meshes import LAYOUTS, Spread
 from ranks import run_processes
 from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from decent_optim_wrapper import NonFiniteError
+from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, PeerError, Schedule
+from decent_optim_wrapper.optim.shards import local
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -132,3 +134,44 @@ def test_an_average_leaves_out_the_whole_replica_of_a_shard_that_is_not_finite(
     for error, values in run_processes(RANKS, average, name, str(tmp_path)):
         assert f"those of ranks [{bad}] hold NaN" in error
         assert values == {(0 + 2 + 3) / 3}
+
+
+def average_momenta(rank: int, name: str, folder: str) -> tuple[str, list[set[float]]]:
+    """The error of an average of momenta with NaN, and those of one that leaves NaN out."""
+    store = FileStore(str(Path(folder) / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    spread, error, momenta = Spread(LAYOUTS[name]), "", []
+    for on_nonfinite in ("raise", "skip"):
+        optimizer = spread.wrap(
+            lambda params: torch.optim.SGD(params, lr=0.0, momentum=0.9),
+            on_nonfinite=on_nonfinite,
+            schedule=Schedule(average_state="average"),
+        )
+        spread.backward(0)
+        optimizer.step()
+        optimizer.synchronize()
+        momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+        for momentum in momenta:
+            momentum.fill_(spread.replica)
+        held = [local(momentum) for momentum in momenta]
+        if rank == FAILING:
+            next(part for part in held if part.numel()).fill_(torch.nan)
+        try:
+            optimizer.global_avg(may_revert=False)
+        except NonFiniteError as raised:
+            error = str(raised)
+    values = [set(local(momentum).flatten().tolist()) for momentum in momenta]
+    dist.barrier()
+    dist.destroy_process_group()
+    return error, values
+
+
+@pytest.mark.parametrize("name", ["fsdp inside", "tp inside", "pipeline 1f1b"])
+def test_an_average_of_momenta_leaves_out_the_whole_replica_of_a_bad_shard(
+    tmp_path: Path, name: str
+) -> None:
+    bad = FAILING // 2
+    for error, values in run_processes(RANKS, average_momenta, name, str(tmp_path)):
+        assert "finite momenta" in error
+        assert f"those of ranks [{bad}] hold NaN" in error
+        assert set().union(*values) == {(0 + 2 + 3) / 3}

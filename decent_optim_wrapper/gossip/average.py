@@ -101,7 +101,7 @@ def finite_shares(
     rules: Rules,
     where: str,
     what: str,
-    replica: Replica | None = None,
+    replica: Replica,
 ) -> list[list[bool]]:
     """For every bucket, which ranks have finite values, which count; collective.
 
@@ -111,8 +111,7 @@ def finite_shares(
         rules: what happens to values that are not finite.
         where: the name of the average in errors.
         what: the name of the values in errors.
-        replica: none of its ranks counts unless the values of all are finite; None looks at the
-            values of this rank only.
+        replica: none of its ranks counts unless the values of all are finite.
 
     Raises:
         NonFiniteError: on every rank, if a rank has values that are not finite and the rules do not
@@ -121,7 +120,7 @@ def finite_shares(
     if not rules.checks:
         return [[True] * transport.world_size for _ in buckets]
     finite = [bucket.is_finite() for bucket in buckets]
-    if replica is not None and replica.dimensions:
+    if replica.dimensions:
         lacking = torch.tensor(finite.count(False), device="cpu")
         replica.sum_(lacking)
         finite = [not lacking.item()] * len(finite)

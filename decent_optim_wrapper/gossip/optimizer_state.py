@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.average import average, finite_shares
 from decent_optim_wrapper.gossip.bucket import Layout, plan_buckets
+from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.round import Rules
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.topo import Group
@@ -28,13 +29,17 @@ class StateAverage:
         layout: cap and wire device of the buckets.
         rules: what happens to values that are not finite.
         meter: counts all bytes.
+        replica: left out as a whole if one of its ranks has values that are not finite.
     """
 
-    def __init__(self, optimizer: Optimizer, layout: Layout, rules: Rules, meter: Meter) -> None:
+    def __init__(
+        self, optimizer: Optimizer, layout: Layout, rules: Rules, meter: Meter, replica: Replica
+    ) -> None:
         self._optimizer = optimizer
         self._layout = layout.plain
         self._rules = rules
         self._meter = meter
+        self._replica = replica
 
     def apply(self, params: Sequence[Tensor], transport: Transport) -> None:
         """Average the state of these parameters; collective.
@@ -51,7 +56,12 @@ class StateAverage:
         ]
         buckets = plan_buckets(of_all, self._layout)
         finite = finite_shares(
-            buckets, transport, self._rules, 'average_state="average"', "momenta"
+            buckets,
+            transport,
+            self._rules,
+            'average_state="average"',
+            "momenta",
+            self._replica,
         )
         everyone = Group(range(transport.world_size))
         for bucket, shares in zip(buckets, finite, strict=True):

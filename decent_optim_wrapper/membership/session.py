@@ -257,7 +257,7 @@ def _make_gossip(
     ).for_transport(transport)
     state_average = None
     if schedule.average_state == "average":
-        state_average = StateAverage(optimizer, layout, rules, meter)
+        state_average = StateAverage(optimizer, layout, rules, meter, replica)
     post_mix = None
     if outer or state_average:
         post_mix = PostMix(outer, state_average, heals=rules.on_nonfinite == "skip")
