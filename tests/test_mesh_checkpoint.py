@@ -438,3 +438,40 @@ def test_a_gossip_state_that_is_refused_changes_nothing() -> None:
         for name, row in good["outer"].items():
             assert torch.equal(after["outer"][name]["anchor"], row["anchor"])
             assert not torch.equal(row["anchor"], dict(make_model().named_parameters())[name])
+
+
+def test_an_outer_group_without_parameters_keeps_its_own_settings() -> None:
+    """A stage may have none of a kind for which the outer optimizer has a group."""
+
+    def outer(lr: float) -> Any:
+        def make(anchors: list[Tensor]) -> Optimizer:
+            groups: list[dict[str, Any]] = [
+                {"params": [anchor for anchor in anchors if anchor.dim() > 1]},
+                {"params": [anchor for anchor in anchors if anchor.dim() < 2], "lr": 2 * lr},
+            ]
+            return torch.optim.SGD(groups, lr=lr)
+
+        return make
+
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+    made = [
+        DecentOptimWrapper(
+            sgd([*model.parameters()]),
+            schedule=Schedule(outer=outer(lr)),
+            model=model,
+            bucket_cap_mb=64 / 2**20,
+        )
+        for lr in (0.5, 0.25)
+    ]
+    assert len(made[0].buckets) == 2
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    made[0].step()
+    state = made[0].gossip_state_dict()
+    made[1].load_gossip_state_dict(state)
+    rates = [
+        group["lr"]
+        for group in made[1].state_dict()["gossip"]["outer"]["optimizer"]["param_groups"]
+    ]
+    assert rates == [0.5, 0.5]
+    assert made[1].round == 1

@@ -44,7 +44,7 @@ def by_place(
         state: by name; it may hold more parameters than are here.
         names: of the parameters, in their order.
         groups: into which the outer optimizer puts them here, by place. Each takes the settings of
-            its first parameter.
+            its first parameter; one without parameters, as a stage may have, keeps its own.
     """
     rows = [state[name] for name in names]
     return {
@@ -54,7 +54,7 @@ def by_place(
         "optimizer": {
             "state": {place: row["state"] for place, row in enumerate(rows)},
             "param_groups": [
-                {**rows[group["params"][0]]["settings"], "params": group["params"]}
+                {**group, **rows[group["params"][0]]["settings"]} if group["params"] else group
                 for group in groups
             ],
         },
