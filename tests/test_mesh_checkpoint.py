@@ -303,6 +303,36 @@ def test_every_shard_has_a_file_from_which_it_goes_on_bit_for_bit(tmp_path: Path
             assert difference(whole, start) > 1e-3
 
 
+def load_in_all_layouts(folder: Path) -> dict[tuple[str, str], str]:
+    """The errors of loading in one layout what was saved in another."""
+    errors = {}
+    for source in SMALL:
+        Saving(source, folder / source).save_up_to(1)
+        dist.barrier()
+        for target in SMALL:
+            loading, error = Saving(target, folder / source, seed=1), ""
+            before = loading.run.spread.full()
+            try:
+                assert loading.load() == 1
+            except ValueError as raised:
+                error = str(raised)
+                after = loading.run.spread.full()
+                assert all((before[name] == after[name]).all() for name in before)
+            errors[source, target] = error
+    return errors
+
+
+def test_a_set_of_another_layout_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for errors in run_processes(4, on_mesh, load_in_all_layouts, tmp_path):
+        for (source, target), error in errors.items():
+            if source == target:
+                assert error == ""
+            else:
+                assert "was saved with the model in another layout" in error
+                assert "where this run has <" in error or "which rank" in error
+        assert "Shard" in errors["fsdp", "tp"]
+
+
 @contextmanager
 def warnings_of_checkpoints() -> Iterator[list[str]]:
     lines: list[str] = []

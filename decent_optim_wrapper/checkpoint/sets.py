@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +16,17 @@ from torch import Tensor
 
 from decent_optim_wrapper.checkpoint import sealed_file
 from decent_optim_wrapper.errors import PeerError
+from decent_optim_wrapper.gossip.parameters import named_parameters
 from decent_optim_wrapper.gossip.replica import Replica
+from decent_optim_wrapper.membership.start import difference
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 __all__ = ["Checkpoint", "Checkpoints"]
 
 _MISSING = -1
 _STEP = re.compile(r"step_(\d+)")
+# In the file of a shard, beside the user's state: what the shard is.
+_PART = "decent_optim_wrapper.part"
 
 
 class Checkpoint(NamedTuple):
@@ -45,7 +50,8 @@ class Checkpoints:
     """Saves and loads sets of files ``<folder>/step_00000120/rank_3_of_4.pt``, one for every rank.
 
     Where a replica is spread over several ranks of a mesh, each of them has a file of its own:
-    ``rank_3_of_4_shard_1_of_2.pt``. The ranks of the whole mesh save and load together.
+    ``rank_3_of_4_shard_1_of_2.pt``. The ranks of the whole mesh save and load together, and a file
+    says which part of the parameters it has.
 
     A file gets its name when all of it is on the disk, and contains a digest. A set is *complete*
     when every rank finds its file whole and one `save()` wrote them all. If a process is killed at
@@ -122,6 +128,7 @@ class Checkpoints:
             at step 0.
 
         Raises:
+            ValueError: on every rank, if a replica is spread otherwise than when the set was saved.
             PeerError: a rank is lost.
         """
         step = self._agree()
@@ -131,13 +138,52 @@ class Checkpoints:
             return None
         self._complete[self._optimizer.world_size] = [step]
         state = torch.load(self._path(step), map_location=map_location, weights_only=True)
+        self._check_part(step, state.pop(_PART, None))
         return Checkpoint(step, state)
+
+    def _check_part(self, step: int, saved: list[str] | None) -> None:
+        """Make sure that every rank holds the part of the replica that is in its file."""
+        here = self._part()
+        if not here:
+            return
+        # A set of an earlier version does not say.
+        same = self._gather(int(saved in (None, here)))[:, 0] == 1
+        if same.all():
+            return
+        what = f"rank {self._optimizer.rank}, shard {self._replica.shard}"
+        where = f"{self._path(step).parent} was saved with the model in another layout"
+        remedy = (
+            "pass the mesh and spread the model as in the run that saved it; or save with "
+            "torch.distributed.checkpoint, which loads in another layout"
+        )
+        if saved in (None, here):
+            others = [divmod(row, self._replica.size) for row in (~same).nonzero().flatten()]
+            names = ", ".join(f"rank {int(rank)}, shard {int(shard)}" for rank, shard in others)
+            raise ValueError(f"{what}: {where}, which {names} found; {remedy}")
+        differing = difference("\n".join(saved or ()), "\n".join(here), "this run")
+        raise ValueError(f"{what}: {where}: it has {differing}; {remedy}")
+
+    def _with_part(self, state: dict[str, Any]) -> dict[str, Any]:
+        part = self._part()
+        return {**state, _PART: part} if part else state
+
+    def _part(self) -> list[str]:
+        """What this rank holds of its replica, in lines; nothing without a mesh."""
+        if not self._replica.dimensions:
+            return []
+        named = named_parameters(self._optimizer.param_groups)
+        names: Sequence[str] = [each.name for each in named]
+        # Stages may hold tensors of the same shapes; only the model's names are the same wherever
+        # a parameter is. It may be unknown, or lack some.
+        with suppress(ValueError):
+            names = self._replica.names_of(each.tensor for each in named)
+        return [f"{name}: {each.part}" for name, each in zip(names, named, strict=True)]
 
     def _save_together(self, step: int, state: dict[str, Any]) -> bool:
         """Write this rank's file; return whether every rank has written its own."""
         stamp = self._agree_to_save(step)
         try:
-            sealed_file.write(self._path(step), state, stamp)
+            sealed_file.write(self._path(step), self._with_part(state), stamp)
         except Exception:
             # This rank's own error comes first, also where the others are lost.
             with suppress(PeerError):
