@@ -382,7 +382,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         params = [param for group in self.param_groups for param in group["params"]]
         if not self._gossip.replica.dimensions:
             return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        return self._gossip.replica.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        return self._gossip.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack a small tensor of every rank that takes part; collective.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -76,8 +77,19 @@ class Layout:
     def replicas(self) -> int:
         return self.sizes["gossip"]
 
-    def mesh(self) -> DeviceMesh:
-        return init_device_mesh("cpu", tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+    def mesh(self, timeout: timedelta | None = None) -> DeviceMesh:
+        """The mesh; `timeout` is that of torch's own exchanges, 30 minutes for None."""
+        override: dict[int | str, Any] = {}
+        for name in self.sizes if timeout else ():
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = timeout
+            override[name] = options
+        return init_device_mesh(
+            "cpu",
+            tuple(self.sizes.values()),
+            mesh_dim_names=tuple(self.sizes),
+            backend_override=override or None,
+        )
 
 
 LAYOUTS = {
@@ -101,10 +113,11 @@ class Spread:
     Args:
         layout: of the mesh.
         seed: of the parameters.
+        timeout: of torch's own exchanges.
     """
 
-    def __init__(self, layout: Layout, seed: int = 0) -> None:
-        self.mesh, self._layout = layout.mesh(), layout
+    def __init__(self, layout: Layout, seed: int = 0, timeout: timedelta | None = None) -> None:
+        self.mesh, self._layout = layout.mesh(timeout), layout
         self.replica = self.mesh.get_local_rank("gossip")
         self.model: nn.Module = self._spread(make_model(seed))
         names = [name for name in ("replicate", "fsdp") if name in layout.sizes]

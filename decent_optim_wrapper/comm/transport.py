@@ -308,6 +308,12 @@ class Transport:
         self._losses.note_error(error)
         self.abort("the ranks called different methods")
 
+    def pass_on(self, error: Exception) -> None:
+        """Close the connections for good because of a loss elsewhere, unless they are; note it."""
+        if self._closed is None:
+            self._losses.note_error(error)
+            self.abort(f"this rank ended with {type(error).__name__}: {error}")
+
     def abort(self, reason: str, broken: bool = False) -> None:
         """Close the connections made here; the peers notice this at once.
 

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.optim.shards import local, local_grad
 
 # What torch.compile and activation checkpointing put around a module.
@@ -61,8 +60,8 @@ class Replica:
 
     Args:
         dimensions: of the mesh, except the one along which replicas gossip.
-        gossip: the ranks along that one; None without a mesh.
         model: its FSDP modules are resharded before their shards are written.
+        gossip: the ranks along that one; None without a mesh.
     """
 
     def __init__(
@@ -71,8 +70,8 @@ class Replica:
         model: nn.Module | None = None,
         gossip: Iterable[int] | None = None,
     ) -> None:
-        self.gossip = None if gossip is None else frozenset(gossip)
         self.dimensions = tuple(dimensions)
+        self.gossip = None if gossip is None else frozenset(gossip)
         self._model = model
         modules = [] if model is None else model.modules()
         self.fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
@@ -89,6 +88,7 @@ class Replica:
         for dimension in self.dimensions:
             place = place * dimension.transport.world_size + dimension.transport.rank
         return place
+
     @property
     def model(self) -> nn.Module | None:
         """The model of its parameters on this rank, if it is known."""
@@ -98,7 +98,6 @@ class Replica:
         """Whether these ranks, this one among them, are those along some of the dimensions."""
         inside = (d.ranks for d in self.dimensions if d.ranks <= {*ranks})
         return math.prod(map(len, inside)) == len(ranks)
-
 
     def names_of(self, params: Iterable[Tensor]) -> list[str]:
         """What the model calls its parameters, which is the same however it is spread.
@@ -148,32 +147,6 @@ class Replica:
             control = tensor.to(dimension.transport.control_device)
             dimension.transport.sum_(control)
             tensor.copy_(control)
-
-    def all_gather(self, tensor: Tensor, gossip: Transport) -> Tensor:
-        """Stack a small tensor of every rank of the mesh; collective over all of it.
-
-        Args:
-            tensor: of the same shape and dtype on all ranks.
-            gossip: connects this rank with those of the other replicas.
-
-        Returns:
-            shape (replicas * size, *tensor.shape), on the CPU, one replica after the other.
-
-        Raises:
-            PeerError: not every rank answers.
-        """
-        transports = [gossip, *(dimension.transport for dimension in self.dimensions)]
-        gathered = tensor
-        try:
-            # What is stacked last is the first dimension of the result.
-            for transport in reversed(transports):
-                gathered = transport.all_gather(gathered)
-        except PeerError:
-            # Ranks that do not see the loss themselves wait for this one.
-            for transport in transports:
-                transport.abort("a rank of the mesh was lost")
-            raise
-        return gathered.reshape(-1, *tensor.shape)
 
     def reshard(self) -> None:
         """Let what is written into the shards be seen.

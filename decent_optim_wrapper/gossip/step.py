@@ -33,6 +33,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 
+from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.average import WorldAverage, consensus_distance
 from decent_optim_wrapper.gossip.bucket import Bucket
@@ -531,15 +532,47 @@ class Gossip:
 
     def fail(self, error: BaseException, *shared: type[Exception]) -> None:
         """Close the connections, unless all ranks raise the error; see `failing_together`."""
-        if not isinstance(error, (PeerError, CallOrderError, NonFiniteError, *shared)):
+        if isinstance(error, (PeerError, CallOrderError)):
+            # The ranks along the other dimensions of a mesh wait for this one, too.
+            for transport in self._transports if self.replica.dimensions else ():
+                transport.pass_on(error)
+        elif not isinstance(error, (NonFiniteError, *shared)):
             self.close(error)
 
     def close(self, error: BaseException) -> None:
         """Close the connections for good, and tell the others why."""
         self.abandon()
-        self.session.transport.fail(error)
+        for transport in self._transports:
+            transport.fail(error)
         if self.members:
             self.members.leave()
+
+    @property
+    def _transports(self) -> Sequence[Transport]:
+        """What connects this rank, along every dimension of a mesh."""
+        inside = (dimension.transport for dimension in self.replica.dimensions)
+        return [self.session.transport, *inside]
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Stack a small tensor of every rank that takes part; collective."""
+        with self.failing_together():
+            gathered = tensor
+            # What is stacked last is the first dimension of the result.
+            for transport in reversed(self._transports):
+                gathered = transport.all_gather(gathered)
+        return gathered.reshape(-1, *tensor.shape)
+
+    def clip_grad_norm_(
+        self, params: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor:
+        """Clip by the norm of the whole replica; collective over it.
+
+        Raises:
+            RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
+        """
+        # The error is that of all ranks of the replica, and nobody else waits for them.
+        with self.failing_together(RuntimeError):
+            return self.replica.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
     def abandon(self) -> None:
         """Drop the round in flight without waiting for it."""
