@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import modules
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from problem import MODES, TINY_CAP_MB, flatten, make_params, nesterov
 from ranks import run_threads
 from torch import Tensor
 
-from decent_optim_wrapper import CallOrderError, DecentOptimWrapper, Schedule
+from decent_optim_wrapper import CallOrderError, DecentOptimWrapper, NonFiniteError, Schedule
 from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.round import Round
 
@@ -262,3 +264,62 @@ def test_a_state_is_loaded_when_no_round_is_in_flight() -> None:
         torch.stack(ours).mean(0), torch.stack(expected).mean(0), rtol=0, atol=1e-12
     )
     assert (torch.stack(ours) - torch.stack(expected)).abs().max() > 0.1
+
+
+def test_a_module_that_steps_in_its_backward_pass_never_waits_either() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+        model = modules.wrap(modules.make_model(), group, topology="ring", schedule=AUTO)
+        modules.train(model, rank, range(6 + 3 * rank))
+        model.optimizer.synchronize()
+        model.optimizer.global_avg(may_revert=False)
+        return modules.flat(model), model.optimizer.round
+
+    (first, rounds), *others = run_threads(4, main)
+    assert rounds >= 2
+    for params, theirs in others:
+        assert torch.equal(params, first)
+        assert theirs == rounds
+    assert (first - modules.flat(modules.make_model())).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("schedule", [AUTO, Schedule(gossip_every=2, staleness=2)])
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_nan_is_left_out_of_a_late_round(schedule: Schedule, topology: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, topology, schedule=schedule, on_nonfinite="skip")
+        for step in range(20):
+            draw_gradients(params, rank, step)
+            if rank == 1 and step == 3:
+                assert params[0].grad is not None
+                params[0].grad[0] = math.nan
+            optimizer.step()
+        optimizer.synchronize()
+        optimizer.global_avg(may_revert=False)
+        return flatten(params)
+
+    first, *others = run_threads(4, main)
+    assert first.isfinite().all()
+    assert all(torch.equal(params, first) for params in others)
+
+
+@pytest.mark.parametrize("schedule", [AUTO, Schedule(gossip_every=2, staleness=2)])
+def test_nan_in_a_late_round_is_raised_by_its_whole_group(schedule: Schedule) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[int, ...]:
+        params = make_params()
+        optimizer = wrap(params, group, "complete", schedule=schedule)
+
+        def go_on() -> None:
+            for step in range(40):
+                draw_gradients(params, rank, step)
+                if rank == 1 and step == 3:
+                    assert params[0].grad is not None
+                    params[0].grad[0] = math.nan
+                optimizer.step()
+
+        with pytest.raises(NonFiniteError) as caught:
+            go_on()
+        assert flatten(params).isfinite().all() or rank == 1
+        return caught.value.ranks
+
+    assert run_threads(4, main) == [(1,)] * 4

@@ -16,7 +16,7 @@ from dense import mix, train_densely
 from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 from ranks import run_processes
 
-from decent_optim_wrapper import DecentOptimWrapper, PeerError, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, PeerError, Schedule, TopologyFactory
 from decent_optim_wrapper.gossip.bucket import Bucket
 
 pytestmark = pytest.mark.slow
@@ -148,6 +148,35 @@ def test_a_closed_process_group_is_named() -> None:
         assert len(texts) == 3
         for text in texts:
             assert f"rank {rank}: expected the process group to be open" in text
+
+
+def run_uneven_at_will(rank: int) -> tuple[list[float], int]:
+    from torch.distributed.algorithms.join import Join
+
+    dist.init_process_group("gloo")
+    params = make_params()
+    optimizer = DecentOptimWrapper(
+        *(sgd(params), None, None, None, "ring", TINY_CAP_MB),
+        schedule=Schedule(gossip_every="auto", max_staleness=2),
+    )
+    with Join([optimizer]):
+        for step in range(2 + 2 * rank):
+            backward(params, rank, step)
+            optimizer.step()
+    optimizer.synchronize()
+    optimizer.global_avg(may_revert=False)
+    dist.destroy_process_group()
+    return list(flatten(params).tolist()), optimizer.round
+
+
+@pytest.mark.timeout(60)
+def test_ranks_with_fewer_batches_join_in_rounds_that_travel_as_long_as_they_need() -> None:
+    (first, rounds), *others = run_processes(4, run_uneven_at_will)
+    assert rounds >= 3
+    for params, theirs in others:
+        assert params == first
+        assert theirs == rounds
+    assert first != flatten(make_params()).tolist()
 
 
 def run_uneven(rank: int, overlap: bool) -> list[float]:

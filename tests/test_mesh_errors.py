@@ -127,7 +127,7 @@ def add_shards(mesh: DeviceMesh) -> None:
     holder = nn.ParameterList([*whole, *shards])
     for param in holder:
         param.grad = torch.ones_like(param)
-    optimizer = over(mesh, whole, model=holder)
+    optimizer = over(mesh, list[Tensor](whole), model=holder)
     stages = optimizer.clip_grad_norm_(1e9).item()
     optimizer.add_param_group({"params": shards})
     norm = optimizer.clip_grad_norm_(1e9).item()

@@ -34,6 +34,7 @@ from decent_optim_wrapper.membership.recovery import fitting
 pytestmark = pytest.mark.slow
 
 PATIENCE = 5.0
+LATE, AUTO = Schedule(gossip_every=3, staleness=3), Schedule(gossip_every="auto")
 
 
 def tensors_of(outer: dict[str, Any] | None) -> list[torch.Tensor]:
@@ -100,18 +101,21 @@ def agree(results: list[dict[str, Any]]) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("topology", "becomes", "victim", "views"),
+    ("topology", "becomes", "victim", "views", "schedule"),
     [
-        ("ring", "Greedy(world_size=3", 0, False),
-        ("ring", "Greedy(world_size=3", 2, True),
-        ("complete", "Complete(world_size=3", 0, True),
-        ("complete", "Complete(world_size=3", 2, False),
+        ("ring", "Greedy(world_size=3", 0, False, Schedule()),
+        ("ring", "Greedy(world_size=3", 2, True, Schedule()),
+        ("complete", "Complete(world_size=3", 0, True, Schedule()),
+        ("complete", "Complete(world_size=3", 2, False, Schedule()),
+        ("ring", "Greedy(world_size=3", 1, True, LATE),
+        ("ring", "Greedy(world_size=3", 2, False, AUTO),
+        ("complete", "Complete(world_size=3", 0, True, AUTO),
     ],
 )
 def test_the_others_go_on_without_a_killed_rank(
-    topology: str, becomes: str, victim: int, views: bool
+    topology: str, becomes: str, victim: int, views: bool, schedule: Schedule
 ) -> None:
-    options = {"param_as_bucket_view": views}
+    options = {"param_as_bucket_view": views, "schedule": schedule}
     with RestartableProcesses(4, train, topology, options) as processes:
         processes.wait_for(victim, "round 20")
         processes.kill(victim)
@@ -223,12 +227,19 @@ def test_the_last_rank_goes_on_alone() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("topology", "views", "given_up"), [("ring", True, True), ("complete", False, False)]
+    ("topology", "views", "given_up", "schedule"),
+    [
+        ("ring", True, True, Schedule()),
+        ("complete", False, False, Schedule()),
+        ("ring", True, True, LATE),
+        ("ring", False, True, AUTO),
+    ],
 )
 def test_a_killed_rank_is_started_again_and_takes_part(
-    topology: str, views: bool, given_up: bool
+    topology: str, views: bool, given_up: bool, schedule: Schedule
 ) -> None:
-    with RestartableProcesses(4, train, topology, {"param_as_bucket_view": views}) as processes:
+    options = {"param_as_bucket_view": views, "schedule": schedule}
+    with RestartableProcesses(4, train, topology, options) as processes:
         for rank in range(4):
             assert processes.wait_for(rank, "joined") == 0
         processes.wait_for(1, "round 20")

@@ -496,12 +496,6 @@ class Gossip:
             plan = schedule.next_plan(self._round, self.mixing_rate)
         self._round_of(call, plan).receive()
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Stack a small tensor of every rank; collective."""
-        with self.failing_together():
-            self._assemble(Call.ALL_GATHER)
-        return self.replica.all_gather(tensor, self.session.transport)
-
     def resume_at(self, round: int) -> None:
         """Continue with this round, as all other ranks do; none is in flight."""
         self._round = round
@@ -556,6 +550,7 @@ class Gossip:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack a small tensor of every rank that takes part; collective."""
         with self.failing_together():
+            self._assemble(Call.ALL_GATHER)
             gathered = tensor
             # What is stacked last is the first dimension of the result.
             for transport in reversed(self._transports):

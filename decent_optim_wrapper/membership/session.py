@@ -144,6 +144,7 @@ def open_session(
             check_dense(others)
             parameters = named_parameters(optimizer.param_groups)
             replica = Replica(start.dimensions, check_model(model), start.gossip_ranks)
+            _check_cadence(settings, replica)
             replica.reshard()
             check_shards([*parameters, *others], replica, settings.param_as_bucket_view)
             check_tensors(parameters)
@@ -272,6 +273,15 @@ def _make_gossip(
         overlap=settings.overlap,
         post_mix=post_mix,
     )
+
+
+def _check_cadence(settings: Settings, replica: Replica) -> None:
+    if settings.schedule.cadence.auto and replica.size > 1:
+        raise ValueError(
+            'gossip_every="auto" expects a whole replica on every rank: the shards of a replica '
+            "would be mixed in different steps; pass a number of steps, and staleness to let a "
+            "round travel under several of them"
+        )
 
 
 def _make_outer(settings: Settings, base: Optimizer) -> Outer | None:
