@@ -240,6 +240,7 @@ class Oracle:
         make_outer: makes the outer optimizer that steps at exact averages.
         steps: how many each replica makes itself; it is idle in the others.
         skips: pairs of replica and step without an update.
+        late: how many steps apart the rounds are, and after how many they are mixed.
     """
 
     def __init__(
@@ -252,7 +253,9 @@ class Oracle:
         make_outer: MakeOptimizer | None = None,
         steps: Sequence[int] = (),
         skips: Collection[tuple[int, int]] = (),
+        late: int = 1,
     ) -> None:
+        self._late = late
         self._steps = steps or [STEPS] * replicas
         self._skips = skips
         self._models = [make_model() for _ in range(replicas)]
@@ -274,6 +277,7 @@ class Oracle:
             self._compute,
             self._update,
             self._land,
+            staleness=self._late,
         )
         return self
 
@@ -307,7 +311,8 @@ class Oracle:
     @torch.no_grad()
     def _land(self, step: int) -> None:
         if not self._average_every or (step + 1) % self._average_every:
-            mix(self._worlds, self._topology.mixing_matrix(step))
+            if (step + 1) % self._late == 0:
+                mix(self._worlds, self._topology.mixing_matrix(step // self._late))
             return
         size = len(self._worlds)
         mix(self._worlds, torch.full((size, size), 1 / size, dtype=torch.float64))

@@ -81,6 +81,7 @@ SCHEDULES = {
     "plain": Schedule(),
     "averages": Schedule(global_avg_every=2),
     "outer": Schedule(global_avg_every=2, outer=nesterov),
+    "late": Schedule(gossip_every=2, staleness=2),
 }
 
 
@@ -91,6 +92,11 @@ class Case(NamedTuple):
     base: str
     schedule: str
     overlap: bool
+
+    @property
+    def overlaps(self) -> bool:
+        """A round that travels under several steps always overlaps with them."""
+        return self.overlap or self.schedule == "late"
 
 
 # All pairs of values take minutes: `MESH_CASES=all` after a change. Else each layout once.
@@ -107,7 +113,7 @@ CASES = (
 def train(case: Case) -> tuple[int, dict[str, Any]]:
     spread = Spread(LAYOUTS[case.layout])
     optimizer = spread.wrap(
-        BASES[case.base], overlap=case.overlap, schedule=SCHEDULES[case.schedule]
+        BASES[case.base], overlap=case.overlaps, schedule=SCHEDULES[case.schedule]
     )
     assert len(optimizer.buckets) >= 2
     for step in range(STEPS):
@@ -119,9 +125,10 @@ def train(case: Case) -> tuple[int, dict[str, Any]]:
 
 @cache
 def oracle(replicas: int, base: str, schedule: str, overlap: bool) -> Oracle:
-    averages = 0 if schedule == "plain" else 2
+    averages = 2 if schedule in ("averages", "outer") else 0
     outer = nesterov if schedule == "outer" else None
-    made = Oracle(replicas, BASES[base], average_every=averages, make_outer=outer)
+    late = 2 if schedule == "late" else 1
+    made = Oracle(replicas, BASES[base], average_every=averages, make_outer=outer, late=late)
     return made.train(overlap)
 
 
@@ -141,7 +148,8 @@ def test_a_replica_follows_the_unsharded_oracle_however_it_is_spread(part: int) 
     for results in on_all(train, cases):
         for case, (replica, found) in zip(cases, results, strict=True):
             replicas = LAYOUTS[case.layout].replicas
-            expected = oracle(replicas, *case[1:]).parameters(replica)
+            made = oracle(replicas, case.base, case.schedule, case.overlaps)
+            expected = made.parameters(replica)
             assert difference(found, expected) < EXACT, case
             assert difference(found, start) > 1e-3
 

@@ -62,10 +62,11 @@ OUTERS: dict[str, Any] = {
 
 
 class Recipe(NamedTuple):
-    """How to train, by the names of `BASES` and `OUTERS`."""
+    """How to train, by the names of `BASES` and `OUTERS`, and after how many steps rounds mix."""
 
     base: str
     outer: str
+    late: int = 1
 
 
 class Move(NamedTuple):
@@ -76,17 +77,18 @@ class Move(NamedTuple):
     recipe: Recipe
 
     def folder(self, parent: Path) -> Path:
-        return parent / self.source / "_".join(self.recipe)
+        return parent / self.source / "_".join(map(str, self.recipe))
 
 
 MOVES = [
     Move("plain", "fsdp4", Recipe("sgd", "nesterov")),
-    Move("plain", "pp4", Recipe("adamw", "no outer")),
+    Move("plain", "pp4", Recipe("adamw", "no outer", late=2)),
     Move("fsdp4", "shard2 x tp2", Recipe("adamw", "adam")),
     Move("shard2 x tp2", "pp4", Recipe("sgd", "nesterov")),
-    Move("pp4", "fsdp4", Recipe("adamw", "adam")),
+    Move("pp4", "fsdp4", Recipe("adamw", "adam", late=2)),
     Move("fsdp4", "plain", Recipe("sgd", "no outer")),
-    Move("shard2 x tp2", "plain", Recipe("adamw", "no outer")),
+    Move("shard2 x tp2", "plain", Recipe("adamw", "no outer", late=2)),
+    Move("fsdp4", "shard2 x tp2", Recipe("sgd", "nesterov", late=2)),
     Move("pp4", "plain", Recipe("sgd", "nesterov")),
 ]
 # Half of them take a minute: `MESH_CASES=all` after a change.
@@ -106,7 +108,12 @@ class Run:
         timeout: float | None = None,
     ) -> None:
         self.spread = Spread(layout, seed)
-        schedule = Schedule(outer=OUTERS[recipe.outer], mixing_rate=rate)
+        schedule = Schedule(
+            gossip_every=recipe.late,
+            staleness=recipe.late,
+            mixing_rate=rate,
+            outer=OUTERS[recipe.outer],
+        )
         self.optimizer: DecentOptimWrapper = self.spread.wrap(
             BASES[recipe.base], schedule=schedule, timeout=timeout
         )
@@ -186,7 +193,9 @@ def oracle(recipe: Recipe) -> list[dict[str, Tensor]]:
         loss_of(models[replica](x), y).backward()  # type: ignore[no-untyped-call]
 
     def land(step: int) -> None:
-        matrix = topology.mixing_matrix(step)
+        if (step + 1) % recipe.late:
+            return
+        matrix = topology.mixing_matrix(step // recipe.late)
         mix(worlds, (1 - RATE) * torch.eye(2, dtype=matrix.dtype) + RATE * matrix)
         for outer, ours, params in zip(outers, anchors, worlds, strict=bool(outers)):
             for anchor, param in zip(ours, params, strict=True):
@@ -195,7 +204,10 @@ def oracle(recipe: Recipe) -> list[dict[str, Tensor]]:
             with torch.no_grad():
                 torch._foreach_copy_([*params], ours)
 
-    train_densely(worlds, STEPS, True, compute, lambda replica, step: bases[replica].step(), land)
+    def update(replica: int, step: int) -> None:
+        bases[replica].step()
+
+    train_densely(worlds, STEPS, True, compute, update, land, staleness=recipe.late)
     return [
         {name: param.detach().clone() for name, param in model.named_parameters()}
         for model in models

@@ -297,6 +297,10 @@ ALL_RANKS: dict[str, tuple[Build, str, str]] = {
         *("ValueError", "pass param_as_bucket_view=False"),
     ),
     "module": (lambda mesh, rank: module(mesh), "", ""),
+    "auto": (
+        lambda mesh, rank: on(mesh, params=plain(), schedule=Schedule(gossip_every="auto")),
+        *("ValueError", "expects a whole replica on every rank"),
+    ),
     "stage in a process group": (
         lambda mesh, rank: wrap(plain(), process_group=mesh.get_group("gossip")),
         *("", ""),
