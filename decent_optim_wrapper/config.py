@@ -19,7 +19,7 @@ from decent_optim_wrapper.gossip.outer import MakeOptimizer
 from decent_optim_wrapper.gossip.round import OnNonfinite as OnNonfinite
 from decent_optim_wrapper.gossip.schedule import Cadence, check_mixing_rate
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
-from decent_optim_wrapper.topo._base import did_you_mean
+from decent_optim_wrapper.topo.base import did_you_mean
 
 # Called with the old and the new members.
 OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]

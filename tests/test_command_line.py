@@ -20,8 +20,8 @@ from ranks import run_processes
 from decent_optim_wrapper import Group, Topology
 from decent_optim_wrapper.planning import suggest
 from decent_optim_wrapper.planning.cli import main
-from decent_optim_wrapper.planning.mesh_probe import _pairings
-from decent_optim_wrapper.topo._base import REGISTRY
+from decent_optim_wrapper.planning.mesh_probe import pairings
+from decent_optim_wrapper.topo.base import REGISTRY
 
 
 class Apart(Topology):
@@ -293,7 +293,7 @@ def test_a_mesh_that_is_none_is_refused_before_the_ranks_meet(
 
 def test_in_a_group_of_any_size_every_rank_meets_every_other_once() -> None:
     for n in range(2, 9):
-        rounds = _pairings(n)
+        rounds = pairings(n)
         assert len(rounds) == n - 1 + n % 2
         assert all(peers[peers[rank]] == rank for peers in rounds for rank in range(n))
         met = [(rank, peers[rank]) for peers in rounds for rank in range(n) if peers[rank] != rank]

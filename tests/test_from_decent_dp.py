@@ -43,7 +43,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from decent_optim_wrapper import DecentOptimWrapper, Group, Topology, TopologyFactory
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
-from decent_optim_wrapper.topo._base import REGISTRY
+from decent_optim_wrapper.topo.base import REGISTRY
 
 pytestmark = pytest.mark.slow
 
@@ -313,8 +313,8 @@ def their_edges(name: str, world_size: int, local: int) -> Any:
     """Phase by phase, made without the process group that their constructor needs."""
     kind = TopologyReg.registry[name]
     topology = kind.__new__(kind)
-    topology._world_size, topology._local_world_size = world_size, local
-    topology._n_nodes = world_size // local
+    sizes = {"_world_size": world_size, "_local_world_size": local}
+    vars(topology).update(sizes, _n_nodes=world_size // local)
     return topology._get_topo_edges()
 
 
@@ -354,7 +354,7 @@ def test_a_model_saved_by_decent_dp_is_loaded_as_the_guide_says() -> None:
     exec(code("what is trained"), script)
     trained = script["build_model"]()
     holder = nn.Module()
-    holder._model = trained  # As DecentralizedDataParallel holds it.
+    holder.add_module("_model", trained)  # As DecentralizedDataParallel holds it.
     script["saved"] = holder.state_dict()
     exec(code("a saved model"), script)
     for ours, theirs in zip(script["model"].parameters(), trained.parameters(), strict=True):

@@ -11,7 +11,7 @@ from decent_optim_wrapper import TopologyFactory
 from decent_optim_wrapper.membership.recovery import fitting
 from decent_optim_wrapper.planning import steady_error
 from decent_optim_wrapper.topo import Greedy, RandomMatching
-from decent_optim_wrapper.topo._matching import match
+from decent_optim_wrapper.topo.matching import match
 
 
 @pytest.mark.parametrize(

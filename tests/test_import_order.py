@@ -1,8 +1,9 @@
-"""The order of imports: a module imports from its own layer and from layers below it only."""
+"""The order of imports, and what is private: a module imports from layers below it only."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from decent_optim_wrapper import DecentOptimWrapper
 
 PACKAGE = "decent_optim_wrapper"
 ROOT = Path(decent_optim_wrapper.__file__).parent
+TESTS = Path(__file__).parent
 
 # What each layer may import of the package besides itself: a folder, or a module at the top
 # level of the package.
@@ -109,6 +111,74 @@ def test_the_layers_have_an_order() -> None:
         assert layer not in reached
 
 
+# Private names of others that are used, because there is no public way.
+OTHERS_PRIVATE = {
+    # Python's
+    *("_asdict", "_replace", "_exit", "_getframe"),
+    # torch's process groups and stores
+    *("_C", "_distributed_c10d", "_get_backend", "_get_process_group_store", "_register_backend"),
+    *("_set_default_backend", "_set_default_timeout", "_timeout", "_world"),
+    # torch's optimizers and their hooks
+    *("_global_optimizer_post_hooks", "_global_optimizer_pre_hooks", "_opt_called"),
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_step_post_hooks"),
+    *("_optimizer_step_pre_hooks", "_step_supports_amp_scaling", "_wrapped_by_lr_sched"),
+    # torch's modules and tensors
+    *("_BatchNorm", "_buffers", "_execution_engine", "_python_dispatch", "_version"),
+    # decent-dp's
+    *("_get_topo_edges", "_param_buckets"),
+}
+OF_THIS_OBJECT = {"self", "cls", "super()"}
+BY_NAME = {"delattr", "getattr", "hasattr", "setattr"}
+
+
+def private_uses(path: Path) -> Iterator[str]:
+    """Where a module uses a private name of another object or module."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.ImportFrom):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in OF_THIS_OBJECT:
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_NAME:
+            own = node.args and ast.unparse(node.args[0]) in OF_THIS_OBJECT
+            names = [str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)]
+            names = [] if own else names
+        else:
+            continue
+        for name in names:
+            private = re.match("_[A-Za-z]", name)
+            if private and name not in OTHERS_PRIVATE and not name.startswith("_foreach_"):
+                yield f"line {node.lineno}: {name}"
+
+
+@pytest.mark.parametrize("folder", [ROOT, TESTS], ids=["package", "tests"])
+def test_nothing_reaches_for_the_private_names_of_others(folder: Path) -> None:
+    found = sorted(folder.rglob("*.py"))
+    assert found
+    reaches = [f"{path.relative_to(folder)}, {use}" for path in found for use in private_uses(path)]
+    assert not reaches
+
+
+def test_every_way_to_reach_for_a_private_name_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "made_up.py"
+    path.write_text(
+        "import torch._dynamo, decent_optim_wrapper.topo._base\n"
+        "from decent_optim_wrapper.wrapper import _Own, shown\n"
+        "from ._here import shown\n"
+        "class A:\n"
+        "    def f(self, other):\n"
+        "        super()._inherited(self._own, self.__class__, other.shown)\n"
+        "        torch._foreach_add_(other.public._theirs, self.part._theirs)\n"
+        "patch.setattr(other, '_by_name', getattr(self, '_own'))\n"
+    )
+    assert sorted(private_uses(path)) == [
+        *("line 1: _base", "line 1: _dynamo", "line 2: _Own", "line 3: _here"),
+        *("line 7: _theirs", "line 7: _theirs", "line 8: _by_name"),
+    ]
+
+
 def test_every_way_to_import_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "topo" / "made_up.py"
     path.parent.mkdir()
@@ -119,7 +189,7 @@ def test_every_way_to_import_is_seen(tmp_path: Path) -> None:
         "def late():\n"
         "    from ..planning.tables import columns\n"
         "    from .. import errors\n"
-        "    from . import _base\n"
+        "    from . import base\n"
     )
     assert list(imported_layers(path, tmp_path)) == [
         *(("ddp", 1), ("wrapper", 2), ("Group", 2), ("topo", 3)),

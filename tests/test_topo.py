@@ -10,7 +10,7 @@ import torch
 
 from decent_optim_wrapper import Group, Topology, TopologyFactory
 from decent_optim_wrapper.topo import Hierarchical, RandomMatching
-from decent_optim_wrapper.topo._base import REGISTRY
+from decent_optim_wrapper.topo.base import REGISTRY
 
 BUILT_IN = ("complete", "ring", "one-peer-exp", "alternating-exp-ring")
 
@@ -356,7 +356,7 @@ def test_a_subclass_may_keep_a_table_and_a_period_of_its_own() -> None:
             return self._table
 
     kept = Kept([[Group([0, 1])], [Group([0, 1])]])
-    assert (kept.period, kept._period) == (1, "mine")
+    assert (kept.period, vars(kept)["_period"]) == (1, "mine")
     assert kept.schedule(1) == (Group([0, 1]),)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from types import FunctionType, ModuleType
 from typing import Any, cast
@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.profiler import ProfilerActivity, profile
 
-from decent_optim_wrapper import DecentOptimWrapper, Topology, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, Group, Topology, TopologyFactory
 from decent_optim_wrapper.comm import transport
 from decent_optim_wrapper.comm.process_groups import new_backend
 from decent_optim_wrapper.gossip.bucket import Layout, plan_buckets
-from decent_optim_wrapper.gossip.local_update import SPLITTABLE
+from decent_optim_wrapper.gossip.local_update import SPLITTABLE, LocalUpdate
 
 STEPS = 5
 BYTES = sum(param.nbytes for param in make_params())
@@ -88,16 +88,17 @@ def test_only_listed_types_without_hooks_are_split() -> None:
 
     params = make_params()
     base = sgd(params)
-    assert wrap(params, base=base)._local_update.splits
+    wrap(params, base=base)
+    assert LocalUpdate(base).splits
     handle = base.register_step_post_hook(lambda *_: None)
-    assert not wrap(params, base=base)._local_update.splits
+    assert not LocalUpdate(base).splits
     handle.remove()
     coupled = Coupled(params, lr=0.1)
-    assert not wrap(params, base=coupled)._local_update.splits
+    assert not LocalUpdate(coupled).splits
     StepLR(base, 1)
-    assert wrap(params, base=base)._local_update.splits
+    assert LocalUpdate(base).splits
     base.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
-    assert not wrap(params, base=base)._local_update.splits
+    assert not LocalUpdate(base).splits
 
 
 def test_muon_may_be_split_too() -> None:
@@ -415,20 +416,23 @@ def test_a_profile_shows_the_ranges() -> None:
         assert {f"decent::{what}" for what in ("wait", "mix", "update", "launch")} <= set(names)
 
 
-def held_bytes(root: object) -> dict[int, int]:
-    """Size of every storage that can be reached from `root`, by address."""
+def reachable(root: object) -> Iterator[object]:
+    """What `root` holds, directly or not."""
     seen: set[int] = set()
-    held: dict[int, int] = {}
     found = [root]
     while found:
         thing = found.pop()
         if id(thing) in seen or isinstance(thing, (type, ModuleType, FunctionType)):
             continue
         seen.add(id(thing))
-        if isinstance(thing, Tensor):
-            held[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        yield thing
         found += gc.get_referents(thing)
-    return held
+
+
+def held_bytes(root: object) -> dict[int, int]:
+    """Size of every storage that can be reached from `root`, by address."""
+    storages = [each.untyped_storage() for each in reachable(root) if isinstance(each, Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 @pytest.mark.slow
@@ -547,16 +551,22 @@ def test_every_dtype_mixes_in_pairs_and_in_larger_groups(mode: str) -> None:
         assert (start - start.mean(dim=0)).abs().max() > 0.5
 
 
+def groups_held(topology: Topology) -> int:
+    return sum(isinstance(each, Group) for each in reachable(topology))
+
+
 def test_a_topology_made_by_name_keeps_no_schedules_of_other_ranks() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[object, int]:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
         optimizer = wrap(make_params(), group, topology="one-peer-exp")
         for _ in range(3):
             optimizer.step()
         optimizer.synchronize()
-        kept = optimizer.topology._built_schedules
-        return kept, len(optimizer.topology.groups(0))
+        kept = groups_held(optimizer.topology)
+        assert len(optimizer.topology.groups(0)) == 2
+        return kept, groups_held(optimizer.topology)
 
-    assert run_threads(4, main) == [(None, 2)] * 4
+    for kept, built in run_threads(4, main):
+        assert kept == 0 < built
 
 
 def test_pairs_need_no_process_group_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

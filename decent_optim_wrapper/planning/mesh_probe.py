@@ -88,7 +88,7 @@ def _measure_group(transport: Transport, messages: Sequence[Tensor], repeats: in
     n = transport.world_size
     seconds = torch.zeros(2, n + 1, dtype=torch.float64, device="cpu")
     for of_size, message in zip(seconds, messages, strict=True):
-        for peers in _pairings(n):
+        for peers in pairings(n):
             of_size[peers[transport.rank]] = pair_seconds(
                 transport, message, peers[transport.rank], repeats
             )
@@ -97,7 +97,7 @@ def _measure_group(transport: Transport, messages: Sequence[Tensor], repeats: in
     return seconds
 
 
-def _pairings(n: int) -> list[list[int]]:
+def pairings(n: int) -> list[list[int]]:
     """Each rank's peer, round by round, so that each meets each other once; itself where it rests.
 
     The rounds of a tournament: as many pairs as there can be exchange at the same time.

@@ -3,23 +3,23 @@
 This package does not communicate and works without a process group.
 """
 
-from decent_optim_wrapper.topo._any_size import (
+from decent_optim_wrapper.topo.any_size import (
     Base2,
     BipartiteExponential,
     Hierarchical,
     Hypercuboid,
     RandomMatching,
 )
-from decent_optim_wrapper.topo._base import Topology
-from decent_optim_wrapper.topo._classic import (
+from decent_optim_wrapper.topo.base import Topology
+from decent_optim_wrapper.topo.classic import (
     AlternatingExponentialRing,
     Complete,
     OnePeerExponential,
     Ring,
 )
-from decent_optim_wrapper.topo._factory import TopologyFactory
-from decent_optim_wrapper.topo._greedy import Greedy
-from decent_optim_wrapper.topo._group import Group
+from decent_optim_wrapper.topo.factory import TopologyFactory
+from decent_optim_wrapper.topo.greedy import Greedy
+from decent_optim_wrapper.topo.group import Group
 
 __all__ = [
     "AlternatingExponentialRing",

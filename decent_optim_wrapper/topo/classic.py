@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decent_optim_wrapper.topo._base import Topology
+from decent_optim_wrapper.topo.base import Topology
 
 
 class EvenSizes(Topology):

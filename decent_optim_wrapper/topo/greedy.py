@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.topo._base import Topology
-from decent_optim_wrapper.topo._matching import DIGITS, Matching, match
+from decent_optim_wrapper.topo.base import Topology
+from decent_optim_wrapper.topo.matching import DIGITS, Matching, match
 
 _MOST_RANKS = 256
 _MOST_ROUNDS = 200

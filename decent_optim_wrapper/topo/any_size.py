@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from decent_optim_wrapper.topo._base import Topology, build
-from decent_optim_wrapper.topo._classic import EvenSizes
-from decent_optim_wrapper.topo._group import Group
+from decent_optim_wrapper.topo.base import Topology, build
+from decent_optim_wrapper.topo.classic import EvenSizes
+from decent_optim_wrapper.topo.group import Group
 
 
 class Hypercuboid(Topology):

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from decent_optim_wrapper.topo._any_size import (
+from decent_optim_wrapper.topo.any_size import (
     Base2,
     BipartiteExponential,
     Hierarchical,
     Hypercuboid,
     RandomMatching,
 )
-from decent_optim_wrapper.topo._base import REGISTRY, Topology, build
-from decent_optim_wrapper.topo._classic import (
+from decent_optim_wrapper.topo.base import REGISTRY, Topology, build
+from decent_optim_wrapper.topo.classic import (
     AlternatingExponentialRing,
     Complete,
     OnePeerExponential,
     Ring,
 )
-from decent_optim_wrapper.topo._greedy import Greedy
+from decent_optim_wrapper.topo.greedy import Greedy
 
 REGISTRY.update(
     {

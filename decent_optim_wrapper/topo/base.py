@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from decent_optim_wrapper.topo._group import Group
+from decent_optim_wrapper.topo.group import Group
 
 
 class Topology:
