@@ -14,8 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-from ranks import PROCESSES
+from ranks import PROCESSES, begin_process
 from torch._C._distributed_c10d import TCPStore
 
 
@@ -205,7 +204,7 @@ def _serve(
 def _work(
     rank: int, world_size: int, port: int, pipe: Connection, main: Callable[..., Any], args: Any
 ) -> None:
-    torch.set_num_threads(1)
+    begin_process()
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
 
     def report(key: str, value: Any) -> None:

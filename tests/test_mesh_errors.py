@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import on_mesh
 from ranks import run_processes
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore, HashStore
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -339,26 +338,16 @@ def moved(mesh: DeviceMesh) -> bool:
     return len(optimizer.buckets) >= 2 and torch.allclose(params[0], start - 0.05, atol=1e-12)
 
 
-def run_all(rank: int, part: int) -> dict[str, tuple[str, str, bool]]:
+def run_all(part: int) -> dict[str, tuple[str, str, bool]]:
+    rank = dist.get_rank()
     mesh = init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES))
     cases = list(CASES.items())[part::PARTS]
     return {name: (*outcome(build, mesh, rank), moved(mesh)) for name, build in cases}
 
 
-def run(rank: int, path: str, part: int) -> dict[str, tuple[str, str, bool]]:
-    # Not a TCPStore: every new connection to one asks the resolver, which may take seconds.
-    dist.init_process_group("gloo", store=FileStore(path, RANKS), rank=rank, world_size=RANKS)
-    try:
-        return run_all(rank, part)
-    finally:
-        dist.barrier()
-        dist.destroy_process_group()
-
-
 @cache
 def outcomes(part: int) -> list[dict[str, tuple[str, str, bool]]]:
-    with TemporaryDirectory() as folder:
-        return run_processes(RANKS, run, str(Path(folder) / "store"), part)
+    return run_processes(RANKS, on_mesh, run_all, part)
 
 
 def of_case(name: str) -> list[tuple[str, str]]:
