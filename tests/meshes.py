@@ -23,10 +23,12 @@ from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
 
 # FSDP splits an odd width unevenly, and leaves nothing of it to the last of four ranks; tensor
 # parallelism wants an even one.
-WIDTH, HIDDEN, BLOCKS, BATCH = 5, 4, 4, 8
+WIDTH, HIDDEN, BATCH = 5, 4, 8
+# One for each of two stages.
+BLOCKS = 2
 # Several buckets on every rank.
 CAP_MB = 150 / 2**20
-STEPS = 5
+STEPS = 4
 
 MakeOptimizer = Callable[[Sequence[Tensor]], Optimizer]
 
@@ -45,9 +47,9 @@ class Block(nn.Module):
         return out
 
 
-def make_model(seed: int = 0) -> nn.Sequential:
+def make_model(seed: int = 0, blocks: int = BLOCKS) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS))).double()
+    return nn.Sequential(*(Block() for _ in range(blocks))).double()
 
 
 def batch(replica: int, step: int) -> tuple[Tensor, Tensor]:
@@ -72,6 +74,7 @@ class Layout:
     sizes: dict[str, int]
     schedule: Any = Schedule1F1B
     outermost: bool = True
+    cap_mb: float = CAP_MB
 
     @property
     def replicas(self) -> int:
@@ -97,7 +100,7 @@ LAYOUTS = {
     "tp outside": Layout({"tp": 2, "gossip": 4}),
     "fsdp inside": Layout({"gossip": 4, "fsdp": 2}),
     "fsdp outside": Layout({"fsdp": 2, "gossip": 4}),
-    "fsdp with empty shards": Layout({"gossip": 2, "fsdp": 4}),
+    "fsdp with empty shards": Layout({"gossip": 2, "fsdp": 4}, cap_mb=CAP_MB / 2),
     "hsdp": Layout({"gossip": 2, "replicate": 2, "fsdp": 2}),
     "pipeline 1f1b": Layout({"gossip": 4, "pp": 2}),
     "pipeline gpipe": Layout({"pp": 2, "gossip": 4}, schedule=ScheduleGPipe),
@@ -113,13 +116,20 @@ class Spread:
     Args:
         layout: of the mesh.
         seed: of the parameters.
+        blocks: of the model.
         timeout: of torch's own exchanges.
     """
 
-    def __init__(self, layout: Layout, seed: int = 0, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        seed: int = 0,
+        blocks: int = BLOCKS,
+        timeout: timedelta | None = None,
+    ) -> None:
         self.mesh, self._layout = layout.mesh(timeout), layout
         self.replica = self.mesh.get_local_rank("gossip")
-        self.model: nn.Module = self._spread(make_model(seed))
+        self.model: nn.Module = self._spread(make_model(seed, blocks))
         names = [name for name in ("replicate", "fsdp") if name in layout.sizes]
         # The ranks that share a batch, and this rank's part of it.
         self._parts = 1
@@ -129,7 +139,7 @@ class Spread:
             self._parts *= layout.sizes[name]
 
     def wrap(self, make_base: MakeOptimizer, **options: Any) -> DecentOptimWrapper:
-        options = {"topology": "ring", "bucket_cap_mb": CAP_MB, **options}
+        options = {"topology": "ring", "bucket_cap_mb": self._layout.cap_mb, **options}
         return DecentOptimWrapper(
             make_base(list(self.model.parameters())),
             mesh=self.mesh,
@@ -209,7 +219,7 @@ class Spread:
         sizes = self._layout.sizes
         spread: nn.Module = model
         if "pp" in sizes:
-            at, per_stage = self.mesh.get_local_rank("pp"), BLOCKS // sizes["pp"]
+            at, per_stage = self.mesh.get_local_rank("pp"), len(model) // sizes["pp"]
             first = at * per_stage
             kept = {str(i): model[i] for i in range(first, first + per_stage)}
             spread = nn.Sequential()

@@ -35,6 +35,8 @@ from decent_optim_wrapper.checkpoint import Checkpoints
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 STOP, STEPS, RATE = 3, 6, 0.6
+# One for each of four stages.
+BLOCKS = 4
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # Two replicas, over four ranks each or over one.
 LAYOUTS = {
@@ -107,7 +109,7 @@ class Run:
         rate: float = RATE,
         timeout: float | None = None,
     ) -> None:
-        self.spread = Spread(layout, seed)
+        self.spread = Spread(layout, seed, BLOCKS)
         schedule = Schedule(
             gossip_every=recipe.late,
             staleness=recipe.late,
@@ -179,7 +181,7 @@ def resume_all(folder: Path, moves: Sequence[Move]) -> list[tuple[int, dict[str,
 @cache
 def oracle(recipe: Recipe) -> list[dict[str, Tensor]]:
     """The parameters of two whole replicas that never stop, mixed by dense matrices."""
-    models = [make_model(), make_model()]
+    models = [make_model(blocks=BLOCKS), make_model(blocks=BLOCKS)]
     worlds = [list(model.parameters()) for model in models]
     bases = [BASES[recipe.base](params) for params in worlds]
     anchors = [[param.detach().clone() for param in params] for params in worlds]
@@ -231,7 +233,7 @@ def split(moves: Sequence[Move], chosen: Sequence[bool]) -> tuple[list[Move], li
 
 
 def check(ranks: Sequence[list[tuple[int, dict[str, Any]]]], moves: Sequence[Move]) -> None:
-    start: dict[str, Tensor] = dict(make_model().named_parameters())
+    start: dict[str, Tensor] = dict(make_model(blocks=BLOCKS).named_parameters())
     for found in ranks:
         for move, (replica, params) in zip(moves, found, strict=True):
             expected = oracle(move.recipe)
@@ -307,7 +309,7 @@ def save_and_resume(folder: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def test_every_shard_has_a_file_from_which_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    start: dict[str, Tensor] = dict(make_model().named_parameters())
+    start: dict[str, Tensor] = dict(make_model(blocks=BLOCKS).named_parameters())
     for found in run_processes(4, on_mesh, save_and_resume, tmp_path):
         assert len(found) == len(SMALL)
         for whole, resumed in found:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from meshes import LAYOUTS, Spread
 from ranks import run_processes
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -44,8 +43,7 @@ def poison(spread: Spread) -> None:
 def train(rank: int, name: str, fault: str, folder: str, **options: Any) -> tuple[str, str, float]:
     """How a rank ends, and how many seconds after the fault, or after its call if that is later."""
     at = Path(folder) / "at"
-    store = FileStore(str(Path(folder) / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo")
     spread = Spread(LAYOUTS[name], timeout=timedelta(seconds=TIMEOUT))
     optimizer = spread.wrap(
         lambda params: torch.optim.SGD(params, lr=0.1), timeout=TIMEOUT, **options
@@ -110,8 +108,7 @@ def test_all_ranks_end_soon_where_one_stops_in_one_shard(tmp_path: Path, name: s
 
 def lose_on_the_way(rank: int, dies_before: str, folder: str) -> tuple[str, str, float]:
     """As `train`, where nobody ends before all have noticed: no connection closes by itself."""
-    store = FileStore(str(Path(folder) / "store"), 4)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gossip", "pp"))
     params = [torch.ones(4, requires_grad=True) for _ in range(2)]
     optimizer = DecentOptimWrapper(
@@ -173,10 +170,9 @@ def test_all_ranks_end_soon_where_one_shard_is_not_finite(tmp_path: Path, name: 
     assert found[FAILING][0] == "NonFiniteError"
 
 
-def average(rank: int, name: str, folder: str) -> tuple[str, set[float]]:
+def average(rank: int, name: str) -> tuple[str, set[float]]:
     """The error of an average of NaN, and the values of one that leaves NaN out."""
-    store = FileStore(str(Path(folder) / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo")
     spread, error = Spread(LAYOUTS[name]), ""
     for on_nonfinite in ("raise", "skip"):
         optimizer = spread.wrap(
@@ -200,18 +196,17 @@ def average(rank: int, name: str, folder: str) -> tuple[str, set[float]]:
 
 @pytest.mark.parametrize("name", ["fsdp inside", "tp inside", "pipeline 1f1b"])
 def test_an_average_leaves_out_the_whole_replica_of_a_shard_that_is_not_finite(
-    tmp_path: Path, name: str
+    name: str,
 ) -> None:
     bad = FAILING // 2
-    for error, values in run_processes(RANKS, average, name, str(tmp_path)):
+    for error, values in run_processes(RANKS, average, name):
         assert f"those of ranks [{bad}] hold NaN" in error
         assert values == {(0 + 2 + 3) / 3}
 
 
-def average_momenta(rank: int, name: str, folder: str) -> tuple[str, list[set[float]]]:
+def average_momenta(rank: int, name: str) -> tuple[str, list[set[float]]]:
     """The error of an average of momenta with NaN, and those of one that leaves NaN out."""
-    store = FileStore(str(Path(folder) / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo")
     spread, error, momenta = Spread(LAYOUTS[name]), "", []
     for on_nonfinite in ("raise", "skip"):
         optimizer = spread.wrap(
@@ -239,11 +234,9 @@ def average_momenta(rank: int, name: str, folder: str) -> tuple[str, list[set[fl
 
 
 @pytest.mark.parametrize("name", ["fsdp inside", "tp inside", "pipeline 1f1b"])
-def test_an_average_of_momenta_leaves_out_the_whole_replica_of_a_bad_shard(
-    tmp_path: Path, name: str
-) -> None:
+def test_an_average_of_momenta_leaves_out_the_whole_replica_of_a_bad_shard(name: str) -> None:
     bad = FAILING // 2
-    for error, values in run_processes(RANKS, average_momenta, name, str(tmp_path)):
+    for error, values in run_processes(RANKS, average_momenta, name):
         assert "finite momenta" in error
         assert f"those of ranks [{bad}] hold NaN" in error
         assert set().union(*values) == {(0 + 2 + 3) / 3}
