@@ -254,7 +254,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 self._gossip.close(error)
                 raise
         # Not earlier: the closure may have gathered the parameters.
-        self._gossip.replica.reshard()
+        self._gossip.reshard()
         if splits:
             with self._in_parts(self._scaling()) as advance:
                 for bucket in self._gossip.buckets:
@@ -501,7 +501,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     def _idle_step(self) -> None:
         """One round without a local update."""
-        self._gossip.replica.reshard()
+        self._gossip.reshard()
         with Step(self._gossip) as step:
             step.advance(step.buckets, lambda: None)
         self._tell_change()

@@ -117,13 +117,14 @@ OTHERS_PRIVATE = {
     *("_asdict", "_replace", "_exit", "_getframe"),
     # torch's process groups and stores
     *("_C", "_distributed_c10d", "_get_backend", "_get_process_group_store", "_register_backend"),
+    "_Options",
     *("_set_default_backend", "_set_default_timeout", "_timeout", "_world"),
     # torch's optimizers and their hooks
     *("_global_optimizer_post_hooks", "_global_optimizer_pre_hooks", "_opt_called"),
     *("_optimizer_state_dict_pre_hooks", "_optimizer_step_post_hooks"),
     *("_optimizer_step_pre_hooks", "_step_supports_amp_scaling", "_wrapped_by_lr_sched"),
     # torch's modules and tensors
-    *("_BatchNorm", "_buffers", "_execution_engine", "_python_dispatch", "_version"),
+    *("_BatchNorm", "_buffers", "_checkpoint", "_execution_engine", "_python_dispatch", "_version"),
     # decent-dp's
     *("_get_topo_edges", "_param_buckets"),
 }

@@ -15,11 +15,11 @@ import torch
 from decent_optim_wrapper import TopologyFactory
 from decent_optim_wrapper.planning import Pace, Simulation, simulate
 from decent_optim_wrapper.planning.simulation import (
-    _compute_times,
-    _mix_after,
-    _mix_on_arrival,
-    _phase,
-    _slow_ranks,
+    compute_times,
+    exchanges_of,
+    mix_after,
+    mix_on_arrival,
+    slow_ranks,
 )
 from decent_optim_wrapper.topo import Topology
 
@@ -200,14 +200,14 @@ def test_the_clocks_equal_those_of_ranks_that_act_tick_by_tick(seed: int) -> Non
         # All groups exchange for the same time here; ticks are exact in float64.
         phases = [
             phase._replace(seconds=(phase.seconds > 0) * float(rounds.wire))
-            for phase in (_phase(topology, k, 1.0, 0.0, 1.0) for k in range(topology.period))
+            for phase in (exchanges_of(topology, k, 1.0, 0.0, 1.0) for k in range(topology.period))
         ]
         compute = torch.tensor(rounds.compute, dtype=torch.float64)
         if rounds.gossip_every == "auto":
-            clock, launches = _mix_on_arrival(compute, phases, rounds.staleness)
+            clock, launches = mix_on_arrival(compute, phases, rounds.staleness)
             assert launches.tolist() == launched, rounds
         else:
-            clock = _mix_after(compute, phases, rounds.gossip_every, rounds.staleness)
+            clock = mix_after(compute, phases, rounds.gossip_every, rounds.staleness)
             assert set(launched) == {len(compute) // rounds.gossip_every}
         assert clock.tolist() == ended, rounds
 
@@ -281,19 +281,19 @@ def test_auto_waits_neither_for_the_wire_nor_for_a_slow_rank() -> None:
 
 
 def test_compute_times_have_the_mean_and_the_deviation_asked_for() -> None:
-    times = _compute_times(64, 2000, 0.3, 0.1, torch.Generator().manual_seed(1))
+    times = compute_times(64, 2000, 0.3, 0.1, torch.Generator().manual_seed(1))
     assert times.min() > 0
     assert times.mean().item() == pytest.approx(0.3, rel=0.01)
     assert times.std().item() == pytest.approx(0.1, rel=0.02)
     assert times.log().std().item() == pytest.approx(math.sqrt(math.log1p(1 / 9)), rel=0.02)
-    assert _compute_times(3, 2, 0.0, 0.0, torch.Generator()).tolist() == [[0.0] * 3] * 2
+    assert compute_times(3, 2, 0.0, 0.0, torch.Generator()).tolist() == [[0.0] * 3] * 2
 
 
 @pytest.mark.parametrize(
     ("share", "number"), [(0, 0), (0.001, 1), (0.01, 10), (0.5, 512), (1, 1024)]
 )
 def test_a_share_of_the_ranks_is_slow_and_at_least_one(share: float, number: int) -> None:
-    slow = _slow_ranks(1024, share, torch.Generator().manual_seed(0)).tolist()
+    slow = slow_ranks(1024, share, torch.Generator().manual_seed(0)).tolist()
     assert len(set(slow)) == len(slow) == number
     assert set(slow) <= set(range(1024))
 

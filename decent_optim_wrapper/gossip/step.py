@@ -436,14 +436,19 @@ class Gossip:
         if not may_revert:
             self.keep_average()
 
+    def reshard(self) -> None:
+        """Let what is written into shards be seen; see `Replica.reshard`."""
+        if self.replica.fsdp_modules:
+            self.replica.reshard()
+
     def apply_average(self, may_revert: bool) -> None:
         """Replace the parameters by their average; collective."""
-        self.replica.reshard()
+        self.reshard()
         self.average.apply(self._buckets, self.session.transport, may_revert, self.replica)
 
     def revert_average(self) -> None:
         """Restore what was before the average."""
-        self.replica.reshard()
+        self.reshard()
         self.average.revert()
 
     def consensus_distance(self) -> float:
@@ -590,7 +595,7 @@ class Gossip:
     def _finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
         # A closure may have gathered the parameters again.
-        self.replica.reshard()
+        self.reshard()
         self._relaunch()
         if arrived := self._receive():
             for bucket in arrived.unmixed:

@@ -130,17 +130,17 @@ def simulate(
     _check_schedule(gossip_every, staleness, max_staleness)
     n = topology.world_size
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    compute = _compute_times(n, steps, compute_time, jitter, generator)
-    compute[:, _slow_ranks(n, slow_share, generator)] *= slow_factor
+    compute = compute_times(n, steps, compute_time, jitter, generator)
+    compute[:, slow_ranks(n, slow_share, generator)] *= slow_factor
     phases = [
-        _phase(topology, phase, bandwidth, latency, parameter_bytes)
+        exchanges_of(topology, phase, bandwidth, latency, parameter_bytes)
         for phase in range(topology.period)
     ]
     if gossip_every == "auto":
-        overlap, launches = _mix_on_arrival(compute, phases, max_staleness)
+        overlap, launches = mix_on_arrival(compute, phases, max_staleness)
         steps_per_round = steps / launches.mean(dtype=torch.float64).item()
     else:
-        overlap = _mix_after(compute, phases, gossip_every, staleness)
+        overlap = mix_after(compute, phases, gossip_every, staleness)
         steps_per_round = float(gossip_every)
     no_overlap = _mix_inside(compute, phases, 1 if gossip_every == "auto" else gossip_every)
     bucket_bytes = min(parameter_bytes, bucket_cap_mb * _MIB)
@@ -192,7 +192,7 @@ def _check_schedule(
         )
 
 
-def _compute_times(
+def compute_times(
     ranks: int, steps: int, mean: float, deviation: float, generator: torch.Generator
 ) -> Tensor:
     """Log-normal times of shape (steps, ranks)."""
@@ -202,12 +202,13 @@ def _compute_times(
     return mean * (sigma * draws - sigma * sigma / 2).exp_()
 
 
-def _slow_ranks(ranks: int, share: float, generator: torch.Generator) -> Tensor:
+def slow_ranks(ranks: int, share: float, generator: torch.Generator) -> Tensor:
+    """Which ranks are slow: at least one, if any share of them is."""
     number = max(1, round(share * ranks)) if share else 0
     return torch.randperm(ranks, generator=generator, device="cpu")[:number]
 
 
-def _mix_after(
+def mix_after(
     compute: Tensor, phases: Sequence[_Phase], gossip_every: int, staleness: int
 ) -> Tensor:
     """When every rank has made its steps, if a round is mixed `staleness` steps after its launch.
@@ -239,7 +240,7 @@ def _mix_inside(compute: Tensor, phases: Sequence[_Phase], gossip_every: int) ->
     return clock
 
 
-def _mix_on_arrival(
+def mix_on_arrival(
     compute: Tensor, phases: Sequence[_Phase], max_staleness: int
 ) -> tuple[Tensor, Tensor]:
     """When every rank has made its steps, if a round is mixed by the first step that finds it.
@@ -306,9 +307,10 @@ def _exchange_seconds(group: Group, bandwidth: float, latency: float, copy_bytes
     return messages * latency + group.copies_sent * copy_bytes / bandwidth
 
 
-def _phase(
+def exchanges_of(
     topology: Topology, phase: int, bandwidth: float, latency: float, copy_bytes: float
 ) -> _Phase:
+    """The exchanges of a phase: who takes part in which, and how long it takes."""
     group_of = [0] * topology.world_size
     seconds = [0.0] * topology.world_size
     for number, group in enumerate(topology.groups(phase)):
