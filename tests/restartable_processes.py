@@ -11,11 +11,35 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from problem import TINY_CAP_MB, sgd
 from ranks import PROCESSES, begin_process
+from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
+
+from decent_optim_wrapper import DecentOptimWrapper, Elastic
+
+
+def wrap_elastic(
+    params: list[Tensor],
+    rank: int,
+    world_size: int,
+    store: Any,
+    changes: list[Any],
+    **options: Any,
+) -> DecentOptimWrapper:
+    """An optimizer that goes on without lost ranks, and notes old and new members at changes."""
+    return DecentOptimWrapper(
+        sgd(params),
+        rank,
+        world_size,
+        bucket_cap_mb=TINY_CAP_MB,
+        elastic=Elastic(
+            store=store, on_membership_change=lambda old, new: changes.append((old, new))
+        ),
+        **options,
+    )
 
 
 class RestartableProcesses:
@@ -41,12 +65,7 @@ class RestartableProcesses:
             self.start(rank)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for worker in self._workers.values():
             worker.kill()
             worker.join()
@@ -159,12 +178,7 @@ class StoreProcess:
     def __enter__(self) -> StoreProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.join()
 

@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from faults import MILD, Fault, Injector, Kind, draw_faults
-from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
-from restartable_processes import RestartableProcesses
-
-from decent_optim_wrapper import DecentOptimWrapper, Elastic
+from problem import backward, flatten, make_params
+from restartable_processes import RestartableProcesses, wrap_elastic
 
 pytestmark = pytest.mark.slow
 
@@ -46,16 +44,8 @@ def train(
     """Train until the launcher says up to which round, and sleep when it says so."""
     params = make_params(seed=rank)
     changes: list[Any] = []
-    optimizer = DecentOptimWrapper(
-        sgd(params),
-        rank,
-        world_size,
-        topology=topology,
-        bucket_cap_mb=TINY_CAP_MB,
-        timeout=PATIENCE,
-        elastic=Elastic(
-            store=store, on_membership_change=lambda old, new: changes.append((old, new))
-        ),
+    optimizer = wrap_elastic(
+        *(params, rank, world_size, store, changes), topology=topology, timeout=PATIENCE
     )
     first = optimizer.members
     while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):

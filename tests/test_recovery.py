@@ -16,7 +16,7 @@ from modules import flat, make_model
 from modules import train as train_module
 from modules import wrap as wrap_module
 from problem import TINY_CAP_MB, backward, flatten, make_params, nesterov, sgd
-from restartable_processes import RestartableProcesses
+from restartable_processes import RestartableProcesses, wrap_elastic
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from decent_optim_wrapper import (
@@ -56,16 +56,10 @@ def train(
     """Train until the launcher says up to which round, then average over those who are left."""
     params = make_params(seed=rank)
     changes: list[Any] = []
-    optimizer = DecentOptimWrapper(
-        sgd(params),
-        rank,
-        world_size,
+    optimizer = wrap_elastic(
+        *(params, rank, world_size, store, changes),
         topology=topology,
-        bucket_cap_mb=TINY_CAP_MB,
         timeout=PATIENCE,
-        elastic=Elastic(
-            store=store, on_membership_change=lambda old, new: changes.append((old, new))
-        ),
         **options,
     )
     report("joined", optimizer.round)
