@@ -23,9 +23,9 @@ from decent_optim_wrapper import (
     Schedule,
 )
 
-# A few runs of the processes are for all tests here. A store of files gets slower as it grows.
-PARTS = 3
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("mesh errors")]
+# Two runs of the processes are for all tests here.
+PARTS = 2
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SIZES = {"pp": 2, "gossip": 2, "tp": 2}
 RANKS = 8

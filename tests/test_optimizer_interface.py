@@ -520,6 +520,7 @@ def test_two_wrappers_in_one_process_do_not_mix_with_each_other() -> None:
         assert not torch.equal(first, second)
 
 
+@pytest.mark.slow
 def test_compiling_model_and_base_step_works() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))

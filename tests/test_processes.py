@@ -295,7 +295,7 @@ def test_objects_saved_with_equal_keys_are_warned_of_and_with_keys_by_rank_are_n
 
 
 SCRIPT = """
-import os, sys, time
+import gc, os, sys, time
 import torch, torch.distributed as dist
 import torch._dynamo  # which the first step would import, on every rank
 from decent_optim_wrapper import DecentOptimWrapper
@@ -315,6 +315,8 @@ def main(topology, lag, destroy):
     return optimizer
 
 lag, *worlds = sys.argv[1:]
+# The collector would copy what is imported into every rank, for seconds.
+gc.freeze()
 ends = {}
 for world in worlds:
     topology, end, port = world.split(":")
