@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from decent_optim_wrapper import PeerError
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
-from decent_optim_wrapper.gossip.step import Gossip
+from decent_optim_wrapper.gossip.gossip import Gossip
 
 VIEWS = pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from loguru import logger
 from torch import Tensor
 
+from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.outer import Outer
 from decent_optim_wrapper.gossip.schedule import check_mixing_rate
 from decent_optim_wrapper.gossip.state_by_name import by_name, by_place
-from decent_optim_wrapper.gossip.step import Gossip, GossipState
+from decent_optim_wrapper.gossip.step import GossipState
 
 
 class Arrange(NamedTuple):

@@ -15,7 +15,7 @@ step that mixes it does
 and a step in between is x <- x - u(x). There is one round in flight at a time, so this is stable
 however long it takes, and the mean over the ranks does not move.
 
-`Step` is the algorithm; `Gossip` owns what lasts from one step to the next.
+`Step` is the algorithm; `Rounds` owns what lasts from one step to the next.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
@@ -35,16 +34,16 @@ from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
-from decent_optim_wrapper.gossip.average import WorldAverage, consensus_distance
+from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.bucket import Bucket
+from decent_optim_wrapper.gossip.launch_values import in_place, starts_of
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.members import Members
 from decent_optim_wrapper.gossip.post_mix import PostMix
 from decent_optim_wrapper.gossip.replica import Replica
-from decent_optim_wrapper.gossip.round import Call, Header, Round, Rules, check_calls
+from decent_optim_wrapper.gossip.round import Call, Header, Round, Rules
 from decent_optim_wrapper.gossip.schedule import Cadence, Kind, RoundPlan, Session
 from decent_optim_wrapper.gossip.timing import Meter
-from decent_optim_wrapper.optim.shards import local
 
 Result = TypeVar("Result")
 
@@ -64,7 +63,7 @@ class Step:
         gossip: the rounds, one of which may be in flight.
     """
 
-    def __init__(self, gossip: Gossip) -> None:
+    def __init__(self, gossip: Rounds) -> None:
         self._gossip = gossip
         self._arrived: Round | None = None
         self._launched: Round | None = None
@@ -170,8 +169,8 @@ class _Connected:
     in_flight: Round | None = None
 
 
-class Gossip:
-    """The rounds of one rank, one of which may be in flight, and its collective calls.
+class Rounds:
+    """The rounds of one rank, one of which may be in flight.
 
     Args:
         session: the ranks that take part; replaced as a whole when they change.
@@ -250,6 +249,16 @@ class Gossip:
             logger.info("rank {} bucket {}: {!r}", self.session.transport.name, index, bucket)
 
     @property
+    def round(self) -> int:
+        """Number of the next round."""
+        return self._round
+
+    @property
+    def in_flight(self) -> Round | None:
+        """The round in flight, if there is one."""
+        return self._connected.in_flight
+
+    @property
     def state(self) -> GossipState:
         """The state of the rounds, to save now."""
         return GossipState(
@@ -293,21 +302,9 @@ class Gossip:
 
     def starts(self) -> list[Tensor]:
         """Copies of the parameters as the round in flight has them, or as they are without one."""
-        params = self.params
         if self._starts:
-            return [self._starts.get(param, param).detach().clone() for param in params]
-        flying = self._connected.in_flight
-        if flying is None:
-            return [param.detach().clone() for param in params]
-        frozen = [(bucket, flying.start_of(bucket)) for bucket in flying.unmixed]
-        known = [(bucket, start) for bucket, start in frozen if start is not None]
-        now = [bucket.pack(bucket.new_flat()) for bucket, _ in known]
-        for bucket, start in known:
-            bucket.unpack_(start)
-        copies = [param.detach().clone() for param in params]
-        for (bucket, _), flat in zip(known, now, strict=True):
-            bucket.unpack_(flat)
-        return copies
+            return [self._starts.get(param, param).detach().clone() for param in self.params]
+        return starts_of(self._connected.in_flight, self.params)
 
     def restore(
         self, state: GossipState, kept: bool = False, starts: dict[Tensor, Tensor] | None = None
@@ -336,8 +333,9 @@ class Gossip:
             self.keep_average()
         if self.members:
             self.members.begin_step()
-        with self.failing_together():
-            self.surviving(self._fall_in_line)
+        if not self._in_line:
+            with self.failing_together():
+                self.surviving(self.fall_in_line)
         if self.post_mix:
             self.post_mix.begin(self._buckets)
 
@@ -349,7 +347,7 @@ class Gossip:
         if not self.cadence.auto:
             self._round += 1
         if not self._overlap:
-            self.surviving(self._finish)
+            self.surviving(self.finish)
         self.meter.close(len(self._buckets), self._round)
 
     def receive(self) -> Round | None:
@@ -382,7 +380,8 @@ class Gossip:
         """Mix what has arrived for a bucket, if anything has."""
         if bucket in arrived.unmixed:
             # Local updates since the launch are left out of the outer step.
-            start = arrived.start_of(bucket) if self.post_mix else None
+            steps_outside = self.post_mix is not None and self.post_mix.outer is not None
+            start = arrived.start_of(bucket) if steps_outside else None
             drift = None if start is None else bucket.drift(start)
             arrived.mix(bucket)
             if self.post_mix:
@@ -400,7 +399,7 @@ class Gossip:
         transport = self.session.transport
         names = [transport.members[rank] for rank in plan.group.ranks]
         logger.debug("rank {} round {}: group {}", transport.name, self._round, names)
-        return self._round_of(Call.STEP, plan)
+        return self.round_of(Call.STEP, plan)
 
     def hand_over(self, launched: Round) -> None:
         """Leave a round in flight until a later step, once everything is posted."""
@@ -419,41 +418,10 @@ class Gossip:
                 launched.post(bucket)
             self.hand_over(launched)
 
-    def synchronize(self) -> None:
-        """Finish and mix the round in flight."""
-        self.check_parameters()
-        with self.failing_together():
-            self.surviving(partial(self._assemble, Call.SYNCHRONIZE))
-            self.surviving(self._finish)
-
-    def global_avg(self, may_revert: bool) -> None:
-        """Put the average in place; collective."""
-        self.check_parameters()
-        if not self.cadence.auto:
-            with self.failing_together():
-                self.surviving(self._arrive)
-        self.meet(Call.GLOBAL_AVG, lambda: self.apply_average(may_revert))
-        if not may_revert:
-            self.keep_average()
-
     def reshard(self) -> None:
         """Let what is written into shards be seen; see `Replica.reshard`."""
         if self.replica.fsdp_modules:
             self.replica.reshard()
-
-    def apply_average(self, may_revert: bool) -> None:
-        """Replace the parameters by their average; collective."""
-        self.reshard()
-        self.average.apply(self._buckets, self.session.transport, may_revert, self.replica)
-
-    def revert_average(self) -> None:
-        """Restore what was before the average."""
-        self.reshard()
-        self.average.revert()
-
-    def consensus_distance(self) -> float:
-        """Root mean square distance of the replicas to their average; collective."""
-        return consensus_distance(self._buckets, self.session.transport, self.replica)
 
     def keep_average(self) -> None:
         """Accept the average in place as the ranks' own parameters; collective."""
@@ -470,36 +438,6 @@ class Gossip:
         """Run what follows the mixing for an average that is kept; collective."""
         if self.post_mix:
             self.post_mix.keep(self._buckets, self.session.transport)
-
-    def meet(self, call: Call, action: Callable[[], Result]) -> Result:
-        """Run a collective action; if a rank is lost, run it again with the remaining ones.
-
-        Args:
-            call: the method that this rank is in.
-            action: the action; it may run several times.
-        """
-        self.session.transport.check_open()
-        self.check_parameters()
-        with self.failing_together(TypeError, ValueError):
-            if self.members:
-                return self.members.meet(call, action)
-            self.announce(call)
-            return action()
-
-    def announce(self, call: Call) -> None:
-        """Check that the ranks of the next round's group are in the same method as this one.
-
-        Raises:
-            CallOrderError: a rank is in another method.
-            PeerError: a rank does not answer.
-        """
-        self._assemble(call)
-        schedule = self.session.schedule
-        plan = schedule.idle()
-        if self._round >= schedule.first_round:
-            # The group that this rank meets next, also while it is idle.
-            plan = schedule.next_plan(self._round, self.mixing_rate)
-        self._round_of(call, plan).receive()
 
     def resume_at(self, round: int) -> None:
         """Continue with this round, as all other ranks do; none is in flight."""
@@ -533,7 +471,7 @@ class Gossip:
         """Close the connections, unless all ranks raise the error; see `failing_together`."""
         if isinstance(error, (PeerError, CallOrderError)):
             # The ranks along the other dimensions of a mesh wait for this one, too.
-            for transport in self._transports if self.replica.dimensions else ():
+            for transport in self.transports if self.replica.dimensions else ():
                 transport.pass_on(error)
         elif not isinstance(error, (NonFiniteError, *shared)):
             self.close(error)
@@ -541,38 +479,16 @@ class Gossip:
     def close(self, error: BaseException) -> None:
         """Close the connections for good, and tell the others why."""
         self.abandon()
-        for transport in self._transports:
+        for transport in self.transports:
             transport.fail(error)
         if self.members:
             self.members.leave()
 
     @property
-    def _transports(self) -> Sequence[Transport]:
+    def transports(self) -> Sequence[Transport]:
         """What connects this rank, along every dimension of a mesh."""
         inside = (dimension.transport for dimension in self.replica.dimensions)
         return [self.session.transport, *inside]
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Stack a small tensor of every rank that takes part; collective."""
-        with self.failing_together():
-            self._assemble(Call.ALL_GATHER)
-            gathered = tensor
-            # What is stacked last is the first dimension of the result.
-            for transport in reversed(self._transports):
-                gathered = transport.all_gather(gathered)
-        return gathered.reshape(-1, *tensor.shape)
-
-    def clip_grad_norm_(
-        self, params: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
-    ) -> Tensor:
-        """Clip by the norm of the whole replica; collective over it.
-
-        Raises:
-            RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
-        """
-        # The error is that of all ranks of the replica, and nobody else waits for them.
-        with self.failing_together(RuntimeError):
-            return self.replica.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
     def abandon(self) -> None:
         """Drop the round in flight without waiting for it."""
@@ -592,7 +508,7 @@ class Gossip:
         changed = flying.changed_in_flight() if flying else []
         self._local_update.check(self._buckets, changed, self.session.transport.name)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
         # A closure may have gathered the parameters again.
         self.reshard()
@@ -601,52 +517,11 @@ class Gossip:
             for bucket in arrived.unmixed:
                 self.mix(arrived, bucket)
 
-    def _assemble(self, call: Call) -> None:
-        """Bring all ranks to the same round, where they may be at different ones.
-
-        A rank that comes here early takes part in the rounds of the others, without local updates:
-        they would wait for it otherwise, and it for them. Afterwards every rank has launched the
-        same round, and mixed those before it.
-
-        Raises:
-            CallOrderError: a rank is in another method.
-            PeerError: a rank does not answer.
-        """
-        transport = self.session.transport
-        # While an average is in place, no rank makes steps.
-        together = not self.cadence.auto or self.average.snapshot is not None
-        if together or transport.world_size == 1:
-            return
-        self._fall_in_line()
-        coming = transport.announce(torch.tensor([call], device="cpu"))
-        while not coming.arrival.is_over:
-            self.launch()
-            if self._connected.in_flight and self._connected.in_flight.arrives(coming.arrival):
-                self._finish()
-        check_calls(call, transport.read(coming), transport)
-        # No collective: those behind still launch rounds, which may be collectives of all ranks.
-        launched = transport.announce(torch.tensor([self._round], device="cpu"))
-        highest = max(number for (number,) in transport.read(launched).values())
-        while self._round < highest:
-            self._finish()
-            self.launch()
-
-    def _fall_in_line(self) -> None:
+    def fall_in_line(self) -> None:
         """Go on with the highest round of all ranks after each has loaded its own; collective."""
         if not self._in_line:
             rounds = self.session.transport.all_gather(torch.tensor([self._round], device="cpu"))
             self.resume_at(int(rounds.max()))
-
-    def _arrive(self) -> None:
-        """Wait for the round in flight, if there is one; nothing is mixed yet.
-
-        Raises:
-            NonFiniteError: the round must not be mixed; it stays in flight, and mixing it raises
-                again.
-        """
-        if self._connected.in_flight:
-            self._connected.in_flight.receive()
-            self._connected.in_flight.check_finite()
 
     def _relaunch(self) -> None:
         """Launch the round that was in flight when the state was saved."""
@@ -659,23 +534,10 @@ class Gossip:
             rate, self.mixing_rate = self.mixing_rate, self._last_rate
             round, age = self._round, self._age
             self._round -= age
-            with self._at_its_start():
+            with in_place(self._starts):
                 self.launch()
+            self._starts = {}
             self._round, self._age, self.mixing_rate = round, age, rate
-
-    @contextmanager
-    def _at_its_start(self) -> Iterator[None]:
-        """Put the parameters in place with which the round in flight was launched."""
-        now = {param: local(param).clone() for param in self._starts}
-        with torch.no_grad():
-            for param, start in self._starts.items():
-                local(param).copy_(local(start))
-            try:
-                yield
-            finally:
-                for param, value in now.items():
-                    local(param).copy_(value)
-                self._starts = {}
 
     def _take(self) -> Round | None:
         """Wait for the round in flight and return it.
@@ -687,7 +549,8 @@ class Gossip:
             flying.receive()
         return flying
 
-    def _round_of(self, call: Call, plan: RoundPlan) -> Round:
+    def round_of(self, call: Call, plan: RoundPlan) -> Round:
+        """Begin an exchange with the ranks that mix next: headers, and buckets if it has any."""
         self.session.transport.check_open()
         header = Header(call, self._round, plan.mixing_rate)
         return Round(header, plan, self.session, self._rules, self.meter)

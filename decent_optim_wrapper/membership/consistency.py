@@ -15,8 +15,8 @@ from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.bucket import Layout, extend_plan, plan_buckets
+from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.parameters import Named, check_shards, check_tensors
-from decent_optim_wrapper.gossip.step import Gossip
 from decent_optim_wrapper.membership.recovery import Recovery
 from decent_optim_wrapper.membership.start import Start, check_same
 from decent_optim_wrapper.topo import Topology

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.gossip.step import Gossip
+from decent_optim_wrapper.gossip.gossip import Gossip
 
 _PACKAGE = "torch.distributed.checkpoint."
 _SAVERS = ("save", "async_save")

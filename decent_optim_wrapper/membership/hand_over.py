@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.state_transfer import receive_state, send_state, sendable
 from decent_optim_wrapper.gossip.bucket import Layout
+from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.parameters import Named, named_parameters
 from decent_optim_wrapper.gossip.saved_state import gossip_state, read_state, restore
-from decent_optim_wrapper.gossip.step import Gossip
 from decent_optim_wrapper.membership.consistency import broadcast
 
 

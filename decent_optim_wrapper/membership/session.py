@@ -15,6 +15,7 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, Settings
 from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.bucket import Layout, extend_plan, plan_buckets
+from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.identical_ranks import IdenticalRanks
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.optimizer_state import StateAverage
@@ -32,7 +33,6 @@ from decent_optim_wrapper.gossip.post_mix import PostMix
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.round import Rules
 from decent_optim_wrapper.gossip.schedule import Kind, Session
-from decent_optim_wrapper.gossip.step import Gossip
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.membership.arguments import (
     check_place,
