@@ -29,3 +29,14 @@ def test_a_slow_rank_is_no_reason_to_recover(tmp_path: Path) -> None:
     report = run_script(SOAK, *command, cwd=tmp_path, seconds=280)
     assert "recoveries: 0," in report
     assert "faults: none" in report
+
+
+@pytest.mark.timeout(300)
+def test_faults_are_survived_by_ranks_that_never_wait(tmp_path: Path) -> None:
+    options = ("--auto", "--step", "0.01", "--jitter", "0.03", "--slow", "0.03")
+    command = ("--minutes", "0.7", *options, "--seed", os.environ["SOAK_SEED"])
+    report = run_script(SOAK, *command, cwd=tmp_path, seconds=280)
+    print(*command, report, sep="\n")
+    assert "0 ranks for good" in report
+    assert "faults: none" not in report
+    assert "| 3 |" in report

@@ -3,6 +3,7 @@
     python examples/benchmark/soak.py --minutes 5                        # with faults
     python examples/benchmark/soak.py --quiet-rounds 10000               # without
     python examples/benchmark/soak.py --quiet-rounds 100 --slow 0.2      # with one slow rank
+    python examples/benchmark/soak.py --minutes 5 --auto --jitter 0.05   # rounds that never wait
 
 In the first quarter of the time ranks are only delayed, for less than the timeout. Reports rounds,
 faults, recoveries and losses, and the memory, file descriptors and threads of every rank after
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import random
 import signal
 import statistics
 import sys
@@ -32,7 +34,7 @@ from faults import LEAST, MILD, Injector, Kind, draw_faults
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 
-from decent_optim_wrapper import DecentOptimWrapper, Elastic
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule
 from decent_optim_wrapper.membership.rendezvous import key_prefix
 
 PROCESSES = get_context("forkserver")
@@ -56,6 +58,8 @@ class Job(NamedTuple):
         timeout: in seconds.
         step: seconds that every step takes at least.
         slow: seconds that one rank needs longer for each step.
+        jitter: seconds that any step of any rank may take longer.
+        auto: whether a step mixes what has arrived and never waits.
     """
 
     world_size: int
@@ -63,6 +67,8 @@ class Job(NamedTuple):
     timeout: float
     step: float
     slow: float
+    jitter: float
+    auto: bool
 
 
 class Footprint(NamedTuple):
@@ -129,15 +135,18 @@ def train(rank: int, job: Job, store: Any, report: Callable[[Progress], None]) -
         topology=job.topology,
         bucket_cap_mb=0.01,
         timeout=job.timeout,
+        schedule=Schedule(gossip_every="auto" if job.auto else 1),
         elastic=Elastic(store=store, on_membership_change=note_change),
     )
+    chance = random.Random(rank)
 
     def progress() -> Progress:
         return Progress(optimizer.round, optimizer.members, steps, footprint(), tuple(stalls))
 
     while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
         sleep_if_told(rank, store)
-        time.sleep(job.step + (job.slow if rank == SLOW_RANK else 0.0))
+        extra = job.slow if rank == SLOW_RANK else 0.0
+        time.sleep(job.step + extra + chance.uniform(0, job.jitter))
         optimizer.zero_grad()
         inputs = torch.randn(8, 32, dtype=torch.float64)
         (model(inputs) - inputs[:, :4].sin()).square().mean().backward()
@@ -240,7 +249,7 @@ class Fleet:
 
     def end(self, patience: float = 60) -> None:
         """Let the ranks end a little later, all after the same round, and compare them."""
-        pace = self._job.step + self._job.slow
+        pace = self._job.step + self._job.slow + self._job.jitter / 2
         margin = math.ceil(AHEAD_SECONDS / pace) if pace else WARM_UP
         self._store.set("finish", str(self.round + margin))
         deadline = time.monotonic() + patience
@@ -393,6 +402,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=5, help="of the ranks, in seconds")
     parser.add_argument("--step", type=float, default=0, help="seconds of each step at least")
     parser.add_argument("--slow", type=float, default=0, help="seconds a rank needs longer")
+    parser.add_argument("--jitter", type=float, default=0, help="seconds a step may take longer")
+    parser.add_argument("--auto", action="store_true", help='gossip_every="auto"')
     parser.add_argument("--quiet-rounds", type=int, default=0, help="that many rounds, no faults")
     args = parser.parse_args()
     if args.ranks <= LEAST:
@@ -403,7 +414,16 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     start = time.monotonic()
-    fleet = Fleet(Job(args.ranks, args.topology, args.timeout, args.step, args.slow))
+    job = Job(
+        world_size=args.ranks,
+        topology=args.topology,
+        timeout=args.timeout,
+        step=args.step,
+        slow=args.slow,
+        jitter=args.jitter,
+        auto=args.auto,
+    )
+    fleet = Fleet(job)
     injector = Injector(fleet, args.ranks)
     try:
         wrong = soak(fleet, injector, args)
