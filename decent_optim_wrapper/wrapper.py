@@ -39,7 +39,7 @@ from decent_optim_wrapper.gossip.saved_state import (
 from decent_optim_wrapper.gossip.schedule import check_mixing_rate
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import StepStats
-from decent_optim_wrapper.membership.arguments import Place
+from decent_optim_wrapper.membership.arguments import Arguments
 from decent_optim_wrapper.membership.dcp_warning import warn_of_mixtures
 from decent_optim_wrapper.membership.session import Extras, open_session
 from decent_optim_wrapper.membership.start import Start
@@ -143,7 +143,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         model: nn.Module | None = None,
     ) -> None:
         start = Start(
-            Place(
+            Arguments(
                 rank=rank,
                 world_size=world_size,
                 local_world_size=local_world_size,
@@ -204,7 +204,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def rank(self) -> int:
         """This rank, as numbered at the start."""
-        return self._gossip.session.transport.name
+        return self._gossip.session.transport.initial_rank
 
     @property
     def world_size(self) -> int:
@@ -304,7 +304,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 be averaged contain them; the parameters are then averaged, the momenta are not.
         """
         self._gossip.global_avg(may_revert)
-        self._tell_change()
+        self._notify_change()
 
     def revert_global_avg(self) -> None:
         """Restore the values before `global_avg()`, bit for bit, and free the snapshot.
@@ -357,7 +357,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def consensus_distance(self) -> float:
         """Root mean square over the ranks of ||x_i - mean(x)||_2; collective."""
         distance = self._gossip.meet(Call.CONSENSUS_DISTANCE, self._gossip.consensus_distance)
-        self._tell_change()
+        self._notify_change()
         return distance
 
     def clip_grad_norm_(
@@ -497,25 +497,25 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         with Step(self._gossip) as step:
             yield step
             self._gossip.meter.skipped = self._local_update.skipped
-        self._tell_change()
+        self._notify_change()
 
     def _idle_step(self) -> None:
         """One round without a local update."""
         self._gossip.reshard()
         with Step(self._gossip) as step:
             step.advance(step.buckets, lambda: None)
-        self._tell_change()
+        self._notify_change()
 
     def _regroup(self, parameters: list[Named], late: list[Named]) -> None:
         """Gossip these parameters, of which `late` are new, from the next round on; collective."""
         add = partial(self._parts.agreement.add, self._gossip, parameters, late)
         self._gossip.meet(Call.REGROUP, add)
-        self._tell_change()
+        self._notify_change()
 
-    def _tell_change(self) -> None:
+    def _notify_change(self) -> None:
         """Call the user's callback if the members have changed, when all else is done."""
         if self._gossip.members:
-            self._gossip.members.tell_change()
+            self._gossip.members.notify_change()
 
     @contextmanager
     def _in_parts(

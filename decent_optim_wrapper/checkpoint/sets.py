@@ -134,7 +134,7 @@ class Checkpoints:
         step = self._agree()
         self._complete = {}
         if step == _MISSING:
-            self._tell_nothing_found()
+            self._warn_of_no_set()
             return None
         self._complete[self._optimizer.world_size] = [step]
         state = torch.load(self._path(step), map_location=map_location, weights_only=True)
@@ -191,7 +191,7 @@ class Checkpoints:
             raise
         written = self._gather(1)[:, 0] == 1
         if not written.all():
-            self._tell(step, "is not complete: could not write", ~written)
+            self._warn(step, "is not complete: could not write", ~written)
         return bool(written.all())
 
     def _agree_to_save(self, step: int) -> int:
@@ -223,10 +223,10 @@ class Checkpoints:
             steps, stamps = everywhere.unbind(1)
             lowest, highest = int(steps.min()), int(steps.max())
             if lowest < highest:
-                self._tell(highest, "is passed over: no whole", steps < highest)
+                self._warn(highest, "is passed over: no whole", steps < highest)
                 limit = lowest
             else:
-                self._tell(highest, "is passed over: of another set is", stamps != stamps[0])
+                self._warn(highest, "is passed over: of another set is", stamps != stamps[0])
                 limit = lowest - 1
             if held.step > limit:
                 held = self._newest(limit)
@@ -252,19 +252,19 @@ class Checkpoints:
         found = ((_STEP.fullmatch(p.parent.name), p) for p in self._folder.glob(f"*/{pattern}"))
         return {int(match[1]): path for match, path in found if match}
 
-    def _tell(self, step: int, problem: str, bad: Tensor) -> None:
+    def _warn(self, step: int, problem: str, bad: Tensor) -> None:
         """Log once for all ranks what is wrong with the files of the `bad` rows of `_gather`."""
-        if self._tells:
+        if self._logs:
             rows = bad.nonzero().flatten().tolist()
             names = ", ".join(self._name(*divmod(row, self._replica.size)) for row in rows)
             logger.warning("checkpoint {} {} {}", self._path(step).parent, problem, names)
 
-    def _tell_nothing_found(self) -> None:
+    def _warn_of_no_set(self) -> None:
         shards = self._replica.size
         size = f"{self._optimizer.world_size} ranks" + (
             f" of {shards} shards" if shards > 1 else ""
         )
-        if self._tells and self._files("rank_*.pt"):
+        if self._logs and self._files("rank_*.pt"):
             logger.warning("{} has checkpoints, but no complete set of {}", self._folder, size)
 
     def _prune(self) -> None:
@@ -291,7 +291,7 @@ class Checkpoints:
         return self._optimizer.replica
 
     @property
-    def _tells(self) -> bool:
+    def _logs(self) -> bool:
         """Whether this rank writes the log for all of them."""
         return self._optimizer.rank == self._replica.shard == 0
 

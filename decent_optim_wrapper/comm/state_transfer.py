@@ -79,9 +79,9 @@ def receive_text(transport: Transport, source: int) -> str:
     size = int(announced.item())
     if not 0 <= size <= _LONGEST_TEXT:
         raise ValueError(
-            f"rank {transport.name}: rank {source} announced a text of {size} bytes, which cannot "
-            f"be the state of a wrapper; make sure that nothing else communicates on this process "
-            f"group at the same time, and that all ranks run the same version"
+            f"rank {transport.initial_rank}: rank {source} announced a text of {size} bytes, "
+            f"which cannot be the state of a wrapper; make sure that nothing else communicates on "
+            f"this process group at the same time, and that all ranks run the same version"
         )
     data = torch.empty(size, dtype=torch.uint8, device=device)
     transport.broadcast(data, source)

@@ -158,7 +158,7 @@ class Transport:
         self._coalescing: dict[str, bool] = {}
         # A closed transport is not a world of one rank: what needs the others raises.
         self._closed: _Closed | None = None
-        self._losses = Losses(store, self.name)
+        self._losses = Losses(store, self.initial_rank)
 
     @classmethod
     def over(
@@ -188,7 +188,7 @@ class Transport:
         )
 
     @property
-    def name(self) -> int:
+    def initial_rank(self) -> int:
         """The number of this rank at the start."""
         return self.members[self.rank]
 
@@ -489,8 +489,8 @@ class Transport:
     def _raise_closed(self, closed: _Closed) -> NoReturn:
         kind = RuntimeError if closed.broken else PeerError
         raise kind(
-            f"rank {self.name}: expected connections to the other ranks, but this rank has closed "
-            f"them: {closed.reason}; restart from the last checkpoint"
+            f"rank {self.initial_rank}: expected connections to the other ranks, but this rank has "
+            f"closed them: {closed.reason}; restart from the last checkpoint"
         )
 
     def _finish(self, work: dist.Work) -> None:
@@ -504,7 +504,7 @@ class Transport:
     def _lost_in_collective(self, suspects: tuple[int, ...], error: WireError) -> PeerError:
         loss = self.lose(suspects, error.silent)
         return PeerError(
-            f"rank {self.name}: expected all {self.world_size} ranks to take part in a "
+            f"rank {self.initial_rank}: expected all {self.world_size} ranks to take part in a "
             f"collective within {self._timeout}, but lost {loss} ({error}); look "
             f"there for the first error, and call the same methods in the same "
             f"order everywhere",
@@ -549,8 +549,9 @@ class Transport:
             return new_backend(like, store, ranks.index(self.rank), len(ranks), self._timeout)
         except (RuntimeError, TimeoutError) as error:
             raise PeerError(
-                f"rank {self.name}: ranks {[self.members[rank] for rank in ranks]} could not "
-                f"connect within {self._timeout} ({error}); look there for the first error"
+                f"rank {self.initial_rank}: ranks {[self.members[rank] for rank in ranks]} "
+                f"could not connect within {self._timeout} ({error}); look there for the first "
+                f"error"
             ) from error
 
 

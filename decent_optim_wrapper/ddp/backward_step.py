@@ -67,9 +67,9 @@ class BackwardOptimizer(DecentOptimWrapper):
         """A step in parts: yields a function that mixes, updates and launches one bucket."""
         return self._in_parts(Scaling(None, None), apply)
 
-    def tell_change(self) -> None:
+    def notify_change(self) -> None:
         """Call the user's callback if the members have changed."""
-        super()._tell_change()
+        super()._notify_change()
 
     def distance_to_average(self) -> float:
         """||x_i - mean(x)||_2, the distance of this rank's own parameters to the average."""
@@ -79,7 +79,7 @@ class BackwardOptimizer(DecentOptimWrapper):
         """Accept the average in place as the ranks' own parameters; collective."""
         self._gossip.keep_average()
 
-    def _tell_change(self) -> None:
+    def _notify_change(self) -> None:
         """Do nothing yet: an error of the user's callback must not break the backward pass."""
 
 
@@ -122,17 +122,17 @@ class _StepInParts:
 
     def __init__(self, optimizer: BackwardOptimizer, unscale_and_clip: UnscaleAndClip) -> None:
         self._optimizer = optimizer
-        self._home = {id(m): bucket for bucket in optimizer.buckets for m in bucket.members}
+        self._bucket_of = {id(m): bucket for bucket in optimizer.buckets for m in bucket.members}
         self._missing = {bucket: set(map(id, bucket.members)) for bucket in optimizer.buckets}
         self._unscale_and_clip = unscale_and_clip
         self._open = ExitStack()
-        self._pass_on: Callable[[Bucket], None] | None = None
+        self._advance: Callable[[Bucket], None] | None = None
         self._takeovers = optimizer.takeovers
 
     def take(self, param: Tensor) -> None:
         if param.grad is not None and param.grad.layout != torch.strided:
             raise sparse_gradient_error(self._optimizer, param, self._optimizer.rank)
-        bucket = self._home.get(id(param))
+        bucket = self._bucket_of.get(id(param))
         if bucket is None:
             return
         missing = self._missing.get(bucket)
@@ -148,7 +148,7 @@ class _StepInParts:
         self._open.close()
 
     def abort(self) -> bool:
-        if self._pass_on is None:
+        if self._advance is None:
             return False
         error = RuntimeError("the backward pass has failed")
         self._open.__exit__(RuntimeError, error, None)
@@ -156,14 +156,14 @@ class _StepInParts:
 
     def _finish(self, bucket: Bucket) -> None:
         del self._missing[bucket]
-        if self._pass_on is None:
+        if self._advance is None:
             # Not earlier: the wire would be idle from the wait until the first bucket is complete.
             step = self._optimizer.in_parts(self._unscale_and_clip.step_part)
-            self._pass_on = self._open.enter_context(step)
+            self._advance = self._open.enter_context(step)
         if self._takeovers != self._optimizer.takeovers:
             # These gradients belong to parameters that others' have replaced meanwhile.
             _free(bucket)
-        self._pass_on(bucket)
+        self._advance(bucket)
         _free(bucket)
 
     def _late(self, param: Tensor) -> RuntimeError:
@@ -248,7 +248,7 @@ class BackwardStepper:
         self._free_all()
         if self._scheduler is not None:
             self._scheduler.step()
-        self._optimizer.tell_change()
+        self._optimizer.notify_change()
 
     def on_failure(self) -> None:
         """Abort the step in progress."""

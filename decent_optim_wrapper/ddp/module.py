@@ -20,7 +20,7 @@ from decent_optim_wrapper.ddp.autograd_hooks import AutogradHooks
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
 from decent_optim_wrapper.gossip.local_update import SPLITTABLE
-from decent_optim_wrapper.membership.arguments import Place
+from decent_optim_wrapper.membership.arguments import Arguments
 from decent_optim_wrapper.membership.start import Start
 from decent_optim_wrapper.topo import Topology
 
@@ -107,7 +107,7 @@ class DecentralizedDataParallel(Module):
         super().__init__()
         if param_as_bucket_view is None:
             param_as_bucket_view = options.get("mesh") is None
-        with Start(Place.of(options)).failing_together():
+        with Start(Arguments.of(options)).failing_together():
             _check(model, grad_clip_norm, update_in_backward)
             _check_parts(optim_fn, scaler, options)
             base = optim_fn([(n, p) for n, p in model.named_parameters() if p.requires_grad])
@@ -140,7 +140,7 @@ class DecentralizedDataParallel(Module):
             self.lr_scheduler,
             update_in_backward is not False,
         )
-        self._passes = AutogradHooks(params_of(base), self._stepper)
+        self._autograd_hooks = AutogradHooks(params_of(base), self._stepper)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model.
@@ -150,9 +150,9 @@ class DecentralizedDataParallel(Module):
         """
         self._stepper.check()
         # Some may have been added to the optimizer or unfrozen.
-        self._passes.watch(params_of(self.optimizer))
+        self._autograd_hooks.watch(params_of(self.optimizer))
         outputs = self.module(*args, **kwargs)
-        self._passes.follow(outputs)
+        self._autograd_hooks.follow(outputs)
         return outputs
 
     def idle_step(self) -> None:

@@ -131,7 +131,7 @@ def finite_shares(
     places = (~told.all(dim=1)).nonzero().flatten().tolist()
     if places and rules.on_nonfinite == "raise":
         bad = [transport.members[place] for place in places]
-        raise nonfinite_error(bad, transport.name, where, what)
+        raise nonfinite_error(bad, transport.initial_rank, where, what)
     return told.T.tolist()
 
 

@@ -165,12 +165,12 @@ class LocalUpdate:
 
         Parameters in no bucket are updated at the end. `apply` decides on each update.
         """
-        home = {id(member): bucket for bucket in buckets for member in bucket.members}
+        bucket_of = {id(member): bucket for bucket in buckets for member in bucket.members}
         groups = self._optimizer.param_groups
         parts: dict[int, list[list[Tensor]]] = {}
         for index, group in enumerate(groups):
             for param in group["params"]:
-                key = id(home.get(id(param)))
+                key = id(bucket_of.get(id(param)))
                 parts.setdefault(key, [[] for _ in groups])[index].append(param)
 
         def update(bucket: Bucket | None) -> None:

@@ -28,5 +28,5 @@ class Members(Protocol):
     def leave(self) -> None:
         """Stay away from now on."""
 
-    def tell_change(self) -> None:
+    def notify_change(self) -> None:
         """Call back if the members have changed."""

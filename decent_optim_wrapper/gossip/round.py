@@ -110,7 +110,7 @@ class Rules(NamedTuple):
         logger.warning(
             'rank {}: on_nonfinite needs a CPU backend in the process group ("cpu:gloo,cuda:nccl")'
             "; parameters are not checked",
-            transport.name,
+            transport.initial_rank,
         )
         return self._replace(on_nonfinite="ignore")
 
@@ -261,7 +261,7 @@ class Round:
         """
         bad = self._nonfinite_ranks()
         if bad and self._rules.on_nonfinite == "raise":
-            raise nonfinite_error(bad, self._transport.name, f"round {self._header.round}")
+            raise nonfinite_error(bad, self._transport.initial_rank, f"round {self._header.round}")
 
     def changed_in_flight(self) -> list[Tensor]:
         """Parameters that are being sent from their own memory and have changed since."""
@@ -361,7 +361,7 @@ class Round:
         if bad and self._rules.on_nonfinite == "skip":
             logger.warning(
                 "rank {} round {}: the parameters of ranks {} are not finite and are left out",
-                *(self._transport.name, self._header.round, bad),
+                *(self._transport.initial_rank, self._header.round, bad),
             )
 
     def _send_control(self, message: Tensor, tag: int) -> list[PendingMessage]:
@@ -380,7 +380,7 @@ class Round:
 
     def _compare(self, message: list[int], rank: int) -> None:
         try:
-            self._header.check(message, self._transport.members[rank], self._transport.name)
+            self._header.check(message, self._transport.members[rank], self._transport.initial_rank)
         except CallOrderError as error:
             # This rank takes no further part: the others must notice, or they would wait for it.
             self.abandon()
@@ -424,12 +424,12 @@ class Round:
         loss = self._transport.lose(suspects, silent)
         if loss.error.startswith(CallOrderError.__name__):
             # That rank closed its connections before this one had read its header.
-            return CallOrderError(f"rank {self._transport.name}: {loss.error}")
+            return CallOrderError(f"rank {self._transport.initial_rank}: {loss.error}")
         group = tuple(self._transport.members[rank] for rank in self._group.ranks)
         return PeerError(
-            f"rank {self._transport.name}: lost {loss} in round {self._header.round}, bucket "
-            f"{bucket}, group {group} of {self._topology!r}; look there for the first error. "
-            f"The parameters are as they were before this round was mixed: restart from a "
+            f"rank {self._transport.initial_rank}: lost {loss} in round {self._header.round}, "
+            f"bucket {bucket}, group {group} of {self._topology!r}; look there for the first "
+            f"error. The parameters are as they were before this round was mixed: restart from a "
             f"checkpoint, or let the others go on with elastic=Elastic()",
             rank=loss.ranks[0] if len(loss.ranks) == 1 else None,
             round=self._header.round,
@@ -451,7 +451,7 @@ def check_calls(own: Call, calls: dict[int, list[int]], transport: Transport) ->
     others = {transport.members[rank]: Call(call) for rank, (call,) in calls.items() if call != own}
     if others:
         error = CallOrderError(
-            f"rank {transport.name}: expected all ranks in {own}, as here, but "
+            f"rank {transport.initial_rank}: expected all ranks in {own}, as here, but "
             + ", ".join(f"rank {rank} is in {call}" for rank, call in others.items())
             + "; call the same methods in the same order on every rank. Is one of the calls inside "
             "an `if rank == 0` branch?"

@@ -155,8 +155,8 @@ def _read(
         starts = _read_starts(gossip, saved, arrange.starts)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"rank {gossip.session.transport.name}: {expected} ({type(error).__name__}: {error}); "
-            f"nothing was loaded"
+            f"rank {gossip.session.transport.initial_rank}: {expected} "
+            f"({type(error).__name__}: {error}); nothing was loaded"
         ) from error
     kept = bool(saved.get("kept", False))
     return SavedState(gossip=state, kept=kept, outer=outer, starts=starts)

@@ -246,7 +246,9 @@ class Rounds:
         # From the next launch on; the round in flight keeps its own.
         self._buckets = tuple(buckets)
         for index, bucket in enumerate(buckets):
-            logger.info("rank {} bucket {}: {!r}", self.session.transport.name, index, bucket)
+            logger.info(
+                "rank {} bucket {}: {!r}", self.session.transport.initial_rank, index, bucket
+            )
 
     @property
     def round(self) -> int:
@@ -295,9 +297,9 @@ class Rounds:
         flying = self._connected.in_flight is not None and not self.session.transport.is_closed
         if self.cadence.auto and flying:
             raise RuntimeError(
-                f"rank {self.session.transport.name}: load_state_dict() expects no round in "
-                f'flight with gossip_every="auto", since other ranks may be at another one; call '
-                f"synchronize() on all ranks before"
+                f"rank {self.session.transport.initial_rank}: load_state_dict() expects no "
+                f'round in flight with gossip_every="auto", since other ranks may be at '
+                f"another one; call synchronize() on all ranks before"
             )
 
     def starts(self) -> list[Tensor]:
@@ -398,7 +400,7 @@ class Rounds:
             return None
         transport = self.session.transport
         names = [transport.members[rank] for rank in plan.group.ranks]
-        logger.debug("rank {} round {}: group {}", transport.name, self._round, names)
+        logger.debug("rank {} round {}: group {}", transport.initial_rank, self._round, names)
         return self.round_of(Call.STEP, plan)
 
     def hand_over(self, launched: Round) -> None:
@@ -506,7 +508,7 @@ class Rounds:
         """Check the parameters for changes since the wrapper was built."""
         flying = self._connected.in_flight
         changed = flying.changed_in_flight() if flying else []
-        self._local_update.check(self._buckets, changed, self.session.transport.name)
+        self._local_update.check(self._buckets, changed, self.session.transport.initial_rank)
 
     def finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
@@ -571,6 +573,6 @@ def _close(connected: _Connected) -> None:
         logger.warning(
             "rank {}: the wrapper was dropped with a round in flight, which did not arrive within "
             "{}: {}; call synchronize() at the end of the training",
-            *(transport.name, _CLOSE_TIMEOUT, error),
+            *(transport.initial_rank, _CLOSE_TIMEOUT, error),
         )
     transport.close()

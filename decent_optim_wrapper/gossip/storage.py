@@ -82,9 +82,9 @@ def move_together(tensors: Sequence[Tensor]) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         elements = torch.zeros(starts[-1], dtype=dtype, device=device)
         for tensor, start in zip(tensors, starts, strict=False):
-            home = elements.as_strided(tensor.shape, torch.empty_like(tensor).stride(), start)
-            home.copy_(tensor)
-            tensor.data = home
+            view = elements.as_strided(tensor.shape, torch.empty_like(tensor).stride(), start)
+            view.copy_(tensor)
+            tensor.data = view
         return torch.view_as_real(elements).view(-1) if dtype.is_complex else elements
 
 

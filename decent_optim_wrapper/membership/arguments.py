@@ -21,7 +21,7 @@ from decent_optim_wrapper.topo import Topology, TopologyFactory
 
 
 @dataclass(frozen=True)
-class Place:
+class Arguments:
     """The arguments of `DecentOptimWrapper` by which this rank finds the others."""
 
     _: KW_ONLY
@@ -35,13 +35,13 @@ class Place:
     timeout: timedelta | float | None = None
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Place:
+    def of(cls, options: Mapping[str, Any]) -> Arguments:
         """Take the fields from keyword arguments, which may contain others."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in options.items() if name in names})
 
 
-def check_place(place: Place) -> None:
+def check_arguments(arguments: Arguments) -> None:
     """Check each argument by itself.
 
     Raises:
@@ -49,36 +49,36 @@ def check_place(place: Place) -> None:
         ValueError: an argument is out of range.
     """
     for name in ("rank", "world_size", "local_world_size"):
-        value = getattr(place, name)
+        value = getattr(arguments, name)
         if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
             raise TypeError(f"{name} expects a whole number or None, got {value!r}")
         if value is not None and value < int(name != "rank"):
             raise ValueError(f"{name} must be {int(name != 'rank')} or more, got {value}")
-    if place.elastic is not None and not isinstance(place.elastic, Elastic):
-        raise TypeError(f"elastic expects an Elastic or None, got {place.elastic!r}")
-    check_mesh(place)
+    if arguments.elastic is not None and not isinstance(arguments.elastic, Elastic):
+        raise TypeError(f"elastic expects an Elastic or None, got {arguments.elastic!r}")
+    check_mesh(arguments)
 
 
-def check_mesh(place: Place) -> None:
+def check_mesh(arguments: Arguments) -> None:
     """Make sure that a mesh and the dimension of the gossip fit together.
 
     Raises:
         TypeError: one is of the wrong type.
         ValueError: one is missing, or contradicts another argument.
     """
-    mesh, name = place.mesh, place.gossip_dim
+    mesh, name = arguments.mesh, arguments.gossip_dim
     if mesh is None:
         if name is not None:
             raise ValueError(f"gossip_dim={name!r} expects a mesh; pass mesh=DeviceMesh, too")
         return
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh expects a torch.distributed.DeviceMesh or None, got {mesh!r}")
-    if place.process_group is not None:
+    if arguments.process_group is not None:
         raise ValueError(
             "mesh and process_group both say who gossips; pass mesh and gossip_dim alone, or "
             "process_group=mesh.get_group(name) for replicas of one rank each"
         )
-    if place.elastic is not None:
+    if arguments.elastic is not None:
         raise ValueError(
             "elastic expects replicas of one rank each, not a mesh: a lost rank would leave the "
             "other shards of its replica alone; leave elastic out and restart from a checkpoint"
@@ -95,7 +95,7 @@ def check_mesh(place: Place) -> None:
         )
 
 
-def resolve_process_group(place: Place) -> Any | None:
+def resolve_process_group(arguments: Arguments) -> Any | None:
     """Find the process group.
 
     Returns:
@@ -106,10 +106,10 @@ def resolve_process_group(place: Place) -> Any | None:
         TypeError: it is not a process group, or the mesh is not one.
         ValueError: it is closed, lacks this rank, or does not fit the other arguments.
     """
-    check_mesh(place)
-    group = place.process_group
-    if place.mesh is not None:
-        group = place.mesh.get_group(place.gossip_dim)
+    check_mesh(arguments)
+    group = arguments.process_group
+    if arguments.mesh is not None:
+        group = arguments.mesh.get_group(arguments.gossip_dim)
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     if group is None:
@@ -169,16 +169,16 @@ class Found(NamedTuple):
     launched_as: Sequence[int]
 
 
-def resolve_store(place: Place) -> Found:
+def resolve_store(arguments: Arguments) -> Found:
     """Find the store, and this rank's number in it.
 
     Raises:
         ValueError: neither a store with `rank` and `world_size` nor a process group that has one.
     """
-    rank, world_size = place.rank, place.world_size
-    store = None if place.elastic is None else place.elastic.store
+    rank, world_size = arguments.rank, arguments.world_size
+    store = None if arguments.elastic is None else arguments.elastic.store
     if store is None:
-        group = resolve_process_group(place)
+        group = resolve_process_group(arguments)
         check_sizes(group, rank, world_size)
         store = None if group is None else store_of(group)
         if group is None or store is None:
@@ -210,14 +210,14 @@ def resolve_store(place: Place) -> Found:
 
 
 def resolve_topology(
-    topology: str | Topology, world_size: int, place: Place, local_world_size: int
+    topology: str | Topology, world_size: int, arguments: Arguments, local_world_size: int
 ) -> Topology:
     """Build the topology of that name, or check that the instance fits the process group.
 
     Args:
         topology: a name or an instance.
         world_size: number of ranks.
-        place: the user's arguments, whose sizes an instance must fit.
+        arguments: the user's arguments, whose sizes an instance must fit.
         local_world_size: the size with which a topology is built by name.
 
     Raises:
@@ -230,7 +230,7 @@ def resolve_topology(
         raise TypeError(f"topology expects a name or a Topology, got {topology!r}")
     for name, given, actual in (
         ("world_size", topology.world_size, world_size),
-        ("local_world_size", topology.local_world_size, place.local_world_size),
+        ("local_world_size", topology.local_world_size, arguments.local_world_size),
     ):
         if actual is not None and given != actual:
             raise ValueError(

@@ -75,6 +75,6 @@ class HandOver:
         logger.warning(
             "rank {}: the state of {} contains more than tensors, numbers and strings; it is not "
             "sent to the rank that comes back, where it starts from the beginning",
-            *(self._gossip.session.transport.name, type(part).__name__),
+            *(self._gossip.session.transport.initial_rank, type(part).__name__),
         )
         return None

@@ -65,7 +65,7 @@ class Recovery:
         weakref.finalize(self, rendezvous.leave)
         self._meet()
         # The members of which the user was last notified.
-        self._told = self.members
+        self._notified = self.members
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class Recovery:
             self._call = Call.STEP
             self._settle_all()
             self._assemble()
-            self._told = self.members
+            self._notified = self.members
         self.end_step()
 
     def begin_step(self) -> None:
@@ -206,11 +206,11 @@ class Recovery:
             self._note = self._note._replace(needs_state=False)
         return calls
 
-    def tell_change(self) -> None:
+    def notify_change(self) -> None:
         """Call the user's callback if the members have changed; its errors are not caught."""
-        before, self._told = self._told, self.members
-        if self._on_change is not None and before != self._told:
-            self._on_change(before, self._told)
+        before, self._notified = self._notified, self.members
+        if self._on_change is not None and before != self._notified:
+            self._on_change(before, self._notified)
 
     def _gather_again(self, reason: object, acted: bool = False) -> None:
         """Agree on the remaining ranks, and bring them to the same round."""

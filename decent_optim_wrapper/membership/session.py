@@ -35,7 +35,7 @@ from decent_optim_wrapper.gossip.round import Rules
 from decent_optim_wrapper.gossip.schedule import Kind, Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.membership.arguments import (
-    check_place,
+    check_arguments,
     check_sizes,
     resolve_store,
     resolve_topology,
@@ -135,7 +135,7 @@ def open_session(
         ValueError: an argument contradicts another or does not fit, or the ranks differ.
     """
     with start.failing_together():
-        check_place(start.place)
+        check_arguments(start.arguments)
     with start.over_the_mesh() as description:
         with start.failing_together():
             averaged = named_buffers(buffers)
@@ -161,8 +161,8 @@ def open_session(
         )
         with start.failing_together():
             lines = [*settings.lines(), f"outer={outer}", f"optimizer {type(optimizer).__name__}"]
-            if start.place.elastic is not None:
-                lines.append(f"stale_after={start.place.elastic.stale_after}")
+            if start.arguments.elastic is not None:
+                lines.append(f"stale_after={start.arguments.elastic.stale_after}")
             sync = settings.sync_at_start
             agreement = Agreement(world.topology, layout, lines, others, recovery, sync, start)
             description += agreement.settings
@@ -197,35 +197,35 @@ def open_session(
 
 def _find_world(start: Start, topology: str | Topology, settings: Settings) -> _World:
     """Meet the other ranks in the process group or in the store; collective."""
-    if start.place.elastic is None:
+    if start.arguments.elastic is None:
         return _in_process_group(start, topology)
-    return _in_store(start, topology, settings, start.place.elastic)
+    return _in_store(start, topology, settings, start.arguments.elastic)
 
 
 def _in_process_group(start: Start, topology: str | Topology) -> _World:
-    place = start.place
+    arguments = start.arguments
     with start.failing_together():
         group, transport = start.process_group, start.transport
-        check_sizes(group, place.rank, place.world_size)
-        node = node_name(place.local_world_size or launched_local_world_size(), transport.rank)
-    local_world_size = agree_on_local_world_size(place.local_world_size, node, transport)
+        check_sizes(group, arguments.rank, arguments.world_size)
+        node = node_name(arguments.local_world_size or launched_local_world_size(), transport.rank)
+    local_world_size = agree_on_local_world_size(arguments.local_world_size, node, transport)
     with start.failing_together():
-        resolved = resolve_topology(topology, transport.world_size, place, local_world_size)
+        resolved = resolve_topology(topology, transport.world_size, arguments, local_world_size)
     return _World(process_group=group, transport=transport, topology=resolved, recovery=None)
 
 
 def _in_store(
     start: Start, topology: str | Topology, settings: Settings, elastic: Elastic
 ) -> _World:
-    place = start.place
+    arguments = start.arguments
     with start.failing_together():
-        found = resolve_store(place)
+        found = resolve_store(arguments)
         # Nobody is there to agree with yet: every rank takes its own node for the size of all.
-        local_world_size = place.local_world_size
+        local_world_size = arguments.local_world_size
         if local_world_size is None:
             size = launched_local_world_size()
             local_world_size = ranks_per_node([rank // size for rank in found.launched_as])
-        resolved = resolve_topology(topology, found.world_size, place, local_world_size)
+        resolved = resolve_topology(topology, found.world_size, arguments, local_world_size)
     timeout = settings.patience or found.timeout
     rendezvous = Rendezvous(found.store, found.rank, found.world_size, timeout, elastic.stale_after)
     recovery = Recovery(
@@ -254,7 +254,7 @@ def _make_gossip(
 ) -> Gossip:
     transport, schedule, meter = session.transport, settings.schedule, Meter()
     rules = Rules(
-        on_nonfinite=settings.on_nonfinite, identical=IdenticalRanks(transport.name)
+        on_nonfinite=settings.on_nonfinite, identical=IdenticalRanks(transport.initial_rank)
     ).for_transport(transport)
     state_average = None
     if schedule.average_state == "average":
@@ -265,7 +265,7 @@ def _make_gossip(
     return Gossip(
         session,
         local_update,
-        WorldAverage(transport.name, rules, plan_buckets(extra, layout.plain)),
+        WorldAverage(transport.initial_rank, rules, plan_buckets(extra, layout.plain)),
         rules,
         meter,
         replica,
@@ -302,5 +302,5 @@ def _warn_of_wide_groups(settings: Settings, session: Session) -> None:
     if settings.comm_dtype is not None and widest > 2:
         logger.warning(
             "rank {}: comm_dtype={} saves nothing in groups of more than two, which {!r} has",
-            *(session.transport.name, settings.comm_dtype, session.topology),
+            *(session.transport.initial_rank, settings.comm_dtype, session.topology),
         )

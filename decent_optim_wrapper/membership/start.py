@@ -27,7 +27,7 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, read_timeout
 from decent_optim_wrapper.gossip.replica import Dimension
 from decent_optim_wrapper.membership.arguments import (
-    Place,
+    Arguments,
     resolve_process_group,
     resolve_store,
 )
@@ -55,11 +55,11 @@ class Start:
     """Reaches the other ranks while this one starts.
 
     Args:
-        place: the arguments, not checked yet.
+        arguments: the arguments, not checked yet.
     """
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, arguments: Arguments) -> None:
+        self.arguments = arguments
         self._built = Rendezvous.built
         # Whether the ranks of a mesh know that they mean the same one. Until then, an error is told
         # along all its dimensions.
@@ -68,12 +68,12 @@ class Start:
     @property
     def elastic(self) -> bool:
         """Whether the ranks meet in a store, without a process group for the exchanges."""
-        return isinstance(self.place.elastic, Elastic)
+        return isinstance(self.arguments.elastic, Elastic)
 
     @cached_property
     def process_group(self) -> Any | None:
         """The process group; None in a world of one rank, or if the ranks meet in a store."""
-        return None if self.elastic else resolve_process_group(self.place)
+        return None if self.elastic else resolve_process_group(self.arguments)
 
     @cached_property
     def transport(self) -> Transport:
@@ -83,18 +83,18 @@ class Start:
     @property
     def gossip_ranks(self) -> Sequence[int] | None:
         """The ranks along the mesh's dimension of the gossip; None without a mesh."""
-        group = None if self.place.mesh is None else self.process_group
+        group = None if self.arguments.mesh is None else self.process_group
         return None if group is None else dist.get_process_group_ranks(group)
 
     @property
     def dimensions(self) -> list[Dimension]:
         """The other dimensions of the mesh."""
-        return [each for name, each in self._mesh.items() if name != self.place.gossip_dim]
+        return [each for name, each in self._mesh.items() if name != self.arguments.gossip_dim]
 
     @cached_property
     def _mesh(self) -> dict[str, Dimension]:
         """All dimensions of the mesh by name; none without a mesh."""
-        mesh = self.place.mesh
+        mesh = self.arguments.mesh
         if not isinstance(mesh, DeviceMesh):
             return {}
         groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
@@ -103,7 +103,7 @@ class Start:
     @property
     def _timeout(self) -> timedelta | None:
         try:
-            return read_timeout(self.place.timeout)
+            return read_timeout(self.arguments.timeout)
         except (TypeError, ValueError):
             # The settings reject it later; the others are notified with the group's own timeout.
             return None
@@ -114,7 +114,7 @@ class Start:
         try:
             yield
         except Exception as error:
-            self._tell(error)
+            self._notify(error)
             raise
 
     @contextmanager
@@ -131,7 +131,9 @@ class Start:
             ValueError: a rank cannot start, or has another description.
         """
         # Ranks that gossip along different dimensions would not find each other in the body.
-        self._agree(self._mesh.values(), f"gossip_dim={self.place.gossip_dim!r}, {self.place.mesh}")
+        self._agree(
+            self._mesh.values(), f"gossip_dim={self.arguments.gossip_dim!r}, {self.arguments.mesh}"
+        )
         self._met_in_mesh = True
         description: list[str] = []
         try:
@@ -141,10 +143,10 @@ class Start:
             raise
         self._agree(self.dimensions, "\n".join(description))
 
-    def _tell(self, error: Exception) -> None:
+    def _notify(self, error: Exception) -> None:
         ways: tuple[Callable[[Exception], None], ...]
-        ways = (self._tell_in_store, self._tell_in_process_group)
-        if self.place.mesh is not None and not self._met_in_mesh:
+        ways = (self._notify_in_store, self._notify_in_process_group)
+        if self.arguments.mesh is not None and not self._met_in_mesh:
             ways = (lambda error: self._pass_on(self._mesh.values(), error),)
         for tell in ways:
             try:
@@ -153,18 +155,18 @@ class Start:
                 # If the process group itself is the error, the others cannot be reached.
                 logger.debug("the other ranks could not be told of {!r}: {}", error, untold)
 
-    def _tell_in_store(self, error: Exception) -> None:
-        if self.place.elastic is None or Rendezvous.built != self._built:
+    def _notify_in_store(self, error: Exception) -> None:
+        if self.arguments.elastic is None or Rendezvous.built != self._built:
             return
         # If `elastic` is the wrong argument, the others may be in the process group's store.
-        place = self.place if self.elastic else replace(self.place, elastic=Elastic())
-        found = resolve_store(place)
+        arguments = self.arguments if self.elastic else replace(self.arguments, elastic=Elastic())
+        found = resolve_store(arguments)
         tell_failure(found.store, found.rank, error)
 
-    def _tell_in_process_group(self, error: Exception) -> None:
+    def _notify_in_process_group(self, error: Exception) -> None:
         if self.elastic:
             return
-        if self.place.elastic is not None:
+        if self.arguments.elastic is not None:
             # It is not known whether the others come here.
             self.transport.limit_waits(_TELL)
         exchange(self.transport, (), self._reason(error))
@@ -191,7 +193,7 @@ class Start:
         """What the other ranks are told of an error."""
         if isinstance(error, OtherRankError):
             return error.reason
-        rank = self.transport.name if self.place.mesh is None else dist.get_rank()
+        rank = self.transport.initial_rank if self.arguments.mesh is None else dist.get_rank()
         return f"rank {rank} raised {type(error).__name__}: {error}"
 
 
@@ -211,7 +213,7 @@ def check_same(text: str, transport: Transport) -> None:
         raise ValueError(
             f"the ranks disagree: rank {others[0]} has {difference(there, here, f'rank {first}')}; "
             f"build the same model, optimizer and wrapper in the same order on every rank "
-            f"(seen on rank {transport.name}; ranks unlike rank {first}: {others})"
+            f"(seen on rank {transport.initial_rank}; ranks unlike rank {first}: {others})"
         )
 
 
