@@ -30,6 +30,7 @@ class Method(NamedTuple):
     whole_update: bool = False
 
 
+AUTO = {"gossip_every": "auto"}
 METHODS = {
     "DDP": Method(pace="all_reduce"),
     "DDP, bf16 hook": Method(pace="all_reduce", bytes_share=0.5),
@@ -43,6 +44,10 @@ METHODS = {
     "ours, in the backward pass": Method(),
     "ours, in the backward pass, bf16": Method(bytes_share=0.5),
     "ours, overlap=False": Method(pace="no_overlap"),
+    "ours, every 3 steps, 3 late": Method(schedule={"gossip_every": 3, "staleness": 3}),
+    "ours, auto": Method(schedule=AUTO),
+    "ours, auto, bf16": Method(schedule=AUTO, bytes_share=0.5),
+    "ours, auto, in the backward pass": Method(schedule=AUTO),
 }
 
 
