@@ -93,7 +93,7 @@ def expected(
     sizes: Sequence[float],
     wires: Sequence[float],
     asleep: float,
-    **lab: float,
+    **lab: Any,
 ) -> dict[str, list[float]]:
     """Simulated seconds per step of the methods that were measured.
 
