@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import random
 import re
@@ -365,7 +366,7 @@ def main() -> None:
         rows[method] = [median(runs[method, size]) for size in args.sizes]
     floors = [floor_seconds(size, args.rate) for size in args.sizes]
     print("\n" + table(rows, args.sizes, floors))
-    if args.rate:
+    if args.rate and args.slow_factor == 1:
         measured = {name: [timing.step for timing in timings] for name, timings in rows.items()}
         expected = simulated.expected(
             measured,
@@ -374,6 +375,8 @@ def main() -> None:
             asleep=FORWARD_SECONDS + BACKWARD_SECONDS,
             ranks=args.ranks,
             bucket_cap_mb=BUCKET_CAP_MB,
+            # The standard deviation of log-normal times.
+            jitter=math.sqrt(math.expm1(args.jitter**2)) * (FORWARD_SECONDS + BACKWARD_SECONDS),
         )
         print("\n" + simulated.table(expected, measured, args.sizes))
     args.output.parent.mkdir(parents=True, exist_ok=True)
