@@ -219,8 +219,11 @@ def test_the_benchmarks_run_without_a_network_lab(tmp_path: Path) -> None:
     """Behaviour only: tests time nothing."""
     benchmark = EXAMPLES / "benchmark"
     small = ("--sizes", "1", "--steps", "2", "--warmup", "1", "--rate", "", "--ranks", "2")
-    out = run_script(benchmark / "step_time.py", *small, "--methods", "DDP", "ours", cwd=tmp_path)
-    assert "| ours |" in out
+    methods = ("DDP", "ours", "ours, auto", "bare exchange")
+    uneven = ("--jitter", "0.3", "--slow-factor", "1.5", "--adamw")
+    command = (*small, *uneven, "--methods", *methods)
+    out = run_script(benchmark / "step_time.py", *command, cwd=tmp_path)
+    assert all(f"| {method} |" in out for method in methods)
     assert (tmp_path / "runs" / "step_time.png").exists()
     out = run_script(
         benchmark / "overhead.py", "--parameters", "1e5", "--repeats", "1", cwd=tmp_path
@@ -231,6 +234,17 @@ def test_the_benchmarks_run_without_a_network_lab(tmp_path: Path) -> None:
     once = ("--world-size", "2", "--epochs", "1", "--seeds", "0", "--lrs", "0.1")
     out = run_script(benchmark / "schedules.py", *once, "--rows", *rows, cwd=tmp_path)
     assert all(f"| {row} | 0.1 |" in out for row in rows)
+
+
+def test_the_time_to_an_accuracy_is_that_of_the_best_learning_rate(tmp_path: Path) -> None:
+    script = EXAMPLES / "benchmark" / "time_to_accuracy.py"
+    small = ("--ranks", "2", "--rate", "", "--epochs", "3", "--lrs", "1e-6", "0.05")
+    methods = ("DDP", "ours, auto")
+    out = run_script(script, *small, "--target", "0.3", "--methods", *methods, cwd=tmp_path)
+    for method in methods:
+        # With the smallest rate nothing is learnt.
+        assert re.search(rf"\| {method} \| 0.05 \| \d+\.\d \| \d\d\.\d% \|", out), out
+        assert f"{method}, lr 1e-06, seed 0: inf s" in out
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory from /proc")
