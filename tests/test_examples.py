@@ -247,6 +247,21 @@ def test_the_time_to_an_accuracy_is_that_of_the_best_learning_rate(tmp_path: Pat
         assert f"{method}, lr 1e-06, seed 0: inf s" in out
 
 
+def test_the_cost_of_staleness_is_that_of_the_best_learning_rate(tmp_path: Path) -> None:
+    script = EXAMPLES / "benchmark" / "staleness.py"
+    small = ("--world-size", "2", "--epochs", "1", "--seeds", "0", "1", "--lrs", "1e-6", "0.005")
+    column = ("--shards", "shuffled", "--bases", "Adam")
+    names = ("DDP", "every 8 steps, 8 late", "auto")
+    out = run_script(script, *small, *column, "--rows", *names, cwd=tmp_path)
+    head, _, *rows = (line.strip("| ").split(" | ") for line in out.splitlines())
+    assert head == ["a round", "mean staleness", "shuffled, Adam"]
+    assert [name for name, *_ in rows] == list(names)
+    assert all(cell.endswith(", lr 0.005") for *_, cell in rows), out
+    ddp, late, auto = (float(staleness) for _, staleness, _ in rows)
+    assert (ddp, late) == (0.0, 8.0)
+    assert 1 <= auto <= 16
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory from /proc")
 def test_gradients_of_one_bucket_are_fewer_than_all_of_them(tmp_path: Path) -> None:
     methods = ("DecentOptimWrapper", "DecentralizedDataParallel")

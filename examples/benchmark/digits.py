@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
-from decent_optim_wrapper.optim import QGSGD, mixing_rate_from_lr
+from decent_optim_wrapper.optim import mixing_rate_from_lr
 from decent_optim_wrapper.utils import init_distributed
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -22,41 +24,55 @@ from train_digits import Data, accuracy, batches, build_model, load_data
 
 
 class Row(NamedTuple):
-    """One setting to train with, on shards by digit.
+    """One setting to train with.
 
     Args:
         topology: name of the topology; None trains with DistributedDataParallel.
         schedule: schedule of the gossip.
-        optimizer: SGD with momentum, or QGSGD.
+        optimizer: makes the base optimizer.
         lr: learning rate at the start.
         decay: lower the learning rate linearly to 0.
         mixing_power: the power with which the mixing rate follows the learning rate; None for a
             constant one.
+        by_digit: shards by digit, or shuffled ones.
+        every_epoch: evaluate after each epoch, or only after the last one. An evaluation brings the
+            ranks to the same round.
     """
 
     topology: str | None = "ring"
     schedule: Schedule = Schedule()
-    optimizer: type[torch.optim.SGD] | type[QGSGD] = torch.optim.SGD
+    optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, momentum=0.9)
     lr: float = 0.02
     decay: bool = False
     mixing_power: float | None = None
+    by_digit: bool = True
+    every_epoch: bool = True
 
 
 class Epoch(NamedTuple):
-    """Figures after an epoch; bytes since the start, as the mean over the ranks."""
+    """Figures after an epoch.
+
+    Args:
+        averaged_accuracy: test accuracy of the averaged model.
+        consensus_distance: between the ranks.
+        sent_bytes: since the start, as the mean over the ranks.
+        staleness: mean number of steps from the launch of a round to its mixing, over all rounds
+            since the start and all ranks; 0 without rounds.
+    """
 
     averaged_accuracy: float
     consensus_distance: float
     sent_bytes: float
+    staleness: float = 0.0
 
 
 def train(row: Row, epochs: int, seed: int) -> list[Epoch]:
     """Train as one rank of `netlab.run`."""
     world = init_distributed()
     torch.manual_seed(seed)
-    shard, test = load_data(world.rank, world.world_size, world.device, by_digit=True)
+    shard, test = load_data(world.rank, world.world_size, world.device, row.by_digit)
     model = network = build_model().to(world.device)
-    base = optimizer = row.optimizer(model.parameters(), lr=row.lr, momentum=0.9)
+    base = optimizer = row.optimizer(model.parameters(), lr=row.lr)
     if row.topology is None:
         network = DistributedDataParallel(model)
     else:
@@ -64,8 +80,8 @@ def train(row: Row, epochs: int, seed: int) -> list[Epoch]:
     steps = epochs * -(-len(shard.labels) // 16)
     decay = LambdaLR(base, lambda step: 1 - step / steps if row.decay else 1.0)
     generator = torch.Generator().manual_seed(1000 * seed + world.rank)
-    history, sent = [], 0.0
-    for _ in range(epochs):
+    history, traffic = [], torch.zeros(3, dtype=torch.float64)
+    for epoch in range(1, epochs + 1):
         for images, labels in batches(shard, 16, generator):
             optimizer.zero_grad()
             cross_entropy(network(images), labels).backward()
@@ -73,25 +89,45 @@ def train(row: Row, epochs: int, seed: int) -> list[Epoch]:
             decay.step()
             if row.mixing_power is not None:
                 optimizer.mixing_rate = mixing_rate_from_lr(base, row.lr, row.mixing_power)
-            sent += sent_bytes(model, optimizer, world.world_size)
-        history.append(evaluate(model, optimizer, test, sent))
+            traffic += step_traffic(model, optimizer, world.world_size)
+        if row.every_epoch or epoch == epochs:
+            history.append(evaluate(model, optimizer, test, traffic))
+    if isinstance(optimizer, DecentOptimWrapper):
+        optimizer.synchronize()
     dist.barrier()
     return history
 
 
-def sent_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> float:
-    """Bytes that this rank sent in the last step; those of a ring all-reduce for DDP."""
+def step_traffic(model: nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> Tensor:
+    """Bytes that this rank sent in the last step, rounds that it mixed, and their staleness.
+
+    The bytes of DDP are those of a ring all-reduce.
+    """
     if isinstance(optimizer, DecentOptimWrapper):
-        return optimizer.stats().bytes_sent
-    return 2 * (1 - 1 / world_size) * sum(param.nbytes for param in model.parameters())
+        stats = optimizer.stats()
+        return torch.tensor([stats.bytes_sent, stats.staleness > 0, stats.staleness])
+    copies = 2 * (1 - 1 / world_size)
+    return torch.tensor([copies * sum(param.nbytes for param in model.parameters()), 0, 0])
 
 
-def evaluate(model: nn.Module, optimizer: torch.optim.Optimizer, test: Data, sent: float) -> Epoch:
-    mean_sent = torch.tensor(sent)
-    dist.all_reduce(mean_sent)
-    mean_sent /= dist.get_world_size()
-    if not isinstance(optimizer, DecentOptimWrapper):
-        return Epoch(accuracy(model, test), 0.0, mean_sent.item())
-    with optimizer.averaged():
-        averaged = accuracy(model, test)
-    return Epoch(averaged, optimizer.consensus_distance(), mean_sent.item())
+def evaluate(
+    model: nn.Module, optimizer: torch.optim.Optimizer, test: Data, traffic: Tensor
+) -> Epoch:
+    """Figures of all ranks; collective."""
+    apart = 0.0
+    if isinstance(optimizer, DecentOptimWrapper):
+        # First: it brings all ranks to the same round, for which an all-reduce would wait.
+        with optimizer.averaged():
+            hits = accuracy(model, test)
+        apart = optimizer.consensus_distance()
+    else:
+        hits = accuracy(model, test)
+    of_all = traffic.clone()
+    dist.all_reduce(of_all)
+    sent, mixed, staleness = of_all.tolist()
+    return Epoch(
+        averaged_accuracy=hits,
+        consensus_distance=apart,
+        sent_bytes=sent / dist.get_world_size(),
+        staleness=staleness / mixed if mixed else 0.0,
+    )
