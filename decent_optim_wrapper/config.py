@@ -25,6 +25,7 @@ from decent_optim_wrapper.topo.base import did_you_mean
 OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
 AverageState = Literal["keep", "average"]
 
+_MAX_STALENESS = 16
 # What torch's stores and backends can wait for: whole milliseconds, counted in 32 bits.
 _SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 0.001, 2_000_000
 
@@ -69,7 +70,7 @@ class Schedule:
     average_state: AverageState = "keep"
     outer: MakeOptimizer | None = None
     staleness: int = 1
-    max_staleness: int = 16
+    max_staleness: int = _MAX_STALENESS
 
     def __post_init__(self) -> None:
         if isinstance(self.gossip_every, str):
@@ -104,6 +105,11 @@ class Schedule:
                     'average_state="average" expects all ranks to mix in the same step, which they '
                     'do not with gossip_every="auto"; pass average_state="keep"'
                 )
+        elif self.max_staleness != _MAX_STALENESS:
+            raise ValueError(
+                f'max_staleness expects gossip_every="auto"; with a number of steps, pass '
+                f"staleness={self.max_staleness} instead"
+            )
         elif self.staleness > self.gossip_every:
             raise ValueError(
                 f"staleness must be at most gossip_every={self.gossip_every}, since one round is "

@@ -61,9 +61,14 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     - ``overlap=False``: ``x <- W_t (x - u(x))`` (adapt then combine). The bytes travel inside
       `step()`.
 
+    A `Schedule` with `staleness` or ``gossip_every="auto"`` gives a round more time: with s the
+    parameters of its launch, ``x <- x + (W s - s) - u(x)`` some steps later.
+
     It is a `torch.optim.Optimizer` whose `param_groups`, `state` and `defaults` are the base's, so
     schedulers, GradScaler, clipping and checkpoints work with it as usual. All ranks must call the
-    constructor, `step` and every method that is marked *collective*, in the same order.
+    constructor, `step` and every method that is marked *collective*, in the same order. With
+    ``gossip_every="auto"`` they may make different numbers of steps in between, and a collective
+    method mixes rounds until all ranks have come, so it changes the parameters.
 
     Args:
         optimizer: the base optimizer.
@@ -194,7 +199,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @property
     def mixing_rate(self) -> float:
-        """The mixing rate of the rounds launched from now on; set the same on all ranks."""
+        """The mixing rate of the rounds launched from now on; set the same on all ranks.
+
+        With ``gossip_every="auto"`` ranks may be at different steps, and so have different rates:
+        a group mixes with the lowest of its ranks.
+        """
         return self._gossip.mixing_rate
 
     @mixing_rate.setter
@@ -343,6 +352,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def synchronize(self) -> None:
         """Finish and mix the round in flight, at the end or before changing parameters by hand.
 
+        With ``gossip_every="auto"`` it is collective, and brings all ranks to the same round.
+
         Raises:
             RuntimeError: a revertible average is in place, which the mixing would change.
         """
@@ -406,7 +417,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def state_dict(self) -> dict[str, Any]:
         """The base's state dict and one key for the round; communicates nothing.
 
-        Every rank must save its own state dict, with its own parameters.
+        Every rank must save its own state dict, with its own parameters. With
+        ``gossip_every="auto"`` call `synchronize()` on all ranks before: it holds no round in
+        flight, and without that the mean over the ranks would move.
         """
         return {**self._optimizer.state_dict(), _STATE_KEY: gossip_state(self._gossip)}
 
@@ -418,6 +431,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         in flight now is dropped.
 
         Raises:
+            RuntimeError: with ``gossip_every="auto"``, a round is in flight that other ranks may
+                not have launched yet; call `synchronize()` on all ranks before.
             ValueError: the state dict is that of something else; nothing of it was loaded.
         """
         rate = self._settings.schedule.mixing_rate

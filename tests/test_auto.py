@@ -8,6 +8,8 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import modules
@@ -20,7 +22,14 @@ from problem import MODES, TINY_CAP_MB, flatten, make_params, nesterov
 from ranks import run_threads
 from torch import Tensor
 
-from decent_optim_wrapper import CallOrderError, DecentOptimWrapper, NonFiniteError, Schedule
+from decent_optim_wrapper import (
+    CallOrderError,
+    DecentOptimWrapper,
+    NonFiniteError,
+    PeerError,
+    Schedule,
+)
+from decent_optim_wrapper.checkpoint import Checkpoints
 from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.round import Round
 
@@ -323,3 +332,270 @@ def test_nan_in_a_late_round_is_raised_by_its_whole_group(schedule: Schedule) ->
         return caught.value.ranks
 
     assert run_threads(4, main) == [(1,)] * 4
+
+
+def test_checkpoints_of_uneven_ranks_are_saved_and_loaded_at_one_round(tmp_path: Path) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, int]:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, sync_at_start=False)
+        for step in range(5 + 3 * rank):
+            draw_gradients(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        state = {"params": params, "optimizer": optimizer.state_dict()}
+        Checkpoints(tmp_path, optimizer).save(1, state)
+        saved = flatten(params)
+        # As a run that starts again: load() lets the ranks meet before any of them has made a step.
+        params = make_params(seed=9)
+        optimizer = wrap(params, group, sync_at_start=False)
+        loaded = Checkpoints(tmp_path, optimizer).load()
+        assert loaded is not None
+        with torch.no_grad():
+            for param, value in zip(params, loaded.state["params"], strict=True):
+                param.copy_(value)
+        optimizer.load_state_dict(loaded.state["optimizer"])
+        with optimizer.averaged():
+            pass
+        for step in range(5):
+            saved -= LR * draw_gradients(params, rank, 100 + step)
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(params), saved, optimizer.round
+
+    ours, expected, rounds = zip(*run_threads(4, main), strict=True)
+    assert len(set(rounds)) == 1
+    torch.testing.assert_close(
+        torch.stack(ours).mean(0), torch.stack(expected).mean(0), rtol=0, atol=1e-12
+    )
+    assert (torch.stack(ours) - torch.stack(expected)).abs().max() > 0.1
+
+
+def test_the_state_of_another_schedule_goes_on_at_its_round() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> int:
+        params = make_params()
+        optimizer = wrap(params, group, schedule=Schedule())
+        for step in range(5):
+            draw_gradients(params, rank, step)
+            optimizer.step()
+        state = optimizer.state_dict()
+        optimizer.synchronize()
+        optimizer = wrap(params, group)
+        optimizer.load_state_dict(state)
+        with optimizer.averaged():
+            pass
+        draw_gradients(params, rank, 5)
+        optimizer.step()
+        optimizer.synchronize()
+        return optimizer.round
+
+    rounds = run_threads(4, main)
+    assert len(set(rounds)) == 1
+    assert rounds[0] > 5
+
+
+def test_nan_in_the_rounds_of_a_call_is_raised_when_all_have_come() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[bool, float]:
+        params = make_params()
+        optimizer = wrap(params, group)
+        for step in range(3):
+            draw_gradients(params, rank, step)
+            if rank == 1 and step == 2:
+                assert params[0].grad is not None
+                params[0].grad[0] = math.nan
+            with suppress(NonFiniteError):
+                optimizer.step()
+        raised = False
+        try:
+            optimizer.synchronize()
+        except NonFiniteError:
+            raised = True
+        if rank == 1:
+            with torch.no_grad():
+                params[0].nan_to_num_()
+        # What was launched before that is raised once more.
+        with suppress(NonFiniteError):
+            optimizer.synchronize()
+        # All ranks are at the same round, and no message of the last call is left.
+        return raised, optimizer.consensus_distance()
+
+    raised, distances = zip(*run_threads(4, main), strict=True)
+    assert any(raised)
+    assert len(set(distances)) == 1
+    assert math.isfinite(distances[0])
+
+
+def test_the_lowest_mixing_rate_of_a_group_counts() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, sync_at_start=False)
+        expected = flatten(params)
+        for step in range(12 + 2 * rank):
+            # By the steps of each rank, which are at other rounds.
+            optimizer.mixing_rate = 0.9**step
+            expected -= LR * draw_gradients(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(params), expected
+
+    ours, expected = zip(*run_threads(4, main), strict=True)
+    torch.testing.assert_close(
+        torch.stack(ours).mean(0), torch.stack(expected).mean(0), rtol=0, atol=1e-12
+    )
+    assert (torch.stack(ours) - torch.stack(expected)).abs().max() > 0.1
+
+
+def test_bytes_are_rounded_and_the_mean_stays_where_rounds_are_late() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, sync_at_start=False, comm_dtype=torch.bfloat16)
+        expected = flatten(params)
+        for step in range(12 + 2 * rank):
+            expected -= LR * draw_gradients(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(params), expected
+
+    ours, expected = zip(*run_threads(4, main), strict=True)
+    torch.testing.assert_close(
+        torch.stack(ours).mean(0), torch.stack(expected).mean(0), rtol=0, atol=1e-12
+    )
+    assert (torch.stack(ours) - torch.stack(expected)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("schedule", [AUTO, Schedule(gossip_every=2, staleness=2)])
+def test_an_overflow_skips_one_ranks_update_and_nobody_waits(schedule: Schedule) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, schedule=schedule, sync_at_start=False)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        expected = flatten(params)
+        for step in range(8):
+            gradient = draw_gradients(params, rank, step)
+            overflows = rank == 1 and step == 3
+            scaler.scale(torch.zeros(()))
+            scale = scaler.get_scale()
+            for param in params:
+                assert param.grad is not None
+                param.grad.mul_(math.inf if overflows else scale)
+            scaler.step(optimizer)
+            scaler.update()
+            expected -= 0.0 if overflows else LR * gradient
+        optimizer.synchronize()
+        return flatten(params), expected
+
+    ours, expected = zip(*run_threads(4, main), strict=True)
+    torch.testing.assert_close(
+        torch.stack(ours).mean(0), torch.stack(expected).mean(0), rtol=0, atol=1e-12
+    )
+    assert (torch.stack(ours) - torch.stack(expected)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete", "hierarchical"])
+def test_every_average_on_the_way_is_exact_whoever_comes_first(topology: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
+        params = make_params(seed=rank)
+        options = {"sync_at_start": False, "local_world_size": 2}
+        optimizer = wrap(params, group, topology, **options)
+        own, seen = flatten(params), []
+        for call in range(12):
+            for step in range(1 + (rank + call) % 4):
+                own -= LR * draw_gradients(params, rank, 100 * call + step)
+                optimizer.step()
+            if call % 3 == 2:
+                optimizer.global_avg(may_revert=False)
+                seen.append((flatten(params), own.clone()))
+            else:
+                with optimizer.averaged():
+                    seen.append((flatten(params), own.clone()))
+        optimizer.synchronize()
+        return [*seen, (flatten(params), own)]
+
+    calls = list(zip(*run_threads(4, main), strict=True))
+    for call, ranks in enumerate(calls):
+        ours, local = (torch.stack(rows) for rows in zip(*ranks, strict=True))
+        torch.testing.assert_close(ours.mean(0), local.mean(0), rtol=0, atol=1e-12)
+        if call < 12:
+            assert torch.equal(ours[0], ours[1])
+        assert (ours - local).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("late", [Schedule(gossip_every=3, staleness=3)])
+@pytest.mark.parametrize(
+    "other",
+    [
+        Schedule(),
+        Schedule(gossip_every=3),
+        Schedule(gossip_every=2, staleness=2),
+        Schedule(gossip_every=4, staleness=4),
+        AUTO,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stop", [3, 4, 5])
+def test_the_mean_stays_if_a_run_is_resumed_with_another_staleness(
+    late: Schedule, other: Schedule, stop: int
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, schedule=late, sync_at_start=False)
+        own = flatten(params)
+        for step in range(10):
+            if step == stop:
+                state = optimizer.state_dict()
+                optimizer = wrap(params, group, schedule=other, sync_at_start=False)
+                optimizer.load_state_dict(state)
+            own -= LR * draw_gradients(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(params), own
+
+    ours, local = (torch.stack(rows) for rows in zip(*run_threads(4, main), strict=True))
+    torch.testing.assert_close(ours.mean(0), local.mean(0), rtol=0, atol=1e-12)
+    assert (ours - local).abs().max() > 1e-3
+
+
+def test_a_peer_lost_before_a_call_is_named() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params()
+        optimizer = wrap(params, group, timeout=5)
+        for step in range(3):
+            draw_gradients(params, rank, step)
+            optimizer.step()
+        if rank == 1:
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step(lambda: 1 / 0)
+            return "ended"
+        # Until its connections are closed.
+        time.sleep(0.5)
+        with pytest.raises(PeerError) as caught:
+            optimizer.consensus_distance()
+        return str(caught.value)
+
+    texts = run_threads(4, main)
+    assert all("rank 1" in texts[rank] for rank in (0, 2, 3)), texts
+
+
+def test_late_rounds_of_a_step_in_the_backward_pass_resume_bit_for_bit() -> None:
+    late = Schedule(gossip_every=3, staleness=3)
+
+    def main(rank: int, group: dist.ProcessGroup, stops: tuple[int, ...]) -> Tensor:
+        model = modules.wrap(modules.make_model(seed=rank), group, topology="ring", schedule=late)
+        for step in range(8):
+            if step in stops:
+                state = model.optimizer.state_dict()
+                values = [param.detach().clone() for param in model.parameters()]
+                model = modules.wrap(
+                    modules.make_model(seed=9), group, topology="ring", schedule=late
+                )
+                model.optimizer.load_state_dict(state)
+                with torch.no_grad():
+                    for param, value in zip(model.parameters(), values, strict=True):
+                        param.copy_(value)
+            modules.train(model, rank, range(step, step + 1))
+        model.optimizer.synchronize()
+        return modules.flat(model)
+
+    whole = run_threads(4, lambda rank, group: main(rank, group, ()))
+    resumed = run_threads(4, lambda rank, group: main(rank, group, (4, 5, 6)))
+    assert all(map(torch.equal, whole, resumed))
+    assert not torch.equal(whole[0], whole[1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -42,6 +43,8 @@ _ANNOUNCE_TAG = _FIRST_TAG - 2
 _MOST_SENT_ONE_BY_ONE = 16
 # What torch's backends can wait for. Who waits for the thread has a timeout of its own.
 _LONGEST_WAIT = timedelta(seconds=2_000_000)
+# Interval of the checks whether a GPU has finished its work.
+_POLL_SECONDS = 0.001
 # How much later than at its timeout gloo may end a wait.
 _SLACK_SECONDS = 1.0
 
@@ -87,16 +90,33 @@ class PendingMessage(NamedTuple):
     suspects: tuple[int, ...]
 
 
+class Awaited(NamedTuple):
+    """A work to wait for.
+
+    Args:
+        work: the work.
+        on_gpu: whether it tells whether it is done. A wait for it orders a stream, so that the
+            thread that mixes must do so itself.
+    """
+
+    work: dist.Work
+    on_gpu: bool = False
+
+
 class Arrival:
     """Waits for works on a thread of its own: those of gloo do not tell whether they are done.
 
     Args:
-        works: the works, which nobody else waits for.
+        works: the works; nobody else waits for those that are not on a GPU.
     """
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
+    def __init__(self, works: Sequence[Awaited]) -> None:
         self._finished = [0]
-        self.future = in_background(partial(_wait_for_each, tuple(works), self._finished))
+        self.future: Future[None] = Future()
+        if works:
+            self.future = in_background(partial(_wait_for_each, tuple(works), self._finished))
+        else:
+            self.future.set_result(None)
 
     @property
     def is_over(self) -> bool:
@@ -245,7 +265,7 @@ class Transport:
             self.fail(error)
             raise
 
-    def watch(self, works: Sequence[dist.Work]) -> Arrival:
+    def watch(self, works: Sequence[Awaited]) -> Arrival:
         """Wait for works in the background."""
         return Arrival(works)
 
@@ -409,21 +429,30 @@ class Transport:
             )
         return pending
 
-    def announce(self, message: Tensor) -> Announcement:
+    def send_to_all(self, message: Tensor) -> Announcement:
         """Exchange small messages with all ranks, whenever each of them comes to it.
+
+        Args:
+            message: a tensor on the CPU, of the same shape on all of them.
 
         Returns:
             The messages of the others, for `read`.
+
+        Raises:
+            PeerError: a rank was lost.
         """
         tag = _ANNOUNCE_TAG - _FIRST_TAG
         pending = []
         for rank in range(self.world_size):
             if rank != self.rank:
                 row = torch.empty_like(message)
-                works = self.exchange(message, row, rank, tag)
+                try:
+                    works = self.exchange(message, row, rank, tag)
+                except WireError as error:
+                    raise self._lost_in_collective((rank,), error) from error
                 pending.append(PendingMessage(rank, works, row, (rank,)))
-        works = [work for each in pending for work in each.works]
-        return Announcement(arrival=self.watch(works), messages=pending)
+        awaited = [Awaited(work) for each in pending for work in each.works]
+        return Announcement(arrival=self.watch(awaited), messages=pending)
 
     def read(self, announced: Announcement) -> dict[int, list[int]]:
         """The messages of the others, by rank.
@@ -435,7 +464,9 @@ class Transport:
             self.finish(announced.arrival)
         except WireError as error:
             senders = [each.rank for each in announced.messages for _ in each.works]
-            raise self._lost_in_collective((senders[announced.arrival.finished],), error) from error
+            # The last work may have ended since the wait was given up.
+            sender = senders[min(announced.arrival.finished, len(senders) - 1)]
+            raise self._lost_in_collective((sender,), error) from error
         return {each.rank: each.message.tolist() for each in announced.messages}
 
     def sum_(self, tensor: Tensor) -> None:
@@ -555,9 +586,13 @@ class Transport:
             ) from error
 
 
-def _wait_for_each(works: Sequence[dist.Work], finished: list[int]) -> None:
-    for work in works:
-        work.wait(_LONGEST_WAIT)
+def _wait_for_each(works: Sequence[Awaited], finished: list[int]) -> None:
+    for work, on_gpu in works:
+        if on_gpu:
+            while not work.is_completed():
+                time.sleep(_POLL_SECONDS)
+        else:
+            work.wait(_LONGEST_WAIT)
         finished[0] += 1
 
 

@@ -5,7 +5,7 @@ Layout, packing and mixing; no communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -107,13 +107,13 @@ class Bucket:
         # How many ranks of a replica hold the same values.
         self.copies = self._kind.copies
         self._sharded = self._kind.mesh is not None
-        first = _real(self._members[0])
+        first = as_real(self._members[0])
         self.device, self.dtype = first.device, first.dtype
         self.wire_device = layout.wire_device(self.device)
         self.wire_dtype = self.dtype
         if layout.comm_dtype is not None and self.dtype not in _HALF_DTYPES:
             self.wire_dtype = layout.comm_dtype
-        self._shapes = [_real(member).shape for member in self._members]
+        self._shapes = [as_real(member).shape for member in self._members]
         self._sizes = [shape.numel() for shape in self._shapes]
         self.numel = sum(self._sizes)
         self.nbytes = self.numel * self.dtype.itemsize
@@ -179,11 +179,31 @@ class Bucket:
         return Flat(data, tuple(part.view(shape) for part, shape in parts))
 
     @torch.no_grad()
-    def pack(self, flat: Flat) -> Flat:
-        """Copy the tensors into `flat`."""
+    def pack(self, flat: Flat, others: Mapping[Tensor, Tensor] | None = None) -> Flat:
+        """Copy the tensors into `flat`.
+
+        Args:
+            flat: overwritten.
+            others: tensors of the same shapes to copy in place of members.
+        """
         if flat is not self._storage:
             torch._foreach_copy_(flat.views, self._tensors())
+        if others:
+            for member, part in zip(self._members, self.parts(flat), strict=True):
+                part.copy_(as_real(others.get(member, member)))
         return flat
+
+    def parts(self, flat: Flat) -> Sequence[Tensor]:
+        """View `flat` as the members, complex ones as pairs of reals."""
+        if self._storage is None:
+            return flat.views
+        start = self._storage.data.data_ptr()
+        reals = [as_real(member) for member in self._members]
+        offsets = [(real.data_ptr() - start) // real.itemsize for real in reals]
+        return [
+            flat.data.as_strided(real.shape, real.stride(), offset)
+            for real, offset in zip(reals, offsets, strict=True)
+        ]
 
     @torch.no_grad()
     def unpack_(self, flat: Flat) -> None:
@@ -289,7 +309,7 @@ class Bucket:
         if self._storage is not None:
             return self._storage.views
         if self._sharded or self._members[0].is_complex():
-            return tuple(map(_real, self._members))
+            return tuple(map(as_real, self._members))
         return self._members
 
     def _move_together(self) -> Flat:
@@ -354,6 +374,7 @@ def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...
     return tuple(Bucket(members, layout) for members in filled)
 
 
-def _real(tensor: Tensor) -> Tensor:
+def as_real(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds, as reals; it shares the tensor's memory."""
     tensor = local(tensor).detach()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

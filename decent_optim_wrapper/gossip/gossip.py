@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from decent_optim_wrapper.errors import NonFiniteError
 from decent_optim_wrapper.gossip.average import consensus_distance
 from decent_optim_wrapper.gossip.round import Call, check_calls
 from decent_optim_wrapper.gossip.step import Result, Rounds
@@ -109,25 +110,39 @@ class Gossip(Rounds):
         Raises:
             CallOrderError: a rank is in another method.
             PeerError: a rank does not answer.
+            NonFiniteError: a round must not be mixed, and is dropped; all ranks are at one round.
         """
         transport = self.session.transport
         # While an average is in place, no rank makes steps.
         together = not self.cadence.auto or self.average.snapshot is not None
         if together or transport.world_size == 1:
             return
-        self.fall_in_line()
-        coming = transport.announce(torch.tensor([call], device="cpu"))
+        self.agree_on_round()
+        coming = transport.send_to_all(torch.tensor([call], device="cpu"))
+        nonfinite: list[NonFiniteError] = []
+        self.launch()
         while not coming.arrival.is_over:
-            self.launch()
             if self.in_flight and self.in_flight.arrives(coming.arrival):
-                self.finish()
+                # The next one at once: no rank may have mixed a round that is in flight on others.
+                self._finish(nonfinite)
+                self.launch()
         check_calls(call, transport.read(coming), transport)
         # No collective: those behind still launch rounds, which may be collectives of all ranks.
-        launched = transport.announce(torch.tensor([self.round], device="cpu"))
+        launched = transport.send_to_all(torch.tensor([self.round], device="cpu"))
         highest = max(number for (number,) in transport.read(launched).values())
         while self.round < highest:
-            self.finish()
+            self._finish(nonfinite)
             self.launch()
+        self._assembled = True
+        if nonfinite:
+            raise nonfinite[0]
+
+    def _finish(self, nonfinite: list[NonFiniteError]) -> None:
+        """Finish the round in flight, and keep its error: the others wait for this rank."""
+        try:
+            self.finish()
+        except NonFiniteError as error:
+            nonfinite.append(error)
 
     def _arrive(self) -> None:
         """Wait for the round in flight, if there is one; nothing is mixed yet.

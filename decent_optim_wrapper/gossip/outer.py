@@ -38,7 +38,7 @@ class Outer:
     def __init__(self, make: MakeOptimizer, base: Optimizer, kind: Kind) -> None:
         self._make = make
         self._base = base
-        self._kind = kind
+        self.kind = kind
         # By parameter, in the order of the groups. An anchor that never started shares its
         # parameter's memory: it costs nothing, and the optimizer sees its shape.
         self._anchors = {param: param.detach() for param in self._params()}
@@ -103,7 +103,7 @@ class Outer:
             params: the parameters after the mixing; changed in place.
             kind: the kind of the round.
         """
-        if kind is not self._kind:
+        if kind is not self.kind:
             return
         known = [param for param in params if param in self._started]
         self.anchor(params)
@@ -138,7 +138,7 @@ class Outer:
 
     def restarted(self) -> Outer:
         """A new outer optimizer that starts from the parameters of the next step."""
-        return Outer(self._make, self._base, self._kind)
+        return Outer(self._make, self._base, self.kind)
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -35,6 +35,10 @@ class PostMix:
         """Whether keeping an average takes all ranks."""
         return self._state_average is not None
 
+    def steps(self, kind: Kind) -> bool:
+        """Whether there is an outer step after a round of this kind."""
+        return self.outer is not None and self.outer.kind is kind
+
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """Run at the beginning of a step."""
         if self.outer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Literal, NamedTuple
 
@@ -11,7 +12,13 @@ import torch.distributed as dist
 from loguru import logger
 from torch import Tensor
 
-from decent_optim_wrapper.comm.transport import Arrival, PendingMessage, Transport, WireError
+from decent_optim_wrapper.comm.transport import (
+    Arrival,
+    Awaited,
+    PendingMessage,
+    Transport,
+    WireError,
+)
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.bucket import Bucket, is_finite
 from decent_optim_wrapper.gossip.identical_ranks import IdenticalRanks
@@ -63,8 +70,15 @@ class Header(NamedTuple):
         numbers = [self.call, self.round, _bits(self.mixing_rate)]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
-    def check(self, message: list[int], rank: int, own_rank: int) -> None:
+    def check(self, message: list[int], rank: int, own_rank: int, auto: bool = False) -> None:
         """Compare with the message of another rank.
+
+        Args:
+            message: of the other rank.
+            rank: the other rank.
+            own_rank: this rank.
+            auto: whether ranks may be at different steps, and so have different mixing rates: the
+                group mixes with the lowest.
 
         Raises:
             CallOrderError: the rank is in another method or round, or has another rate.
@@ -79,7 +93,7 @@ class Header(NamedTuple):
                 f"rank, and step() equally often (torch.distributed.algorithms.Join for uneven "
                 f"data). Is one of the calls inside an `if rank == 0` branch?"
             )
-        if rate != _bits(self.mixing_rate):
+        if rate != _bits(self.mixing_rate) and not auto:
             raise CallOrderError(
                 f"rank {own_rank}: expected rank {rank} to mix round {self.round} with "
                 f"mixing_rate={self.mixing_rate}, as here, but it has {_float(rate)}; set the same "
@@ -136,6 +150,7 @@ class _Wait(NamedTuple):
     works: list[dist.Work]
     bucket: int
     suspects: tuple[int, ...]
+    on_gpu: bool = False
 
 
 class Round:
@@ -156,6 +171,8 @@ class Round:
         self._group = plan.group
         self._size = len(plan.group.ranks)
         self._header = header
+        # That of all ranks of the group.
+        self._rate = plan.mixing_rate
         self._topology = session.topology
         self._transport = session.transport
         self._peers = tuple(rank for rank in self._group.ranks if rank != self._transport.rank)
@@ -169,7 +186,7 @@ class Round:
         self._finite: list[int] = []
         self._finite_of: dict[int, list[int]] = {}
         # Whether the parameters may change before they are mixed.
-        self._freezes = session.schedule.cadence.freezes
+        self._auto, self._freezes = session.schedule.cadence.auto, session.schedule.cadence.freezes
         # What a thread waits for, work by work, if the round may take several steps.
         self._arrival: Arrival | None = None
         self._watched: list[_Wait] = []
@@ -188,17 +205,22 @@ class Round:
         """The buckets that were posted and are not mixed yet."""
         return list(self._unmixed)
 
-    def post(self, bucket: Bucket) -> None:
-        """Pack a bucket and start its exchange; a group of one rank exchanges nothing."""
+    def post(self, bucket: Bucket, starts: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Pack a bucket and start its exchange; a group of one rank exchanges nothing.
+
+        Args:
+            bucket: the bucket.
+            starts: what is sent in place of its members' values, by member; None for nothing.
+        """
         self._unmixed.append(bucket)
         if not bucket.numel or self._failure or (self._size == 1 and not self._freezes):
             return
         with self._meter.launch:
             post = self._post_group if self._sums else self._post_pair
             if self._size == 1:
-                post = self._post_nowhere
+                post = self._keep_start
             try:
-                self._exchanges[bucket] = post(bucket)
+                self._exchanges[bucket] = post(bucket, starts or {})
                 if not self._freezes:
                     self._posted += bucket.versions()
             except WireError as error:
@@ -213,14 +235,17 @@ class Round:
         """Begin to wait on a thread, once the round is sealed."""
         waits = [_Wait(each.works, 0, each.suspects) for each in self._headers]
         for index, exchange in enumerate(self._exchanges.values()):
-            waits.append(_Wait(exchange.works, index, self._peers))
+            on_gpu = exchange.arriving.data.is_cuda
+            waits.append(_Wait(exchange.works, index, self._peers, on_gpu))
         last = max(0, len(self._exchanges) - 1)
         waits += [_Wait(each.works, last, each.suspects) for each in self._flags]
         self._watched = [each for each in waits for _ in each.works]
-        self._arrival = self._transport.watch([work for each in waits for work in each.works])
+        awaited = [Awaited(work, each.on_gpu) for each in waits for work in each.works]
+        self._arrival = self._transport.watch(awaited)
         for each in waits:
-            # Nobody else waits for them: a second wait would last forever.
-            each.works.clear()
+            # Nobody else waits for them: a second wait for a work of gloo would last forever.
+            if not each.on_gpu:
+                each.works.clear()
 
     @property
     def has_arrived(self) -> bool:
@@ -243,6 +268,7 @@ class Round:
                 self._wait_for_arrival(self._arrival)
             for rank, message in self._receive_control(self._headers, 0).items():
                 self._compare(message, rank)
+                self._rate = min(self._rate, rate_of(message))
             self._headers = []
             for index, exchange in enumerate(self._exchanges.values()):
                 self._wait(exchange.works, index, self._peers)
@@ -286,7 +312,7 @@ class Round:
                 return
             if self._rules.identical.rounds_left and not left_out and self._size > 1:
                 self._look(bucket, exchange)
-            weight = exchange.weight * self.plan.mixing_rate
+            weight = exchange.weight * self._rate
             if self._transport.rank in left_out:
                 bucket.unpack_(exchange.arriving)
             elif (left_out and not self._sums) or self._size == 1:
@@ -309,9 +335,9 @@ class Round:
         sent = exchange.sent or bucket.pack(bucket.new_flat(arriving.device, arriving.dtype))
         self._rules.identical.compare(sent.data, arriving, bucket.wire_dtype, self._size)
 
-    def _post_pair(self, bucket: Bucket) -> _Exchange:
+    def _post_pair(self, bucket: Bucket, starts: Mapping[Tensor, Tensor]) -> _Exchange:
         outgoing, incoming = bucket.pair(self._freezes)
-        bucket.pack(outgoing)
+        bucket.pack(outgoing, starts)
         self._note_finite(outgoing)
         position = len(self._exchanges)
         (peer,) = self._peers
@@ -323,14 +349,14 @@ class Round:
         weight = 1 - self._group.self_weight
         return _Exchange(position, works, incoming, weight, outgoing, start)
 
-    def _post_group(self, bucket: Bucket) -> _Exchange:
+    def _post_group(self, bucket: Bucket, starts: Mapping[Tensor, Tensor]) -> _Exchange:
         """Start the sum over the group, whose mean is mixed in.
 
         w x_i + (1-w)/(m-1) * sum of the others  =  x_i + m(1-w)/(m-1) * (mean - x_i)
         """
         size = self._size
         flat, *copies = bucket.summing(1 + self._freezes)
-        bucket.pack(flat)
+        bucket.pack(flat, starts)
         # The sum overwrites what is sent.
         start = copies[0] if copies else None
         if start is not None:
@@ -342,10 +368,11 @@ class Round:
         weight = size * (1 - self._group.self_weight) / (size - 1)
         return _Exchange(len(self._exchanges), works, flat, weight, start, start)
 
-    def _post_nowhere(self, bucket: Bucket) -> _Exchange:
+    def _keep_start(self, bucket: Bucket, starts: Mapping[Tensor, Tensor]) -> _Exchange:
         """Keep the parameters of the launch: what follows the mixing begins there."""
         (start,) = bucket.summing()
-        return _Exchange(len(self._exchanges), [], bucket.pack(start), 0.0, start, start)
+        bucket.pack(start, starts)
+        return _Exchange(len(self._exchanges), [], start, 0.0, start, start)
 
     def _note_finite(self, flat: Flat) -> bool:
         finite = not self._rules.checks or is_finite(flat.data)
@@ -380,7 +407,8 @@ class Round:
 
     def _compare(self, message: list[int], rank: int) -> None:
         try:
-            self._header.check(message, self._transport.members[rank], self._transport.initial_rank)
+            transport = self._transport
+            self._header.check(message, transport.members[rank], transport.initial_rank, self._auto)
         except CallOrderError as error:
             # This rank takes no further part: the others must notice, or they would wait for it.
             self.abandon()
@@ -407,7 +435,8 @@ class Round:
         try:
             self._transport.finish(arrival, other)
         except WireError as error:
-            lost = self._watched[arrival.finished]
+            # The last work may have ended since the wait was given up.
+            lost = self._watched[min(arrival.finished, len(self._watched) - 1)]
             raise self._lost(lost.bucket, lost.suspects, error.silent) from error
 
     def _wait(self, works: list[dist.Work], bucket: int, suspects: tuple[int, ...]) -> None:
@@ -471,6 +500,11 @@ def nonfinite_error(
         f'with on_nonfinite="skip"',
         bad,
     )
+
+
+def rate_of(message: list[int]) -> float:
+    """The mixing rate in a header."""
+    return _float(message[2])
 
 
 def _bits(number: float) -> int:

@@ -144,7 +144,8 @@ def _read(
         rate = check_mixing_rate(saved.get("mixing_rate", mixing_rate))
         state = GossipState(
             round=index(saved["round"]),
-            in_flight=bool(saved["in_flight"]),
+            # Others may have mixed it already, or count rounds in another way.
+            in_flight=bool(saved["in_flight"]) and not gossip.cadence.auto,
             mixing_rate=rate,
             last_rate=check_mixing_rate(saved.get("last_rate", rate)),
             age=max(1, index(saved.get("age", 1))),

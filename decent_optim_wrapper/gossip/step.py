@@ -36,7 +36,7 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.bucket import Bucket
-from decent_optim_wrapper.gossip.launch_values import in_place, starts_of
+from decent_optim_wrapper.gossip.launch_values import starts_of
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.members import Members
 from decent_optim_wrapper.gossip.post_mix import PostMix
@@ -219,7 +219,9 @@ class Rounds:
         # The parameters with which it was launched, if they have changed since.
         self._starts: dict[Tensor, Tensor] = {}
         # Whether the ranks have the same round: each may have saved its own.
-        self._in_line = True
+        self._same_round = True
+        # Whether all ranks have launched the same round, and made no step since.
+        self._assembled = False
         # Whether the loaded state was saved while an average was in place.
         self._kept = False
         # Runs when the wrapper is dropped or the interpreter exits, whichever comes first. A rank
@@ -294,8 +296,10 @@ class Rounds:
         Raises:
             RuntimeError: a round is in flight that other ranks may not have launched yet.
         """
-        flying = self._connected.in_flight is not None and not self.session.transport.is_closed
-        if self.cadence.auto and flying:
+        transport = self.session.transport
+        flying = self.in_flight is not None and not transport.is_closed
+        flying = flying and transport.world_size > 1
+        if self.cadence.auto and flying and not self._assembled:
             raise RuntimeError(
                 f"rank {self.session.transport.initial_rank}: load_state_dict() expects no "
                 f'round in flight with gossip_every="auto", since other ranks may be at '
@@ -322,9 +326,11 @@ class Rounds:
         try:
             self.discard()
         finally:
-            self._round, self._pending, self.mixing_rate, self._last_rate, self._age = state
-            self._starts = starts or {}
-            self._in_line = not self.cadence.auto
+            self._round, self._pending, self.mixing_rate, self._last_rate, _ = state
+            # Where nothing may change in flight, what is sent is what is mixed into.
+            self._starts = dict(starts or {}) if self.cadence.freezes else {}
+            self._age = state.age if self.cadence.freezes else 1
+            self._same_round = not self.cadence.auto
 
     def begin_step(self) -> None:
         """Check parameters, averages and members for changes since the last step."""
@@ -335,9 +341,10 @@ class Rounds:
             self.keep_average()
         if self.members:
             self.members.begin_step()
-        if not self._in_line:
+        self._assembled = False
+        if not self._same_round:
             with self.failing_together():
-                self.surviving(self.fall_in_line)
+                self.surviving(self.agree_on_round)
         if self.post_mix:
             self.post_mix.begin(self._buckets)
 
@@ -382,7 +389,7 @@ class Rounds:
         """Mix what has arrived for a bucket, if anything has."""
         if bucket in arrived.unmixed:
             # Local updates since the launch are left out of the outer step.
-            steps_outside = self.post_mix is not None and self.post_mix.outer is not None
+            steps_outside = self.post_mix is not None and self.post_mix.steps(arrived.plan.kind)
             start = arrived.start_of(bucket) if steps_outside else None
             drift = None if start is None else bucket.drift(start)
             arrived.mix(bucket)
@@ -414,11 +421,13 @@ class Rounds:
             launched.watch()
 
     def launch(self) -> None:
-        """Start the next round with the parameters as they are now."""
+        """Start the next round outside of a step, unless one is in flight."""
         if launched := self.begin_round():
             for bucket in self._buckets:
-                launched.post(bucket)
+                launched.post(bucket, self._starts)
             self.hand_over(launched)
+            # As if the step before had launched it.
+            self._age = 1
 
     def reshard(self) -> None:
         """Let what is written into shards be seen; see `Replica.reshard`."""
@@ -444,7 +453,7 @@ class Rounds:
     def resume_at(self, round: int) -> None:
         """Continue with this round, as all other ranks do; none is in flight."""
         self._round = round
-        self._in_line = True
+        self._same_round = True
 
     def surviving(self, action: Callable[[], Result]) -> Result:
         """Run an action that waits for peers; if one is lost, run it again in a new session."""
@@ -519,9 +528,9 @@ class Rounds:
             for bucket in arrived.unmixed:
                 self.mix(arrived, bucket)
 
-    def fall_in_line(self) -> None:
+    def agree_on_round(self) -> None:
         """Go on with the highest round of all ranks after each has loaded its own; collective."""
-        if not self._in_line:
+        if not self._same_round:
             rounds = self.session.transport.all_gather(torch.tensor([self._round], device="cpu"))
             self.resume_at(int(rounds.max()))
 
@@ -536,8 +545,7 @@ class Rounds:
             rate, self.mixing_rate = self.mixing_rate, self._last_rate
             round, age = self._round, self._age
             self._round -= age
-            with in_place(self._starts):
-                self.launch()
+            self.launch()
             self._starts = {}
             self._round, self._age, self.mixing_rate = round, age, rate
 

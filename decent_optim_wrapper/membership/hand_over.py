@@ -55,7 +55,10 @@ class HandOver:
         broadcast(tensors, transport, self._layout, donor, keep=not takes)
         if transport.rank == donor:
             parts = [self._state_of(part) for part in self._parts]
-            state = [self._optimizer.state_dict(), gossip_state(self._gossip), parts]
+            saved = gossip_state(self._gossip)
+            # The round in flight is dropped.
+            saved.pop("starts", None)
+            state = [self._optimizer.state_dict(), saved, parts]
             send_state(state, transport)
             return
         base, saved, parts = receive_state(transport, donor)

@@ -151,6 +151,12 @@ def open_session(
             outer = _make_outer(settings, optimizer)
         world = _find_world(start, topology, settings)
         transport, recovery = world.transport, world.recovery
+        with start.failing_together():
+            if settings.schedule.cadence.auto and not transport.has_control:
+                raise ValueError(
+                    'gossip_every="auto" needs a CPU backend in the process group, '
+                    '"cpu:gloo,cuda:nccl", over which the ranks tell each other where they are'
+                )
         layout = Layout(
             settings.bucket_cap_mb,
             transport.wire_device if recovery is None else _on_cpu,
