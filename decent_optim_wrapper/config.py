@@ -73,9 +73,12 @@ class Schedule:
     max_staleness: int = _MAX_STALENESS
 
     def __post_init__(self) -> None:
-        if isinstance(self.gossip_every, str):
-            _check_choice("gossip_every", self.gossip_every, ("auto",))
-        else:
+        if self.gossip_every != "auto":
+            _expect(
+                not isinstance(self.gossip_every, str),
+                'gossip_every expects a number of steps or "auto"',
+                self.gossip_every,
+            )
             _check_steps("gossip_every", self.gossip_every)
         _check_steps("staleness", self.staleness)
         _check_steps("max_staleness", self.max_staleness)
@@ -121,7 +124,7 @@ class Schedule:
             raise ValueError(
                 f"staleness={self.staleness} expects at least as many steps between a round "
                 f"and an exact average, got gossip_every={self.gossip_every} and "
-                f"global_avg_every={self.global_avg_every}; make one a multiple of the other"
+                f"global_avg_every={self.global_avg_every}, whose greatest common divisor is less"
             )
 
     @property
@@ -323,6 +326,7 @@ def _check_choice(name: str, choice: Any, choices: tuple[str, ...]) -> None:
 
 
 def _check_steps(name: str, value: Any) -> None:
+    """Check a number of steps."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     _expect(whole, f"{name} expects a number of steps", value)
     if value < 1:

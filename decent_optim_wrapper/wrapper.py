@@ -485,7 +485,17 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> IdleRounds:
-        """The hook that torch.distributed.algorithms.Join runs on a rank whose data has ended."""
+        """The hook that torch.distributed.algorithms.Join runs on a rank whose data has ended.
+
+        Raises:
+            ValueError: with ``gossip_every="auto"``, which needs no Join.
+        """
+        if self._gossip.cadence.auto:
+            raise ValueError(
+                'gossip_every="auto" does not go with Join, in which ranks wait for each other in '
+                "every step and take no part in rounds meanwhile; ranks may make different numbers "
+                "of steps without it: call synchronize() at the end on all of them"
+            )
         return IdleRounds(self._idle_step)
 
     @property

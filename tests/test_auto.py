@@ -405,16 +405,19 @@ def test_nan_in_the_rounds_of_a_call_is_raised_when_all_have_come() -> None:
             with suppress(NonFiniteError):
                 optimizer.step()
         raised = False
-        try:
-            optimizer.synchronize()
-        except NonFiniteError:
-            raised = True
+        # The round that is in flight first may have been launched before.
+        for _ in range(2):
+            try:
+                optimizer.synchronize()
+            except NonFiniteError:
+                raised = True
         if rank == 1:
             with torch.no_grad():
                 params[0].nan_to_num_()
         # What was launched before that is raised once more.
-        with suppress(NonFiniteError):
-            optimizer.synchronize()
+        for _ in range(2):
+            with suppress(NonFiniteError):
+                optimizer.synchronize()
         # All ranks are at the same round, and no message of the last call is left.
         return raised, optimizer.consensus_distance()
 

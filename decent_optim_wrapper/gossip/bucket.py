@@ -197,11 +197,11 @@ class Bucket:
         """View `flat` as the members, complex ones as pairs of reals."""
         if self._storage is None:
             return flat.views
-        start = self._storage.data.data_ptr()
+        start, first = self._storage.data.data_ptr(), flat.data.storage_offset()
         reals = [as_real(member) for member in self._members]
         offsets = [(real.data_ptr() - start) // real.itemsize for real in reals]
         return [
-            flat.data.as_strided(real.shape, real.stride(), offset)
+            flat.data.as_strided(real.shape, real.stride(), first + offset)
             for real, offset in zip(reals, offsets, strict=True)
         ]
 
