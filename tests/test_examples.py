@@ -236,6 +236,49 @@ def test_the_benchmarks_run_without_a_network_lab(tmp_path: Path) -> None:
     assert all(f"| {row} | 0.1 |" in out for row in rows)
 
 
+def test_the_timeline_shows_what_a_method_does_in_a_step(tmp_path: Path) -> None:
+    script = EXAMPLES / "benchmark" / "timeline.py"
+    small = ("--size", "8", "--rate", "", "--ranks", "2", "--steps", "2")
+    methods = ("no communication", "ours", "ours, in the backward pass")
+    out = run_script(script, *small, "--methods", *methods, cwd=tmp_path)
+    head, *rows = (line.strip("|").split("|") for line in out.splitlines() if line[:2] == "| ")
+    columns = [column.strip() for column in head]
+    cells = {row[0].strip(): [float(cell.split()[0]) for cell in row[1:]] for row in rows}
+    assert cells.keys() == set(methods)
+    for method, values in cells.items():
+        spent = dict(zip(columns[1:], values, strict=True))
+        # The layers sleep for 0.1 s and 0.2 s.
+        assert spent["forward"] >= 95
+        assert spent["backward"] >= 190
+        assert spent["update"] > 0
+        for activity in ("wait", "mix", "send"):
+            assert (spent[activity] > 0) == method.startswith("ours"), (method, activity)
+    assert (tmp_path / "runs" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_link_is_idle_where_its_counters_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES / "benchmark"))
+    timeline = importlib.import_module("timeline")
+    traffic = importlib.import_module("netlab").Traffic
+
+    def sent(ms: int) -> int:
+        """100 MB/s until 0.3 s, and again from 0.5 s on."""
+        return 100_000 * (min(ms, 300) + max(0, ms - 500))
+
+    samples = [
+        timeline.Sample(ms / 1000, [traffic(0, 0), traffic(sent=sent(ms), received=0)])
+        for ms in range(1000)
+    ]
+    spans = [timeline.Span("backward", 0.1, 0.35), timeline.Span("wait", 0.35, 0.6)]
+    trace = timeline.Trace(spans=spans, steps=[0.1, 0.9], retransmitted=0)
+    recording = timeline.Recording(traces=[trace, trace], samples=samples)
+    (idle,) = timeline.idle_times(recording, rank=1, rate=1e8)
+    assert (idle.start, idle.end) == (pytest.approx(0.3, abs=0.005), pytest.approx(0.5, abs=0.005))
+    assert idle.during == "wait"
+    (whole,) = timeline.idle_times(recording, rank=0, rate=1e8)
+    assert whole.end - whole.start > 0.79
+
+
 def test_the_time_to_an_accuracy_is_that_of_the_best_learning_rate(tmp_path: Path) -> None:
     script = EXAMPLES / "benchmark" / "time_to_accuracy.py"
     small = ("--ranks", "2", "--rate", "", "--epochs", "3", "--lrs", "1e-6", "0.05")

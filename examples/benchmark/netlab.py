@@ -18,10 +18,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 _CLONE_NEWNET = 0x40000000
 _SUBNET = "10.77.0"
+
+
+class Traffic(NamedTuple):
+    """What a host has sent and received so far, in bytes with all headers."""
+
+    sent: int
+    received: int
 
 
 class Lab(NamedTuple):
@@ -147,6 +155,26 @@ def address(host: int) -> str:
     return f"{_SUBNET}.{host + 1}"
 
 
+def traffic(where: Lab) -> list[Traffic]:
+    """What each host has sent and received, as seen behind its link; one entry for loopback."""
+    counts = {}
+    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        fields = numbers.split()
+        counts[name.strip()] = Traffic(sent=int(fields[0]), received=int(fields[8]))
+    return [counts[_port(host)] for host in where.hosts] or [counts["lo"]]
+
+
+def retransmitted() -> int:
+    """How many TCP segments the calling thread's host has sent again so far."""
+    names, numbers = (
+        line.split()
+        for line in Path("/proc/thread-self/net/snmp").read_text().splitlines()
+        if line.startswith("Tcp:")
+    )
+    return int(numbers[names.index("RetransSegs")])
+
+
 def cut(where: Lab, host: int, other: int | None = None) -> None:
     """Lose all that a host sends to another host, or to all hosts.
 
@@ -168,7 +196,8 @@ def _up(tag: str, hosts: int, rate: str) -> None:
     _sh(f"ip link add {tag}br type bridge")
     _sh(f"ip link set {tag}br up")
     for i in range(hosts):
-        space, port = f"{tag}n{i}", f"{tag}h{i}"
+        space = f"{tag}n{i}"
+        port = _port(space)
         _sh(f"ip netns add {space}")
         _sh(f"ip link add {port} type veth peer name eth0 netns {space}")
         _sh(f"ip link set {port} master {tag}br up")
@@ -181,9 +210,15 @@ def _up(tag: str, hosts: int, rate: str) -> None:
 
 def _down(tag: str, hosts: int) -> None:
     for i in range(hosts):
-        _sh(f"ip netns del {tag}n{i}", check=False)
-        _sh(f"ip link del {tag}h{i}", check=False)
+        space = f"{tag}n{i}"
+        _sh(f"ip netns del {space}", check=False)
+        _sh(f"ip link del {_port(space)}", check=False)
     _sh(f"ip link del {tag}br", check=False)
+
+
+def _port(space: str) -> str:
+    """The bridge's end of a host's link."""
+    return space.replace("n", "h")
 
 
 def _sh(command: str, check: bool = True) -> None:
