@@ -23,7 +23,7 @@ from decent_optim_wrapper.topo.base import did_you_mean
 
 # Called with the old and the new members.
 OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
-AverageState = Literal["keep", "average"]
+AverageState = Literal["keep", "average"] | tuple[str, ...]
 
 _MAX_STALENESS = 16
 # What torch's stores and backends can wait for: whole milliseconds, counted in 32 bits.
@@ -46,7 +46,8 @@ class Schedule:
             (Gossip-PGA, Chen et al. 2021); None for no averages.
         average_state: what to do with the base optimizer's state (momenta) when an exact average
             is kept or scheduled: "keep" it, or "average" it too (`on_nonfinite` applies to it as to
-            parameters).
+            parameters). Or names of entries of the state, such as ``("exp_avg_sq",)``, which then
+            travel and are mixed in every round together with the parameters.
         outer: function that makes an outer optimizer from a list of tensors, the anchors, such as
             ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``; None for none. It
             steps at every exact average if `global_avg_every` is set, else at every round of
@@ -86,7 +87,12 @@ class Schedule:
         object.__setattr__(self, "mixing_rate", check_mixing_rate(self.mixing_rate))
         if self.global_avg_every is not None:
             _check_steps("global_avg_every", self.global_avg_every)
-        _check_choice("average_state", self.average_state, ("keep", "average"))
+        if isinstance(self.average_state, tuple):
+            names = self.average_state
+            is_names = bool(names) and all(isinstance(name, str) for name in names)
+            _expect(is_names, "average_state expects names of the base's state", names)
+        else:
+            _check_choice("average_state", self.average_state, ("keep", "average"))
         _expect(
             self.outer is None or callable(self.outer),
             "outer expects a function from a list of tensors to a torch.optim.Optimizer, such as "
@@ -190,12 +196,18 @@ class Settings:
     sync_at_start: bool
     comm_dtype: torch.dtype | None
     param_as_bucket_view: bool
+    gradient_tracking: bool
     timeout: timedelta | float | None
     on_nonfinite: OnNonfinite
     schedule: Schedule
 
     def __post_init__(self) -> None:
-        for name in ("overlap", "sync_at_start", "param_as_bucket_view"):
+        for name in (
+            "overlap",
+            "sync_at_start",
+            "param_as_bucket_view",
+            "gradient_tracking",
+        ):
             flag = getattr(self, name)
             _expect(isinstance(flag, bool), f"{name} expects a bool", flag)
         cap_mb = _positive("bucket_cap_mb", "MiB", self.bucket_cap_mb)
@@ -213,6 +225,11 @@ class Settings:
         is_schedule = isinstance(self.schedule, Schedule)
         _expect(is_schedule, "schedule expects a Schedule", self.schedule)
         self._check_staleness()
+        if self.gradient_tracking and self.on_nonfinite == "skip":
+            raise ValueError(
+                'gradient_tracking=True expects on_nonfinite="raise" or "ignore": with "skip" the '
+                "sum of the estimates would no longer be that of the gradients, for good"
+            )
 
     def _check_staleness(self) -> None:
         """Check that the options work with rounds that travel under several steps."""
@@ -260,12 +277,13 @@ def read_timeout(timeout: Any) -> timedelta | None:
     return timedelta(seconds=float(seconds))
 
 
-def check_base(optimizer: Any, overlap: bool) -> None:
+def check_base(optimizer: Any, overlap: bool, gradient_tracking: bool = False) -> None:
     """Check that the optimizer can be wrapped.
 
     Raises:
         TypeError: it is not an optimizer, or is a wrapper itself.
-        ValueError: it has no parameters, exchanges them itself, or does not work with `overlap`.
+        ValueError: it has no parameters, exchanges them itself, or does not work with `overlap` or
+            `gradient_tracking`.
     """
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DelegatingOptimizer):
         raise TypeError(
@@ -284,10 +302,16 @@ def check_base(optimizer: Any, overlap: bool) -> None:
             f"{kind.__name__}, with which each rank updates a part of them and broadcasts it; that "
             f"would undo the gossip; wrap the plain optimizer"
         )
-    if overlap and (reason := _reason_against_overlap(optimizer)):
+    reason = _reason_against_overlap(optimizer)
+    if overlap and reason:
         raise ValueError(
             f"{kind.__name__} {reason}, which does not work with overlap=True: the gradient "
             f"belongs to the parameters before the mixing; pass overlap=False"
+        )
+    if gradient_tracking and reason:
+        raise ValueError(
+            f"{kind.__name__} {reason}, which does not work with gradient_tracking=True: the "
+            f"gradient is corrected before the step; pass gradient_tracking=False"
         )
 
 

@@ -92,6 +92,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             and memory. Do not replace their storage afterwards, and call `synchronize()` before
             changing their values by hand, or the next call raises (changes through ``.data`` are
             not noticed).
+        gradient_tracking: let the base read an estimate of the mean gradient of all ranks, which
+            travels with the parameters: ``y <- W_t y + g - g_before`` (DSGT, Pu and Nedic 2018);
+            with `torch.optim.SGD` the momentum is tracked (Takezawa et al. 2022). For shards that
+            differ between ranks. It doubles the bytes sent and costs two copies of the parameters,
+            and what these take on the wire. Gradients are clipped before they are tracked.
         timeout: how long to wait for a peer, a timedelta or seconds; None takes the timeout of the
             process group.
         on_nonfinite: what happens if parameters contain NaN or infinity before they are mixed:
@@ -139,6 +144,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         sync_at_start: bool = True,
         comm_dtype: torch.dtype | None = None,
         param_as_bucket_view: bool = False,
+        gradient_tracking: bool = False,
         timeout: timedelta | float | None = None,
         on_nonfinite: OnNonfinite = "raise",
         schedule: Schedule = Schedule(),
@@ -166,11 +172,12 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 sync_at_start=sync_at_start,
                 comm_dtype=comm_dtype,
                 param_as_bucket_view=param_as_bucket_view,
+                gradient_tracking=gradient_tracking,
                 timeout=timeout,
                 on_nonfinite=on_nonfinite,
                 schedule=schedule,
             )
-            check_base(optimizer, overlap)
+            check_base(optimizer, overlap, gradient_tracking)
             super().__init__(optimizer)
             self._local_update = LocalUpdate(optimizer)
         self._settings = settings
@@ -209,6 +216,25 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @mixing_rate.setter
     def mixing_rate(self, rate: float) -> None:
         self._gossip.mixing_rate = check_mixing_rate(rate)
+
+    @property
+    def gradient_tracking(self) -> bool:
+        """Whether gradients are tracked; set it to False before the same step on all ranks.
+
+        This frees what it costs. It cannot be set to True again.
+        """
+        return self._local_update.tracking is not None
+
+    @gradient_tracking.setter
+    def gradient_tracking(self, tracks: bool) -> None:
+        if tracks and not self.gradient_tracking:
+            raise ValueError(
+                f"rank {self.rank}: gradient_tracking expects False during the training, got "
+                f"{tracks}; pass gradient_tracking=True to the constructor"
+            )
+        if not tracks:
+            self._local_update.tracking = None
+            self._gossip.drop_tracking()
 
     @property
     def rank(self) -> int:
@@ -254,7 +280,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """
         splits = self._local_update.splits
         loss = None
-        if closure is not None and (self._settings.overlap or splits):
+        evaluates = self._settings.overlap or splits or self._settings.gradient_tracking
+        if closure is not None and evaluates:
             try:
                 with torch.enable_grad():
                     loss, closure = closure(), None

@@ -19,7 +19,7 @@ from decent_optim_wrapper.optim.shards import largest_shard_bytes, local
 MIB = 1024 * 1024
 # Elements that are mixed at once where a temporary copy is needed.
 _SLICE = 1 << 18
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Layout(NamedTuple):
@@ -111,7 +111,7 @@ class Bucket:
         self.device, self.dtype = first.device, first.dtype
         self.wire_device = layout.wire_device(self.device)
         self.wire_dtype = self.dtype
-        if layout.comm_dtype is not None and self.dtype not in _HALF_DTYPES:
+        if layout.comm_dtype is not None and self.dtype not in HALF_DTYPES:
             self.wire_dtype = layout.comm_dtype
         self._shapes = [as_real(member).shape for member in self._members]
         self._sizes = [shape.numel() for shape in self._shapes]
@@ -160,7 +160,7 @@ class Bucket:
         Half precision is summed in float32: rounding would otherwise change values that are the
         same on all ranks.
         """
-        return self._wire(count, torch.float32 if self.dtype in _HALF_DTYPES else self.dtype)
+        return self._wire(count, torch.float32 if self.dtype in HALF_DTYPES else self.dtype)
 
     def new_flat(
         self, device: torch.device | None = None, dtype: torch.dtype | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.parameters import Named, sparse_gradient_error
+from decent_optim_wrapper.gossip.tracking import Tracking
 from decent_optim_wrapper.optim import QGSGD, AccumAdam, AccumAdamW
 from decent_optim_wrapper.optim.shards import local
 
@@ -71,6 +72,8 @@ class LocalUpdate:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Any = optimizer
+        # Corrects every update; None without gradient tracking.
+        self.tracking: Tracking | None = None
         # The names in errors of the parameters that the base had when their buckets were planned.
         self._names_of: dict[int, str] = {}
         # Whether an overflow has skipped any part of the last update. As a tensor, its value may
@@ -154,7 +157,8 @@ class LocalUpdate:
         with self._scaled(scaling) as applies:
             if not applies:
                 return None
-            result: float | None = self._call_step(*(() if closure is None else (closure,)))
+            with self._corrected(self.params):
+                result: float | None = self._call_step(*(() if closure is None else (closure,)))
             return result
 
     @contextmanager
@@ -180,7 +184,8 @@ class LocalUpdate:
 
                 def make() -> None:
                     made.append(True)
-                    self._step_part(groups, part)
+                    with self._corrected(params):
+                        self._step_part(groups, part)
 
                 apply(params, make)
                 self.skipped = self.skipped or not made
@@ -192,6 +197,9 @@ class LocalUpdate:
             self._optimizer._opt_called = True
             yield update
             update(None)
+
+    def _corrected(self, params: Sequence[Tensor]) -> AbstractContextManager[None]:
+        return self.tracking.correcting(params) if self.tracking else nullcontext()
 
     def _step_part(self, groups: list[dict[str, Any]], part: list[list[Tensor]]) -> None:
         """Step with these parameters only, group by group, and restore the groups."""
@@ -235,13 +243,19 @@ class LocalUpdate:
         by_scheduler = getattr(own, "_wrapped_by_lr_sched", False)
         return not by_scheduler or own.__wrapped__ is not type(self._optimizer).step
 
+    @property
+    def _scales_itself(self) -> bool:
+        """Whether the base takes scaled gradients; the tracked ones have no scale."""
+        scales = getattr(self._optimizer, "_step_supports_amp_scaling", False)
+        return scales and self.tracking is None
+
     @contextmanager
     def _scaled(self, scaling: Scaling) -> Iterator[bool]:
         """Pass the scaling on to the base, or undo it; yields whether the update applies."""
         self.skipped = False
         if scaling.found_inf is None:
             yield True
-        elif getattr(self._optimizer, "_step_supports_amp_scaling", False):
+        elif self._scales_itself:
             # A fused kernel unscales and skips by itself, from these two attributes.
             self._optimizer.found_inf, self._optimizer.grad_scale = scaling
             self.skipped = scaling.found_inf

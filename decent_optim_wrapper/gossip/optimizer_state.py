@@ -75,11 +75,12 @@ class StateAverage:
         """The state per element; counters are not averaged."""
         state = self._optimizer.state.get(param, {})
         for name, value in sorted(state.items()):
-            if name not in _COUNTERS and _is_like(value, param):
+            if name not in _COUNTERS and is_like(value, param):
                 yield value
 
 
-def _is_like(value: Any, param: Tensor) -> bool:
+def is_like(value: Any, param: Tensor) -> bool:
+    """Whether an entry of the state has a value for each element of its parameter."""
     if not isinstance(value, Tensor) or value.shape != param.shape:
         return False
     return value.is_floating_point() or value.is_complex()

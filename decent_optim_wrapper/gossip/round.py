@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import Literal, NamedTuple
 
@@ -181,6 +181,7 @@ class Round:
         # An exact average is the same on all ranks, even on two, and is not rounded: it is a sum.
         self._sums = self._size > 2 or plan.kind is Kind.AVERAGE
         self._unmixed: list[Bucket] = []
+        self._behind: dict[Bucket, tuple[Bucket, ...]] = {}
         self._exchanges: dict[Bucket, _Exchange] = {}
         # 1 for each bucket sent with finite values, else 0; then the same for every rank.
         self._finite: list[int] = []
@@ -205,14 +206,26 @@ class Round:
         """The buckets that were posted and are not mixed yet."""
         return list(self._unmixed)
 
-    def post(self, bucket: Bucket, starts: Mapping[Tensor, Tensor] | None = None) -> None:
+    def post(
+        self,
+        bucket: Bucket,
+        starts: Mapping[Tensor, Tensor] | None = None,
+        behind: Iterable[Bucket] = (),
+    ) -> None:
         """Pack a bucket and start its exchange; a group of one rank exchanges nothing.
 
         Args:
             bucket: the bucket.
             starts: what is sent in place of its members' values, by member; None for nothing.
+            behind: buckets that are exchanged and mixed together with it.
         """
         self._unmixed.append(bucket)
+        self._behind[bucket] = tuple(behind)
+        self._post(bucket, starts or {})
+        for each in self._behind[bucket]:
+            self._post(each, {})
+
+    def _post(self, bucket: Bucket, starts: Mapping[Tensor, Tensor]) -> None:
         if not bucket.numel or self._failure or (self._size == 1 and not self._freezes):
             return
         with self._meter.launch:
@@ -220,7 +233,7 @@ class Round:
             if self._size == 1:
                 post = self._keep_start
             try:
-                self._exchanges[bucket] = post(bucket, starts or {})
+                self._exchanges[bucket] = post(bucket, starts)
                 if not self._freezes:
                     self._posted += bucket.versions()
             except WireError as error:
@@ -294,11 +307,12 @@ class Round:
         return [param for param, version in self._posted if param._version != version]
 
     def mix(self, bucket: Bucket) -> None:
-        """Mix what has arrived for the bucket, once."""
+        """Mix what has arrived for a posted bucket and for those behind it, once."""
         self._unmixed.remove(bucket)
-        exchange = self._exchanges.get(bucket)
-        if exchange is not None:
-            self._mix(bucket, exchange)
+        for each in (bucket, *self._behind[bucket]):
+            exchange = self._exchanges.get(each)
+            if exchange is not None:
+                self._mix(each, exchange)
         if not self._unmixed and self._rules.identical.rounds_left:
             self._rules.identical.end_round()
 

@@ -14,6 +14,10 @@ from decent_optim_wrapper.gossip.outer import Outer
 from decent_optim_wrapper.gossip.schedule import check_mixing_rate
 from decent_optim_wrapper.gossip.state_by_name import by_name, by_place
 from decent_optim_wrapper.gossip.step import GossipState
+from decent_optim_wrapper.gossip.tracking import check_rows
+
+# What a state dict holds for each parameter.
+_BY_PARAMETER = frozenset({"starts", "tracked"})
 
 
 class Arrange(NamedTuple):
@@ -21,11 +25,11 @@ class Arrange(NamedTuple):
 
     Args:
         outer: makes what `Outer.load_state_dict` takes.
-        starts: makes a list, a tensor for each parameter.
+        by_parameter: makes a list, with an entry for each parameter.
     """
 
     outer: Callable[[dict[str, Any]], dict[str, Any]]
-    starts: Callable[[Any], list[Tensor]]
+    by_parameter: Callable[[Any], list[Any]]
 
 
 class SavedState(NamedTuple):
@@ -37,12 +41,14 @@ class SavedState(NamedTuple):
         outer: the outer optimizer with the saved state, if there is one.
         starts: the parameters with which the round in flight was launched, where they may have
             changed since.
+        tracked: what is tracked of each parameter; None to start again.
     """
 
     gossip: GossipState
     kept: bool
     outer: Outer | None
     starts: dict[Tensor, Tensor]
+    tracked: list[dict[str, Any]] | None
 
 
 def gossip_state(gossip: Gossip) -> dict[str, Any]:
@@ -58,6 +64,8 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
     elif gossip.cadence.freezes:
         # Also where none is in flight: torch.distributed.checkpoint loads into existing entries.
         state |= {"age": age, "starts": gossip.starts()}
+    if gossip.tracking:
+        state["tracked"] = gossip.tracking.rows(gossip.params)
     outer = _outer_of(gossip)
     return state | ({"outer": outer.state_dict()} if outer else {})
 
@@ -72,9 +80,9 @@ def named_state(gossip: Gossip) -> dict[str, Any]:
     outer = _outer_of(gossip)
     if outer:
         state["outer"] = by_name(state["outer"], gossip.replica.names_of(outer.params))
-    if "starts" in state:
+    for key in _BY_PARAMETER & state.keys():
         names = gossip.replica.names_of(gossip.params)
-        state["starts"] = dict(zip(names, state["starts"], strict=True))
+        state[key] = dict(zip(names, state[key], strict=True))
     return state
 
 
@@ -94,7 +102,7 @@ def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
         "load_state_dict expects what state_dict() of a DecentOptimWrapper around the same "
         "parameters has returned, but its key 'gossip' holds something else"
     )
-    arrange = Arrange(outer=lambda outer: outer, starts=lambda starts: starts)
+    arrange = Arrange(outer=lambda outer: outer, by_parameter=lambda rows: rows)
     return _read(gossip, saved, mixing_rate, expected, arrange)
 
 
@@ -107,10 +115,11 @@ def read_named_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedSta
         "load_gossip_state_dict expects what gossip_state_dict() of a DecentOptimWrapper around "
         "the same model has returned, but got something else"
     )
-    own = gossip.replica.names_of(gossip.params) if gossip.cadence.freezes else []
+    by_parameter = gossip.cadence.freezes or gossip.tracking is not None
+    own = gossip.replica.names_of(gossip.params) if by_parameter else []
     arrange = Arrange(
         outer=lambda state: by_place(state, names, groups),
-        starts=lambda starts: [starts[name] for name in own],
+        by_parameter=lambda rows: [rows[name] for name in own],
     )
     return _read(gossip, saved, mixing_rate, expected, arrange)
 
@@ -121,6 +130,10 @@ def restore(gossip: Gossip, saved: SavedState) -> None:
     if gossip.post_mix:
         gossip.post_mix.outer = saved.outer
     gossip.restore(saved.gossip, saved.kept, saved.starts)
+    if gossip.tracking and saved.tracked is None:
+        gossip.tracking.reset()
+    elif gossip.tracking:
+        gossip.tracking.load(gossip.params, saved.tracked or [])
 
 
 def _read(
@@ -153,14 +166,24 @@ def _read(
         if state.round < state.in_flight * state.age:
             raise ValueError(f"round must be 0 or more, and 1 in flight, got {state.round}")
         outer = _read_outer(_outer_of(gossip), saved, arrange.outer)
-        starts = _read_starts(gossip, saved, arrange.starts)
+        starts = _read_starts(gossip, saved, arrange.by_parameter)
+        tracked = _read_tracked(gossip, saved, arrange.by_parameter)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"rank {gossip.session.transport.initial_rank}: {expected} "
             f"({type(error).__name__}: {error}); nothing was loaded"
         ) from error
     kept = bool(saved.get("kept", False))
-    return SavedState(gossip=state, kept=kept, outer=outer, starts=starts)
+    return SavedState(gossip=state, kept=kept, outer=outer, starts=starts, tracked=tracked)
+
+
+def _read_tracked(
+    gossip: Gossip, saved: dict[str, Any], arrange: Callable[[Any], list[Any]]
+) -> list[dict[str, Any]] | None:
+    """What is tracked of each parameter; None if nothing was saved."""
+    if gossip.tracking is None or "tracked" not in saved:
+        return None
+    return check_rows(gossip.params, arrange(saved["tracked"]))
 
 
 def _read_starts(

@@ -21,7 +21,7 @@ however long it takes, and the mean over the ranks does not move.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,6 +36,7 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.bucket import Bucket
+from decent_optim_wrapper.gossip.companion import Companion
 from decent_optim_wrapper.gossip.launch_values import starts_of
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.members import Members
@@ -44,6 +45,7 @@ from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.round import Call, Header, Round, Rules
 from decent_optim_wrapper.gossip.schedule import Cadence, Kind, RoundPlan, Session
 from decent_optim_wrapper.gossip.timing import Meter
+from decent_optim_wrapper.gossip.tracking import Tracking
 
 Result = TypeVar("Result")
 
@@ -140,7 +142,7 @@ class Step:
         the sums of larger groups would add up different buckets.
         """
         while self._waiting and self._waiting[0] in self._ready:
-            launched.post(self._waiting.pop(0))
+            self._gossip.post(launched, self._waiting.pop(0))
 
 
 class GossipState(NamedTuple):
@@ -182,6 +184,7 @@ class Rounds:
         mixing_rate: that of the first rounds.
         overlap: leave a round in flight until the next step.
         post_mix: what follows the mixing; None for nothing.
+        companions: what travels with the parameters.
     """
 
     def __init__(
@@ -196,6 +199,7 @@ class Rounds:
         mixing_rate: float,
         overlap: bool,
         post_mix: PostMix | None,
+        companions: Sequence[Companion] = (),
     ) -> None:
         self._connected = _Connected(session)
         self._local_update = local_update
@@ -207,6 +211,7 @@ class Rounds:
         self.mixing_rate = self._last_rate = mixing_rate
         self._overlap = overlap
         self.post_mix = post_mix
+        self._companions = tuple(companions)
         # Set if ranks may be lost and come back.
         self.members: Members | None = None
         self._buckets: tuple[Bucket, ...] = ()
@@ -237,6 +242,9 @@ class Rounds:
     @session.setter
     def session(self, session: Session) -> None:
         self._connected.session = session
+        # What the ranks have summed up with those that are gone is of no more use.
+        for companion in self._companions:
+            companion.reset()
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -247,6 +255,8 @@ class Rounds:
     def buckets(self, buckets: Sequence[Bucket]) -> None:
         # From the next launch on; the round in flight keeps its own.
         self._buckets = tuple(buckets)
+        for companion in self._companions:
+            companion.plan(self._buckets)
         for index, bucket in enumerate(buckets):
             logger.info(
                 "rank {} bucket {}: {!r}", self.session.transport.initial_rank, index, bucket
@@ -277,6 +287,11 @@ class Rounds:
     def cadence(self) -> Cadence:
         """When rounds are launched and mixed."""
         return self.session.schedule.cadence
+
+    @property
+    def tracking(self) -> Tracking | None:
+        """Tracks the gradients, if that is wanted."""
+        return self._local_update.tracking
 
     @property
     def differs(self) -> bool:
@@ -366,10 +381,20 @@ class Rounds:
             NonFiniteError: the round must not be mixed, and is dropped.
         """
         self._relaunch()
-        if not self._is_due():
+        due = self._is_due()
+        for companion in self._companions:
+            companion.begin_step(in_flight=self._connected.in_flight is not None and not due)
+        if not due:
             return None
         self.meter.staleness = self._age
         return self._receive()
+
+    def post(
+        self, launched: Round, bucket: Bucket, starts: Mapping[Tensor, Tensor] | None = None
+    ) -> None:
+        """Send a bucket of parameters, and what travels behind it; see `Round.post`."""
+        behind = [each for companion in self._companions for each in companion.launch(bucket)]
+        launched.post(bucket, starts, behind)
 
     def _is_due(self) -> bool:
         flying = self._connected.in_flight
@@ -386,7 +411,7 @@ class Rounds:
         return arrived
 
     def mix(self, arrived: Round, bucket: Bucket) -> None:
-        """Mix what has arrived for a bucket, if anything has."""
+        """Mix what has arrived for a bucket and what travels behind it, if anything has."""
         if bucket in arrived.unmixed:
             # Local updates since the launch are left out of the outer step.
             steps_outside = self.post_mix is not None and self.post_mix.steps(arrived.plan.kind)
@@ -424,10 +449,14 @@ class Rounds:
         """Start the next round outside of a step, unless one is in flight."""
         if launched := self.begin_round():
             for bucket in self._buckets:
-                launched.post(bucket, self._starts)
+                self.post(launched, bucket, self._starts)
             self.hand_over(launched)
             # As if the step before had launched it.
             self._age = 1
+
+    def drop_tracking(self) -> None:
+        """Track gradients no longer; a round in flight still mixes what was tracked."""
+        self._companions = tuple(c for c in self._companions if not isinstance(c, Tracking))
 
     def reshard(self) -> None:
         """Let what is written into shards be seen; see `Replica.reshard`."""

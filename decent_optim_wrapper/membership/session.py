@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,7 +34,9 @@ from decent_optim_wrapper.gossip.post_mix import PostMix
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.round import Rules
 from decent_optim_wrapper.gossip.schedule import Kind, Session
+from decent_optim_wrapper.gossip.state_gossip import StateGossip
 from decent_optim_wrapper.gossip.timing import Meter
+from decent_optim_wrapper.gossip.tracking import Tracking
 from decent_optim_wrapper.membership.arguments import (
     check_arguments,
     check_sizes,
@@ -181,6 +184,7 @@ def open_session(
         world.topology.release()
         session.topology.release()
     _warn_of_wide_groups(settings, session)
+    _warn_of_rare_rounds(settings, optimizer)
     extra = [named.tensor for named in averaged if named.tensor.is_floating_point()]
     if not sync:
         # Frozen parameters are then not the same everywhere.
@@ -265,6 +269,11 @@ def _make_gossip(
     state_average = None
     if schedule.average_state == "average":
         state_average = StateAverage(optimizer, layout, rules, meter, replica)
+    if settings.gradient_tracking:
+        local_update.tracking = Tracking(optimizer, layout)
+    gossiped = None
+    if isinstance(schedule.average_state, tuple):
+        gossiped = StateGossip(optimizer, schedule.average_state, layout)
     post_mix = None
     if outer or state_average:
         post_mix = PostMix(outer, state_average, heals=rules.on_nonfinite == "skip")
@@ -278,6 +287,7 @@ def _make_gossip(
         mixing_rate=schedule.mixing_rate,
         overlap=settings.overlap,
         post_mix=post_mix,
+        companions=[each for each in (local_update.tracking, gossiped) if each is not None],
     )
 
 
@@ -309,4 +319,22 @@ def _warn_of_wide_groups(settings: Settings, session: Session) -> None:
         logger.warning(
             "rank {}: comm_dtype={} saves nothing in groups of more than two, which {!r} has",
             *(session.transport.initial_rank, settings.comm_dtype, session.topology),
+        )
+
+
+def _warn_of_rare_rounds(settings: Settings, optimizer: Optimizer) -> None:
+    """Warn of options with which ranks drift apart."""
+    schedule = settings.schedule
+    if settings.gradient_tracking and schedule.gossip_every != 1:
+        warnings.warn(
+            f"gradient_tracking gains less with gossip_every={schedule.gossip_every!r}, since the "
+            f"estimates are older; mix in every step, and send fewer bytes with comm_dtype",
+            stacklevel=2,
+        )
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+    if any("ScheduleFree" in kind for kind in kinds) and "z" not in schedule.average_state:
+        warnings.warn(
+            f"{kinds[0]} keeps an iterate of its own in the state, which drifts apart where only "
+            f'parameters are mixed; pass Schedule(average_state=("z",))',
+            stacklevel=2,
         )

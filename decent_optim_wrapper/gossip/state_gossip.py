@@ -1,0 +1,118 @@
+"""Gossips entries of the base optimizer's state, behind the parameters that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from decent_optim_wrapper.gossip.bucket import Bucket, Layout
+from decent_optim_wrapper.gossip.optimizer_state import is_like
+from decent_optim_wrapper.gossip.storage import Flat
+from decent_optim_wrapper.optim.shards import local
+
+
+class StateGossip:
+    """Gossips entries of the base's state.
+
+    Args:
+        optimizer: the base.
+        names: of the entries; each has the shape of its parameter.
+        layout: how they are exchanged.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Sequence[str], layout: Layout) -> None:
+        self._optimizer = optimizer
+        self._names = tuple(names)
+        self._layout = layout._replace(as_view=False)
+        self._buckets: dict[Bucket, StateBucket] = {}
+
+    def plan(self, buckets: Sequence[Bucket]) -> None:
+        """Forget the buckets that are gone."""
+        self._buckets = {b: state for b, state in self._buckets.items() if b in buckets}
+
+    def begin_step(self, in_flight: bool) -> None:
+        """Do nothing: the state may change while it is in flight, as parameters may."""
+
+    def launch(self, bucket: Bucket) -> list[Bucket]:
+        """The bucket of the state that belongs to a bucket of parameters, to send it."""
+        entries = [self._entry(param, name) for name in self._names for param in bucket.members]
+        known = self._buckets.get(bucket)
+        if known is None or not known.holds(entries):
+            shapes = [param for _ in self._names for param in bucket.members]
+            known = self._buckets[bucket] = StateBucket(entries, shapes, self._layout)
+        return [known]
+
+    def reset(self) -> None:
+        """Do nothing: the state of a rank is its own."""
+
+    def _entry(self, param: Tensor, name: str) -> Tensor | None:
+        """An entry of the state; None if there is none yet.
+
+        Raises:
+            RuntimeError: the base has no such entries.
+        """
+        state = self._optimizer.state.get(param, {})
+        value: Tensor | None = state.get(name)
+        if state and not is_like(value, param):
+            known = sorted(key for key, value in state.items() if is_like(value, param))
+            raise RuntimeError(
+                f"average_state expects entries of the state of {type(self._optimizer).__name__} "
+                f"with the shape of their parameter, which are {known}, got {name!r}"
+            )
+        return value
+
+
+class StateBucket(Bucket):
+    """Entries of the state, and for each of them whether this rank has it.
+
+    A rank has none for a parameter that has had no gradient there; mixing mixes only what all ranks
+    of the group have.
+
+    Args:
+        entries: the entries, None for one that is missing.
+        shapes: a tensor like each of them.
+        layout: how they are exchanged.
+    """
+
+    def __init__(
+        self, entries: Sequence[Tensor | None], shapes: Sequence[Tensor], layout: Layout
+    ) -> None:
+        self._entries = tuple(entries)
+        like = next((entry for entry in entries if entry is not None), shapes[0])
+        tensors = [
+            torch.zeros_like(shape, dtype=like.dtype, requires_grad=False)
+            if entry is None
+            else entry
+            for entry, shape in zip(entries, shapes, strict=True)
+        ]
+        present = [float(entry is not None) for entry in entries]
+        self._present = torch.tensor(present, dtype=like.dtype, device=local(like).device)
+        super().__init__([*tensors, self._present], layout)
+
+    def holds(self, entries: Sequence[Tensor | None]) -> bool:
+        """Whether these are its entries."""
+        return all(one is other for one, other in zip(self._entries, entries, strict=True))
+
+    @torch.no_grad()
+    def mix_(self, flat: Flat, weight: float) -> None:
+        """As `Bucket.mix_`, of the entries that all ranks of the group have."""
+        self._mix_shared(flat, weight, None)
+
+    @torch.no_grad()
+    def shift_(self, theirs: Flat, ours: Flat, weight: float) -> None:
+        """As `Bucket.shift_`, of the entries that all ranks of the group have."""
+        self._mix_shared(theirs, weight, ours)
+
+    def _mix_shared(self, theirs: Flat, weight: float, ours: Flat | None) -> None:
+        arriving = self._near(theirs).views
+        started = self._tensors() if ours is None else self._near(ours).views
+        # Of a group it is the mean.
+        shared = ((arriving[-1] == 1) & (started[-1] == 1)).tolist()
+        for entry, there, here, is_shared in zip(
+            self._entries, arriving, started, shared, strict=False
+        ):
+            if is_shared and entry is not None:
+                local(entry).add_(there - here, alpha=weight)

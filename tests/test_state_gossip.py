@@ -1,0 +1,210 @@
+"""Entries of the base's state that are mixed together with the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from covering import OVERLAP, pairwise
+from dense import put, rows_of
+from problem import MODES, TINY_CAP_MB, adamw, backward, flatten, in_one_call, make_params, sgd
+from ranks import run_threads
+from torch import Tensor
+from torch.optim import Optimizer
+
+from decent_optim_wrapper import DecentOptimWrapper, Schedule, Topology, TopologyFactory
+
+STEPS = 7
+NAMES = ("exp_avg", "exp_avg_sq")
+TOPOLOGIES = {name: TopologyFactory.create(name, 4, 1) for name in ("ring", "complete")}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "every step": {},
+    "every other": {"gossip_every": 2},
+    "late": {"gossip_every": 2, "staleness": 2},
+}
+
+
+def wrap(
+    base: Optimizer, group: dist.ProcessGroup, topology: Topology | str, **options: Any
+) -> DecentOptimWrapper:
+    return DecentOptimWrapper(
+        base, topology=topology, bucket_cap_mb=TINY_CAP_MB, process_group=group, **options
+    )
+
+
+def state_of(base: Optimizer, params: Sequence[Tensor], name: str) -> list[Tensor]:
+    return [base.state[param][name] for param in params]
+
+
+def simulate(
+    topology: Topology, every: int, late: int, overlap: bool, names: Sequence[str] = NAMES
+) -> tuple[Tensor, Tensor]:
+    worlds = [make_params() for _ in range(4)]
+    bases = [adamw(params) for params in worlds]
+    launched: dict[int, tuple[Tensor, list[Tensor]]] = {}
+
+    def spaces() -> list[list[list[Tensor]]]:
+        pairs = [*zip(bases, worlds, strict=True)]
+        return [worlds, *([state_of(*pair, name) for pair in pairs] for name in names)]
+
+    def land(step: int) -> None:
+        if step in launched:
+            matrix, starts = launched.pop(step)
+            for space, start in zip(spaces(), starts, strict=True):
+                put(space, rows_of(space) + matrix @ start - start)
+
+    for step in range(STEPS):
+        for rank in range(4):
+            backward(worlds[rank], rank, step)
+        if overlap:
+            land(step)
+        for base in bases:
+            base.step()
+        if (step + 1) % every == 0:
+            matrix = topology.mixing_matrix((step + 1) // every - 1)
+            launched[step + late if overlap else step] = matrix, [rows_of(s) for s in spaces()]
+        if not overlap:
+            land(step)
+    for step in sorted(launched):
+        land(step)
+    pairs = zip(bases, worlds, strict=True)
+    return rows_of(worlds), rows_of([state_of(*pair, "exp_avg_sq") for pair in pairs])
+
+
+@pytest.mark.parametrize(
+    ("topology", "schedule", "overlap"), pairwise(TOPOLOGIES, SCHEDULES, OVERLAP)
+)
+def test_momenta_follow_the_oracle(
+    topology: Topology, schedule: dict[str, Any], overlap: bool
+) -> None:
+    overlap = overlap or "staleness" in schedule
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params()
+        base = in_one_call(adamw(params)) if rank % 2 else adamw(params)
+        optimizer = wrap(
+            base,
+            group,
+            topology,
+            overlap=overlap,
+            schedule=Schedule(average_state=NAMES, **schedule),
+        )
+        for step in range(STEPS):
+            backward(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(params), flatten(state_of(base, params, "exp_avg_sq"))
+
+    results = run_threads(4, main)
+    every, late = schedule.get("gossip_every", 1), schedule.get("staleness", 1)
+    expected = simulate(topology, every, late, overlap)
+    for ours, theirs in zip(zip(*results, strict=True), expected, strict=True):
+        torch.testing.assert_close(torch.stack(ours), theirs, rtol=1e-11, atol=1e-11)
+    kept = simulate(topology, every, late, overlap, names=())
+    for mixed, other in zip(expected, kept, strict=True):
+        assert (mixed - other).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_without_an_entry_leaves_those_of_the_others_as_they_are(mode: str) -> None:
+    """One skips its first updates, as GradScaler makes it do, and one has no gradient for long."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[list[Tensor], list[Tensor]]:
+        params = make_params()
+        base = torch.optim.AdamW(params, lr=0.0)
+        optimizer = wrap(base, group, "ring", schedule=Schedule(average_state=NAMES), **MODES[mode])
+        for step in range(4):
+            backward(params, rank, 0)
+            if rank == 1:
+                params[1].grad = None
+            vars(optimizer).update(
+                found_inf=torch.tensor(float(rank == 2 and step < 2)), grad_scale=None
+            )
+            optimizer.step()
+        own = make_params()
+        alone = torch.optim.AdamW(own, lr=0.0)
+        for _ in range(4):
+            backward(own, rank, 0)
+            alone.step()
+        optimizer.synchronize()
+        assert ("exp_avg_sq" in base.state[params[1]]) == (rank != 1)
+        if rank == 1:
+            return [], []
+        return state_of(base, params, "exp_avg_sq"), state_of(alone, own, "exp_avg_sq")
+
+    results = run_threads(4, main)
+    for rank in (0, 2, 3):
+        ours, alone = results[rank]
+        # Nothing was mixed with zeros: the mean of two positive values is above half of each.
+        assert all((one > 0.4 * other.min()).all() for one, other in zip(ours, alone, strict=True))
+    # Rank 0 meets rank 1 in every other round only, and rank 3 in the others.
+    assert not torch.equal(results[0][0][0], results[0][1][0])
+
+
+def test_entries_that_the_base_does_not_have_are_refused() -> None:
+    params = make_params()
+    optimizer = DecentOptimWrapper(sgd(params), 0, 1, schedule=Schedule(average_state=("nothing",)))
+    backward(params, 0, 0)
+    with pytest.raises(RuntimeError, match=r"\['momentum_buffer'\], got 'nothing'"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("names", [(), (1,)])
+def test_names_are_checked(names: Any) -> None:
+    with pytest.raises(TypeError, match="average_state"):
+        Schedule(average_state=names)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD of Defazio et al. 2024: z <- z - lr g, x is the mean of all z, y between both."""
+
+    BETA = 0.9
+
+    def __init__(self, params: Sequence[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            weight = 1 / group["k"]
+            for y in group["params"]:
+                state = self.state[y]
+                if not state:
+                    state["z"] = y.clone()
+                y.lerp_(state["z"], weight)
+                y.add_(y.grad, alpha=group["lr"] * (self.BETA * (1 - weight) - 1))
+                state["z"].sub_(y.grad, alpha=group["lr"])
+
+    def averages(self) -> list[Tensor]:
+        """What is evaluated."""
+        params = self.param_groups[0]["params"]
+        return [p.detach().lerp(self.state[p]["z"], 1 - 1 / self.BETA) for p in params]
+
+
+def distance_to_the_optimum(**schedule: Any) -> float:
+    """Of the rank's own averages, after training on quadratics whose optima differ by rank."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> float:
+        params = make_params()
+        base = ScheduleFree(params, lr=0.1)
+        optimizer = wrap(base, group, "ring", schedule=Schedule(**schedule))
+        for _ in range(200):
+            for param in params:
+                param.grad = param.detach() - (rank - 1.5) * 4.0
+            optimizer.step()
+        optimizer.synchronize()
+        return float(flatten(base.averages()).abs().max())
+
+    return max(run_threads(4, main))
+
+
+def test_schedule_free_converges_if_its_own_iterate_is_mixed_too() -> None:
+    with pytest.warns(UserWarning, match=r'average_state=\("z",\)'):
+        apart = distance_to_the_optimum()
+    together = distance_to_the_optimum(average_state=("z",))
+    assert together < 1.0
+    assert apart > 10 * together

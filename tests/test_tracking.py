@@ -1,0 +1,556 @@
+"""Gradient tracking in float64 against dense matrices."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from covering import OVERLAP, VIEWS, pairwise
+from dense import put, rows_of
+from problem import TINY_CAP_MB, adamw, backward, flatten, in_one_call, make_params, sgd
+from ranks import run_processes, run_threads
+from restartable_processes import RestartableProcesses, wrap_elastic
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.optim import SGD, Optimizer
+
+from decent_optim_wrapper import DecentOptimWrapper, Schedule, Topology, TopologyFactory
+from decent_optim_wrapper.ddp import DecentralizedDataParallel
+
+STEPS = 8
+LR, MOMENTUM, DECAY = 0.05, 0.9, 0.01
+BASES: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
+    "adamw": adamw,
+    "adamw in one call": lambda params: in_one_call(adamw(params)),
+    "sgd": sgd,
+    "nesterov": lambda params: SGD(params, lr=LR, momentum=MOMENTUM, nesterov=True),
+    "sgd without momentum": lambda params: SGD(params, lr=LR, maximize=True),
+}
+TOPOLOGIES = {name: TopologyFactory.create(name, 4, 1) for name in ("ring", "complete")}
+SCHEDULES = {
+    "every step": Schedule(),
+    "slow": Schedule(mixing_rate=0.4),
+    "every third": Schedule(gossip_every=3),
+    "late": Schedule(gossip_every=3, staleness=2),
+    "averages": Schedule(global_avg_every=3),
+}
+
+
+class Momentum:
+    """SGD with momentum in the words of its formula, with the correction beside the momentum."""
+
+    def __init__(self, params: Sequence[Tensor], nesterov: bool, decay: float) -> None:
+        self.params, self.nesterov, self.decay = params, nesterov, decay
+        self.buffers: list[Tensor] | None = None
+
+    @torch.no_grad()
+    def tracked(self) -> Tensor:
+        grads = [gradient(p) + self.decay * p for p in self.params]
+        old = self.buffers or [torch.zeros_like(grad) for grad in grads]
+        self.buffers = [MOMENTUM * b + g for b, g in zip(old, grads, strict=True)]
+        ahead = [g + MOMENTUM * b for b, g in zip(self.buffers, grads, strict=True)]
+        self.moves = ahead if self.nesterov else self.buffers
+        return flatten(self.buffers)
+
+    @torch.no_grad()
+    def step(self, correction: Tensor) -> None:
+        for param, move, part in zip(
+            self.params, self.moves, parts_of(correction, self.params), strict=True
+        ):
+            param.sub_(LR * (move + part))
+
+
+class Gradients:
+    """Any base, which reads the corrected gradients."""
+
+    def __init__(self, base: Optimizer, params: Sequence[Tensor]) -> None:
+        self.base, self.params = base, params
+
+    def tracked(self) -> Tensor:
+        return flatten([gradient(p) for p in self.params])
+
+    @torch.no_grad()
+    def step(self, correction: Tensor) -> None:
+        for param, part in zip(self.params, parts_of(correction, self.params), strict=True):
+            gradient(param).add_(part)
+        self.base.step()
+
+
+def gradient(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
+def parts_of(row: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    parts = torch.split(row, [param.numel() for param in params])
+    return [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
+
+
+def follower(name: str, params: Sequence[Tensor]) -> Momentum | Gradients:
+    if name == "sgd":
+        return Momentum(params, nesterov=False, decay=DECAY)
+    if name == "nesterov":
+        return Momentum(params, nesterov=True, decay=0.0)
+    return Gradients(BASES[name](params), params)
+
+
+def simulate(topology: Topology, schedule: Schedule, name: str, overlap: bool = True) -> Tensor:
+    """All ranks in one place: y <- W y + g - g_before, x <- W x - u(y)."""
+    n = topology.world_size
+    worlds = [make_params() for _ in range(n)]
+    bases = [follower(name, params) for params in worlds]
+    corrections = torch.zeros_like(rows_of(worlds))
+    launched: dict[int, tuple[Tensor, ...]] = {}
+    collected: list[Tensor] = []
+
+    def land(step: int) -> None:
+        nonlocal corrections, collected
+        if step in launched:
+            matrix, start, values = launched.pop(step)
+            put(worlds, rows_of(worlds) + matrix @ start - start)
+            corrections = matrix @ (corrections + values) - values
+            collected = []
+
+    for step in range(STEPS):
+        for rank in range(n):
+            backward(worlds[rank], rank, step)
+        if overlap:
+            land(step)
+        values = []
+        for base, correction in zip(bases, corrections, strict=True):
+            if isinstance(base, Gradients):
+                values.append(base.tracked().clone())
+                base.step(correction)
+            else:
+                values.append(base.tracked())
+                base.step(correction)
+        if not launched:
+            collected.append(torch.stack(values))
+        if (matrix := due(topology, schedule, step)) is not None:
+            launched[step + int(schedule.staleness) if overlap else step] = (
+                matrix,
+                rows_of(worlds),
+                torch.stack(collected).mean(0),
+            )
+        if not overlap:
+            land(step)
+    for step in sorted(launched):
+        land(step)
+    return rows_of(worlds)
+
+
+def due(topology: Topology, schedule: Schedule, step: int) -> Tensor | None:
+    n, done = topology.world_size, step + 1
+    if schedule.global_avg_every and done % schedule.global_avg_every == 0:
+        return torch.full((n, n), 1 / n, dtype=torch.float64)
+    if done % int(schedule.gossip_every):
+        return None
+    rate = schedule.mixing_rate
+    matrix = topology.mixing_matrix(done // int(schedule.gossip_every) - 1)
+    return (1 - rate) * torch.eye(n, dtype=torch.float64) + rate * matrix
+
+
+def wrap(
+    base: Optimizer, group: dist.ProcessGroup | None, topology: Topology | str, **options: Any
+) -> DecentOptimWrapper:
+    return DecentOptimWrapper(
+        base,
+        topology=topology,
+        bucket_cap_mb=TINY_CAP_MB,
+        process_group=group,
+        **{"gradient_tracking": True, **options},
+    )
+
+
+def train(
+    rank: int, group: dist.ProcessGroup, topology: Topology, name: str, **options: Any
+) -> Tensor:
+    params = make_params()
+    optimizer = wrap(BASES[name](params), group, topology, **options)
+    for step in range(STEPS):
+        backward(params, rank, step)
+        optimizer.step()
+    optimizer.synchronize()
+    return flatten(params)
+
+
+def check(topology: Topology, schedule: Schedule, name: str, overlap: bool, views: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        options = {"overlap": overlap, "param_as_bucket_view": views}
+        return train(rank, group, topology, name, schedule=schedule, **options)
+
+    rows = torch.stack(run_threads(4, main))
+    expected = simulate(topology, schedule, name, overlap)
+    torch.testing.assert_close(rows, expected, rtol=1e-11, atol=1e-11)
+    untracked = torch.stack(
+        run_threads(
+            4,
+            lambda rank, group: train(
+                rank,
+                group,
+                topology,
+                name,
+                schedule=schedule,
+                overlap=overlap,
+                gradient_tracking=False,
+            ),
+        )
+    )
+    assert (rows - untracked).abs().max() > 1e-3, "tracking made no difference"
+
+
+@pytest.mark.filterwarnings("ignore:gradient_tracking")
+@pytest.mark.parametrize(("name", "topology"), pairwise({n: n for n in BASES}, TOPOLOGIES))
+def test_follows_the_oracle(name: str, topology: Topology) -> None:
+    check(topology, Schedule(), name, overlap=True, views=False)
+
+
+@pytest.mark.filterwarnings("ignore:gradient_tracking")
+@pytest.mark.parametrize(
+    ("schedule", "name", "overlap", "views"),
+    pairwise(SCHEDULES, {n: n for n in ("adamw", "sgd")}, OVERLAP, VIEWS),
+)
+def test_schedules_follow_the_oracle(
+    schedule: Schedule, name: str, overlap: bool, views: bool
+) -> None:
+    check(TOPOLOGIES["ring"], schedule, name, overlap or schedule.staleness > 1, views)
+
+
+def sums(rows: Sequence[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+    """What a rank adds to the sums of y and of g."""
+    return flatten([row["y"] for row in rows]), flatten([row["g"] for row in rows])
+
+
+def test_the_sum_of_the_estimates_is_that_of_the_gradients_in_every_step() -> None:
+    """Also where a rank skips its update, or has no gradient."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
+        params = make_params()
+        optimizer = wrap(adamw(params), group, "ring")
+        history = []
+        for step in range(STEPS):
+            backward(params, rank, step)
+            if (rank, step) == (1, 2):
+                params[0].grad = None
+            overflow = torch.tensor(float((rank, step) == (2, 4)))
+            vars(optimizer).update(found_inf=overflow, grad_scale=None)
+            optimizer.step()
+            assert (params[0].grad is None) == ((rank, step) == (1, 2))
+            history.append(sums(optimizer.state_dict()["gossip"]["tracked"]))
+        optimizer.synchronize()
+        return history
+
+    histories = run_threads(4, main)
+    for step in range(STEPS):
+        y, g = (sum(history[step][k] for history in histories) for k in range(2))
+        torch.testing.assert_close(y, g, rtol=0, atol=1e-12)
+        assert all((history[step][0] - y / 4).abs().max() > 1e-3 for history in histories)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_the_class_that_steps_in_the_backward_pass_does_the_same(name: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3)))
+            # Not from the generator that all threads share.
+            for number, param in enumerate(self.parameters()):
+                values = torch.sin(torch.arange(1.0, param.numel() + 1) * (number + 1))
+                param.data.copy_(values.view(param.shape) / 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.layers(x)).square().sum()
+
+    def batches(rank: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        return [torch.randn(3, 6, dtype=torch.float64, generator=generator) for _ in range(STEPS)]
+
+    def inside(rank: int, group: dist.ProcessGroup) -> Tensor:
+        model = DecentralizedDataParallel(
+            Net(),
+            lambda named: BASES[name]([p for _, p in named]),
+            topology="ring",
+            bucket_size_in_mb=400 / 2**20,
+            process_group=group,
+            gradient_tracking=True,
+        )
+        assert len(model.optimizer.buckets) > 1
+        for batch in batches(rank):
+            model(batch).backward()
+        model.optimizer.synchronize()
+        return flatten([*model.module.parameters()])
+
+    def outside(rank: int, group: dist.ProcessGroup) -> Tensor:
+        model = Net()
+        optimizer = wrap(BASES[name]([*model.parameters()]), group, "ring")
+        for batch in batches(rank):
+            optimizer.zero_grad()
+            model(batch).backward()
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten([*model.parameters()])
+
+    one, other = run_threads(4, inside), run_threads(4, outside)
+    torch.testing.assert_close(torch.stack(one), torch.stack(other), rtol=0, atol=1e-13)
+    assert (one[0] - flatten([*Net().parameters()])).abs().max() > 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:gradient_tracking")
+@pytest.mark.parametrize(
+    ("schedule", "name", "views"),
+    pairwise(
+        {k: SCHEDULES[k] for k in ("every step", "every third", "late")},
+        {n: n for n in ("adamw", "sgd")},
+        VIEWS,
+    ),
+)
+@pytest.mark.parametrize("at", [3, 4, 5])
+def test_a_resumed_run_continues_bit_for_bit(
+    at: int, schedule: Schedule, name: str, views: bool
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        def make() -> tuple[list[Tensor], DecentOptimWrapper]:
+            params = make_params()
+            options = {"schedule": schedule, "param_as_bucket_view": views}
+            return params, wrap(BASES[name](params), group, "ring", **options)
+
+        params, optimizer = make()
+        for step in range(at):
+            backward(params, rank, step)
+            optimizer.step()
+        saved = copy.deepcopy((optimizer.state_dict(), [p.detach().clone() for p in params]))
+        resumed, again = make()
+        again.load_state_dict(saved[0])
+        with torch.no_grad():
+            for param, value in zip(resumed, saved[1], strict=True):
+                param.copy_(value)
+        for step in range(at, STEPS):
+            backward(params, rank, step)
+            optimizer.step()
+            backward(resumed, rank, step)
+            again.step()
+        optimizer.synchronize()
+        again.synchronize()
+        return flatten(params), flatten(resumed)
+
+    for straight, resumed in run_threads(4, main):
+        assert torch.equal(straight, resumed)
+        assert (straight - flatten(make_params())).abs().max() > 1e-2
+
+
+def test_a_checkpoint_without_estimates_starts_them_again() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params()
+        optimizer = wrap(adamw(params), group, "ring")
+        for step in range(3):
+            backward(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        state = optimizer.state_dict()
+        before = flatten([row["y"] for row in state["gossip"].pop("tracked")])
+        optimizer.load_state_dict(state)
+        after = [row["y"] for row in optimizer.state_dict()["gossip"]["tracked"]]
+        return before, flatten(after)
+
+    for before, after in run_threads(4, main):
+        assert before.abs().max() > 1e-2
+        assert not after.any()
+
+
+def test_a_checkpoint_of_other_parameters_is_refused() -> None:
+    params = make_params()
+    optimizer = DecentOptimWrapper(adamw(params), 0, 1, gradient_tracking=True)
+    state = optimizer.state_dict()
+    rows = state["gossip"]["tracked"]
+    others: list[Any] = [[], [{**rows[0], "y": torch.zeros(3)}, *rows[1:]], [{}] * len(rows)]
+    for bad in others:
+        with pytest.raises(ValueError, match="nothing was loaded"):
+            optimizer.load_state_dict({**state, "gossip": {**state["gossip"], "tracked": bad}})
+
+
+def test_added_and_unfrozen_parameters_are_tracked_from_then_on() -> None:
+    """What is known of the others is kept: the oracle is a run without the new ones."""
+
+    def main(rank: int, group: dist.ProcessGroup, grows: bool, views: bool) -> Tensor:
+        params = make_params()
+        late = [torch.zeros(5, dtype=torch.float64, requires_grad=True)]
+        optimizer = wrap(adamw(params), group, "ring", param_as_bucket_view=views)
+        for step in range(STEPS):
+            if step == 4 and grows:
+                optimizer.add_param_group({"params": late, "lr": 0.1})
+            backward(params, rank, step)
+            if grows:
+                late[0].grad = torch.full_like(late[0], float(rank) - 1.0)
+            optimizer.step()
+        optimizer.synchronize()
+        if grows:
+            # The mean gradient is 0.5 on every rank, whatever its own is.
+            assert late[0].detach().max() < 0
+        return flatten(params)
+
+    for views in (False, True):
+        grown = run_threads(4, partial(main, grows=True, views=views))
+        plain = run_threads(4, partial(main, grows=False, views=views))
+        torch.testing.assert_close(torch.stack(grown), torch.stack(plain), rtol=0, atol=1e-12)
+
+
+def test_tracking_that_is_given_up_frees_its_memory_and_trains_on() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[int, int, Tensor]:
+        params = make_params()
+        optimizer = wrap(adamw(params), group, "ring")
+        sent = []
+        for step in range(STEPS):
+            if step == 4:
+                optimizer.gradient_tracking = False
+            backward(params, rank, step)
+            optimizer.step()
+            sent.append(optimizer.stats().bytes_sent)
+        optimizer.synchronize()
+        assert "tracked" not in optimizer.state_dict()["gossip"]
+        with pytest.raises(ValueError, match="expects False during the training"):
+            optimizer.gradient_tracking = True
+        return sent[3], sent[4], flatten(params)
+
+    rows = run_threads(4, main)
+    for before, after, row in rows:
+        assert before == 2 * after > 0
+        assert (row - flatten(make_params())).abs().max() > 1e-2
+
+
+def test_half_precision_parameters_have_estimates_in_single_precision() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[torch.dtype]:
+        params = make_params(dtype=torch.bfloat16)
+        optimizer = wrap(adamw(params), group, "ring")
+        for step in range(3):
+            backward(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        assert all(p.dtype == torch.bfloat16 for p in params)
+        return [row["y"].dtype for row in optimizer.state_dict()["gossip"]["tracked"]]
+
+    for dtypes in run_threads(4, main):
+        assert set(dtypes) == {torch.float32}
+
+
+def test_automatic_rounds_keep_the_sum() -> None:
+    """Every rank makes as many steps as it likes; the sums hold once all are at one round."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params()
+        optimizer = wrap(adamw(params), group, "ring", schedule=Schedule(gossip_every="auto"))
+        for step in range(6 + 3 * rank):
+            backward(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        assert optimizer.round > 2
+        rows = optimizer.state_dict()["gossip"]["tracked"]
+        # What has been collected since is in no estimate yet.
+        closed = [row["y"] + row["g"] * (row["collected"] >= 0) for row in rows]
+        return flatten(closed), flatten([row["g"] for row in rows])
+
+    with pytest.warns(UserWarning, match="gradient_tracking"):
+        results = run_threads(4, main)
+    y, g = (sum(result[k] for result in results) for k in range(2))
+    torch.testing.assert_close(y, g, rtol=0, atol=1e-12)
+    assert all((one - own).abs().max() > 1e-3 for one, own in results)
+
+
+def join(rank: int) -> list[list[float]]:
+    dist.init_process_group("gloo")
+    params = make_params()
+    optimizer = wrap(adamw(params), None, "ring")
+    with Join([optimizer]):
+        for step in range(4 + rank):
+            backward(params, rank, step)
+            optimizer.step()
+    optimizer.synchronize()
+    return [row.tolist() for row in sums(optimizer.state_dict()["gossip"]["tracked"])]
+
+
+def test_join_leaves_the_estimates_of_a_rank_that_has_ended_in_the_rounds() -> None:
+    results = torch.tensor(run_processes(4, join), dtype=torch.float64)
+    y, g = results.sum(0)
+    torch.testing.assert_close(y, g, rtol=0, atol=1e-12)
+    assert (results[0, 0] - results[0, 1]).abs().max() > 1e-3
+
+
+def train_elastic(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
+) -> list[list[float]]:
+    params = make_params(seed=rank)
+    optimizer = wrap_elastic(
+        params, rank, world_size, store, [], topology="ring", timeout=5, gradient_tracking=True
+    )
+    report("joined", optimizer.round)
+    while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
+        backward(params, rank, optimizer.round)
+        optimizer.step()
+        if optimizer.round % 10 == 0:
+            report(f"round {optimizer.round}", optimizer.members)
+        time.sleep(0.005)
+    rows = optimizer.state_dict()["gossip"]["tracked"]
+    optimizer.global_avg(may_revert=False)
+    return [row.tolist() for row in (*sums(rows), flatten(params))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_new_membership_starts_the_estimates_again() -> None:
+    """What the lost rank had of the sum would otherwise be missing for good."""
+    with RestartableProcesses(4, train_elastic) as processes:
+        for rank in range(4):
+            assert processes.wait_for(rank, "joined") == 0
+        processes.wait_for(1, "round 20")
+        processes.kill(1)
+        processes.wait_for_members(0, (0, 2, 3))
+        processes.start(1)
+        assert processes.wait_for(1, "joined") > 0
+        processes.finish()
+        results = [processes.wait_for(rank, "result") for rank in range(4)]
+    rows = torch.tensor(results, dtype=torch.float64)
+    y, g, _ = rows.sum(0)
+    torch.testing.assert_close(y, g, rtol=0, atol=1e-11)
+    torch.testing.assert_close(rows[:, 2], rows[:1, 2].expand(4, -1), rtol=0, atol=1e-12)
+    assert (rows[0, 0] - rows[0, 1]).abs().max() > 1e-3
+
+
+def test_a_closure_is_evaluated_before_the_correction() -> None:
+    def main(rank: int, group: dist.ProcessGroup, closes: bool) -> Tensor:
+        params = make_params()
+        optimizer = wrap(BASES["adamw in one call"](params), group, "ring", overlap=False)
+        steps = count()
+        for step in range(STEPS):
+            if closes:
+                optimizer.step(lambda: float(backward(params, rank, next(steps))))
+            else:
+                backward(params, rank, step)
+                optimizer.step()
+        return flatten(params)
+
+    one, other = (run_threads(4, partial(main, closes=closes)) for closes in (True, False))
+    assert torch.equal(torch.stack(one), torch.stack(other))
+    assert (one[0] - flatten(make_params())).abs().max() > 1e-2
+
+
+def test_a_base_that_evaluates_closures_itself_is_refused() -> None:
+    base = torch.optim.LBFGS(make_params())
+    with pytest.raises(ValueError, match="gradient_tracking=True"):
+        DecentOptimWrapper(base, 0, 1, overlap=False, gradient_tracking=True)
+
+
+def test_ranks_that_are_left_out_do_not_go_with_tracking() -> None:
+    with pytest.raises(ValueError, match="on_nonfinite"):
+        DecentOptimWrapper(adamw(make_params()), 0, 1, gradient_tracking=True, on_nonfinite="skip")
+
+
+@pytest.mark.parametrize("schedule", [Schedule(gossip_every=2), Schedule(gossip_every="auto")])
+def test_rare_rounds_are_warned_of(schedule: Schedule) -> None:
+    with pytest.warns(UserWarning, match="gradient_tracking"):
+        DecentOptimWrapper(adamw(make_params()), 0, 1, gradient_tracking=True, schedule=schedule)
