@@ -229,6 +229,12 @@ def test_the_benchmarks_run_without_a_network_lab(tmp_path: Path) -> None:
         benchmark / "overhead.py", "--parameters", "1e5", "--repeats", "1", cwd=tmp_path
     )
     assert "one round, views:" in out
+    out = run_script(benchmark / "codec_speed.py", "--mib", "0.1", "--repeats", "1", cwd=tmp_path)
+    assert re.findall(r"^\| (\w+) \| ([\d.]+) \|", out, re.MULTILINE) == [
+        ("bfloat16", "2.000"),
+        ("int8", "1.022"),
+        ("int4", "0.519"),
+    ]
     assert "| ring |" in run_script(benchmark / "startup.py", "--world-sizes", "16", cwd=tmp_path)
     rows = ("DDP", "mixing_rate=lr/lr_max", "QGSGD, gossip_every=4")
     once = ("--world-size", "2", "--epochs", "1", "--seeds", "0", "--lrs", "0.1")

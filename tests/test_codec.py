@@ -1,0 +1,139 @@
+"""Codes of vectors, without communication."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decent_optim_wrapper.comm.codec import INT4, BlockCodec, CastCodec, Codec, codec_of, wide
+
+LEVELS = {torch.int8: 127, INT4: 7}
+# Less than a block, whole blocks, more than a slice of 2^17.
+SIZES = [1, 255, 256, 257, 1000, (1 << 17) + 300]
+
+
+def coded(codec: Codec, values: Tensor, reference: Tensor | None = None) -> Tensor:
+    message = torch.full((codec.nbytes(values.numel()),), 255, dtype=torch.uint8)
+    codec.encode(values, message, reference)
+    return message
+
+
+def decoded(codec: Codec, message: Tensor, values: Tensor) -> Tensor:
+    dtype = wide(values.dtype)
+    parts = codec.decode(message, numel=values.numel(), dtype=dtype)
+    return torch.cat([part.clone() for _, (part,) in parts])
+
+
+def by_definition(values: Tensor, levels: int) -> Tensor:
+    """s k for every block: the largest value is L steps away from 0."""
+    result = []
+    for block in torch.split(values.to(wide(values.dtype)), 256):
+        scale = (block.abs().max() / levels).to(torch.float32).to(block.dtype)
+        codes = torch.round(block * scale.reciprocal()) if scale else torch.zeros_like(block)
+        result.append(scale * codes)
+    return torch.cat(result)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [torch.int8, INT4])
+def test_codes_are_those_of_the_definition(
+    kind: torch.dtype, dtype: torch.dtype, numel: int
+) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    values = torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+    codec = codec_of(kind)
+    read = decoded(codec, coded(codec, values), values)
+    assert torch.equal(read, by_definition(values, LEVELS[kind]))
+    assert len(set(read.tolist())) > min(numel - 1, 2)
+
+
+@pytest.mark.parametrize(("kind", "per_element"), [(torch.int8, 1 + 1 / 64), (INT4, 0.5 + 1 / 64)])
+def test_a_message_holds_one_code_per_element_and_one_scale_per_block(
+    kind: torch.dtype, per_element: float
+) -> None:
+    codec = codec_of(kind)
+    assert codec.nbytes(1 << 20) == per_element * (1 << 20)
+    assert codec.nbytes(1) == codec.nbytes(256) == codec.nbytes(257) / 2 == per_element * 256
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    exponents=st.lists(st.integers(-45, 37), min_size=1, max_size=5),
+    numel=st.integers(1, 900),
+    kind=st.sampled_from([torch.int8, INT4]),
+    seed=st.integers(0, 1000),
+)
+def test_no_element_is_off_by_more_than_half_a_step_of_its_block(
+    exponents: list[int], numel: int, kind: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator, dtype=torch.float64)
+    for index, exponent in enumerate(exponents):
+        values[256 * index : 256 * (index + 1)] *= 10.0**exponent
+    values = values.to(torch.float32)
+    codec = codec_of(kind)
+    message = coded(codec, values)
+    assert codec.is_finite(message)
+    away = (decoded(codec, message, values) - values).double().abs()
+    for block, errors in zip(torch.split(values, 256), torch.split(away, 256), strict=True):
+        step = block.double().abs().max() / LEVELS[kind]
+        # What no float32 scale can stand for is coded as zeros.
+        assert errors.max() <= step * (0.5 + 1e-4) or step < 2.0**-125
+
+
+@pytest.mark.parametrize("kind", [torch.int8, INT4, torch.bfloat16])
+def test_blocks_of_zeros_are_read_as_zeros(kind: torch.dtype) -> None:
+    values = torch.zeros(600)
+    values[300] = 5.0
+    read = decoded(codec_of(kind), coded(codec_of(kind), values), values)
+    assert read[300] == 5.0
+    assert read.count_nonzero() == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 700, 1 << 17])
+@pytest.mark.parametrize("kind", [torch.int8, INT4, torch.bfloat16, torch.float16])
+def test_a_message_tells_of_one_value_that_is_not_finite(
+    kind: torch.dtype, place: int, bad: float
+) -> None:
+    values = torch.ones((1 << 17) + 1)
+    codec = codec_of(kind)
+    assert codec.is_finite(coded(codec, values))
+    values[place] = bad
+    assert not codec.is_finite(coded(codec, values))
+
+
+@pytest.mark.parametrize("kind", [torch.int8, INT4])
+def test_what_no_scale_can_stand_for_is_not_finite(kind: torch.dtype) -> None:
+    codec = codec_of(kind)
+    assert not codec.is_finite(coded(codec, torch.full((3,), 1e300, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("codec", [BlockCodec(8), BlockCodec(4), CastCodec(torch.float32)])
+def test_the_difference_to_a_reference_is_coded(codec: Codec) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, reference = torch.randn(2, 1000, generator=generator)
+    message = coded(codec, values, reference)
+    assert torch.equal(message, coded(codec, values - reference))
+    assert not torch.equal(message, coded(codec, values))
+
+
+def test_messages_are_decoded_side_by_side() -> None:
+    one, two = torch.randn(2, (1 << 17) + 9, generator=torch.Generator().manual_seed(0))
+    codec = BlockCodec(4)
+    messages = [coded(codec, one), coded(codec, two)]
+    places = []
+    for place, (first, second) in codec.decode(*messages, numel=len(one), dtype=one.dtype):
+        assert torch.equal(first, by_definition(one, 7)[place])
+        assert torch.equal(second, by_definition(two, 7)[place])
+        places.append(place)
+    assert [(place.start, place.stop) for place in places] == [
+        (0, 1 << 17),
+        (1 << 17, len(one)),
+    ]
