@@ -15,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import Store
 from torch.optim import LBFGS, Optimizer
 
+from decent_optim_wrapper.comm.codec import INT4
 from decent_optim_wrapper.gossip.outer import MakeOptimizer
 from decent_optim_wrapper.gossip.round import OnNonfinite as OnNonfinite
 from decent_optim_wrapper.gossip.schedule import Cadence, check_mixing_rate
@@ -26,6 +27,7 @@ OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
 AverageState = Literal["keep", "average"] | tuple[str, ...]
 
 _MAX_STALENESS = 16
+_CASTS = (torch.bfloat16, torch.float16)
 # What torch's stores and backends can wait for: whole milliseconds, counted in 32 bits.
 _SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 0.001, 2_000_000
 
@@ -216,10 +218,10 @@ class Settings:
         if self.comm_dtype is not None:
             is_dtype = isinstance(self.comm_dtype, torch.dtype)
             _expect(is_dtype, "comm_dtype expects a torch.dtype or None", self.comm_dtype)
-            if self.comm_dtype not in (torch.bfloat16, torch.float16):
+            if self.comm_dtype not in (*_CASTS, torch.int8, INT4):
                 raise ValueError(
-                    f"comm_dtype expects torch.bfloat16, torch.float16 or None, got "
-                    f"{self.comm_dtype}"
+                    f"comm_dtype expects torch.bfloat16, torch.float16, torch.int8, torch.int4 or "
+                    f"None, got {self.comm_dtype}"
                 )
         _check_choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "ignore"))
         is_schedule = isinstance(self.schedule, Schedule)
@@ -240,7 +242,7 @@ class Settings:
                 'staleness above 1 and gossip_every="auto" expect overlap=True: without overlap a '
                 "round is mixed in the step that launches it"
             )
-        rounded = self.comm_dtype is not None and self.schedule.global_avg_every is None
+        rounded = self.comm_dtype in _CASTS and self.schedule.global_avg_every is None
         if self.schedule.outer is not None and rounded:
             raise ValueError(
                 "outer expects the exact parameters of the launch, and with staleness above 1 or "

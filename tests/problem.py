@@ -10,16 +10,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.comm.codec import INT4
+
 # Shapes that fill several buckets of TINY_CAP_MB, one of them by a parameter beyond the cap.
 SHAPES = [(3, 4), (4,), (5, 6), (), (2, 3, 2)]
 TINY_CAP_MB = 100 / 2**20
 
-# How the bytes travel must not matter here.
+# How the bytes travel must not matter here, but for the rounding of `CODED`.
 MODES: dict[str, dict[str, Any]] = {
     "copies": {},
     "views": {"param_as_bucket_view": True},
     "bf16": {"comm_dtype": torch.bfloat16},
     "bf16-views": {"comm_dtype": torch.bfloat16, "param_as_bucket_view": True},
+}
+CODED: dict[str, dict[str, Any]] = {
+    "int8": {"comm_dtype": torch.int8},
+    "int4-views": {"comm_dtype": INT4, "param_as_bucket_view": True},
 }
 
 MakeOptimizer = Callable[[Sequence[Tensor]], Optimizer]

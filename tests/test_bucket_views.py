@@ -10,11 +10,23 @@ import torch
 import torch.distributed as dist
 from modules import fill, flat, make_model, train
 from modules import wrap as wrap_module
-from problem import MODES, TINY_CAP_MB, backward, flatten, in_one_call, make_params, nesterov, sgd
+from problem import (
+    CODED,
+    MODES,
+    TINY_CAP_MB,
+    backward,
+    flatten,
+    in_one_call,
+    make_params,
+    nesterov,
+    sgd,
+)
 from ranks import run_threads
 from torch import Tensor, nn, optim
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
+
+EVERY_MODE = MODES | CODED
 
 
 def wrap(params: list[Tensor], group: dist.ProcessGroup | None = None, **kw: Any) -> Any:
@@ -46,7 +58,7 @@ def step_without_a_gradient(optimizer: DecentOptimWrapper) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EVERY_MODE)
 @pytest.mark.parametrize("topology", ["ring", "complete"])
 @pytest.mark.parametrize(
     "write",
@@ -65,7 +77,7 @@ def test_a_backward_pass_notices_that_values_it_saved_were_mixed(
             topology=topology,
             base=optim.SGD(params, lr=0.1),
             sync_at_start=False,
-            **MODES[mode],
+            **EVERY_MODE[mode],
         )
         assert len(optimizer.buckets) > 1
         x = torch.ones(2, 4)
@@ -88,11 +100,11 @@ def test_a_backward_pass_notices_that_values_it_saved_were_mixed(
     run_threads(4, main)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EVERY_MODE)
 def test_averages_and_mixing_work_under_inference_mode(mode: str) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> bool:
         params = make_params(seed=rank)
-        optimizer = wrap(params, group, topology="ring", sync_at_start=False, **MODES[mode])
+        optimizer = wrap(params, group, topology="ring", sync_at_start=False, **EVERY_MODE[mode])
         before = flatten(params)
         for step in range(2):
             backward(params, rank, step)

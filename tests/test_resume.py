@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import OVERLAP, pairwise
-from problem import MODES, TINY_CAP_MB, adamw, backward, flatten, make_params, nesterov
+from problem import CODED, MODES, TINY_CAP_MB, adamw, backward, flatten, make_params, nesterov
 from ranks import run_threads
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from decent_optim_wrapper import DecentOptimWrapper, PeerError, Schedule
 from decent_optim_wrapper.optim import AccumAdam
 
+EVERY_MODE = MODES | CODED
 RATES = {"mixing_rate": 1.0, "last_rate": 1.0}
 STEPS = 6
 
@@ -74,7 +75,7 @@ def load(run: Run, path: Path, optimizer_first: bool) -> None:
         {str(stop): stop for stop in (0, 1, 2, 5)},
         {name: name for name in ("ring", "alternating-exp-ring")},
         OVERLAP,
-        {mode: mode for mode in MODES},
+        {mode: mode for mode in EVERY_MODE},
     ),
 )
 def test_a_resumed_run_continues_bit_for_bit(
@@ -84,7 +85,7 @@ def test_a_resumed_run_continues_bit_for_bit(
         "topology": topology,
         "overlap": overlap,
         "local_world_size": 2 if topology == "alternating-exp-ring" else 1,
-        **MODES[mode],
+        **EVERY_MODE[mode],
     }
 
     def uninterrupted(rank: int, group: dist.ProcessGroup) -> Tensor:

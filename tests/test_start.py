@@ -182,7 +182,7 @@ WRONG = [
     Wrong({"sync_at_start": None}, TypeError, "sync_at_start expects a bool"),
     Wrong({"comm_dtype": "bfloat16"}, TypeError, "comm_dtype expects a torch.dtype"),
     Wrong({"comm_dtype": torch.ones(2)}, TypeError, "comm_dtype expects a torch.dtype"),
-    Wrong({"comm_dtype": torch.int8}, ValueError, "comm_dtype expects torch.bfloat16"),
+    Wrong({"comm_dtype": torch.int16}, ValueError, "comm_dtype expects torch.bfloat16"),
     Wrong({"param_as_bucket_view": 1}, TypeError, "param_as_bucket_view expects a bool"),
     Wrong({"timeout": "1"}, TypeError, "timeout expects"),
     Wrong({"timeout": True}, TypeError, "timeout expects a number"),

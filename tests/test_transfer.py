@@ -334,29 +334,6 @@ def test_ranks_in_agreement_stay_in_spite_of_rounding() -> None:
     assert not torch.equal(flatten(make_params()).bfloat16().double(), flatten(make_params()))
 
 
-def test_groups_beyond_pairs_sum_in_the_parameters_own_dtype() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, int]:
-        params = make_params(seed=rank)
-        base = optim.SGD(params, lr=0.0)
-        optimizer = wrap(
-            params,
-            group,
-            topology="complete",
-            comm_dtype=torch.bfloat16,
-            base=base,
-            sync_at_start=False,
-            overlap=False,
-        )
-        optimizer.step()
-        return flatten(params), optimizer.stats().bytes_sent
-
-    rows = run_threads(3, main)
-    mean = torch.stack([flatten(make_params(seed=rank)) for rank in range(3)]).mean(dim=0)
-    for row, sent in rows:
-        torch.testing.assert_close(row, mean, rtol=1e-13, atol=1e-13)
-        assert abs(sent - BYTES * 4 / 3) < 10
-
-
 @pytest.mark.parametrize(("comm", "share"), [(None, 1.0), (torch.bfloat16, 0.25)])
 def test_stats_count_the_bytes_and_seconds_of_the_last_step(
     comm: torch.dtype | None, share: float
@@ -442,7 +419,11 @@ def test_wire_buffers_stay_within_their_limit(
     views: bool, limit: float, topology: str, dtype: torch.dtype, comm: torch.dtype | None
 ) -> None:
     """Counts the bytes of every tensor that the rounds hold, beyond the parameters."""
-    if dtype == torch.bfloat16 and topology != "ring":
+    if comm is not None and topology != "ring":
+        # Two messages, and in float32 the error of this rank's quarter, beside what it is sent as.
+        codes = 2 * comm.itemsize + (4 + comm.itemsize) / 4
+        limit += codes / dtype.itemsize - 1
+    elif dtype == torch.bfloat16 and topology != "ring":
         limit = 2.0  # summed in float32
 
     class PairsAndAll(Topology):
@@ -616,6 +597,6 @@ def test_a_round_costs_calls_per_bucket_and_not_per_parameter() -> None:
     assert many == few
 
 
-def test_a_comm_dtype_that_is_not_half_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"torch\.bfloat16, torch\.float16 or None"):
+def test_a_comm_dtype_that_saves_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"torch\.int8, torch\.int4 or None"):
         wrap(make_params(), comm_dtype=torch.float32)

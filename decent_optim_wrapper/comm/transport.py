@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,8 @@ from decent_optim_wrapper.comm.store import cloned
 from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.topo import Group
 
+Started = TypeVar("Started")
+
 # Tags below are left to the user's own point-to-point traffic on the same process group.
 _FIRST_TAG = 1 << 20
 # The tag of messages to all ranks, which come at different times; the one below is for `abort`.
@@ -42,11 +44,21 @@ _ANNOUNCE_TAG = _FIRST_TAG - 2
 # A message to every other rank of a larger group would cost more than a collective.
 _MOST_SENT_ONE_BY_ONE = 16
 # What torch's backends can wait for. Who waits for the thread has a timeout of its own.
-_LONGEST_WAIT = timedelta(seconds=2_000_000)
+LONGEST_WAIT = timedelta(seconds=2_000_000)
 # Interval of the checks whether a GPU has finished its work.
 _POLL_SECONDS = 0.001
 # How much later than at its timeout gloo may end a wait.
 _SLACK_SECONDS = 1.0
+
+
+class Waitable(Protocol):
+    """A work to wait for, of torch or made of several."""
+
+    def wait(self, timeout: timedelta = ...) -> Any:
+        """Wait until it is done; once, unless it says otherwise."""
+
+    def is_completed(self) -> bool:
+        """Whether it is done; works of gloo do not know before they are waited for."""
 
 
 class WireError(RuntimeError):
@@ -85,7 +97,7 @@ class PendingMessage(NamedTuple):
     """
 
     rank: int
-    works: list[dist.Work]
+    works: list[Waitable]
     message: Tensor
     suspects: tuple[int, ...]
 
@@ -99,7 +111,7 @@ class Awaited(NamedTuple):
             thread that mixes must do so itself.
     """
 
-    work: dist.Work
+    work: Waitable
     on_gpu: bool = False
 
 
@@ -240,7 +252,7 @@ class Transport:
         if self._closed is not None and self._closed.broken:
             self._raise_closed(self._closed)
 
-    def wait(self, works: list[dist.Work]) -> None:
+    def wait(self, works: list[Waitable]) -> None:
         """Wait for each work once, within the timeout; a second call returns at once.
 
         Raises:
@@ -364,7 +376,7 @@ class Transport:
             return device
         return torch.device("cpu")
 
-    def exchange(self, outgoing: Tensor, incoming: Tensor, peer: int, tag: int) -> list[dist.Work]:
+    def exchange(self, outgoing: Tensor, incoming: Tensor, peer: int, tag: int) -> list[Waitable]:
         """Start sending `outgoing` to `peer` and receiving `incoming` from it.
 
         Args:
@@ -380,20 +392,30 @@ class Transport:
             WireError: the connection is closed already.
         """
         group = self._communicator()
-        try:
-            if self._coalesces(group, outgoing.device):
-                # On such a backend (NCCL) a send alone would wait for a receive behind it.
-                return _exchange_coalesced(group, outgoing, incoming, peer)
-            tag += _FIRST_TAG
-            # The receive first: its notice lets the peer's data start.
-            receive = group.recv([incoming], peer, tag)
-            return [group.send([outgoing], peer, tag), receive]
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise WireError(str(error)) from error
+        if self._coalesces(group, outgoing.device):
+            # On such a backend (NCCL) a send alone would wait for a receive behind it.
+            return _starting(lambda: _exchange_coalesced(group, outgoing, incoming, peer))
+        # The receive first: its notice lets the peer's data start.
+        receive = self.receive(incoming, peer, tag)
+        return [self.send(outgoing, peer, tag), receive]
 
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[dist.Work]:
+    def sends_alone(self, device: torch.device) -> bool:
+        """Whether `send` and `receive` work for tensors on this device: not on NCCL."""
+        return self._world is not None and not self._coalesces(self._world, device)
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Waitable:
+        """Start sending a tensor, as in `exchange`; on any thread."""
+        group = self._communicator()
+        work: Waitable = _starting(lambda: group.send([tensor], peer, tag + _FIRST_TAG))
+        return work
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Waitable:
+        """Start receiving a tensor, as in `exchange`."""
+        group = self._communicator()
+        work: Waitable = _starting(lambda: group.recv([tensor], peer, tag + _FIRST_TAG))
+        return work
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[Waitable]:
         """Start summing `tensor` in place over the ranks of a connected group."""
         self._communicator()
         return [self._subgroups[ranks].allreduce([tensor])]
@@ -542,11 +564,11 @@ class Transport:
             rank=loss.ranks[0] if len(loss.ranks) == 1 else None,
         )
 
-    def _wait_for_all(self, works: Sequence[dist.Work]) -> None:
+    def _wait_for_all(self, works: Sequence[Waitable]) -> None:
         for work in works:
             work.wait(self._timeout)
 
-    def _wait_watchfully(self, works: Sequence[dist.Work], peer_lost: Callable[[], bool]) -> None:
+    def _wait_watchfully(self, works: Sequence[Waitable], peer_lost: Callable[[], bool]) -> None:
         """Wait on another thread, and check here whether waiting has become pointless.
 
         Repeated short waits do not do: gloo closes all connections when a wait times out. If the
@@ -592,18 +614,28 @@ def _wait_for_each(works: Sequence[Awaited], finished: list[int]) -> None:
             while not work.is_completed():
                 time.sleep(_POLL_SECONDS)
         else:
-            work.wait(_LONGEST_WAIT)
+            work.wait(LONGEST_WAIT)
         finished[0] += 1
+
+
+def _starting(start: Callable[[], Started]) -> Started:
+    """Start what raises a `WireError` if the connection is closed already."""
+    try:
+        return start()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise WireError(str(error)) from error
 
 
 def _exchange_coalesced(
     group: Any, outgoing: Tensor, incoming: Tensor, peer: int
-) -> list[dist.Work]:
+) -> list[Waitable]:
     pair = [
         dist.P2POp(op, tensor, group=group, group_peer=peer)
         for op, tensor in ((dist.isend, outgoing), (dist.irecv, incoming))
     ]
-    return dist.batch_isend_irecv(pair)
+    return list[Waitable](dist.batch_isend_irecv(pair))
 
 
 def _own_store(store: Any | None, rank: int, timeout: timedelta) -> Any | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from decent_optim_wrapper.comm.codec import codec_of, wide
 from decent_optim_wrapper.gossip.storage import Arena, Flat, move_together, new_vector
 from decent_optim_wrapper.optim.shards import largest_shard_bytes, local
 
@@ -28,11 +29,13 @@ class Layout(NamedTuple):
     Args:
         cap_mb: upper bound of a bucket in MiB; a larger tensor gets a bucket of its own.
         wire_device: maps a tensor's device to the device that the transport exchanges on.
-        comm_dtype: the dtype to which wider floating-point values are rounded on the wire; None
-            keeps them.
+        comm_dtype: the dtype to which wider values are rounded on the wire, or that of their codes;
+            None keeps them.
         as_view: make the tensors views of the bucket's own storage.
         order: the tensors that go first into buckets, in this order.
         copies: how many ranks of a replica hold the same values of a tensor.
+        refers: whether codes may be those of differences to a reference, at the cost of a copy for
+            each group; without, they are those of the values.
     """
 
     cap_mb: float
@@ -41,6 +44,7 @@ class Layout(NamedTuple):
     as_view: bool = False
     order: tuple[Tensor, ...] = ()
     copies: Callable[[Tensor], int] = lambda tensor: 1
+    refers: bool = True
 
     @property
     def plain(self) -> Layout:
@@ -90,6 +94,21 @@ class Pair(NamedTuple):
     incoming: Flat
 
 
+class _Memory:
+    """Memory for the flat vectors of a bucket, and the views of them that were made."""
+
+    def __init__(self, device: torch.device, pinned: bool) -> None:
+        self._arena = Arena(device, pinned)
+        # Made once: a round costs calls per bucket, not per parameter.
+        self.flats: dict[tuple[int, torch.dtype], tuple[Flat, ...]] = {}
+
+    def vectors(self, count: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """As `Arena.vectors`."""
+        if not self._arena.fits(count, numel, dtype):
+            self.flats.clear()
+        return self._arena.vectors(count, numel, dtype)
+
+
 class Bucket:
     """Tensors of one device and dtype, and the wire buffers through which they are exchanged.
 
@@ -110,9 +129,13 @@ class Bucket:
         first = as_real(self._members[0])
         self.device, self.dtype = first.device, first.dtype
         self.wire_device = layout.wire_device(self.device)
+        self.codec = None if layout.comm_dtype is None else codec_of(layout.comm_dtype)
+        # Pairs send codes if these are more than casts; larger groups, wherever there is a codec.
+        self.codes_pairs = self.codec is not None and self.codec.refers
+        self.refers = self.codes_pairs and layout.refers
         self.wire_dtype = self.dtype
-        if layout.comm_dtype is not None and self.dtype not in HALF_DTYPES:
-            self.wire_dtype = layout.comm_dtype
+        if layout.comm_dtype is not None and not self.codes_pairs:
+            self.wire_dtype = self.dtype if self.dtype in HALF_DTYPES else layout.comm_dtype
         self._shapes = [as_real(member).shape for member in self._members]
         self._sizes = [shape.numel() for shape in self._shapes]
         self.numel = sum(self._sizes)
@@ -120,9 +143,9 @@ class Bucket:
         self._storage = self._move_together() if layout.as_view else None
         self._places = [_Place.of(member) for member in self._members] if layout.as_view else []
         self._pinned = self.wire_device.type == "cpu" and self.device.type == "cuda"
-        self._arena = Arena(self.wire_device, self._pinned)
-        # Views of the arena, made once: a round costs calls per bucket, not per parameter.
-        self._flats: dict[tuple[int, torch.dtype], tuple[Flat, ...]] = {}
+        self._wire = _Memory(self.wire_device, self._pinned)
+        # Where values are packed that are coded next, and changes gathered that are mixed in.
+        self._near = _Memory(self.device, pinned=False)
 
     def __repr__(self) -> str:
         count = len(self._members)
@@ -151,8 +174,8 @@ class Bucket:
         """
         near = self.wire_device == self.device
         if self._storage is not None and near and not self.quantised and not freezes:
-            return Pair(self._storage, *self._wire(1, self.wire_dtype))
-        return Pair(*self._wire(2, self.wire_dtype))
+            return Pair(self._storage, *self._flats(self._wire, 1, self.wire_dtype))
+        return Pair(*self._flats(self._wire, 2, self.wire_dtype))
 
     def summing(self, count: int = 1) -> tuple[Flat, ...]:
         """Wire buffers of which one is summed over a group.
@@ -160,7 +183,26 @@ class Bucket:
         Half precision is summed in float32: rounding would otherwise change values that are the
         same on all ranks.
         """
-        return self._wire(count, torch.float32 if self.dtype in HALF_DTYPES else self.dtype)
+        return self._flats(self._wire, count, wide(self.dtype))
+
+    def values(self, others: Mapping[Tensor, Tensor], freezes: bool) -> Flat:
+        """The tensors as one vector where they are: if possible their own storage, else packed.
+
+        Args:
+            others: as in `pack`.
+            freezes: whether the vector must stay as it is while the tensors change.
+        """
+        if self._storage is not None and not others and not freezes:
+            return self._storage
+        return self.pack(self._flats(self._near, 1, self.dtype)[0], others)
+
+    def messages(self, nbytes: int) -> tuple[Tensor, ...]:
+        """Two wire buffers for codes; what they held before is lost."""
+        return self._wire.vectors(2, nbytes, torch.uint8)
+
+    def new_reference(self) -> Tensor:
+        """A vector of zeros to which differences are coded."""
+        return new_vector(self.flat_numel, wide(self.dtype), self.device).zero_()
 
     def new_flat(
         self, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -169,7 +211,7 @@ class Bucket:
         device = device or self.device
         # Pinned memory, or the copies between GPU and wire go through one more buffer.
         pinned = device == self.wire_device and self._pinned
-        return self.view(new_vector(self._flat_numel, dtype or self.dtype, device, pinned))
+        return self.view(new_vector(self.flat_numel, dtype or self.dtype, device, pinned))
 
     def view(self, data: Tensor) -> Flat:
         """View a flat vector as the bucket's tensors."""
@@ -214,7 +256,7 @@ class Bucket:
     @torch.no_grad()
     def mix_(self, flat: Flat, weight: float) -> None:
         """In place, x <- x + weight * (flat - x); equal values stay the same bit for bit."""
-        torch._foreach_lerp_(self._tensors(), self._near(flat).views, weight)
+        torch._foreach_lerp_(self._tensors(), self._as_own(flat).views, weight)
         self._notify_autograd()
 
     @torch.no_grad()
@@ -228,10 +270,34 @@ class Bucket:
             torch._foreach_add_(self._tensors(), whole.views, alpha=weight)
             return
         # Slice by slice, or the difference would take another copy of the bucket for a while.
-        for start in range(0, self._flat_numel, _SLICE):
+        for start in range(0, self.flat_numel, _SLICE):
             part = slice(start, start + _SLICE)
             away = self._difference(theirs.data[part], ours.data[part])
             self._storage.data[part].add_(away, alpha=weight)
+        self._notify_autograd()
+
+    @torch.no_grad()
+    def absorb_(self, parts: Iterable[tuple[slice, Tensor]], weight: float | None) -> None:
+        """In place, x <- x + weight * part, or x <- part if the weight is None.
+
+        Args:
+            parts: slices of a flat vector, and the values there, which the next part overwrites.
+            weight: the same for all.
+        """
+        if self._storage is None:
+            (whole,) = self._flats(self._near, 1, self.dtype)
+            for place, part in parts:
+                whole.data[place].copy_(part)
+            if weight is None:
+                torch._foreach_copy_(self._tensors(), whole.views)
+            else:
+                torch._foreach_add_(self._tensors(), whole.views, alpha=weight)
+            return
+        for place, part in parts:
+            if weight is None:
+                self._storage.data[place].copy_(part)
+            else:
+                self._storage.data[place].add_(part, alpha=weight)
         self._notify_autograd()
 
     @torch.no_grad()
@@ -277,19 +343,17 @@ class Bucket:
             torch.autograd.graph.increment_version(self._members)
 
     @property
-    def _flat_numel(self) -> int:
+    def flat_numel(self) -> int:
         """Number of elements of a flat vector; a storage has gaps that align its tensors."""
         return self.numel if self._storage is None else self._storage.data.numel()
 
-    def _wire(self, count: int, dtype: torch.dtype) -> tuple[Flat, ...]:
-        """View the wire memory as `count` vectors; its old contents are lost."""
+    def _flats(self, memory: _Memory, count: int, dtype: torch.dtype) -> tuple[Flat, ...]:
+        """View the memory as `count` vectors; its old contents are lost."""
         key = (count, dtype)
-        if key not in self._flats:
-            if not self._arena.fits(count, self._flat_numel, dtype):
-                self._flats.clear()
-            vectors = self._arena.vectors(count, self._flat_numel, dtype)
-            self._flats[key] = tuple(self.view(vector) for vector in vectors)
-        return self._flats[key]
+        if key not in memory.flats:
+            vectors = memory.vectors(count, self.flat_numel, dtype)
+            memory.flats[key] = tuple(self.view(vector) for vector in vectors)
+        return memory.flats[key]
 
     def _difference(self, theirs: Tensor, ours: Tensor) -> Tensor:
         """The difference of two rounded vectors, on the tensors' device and in their dtype."""
@@ -298,7 +362,7 @@ class Bucket:
             theirs, ours = theirs.to(self.dtype), ours.to(self.dtype)
         return theirs.sub(ours).to(self.device, self.dtype)
 
-    def _near(self, flat: Flat) -> Flat:
+    def _as_own(self, flat: Flat) -> Flat:
         """The flat vector on the tensors' device, in their dtype."""
         if flat.data.device == self.device and flat.data.dtype == self.dtype:
             return flat

@@ -42,9 +42,19 @@ class IdenticalRanks:
         """
         # A sum of more than two values is rounded.
         slack = size * torch.finfo(sent.dtype).eps if size > 2 else 0.0
-        if torch.allclose(arriving, sent, rtol=slack, atol=0.0):
+        self.note(torch.allclose(arriving, sent, rtol=slack, atol=0.0), sent, dtype)
+
+    def note(self, equal: bool, values: Tensor, dtype: torch.dtype) -> None:
+        """Note whether a bucket is the same on all ranks.
+
+        Args:
+            equal: whether it is.
+            values: this rank's values.
+            dtype: the dtype in which they are compared with those of the round before.
+        """
+        if equal:
             bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-            self._now.append(int(sent.detach().to(dtype).view(bits).sum()))
+            self._now.append(int(values.detach().to(dtype).view(bits).sum()))
         else:
             self.rounds_left = 0
 

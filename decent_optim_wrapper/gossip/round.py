@@ -8,7 +8,6 @@ from enum import IntEnum
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from loguru import logger
 from torch import Tensor
 
@@ -17,10 +16,12 @@ from decent_optim_wrapper.comm.transport import (
     Awaited,
     PendingMessage,
     Transport,
+    Waitable,
     WireError,
 )
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.bucket import Bucket, is_finite
+from decent_optim_wrapper.gossip.coded import CodedExchange, CodedGroup, CodedPair, Wire
 from decent_optim_wrapper.gossip.identical_ranks import IdenticalRanks
 from decent_optim_wrapper.gossip.schedule import Kind, RoundPlan, Session
 from decent_optim_wrapper.gossip.storage import Flat
@@ -28,6 +29,8 @@ from decent_optim_wrapper.gossip.timing import Meter
 
 # Tags of an exchange: two for small messages, then one for each bucket.
 _HEADER_TAG, _FLAGS_TAG, _FIRST_BUCKET_TAG = 0, 1, 2
+# For each bucket again: the means of coded buckets.
+_FIRST_MEAN_TAG = 1 << 18
 
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
@@ -59,15 +62,17 @@ class Header(NamedTuple):
         call: the method that the rank is in.
         round: the number of the round that the method launches, or of the next one.
         mixing_rate: that of the round; if it differed between two ranks, their mean would drift.
+        meetings: how many rounds the group has coded as differences to its references.
     """
 
     call: Call
     round: int
     mixing_rate: float
+    meetings: int = 0
 
     def encode(self) -> Tensor:
-        """The message: int64 of shape (3,), with the bits of the rate."""
-        numbers = [self.call, self.round, _bits(self.mixing_rate)]
+        """The message: int64 of shape (4,), with the bits of the rate."""
+        numbers = [self.call, self.round, _bits(self.mixing_rate), self.meetings]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def check(self, message: list[int], rank: int, own_rank: int, auto: bool = False) -> None:
@@ -81,9 +86,10 @@ class Header(NamedTuple):
                 group mixes with the lowest.
 
         Raises:
-            CallOrderError: the rank is in another method or round, or has another rate.
+            CallOrderError: the rank is in another method or round, or has another rate or other
+                references.
         """
-        call, round, rate = message
+        call, round, rate, meetings = message
         if (call, round) != (self.call, self.round):
             known = {int(call): str(call) for call in Call}
             theirs = f"{known.get(call, 'something unknown')} at round {round}"
@@ -98,6 +104,12 @@ class Header(NamedTuple):
                 f"rank {own_rank}: expected rank {rank} to mix round {self.round} with "
                 f"mixing_rate={self.mixing_rate}, as here, but it has {_float(rate)}; set the same "
                 f"rate on every rank before the same step()"
+            )
+        if meetings != self.meetings:
+            raise CallOrderError(
+                f"rank {own_rank}: expected rank {rank} to share the reference of {self.meetings} "
+                f"coded rounds, as here, but it has that of {meetings}, and would decode other "
+                f"values than are sent; load checkpoints of the same step on all ranks, or on none"
             )
 
 
@@ -137,17 +149,22 @@ class _Exchange(NamedTuple):
     """
 
     position: int
-    works: list[dist.Work]
+    works: list[Waitable]
     arriving: Flat
     weight: float
     sent: Flat | None = None
     start: Flat | None = None
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the works belong to a GPU."""
+        return self.arriving.data.is_cuda
+
 
 class _Wait(NamedTuple):
     """Works to wait for, and what is lost with them: a bucket, and one of some ranks."""
 
-    works: list[dist.Work]
+    works: list[Waitable]
     bucket: int
     suspects: tuple[int, ...]
     on_gpu: bool = False
@@ -170,7 +187,8 @@ class Round:
         self.plan = plan
         self._group = plan.group
         self._size = len(plan.group.ranks)
-        self._header = header
+        self._edge = session.references.edges.get(self._group.ranks)
+        self._header = header._replace(meetings=self._edge.meetings if self._edge else 0)
         # That of all ranks of the group.
         self._rate = plan.mixing_rate
         self._topology = session.topology
@@ -182,7 +200,8 @@ class Round:
         self._sums = self._size > 2 or plan.kind is Kind.AVERAGE
         self._unmixed: list[Bucket] = []
         self._behind: dict[Bucket, tuple[Bucket, ...]] = {}
-        self._exchanges: dict[Bucket, _Exchange] = {}
+        self._exchanges: dict[Bucket, _Exchange | CodedExchange] = {}
+        self._moves_references = False
         # 1 for each bucket sent with finite values, else 0; then the same for every rank.
         self._finite: list[int] = []
         self._finite_of: dict[int, list[int]] = {}
@@ -229,11 +248,8 @@ class Round:
         if not bucket.numel or self._failure or (self._size == 1 and not self._freezes):
             return
         with self._meter.launch:
-            post = self._post_group if self._sums else self._post_pair
-            if self._size == 1:
-                post = self._keep_start
             try:
-                self._exchanges[bucket] = post(bucket, starts)
+                self._exchanges[bucket] = self._launch(bucket, starts)
                 if not self._freezes:
                     self._posted += bucket.versions()
             except WireError as error:
@@ -248,8 +264,7 @@ class Round:
         """Begin to wait on a thread, once the round is sealed."""
         waits = [_Wait(each.works, 0, each.suspects) for each in self._headers]
         for index, exchange in enumerate(self._exchanges.values()):
-            on_gpu = exchange.arriving.data.is_cuda
-            waits.append(_Wait(exchange.works, index, self._peers, on_gpu))
+            waits.append(_Wait(exchange.works, index, self._peers, exchange.on_gpu))
         last = max(0, len(self._exchanges) - 1)
         waits += [_Wait(each.works, last, each.suspects) for each in self._flags]
         self._watched = [each for each in waits for _ in each.works]
@@ -286,6 +301,10 @@ class Round:
             for index, exchange in enumerate(self._exchanges.values()):
                 self._wait(exchange.works, index, self._peers)
             self._posted.clear()
+            if self._moves_references and self._edge is not None:
+                # Not when they are mixed: some ranks begin the next round before that, and say so.
+                self._edge.meetings += 1
+                self._moves_references = False
             if self._flags:
                 self._finite_of = self._receive_control(self._flags, len(self._exchanges) - 1)
                 self._finite_of[self._transport.rank] = self._finite
@@ -312,29 +331,45 @@ class Round:
         for each in (bucket, *self._behind[bucket]):
             exchange = self._exchanges.get(each)
             if exchange is not None:
-                self._mix(each, exchange)
+                with self._meter.mix:
+                    flags = self._finite_of.items()
+                    left_out = [rank for rank, finite in flags if not finite[exchange.position]]
+                    if len(left_out) < self._size:
+                        self._mix(each, exchange, left_out)
         if not self._unmixed and self._rules.identical.rounds_left:
             self._rules.identical.end_round()
 
-    def _mix(self, bucket: Bucket, exchange: _Exchange) -> None:
-        with self._meter.mix:
-            flags = self._finite_of.items()
-            left_out = [rank for rank, finite in flags if not finite[exchange.position]]
-            if self._sums:
-                exchange.arriving.data.div_(max(1, self._size - len(left_out)))
-            if len(left_out) == self._size:
-                return
-            if self._rules.identical.rounds_left and not left_out and self._size > 1:
-                self._look(bucket, exchange)
-            weight = exchange.weight * self._rate
-            if self._transport.rank in left_out:
-                bucket.unpack_(exchange.arriving)
-            elif (left_out and not self._sums) or self._size == 1:
-                return
-            elif exchange.start is None:
-                bucket.mix_(exchange.arriving, weight)
-            else:
-                bucket.shift_(exchange.arriving, exchange.start, weight)
+    def _mix(
+        self, bucket: Bucket, exchange: _Exchange | CodedExchange, left_out: list[int]
+    ) -> None:
+        if isinstance(exchange, CodedExchange):
+            self._mix_coded(bucket, exchange, left_out)
+            return
+        if self._sums:
+            exchange.arriving.data.div_(self._size - len(left_out))
+        if self._watches_for_identical and not left_out:
+            self._look(bucket, exchange)
+        weight = exchange.weight * self._rate
+        if self._transport.rank in left_out:
+            bucket.unpack_(exchange.arriving)
+        elif (left_out and not self._sums) or self._size == 1:
+            return
+        elif exchange.start is None:
+            bucket.mix_(exchange.arriving, weight)
+        else:
+            bucket.shift_(exchange.arriving, exchange.start, weight)
+
+    def _mix_coded(self, bucket: Bucket, exchange: CodedExchange, left_out: list[int]) -> None:
+        # Larger groups are not watched: they round equal values, each rank's in its own way.
+        if self._watches_for_identical and not left_out and isinstance(exchange, CodedPair):
+            values = bucket.pack(bucket.new_flat()).data
+            self._rules.identical.note(exchange.are_equal, values, bucket.wire_dtype)
+        takes_part = self._transport.rank not in left_out
+        exchange.mix(self._rate, self._size - len(left_out), takes_part)
+
+    @property
+    def _watches_for_identical(self) -> bool:
+        return self._rules.identical.rounds_left > 0 and self._size > 1
 
     def abandon(self) -> None:
         """Drop everything on the wire without waiting for it."""
@@ -348,6 +383,36 @@ class Round:
         # The sum has overwritten what was sent, which is still in the bucket itself.
         sent = exchange.sent or bucket.pack(bucket.new_flat(arriving.device, arriving.dtype))
         self._rules.identical.compare(sent.data, arriving, bucket.wire_dtype, self._size)
+
+    def _launch(self, bucket: Bucket, starts: Mapping[Tensor, Tensor]) -> _Exchange | CodedExchange:
+        if self._size == 1:
+            return self._keep_start(bucket, starts)
+        coded = self._post_coded(bucket, starts)
+        if coded is not None:
+            return coded
+        return (self._post_group if self._sums else self._post_pair)(bucket, starts)
+
+    def _post_coded(self, bucket: Bucket, starts: Mapping[Tensor, Tensor]) -> CodedExchange | None:
+        """Start the exchange of codes; None if the bucket travels in another way."""
+        if bucket.codec is None or self._edge is None or self.plan.kind is Kind.AVERAGE:
+            return None
+        alone = self._transport.sends_alone(bucket.wire_device)
+        if not (bucket.codes_pairs if self._size == 2 else alone):
+            return None
+        skips = self._rules.on_nonfinite == "skip"
+        wire = Wire(self._transport, self._group, self._edge, self._freezes, zeros_bad=skips)
+        position = len(self._exchanges)
+        tag, mean_tag = _FIRST_BUCKET_TAG + position, _FIRST_MEAN_TAG + position
+        exchange: CodedExchange
+        if self._size == 2:
+            exchange = CodedPair(wire, bucket, bucket.codec, starts, position, tag)
+        else:
+            tags = (tag, mean_tag)
+            exchange = CodedGroup(wire, bucket, bucket.codec, starts, position, tags)
+        self._finite.append(int(not self._rules.checks or exchange.finite))
+        self._meter.bytes_sent += exchange.bytes_sent
+        self._moves_references |= self._edge.reference(bucket) is not None
+        return exchange
 
     def _post_pair(self, bucket: Bucket, starts: Mapping[Tensor, Tensor]) -> _Exchange:
         outgoing, incoming = bucket.pair(self._freezes)
@@ -453,7 +518,7 @@ class Round:
             lost = self._watched[min(arrival.finished, len(self._watched) - 1)]
             raise self._lost(lost.bucket, lost.suspects, error.silent) from error
 
-    def _wait(self, works: list[dist.Work], bucket: int, suspects: tuple[int, ...]) -> None:
+    def _wait(self, works: list[Waitable], bucket: int, suspects: tuple[int, ...]) -> None:
         try:
             self._transport.wait(works)
         except WireError as error:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.outer import Outer
+from decent_optim_wrapper.gossip.references import Meetings, referring
 from decent_optim_wrapper.gossip.schedule import check_mixing_rate
 from decent_optim_wrapper.gossip.state_by_name import by_name, by_place
 from decent_optim_wrapper.gossip.step import GossipState
@@ -26,10 +27,12 @@ class Arrange(NamedTuple):
     Args:
         outer: makes what `Outer.load_state_dict` takes.
         by_parameter: makes a list, with an entry for each parameter.
+        references: makes a list, a tensor for each parameter that has references.
     """
 
     outer: Callable[[dict[str, Any]], dict[str, Any]]
     by_parameter: Callable[[Any], list[Any]]
+    references: Callable[[Any], list[Tensor]]
 
 
 class SavedState(NamedTuple):
@@ -42,6 +45,7 @@ class SavedState(NamedTuple):
         starts: the parameters with which the round in flight was launched, where they may have
             changed since.
         tracked: what is tracked of each parameter; None to start again.
+        references: to which differences are coded, by group.
     """
 
     gossip: GossipState
@@ -49,6 +53,7 @@ class SavedState(NamedTuple):
     outer: Outer | None
     starts: dict[Tensor, Tensor]
     tracked: list[dict[str, Any]] | None
+    references: dict[str, Meetings]
 
 
 def gossip_state(gossip: Gossip) -> dict[str, Any]:
@@ -66,6 +71,9 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
         state |= {"age": age, "starts": gossip.starts()}
     if gossip.tracking:
         state["tracked"] = gossip.tracking.rows(gossip.params)
+    if params := _referring(gossip):
+        session = gossip.session
+        state["references"] = session.references.state(params, session.transport.members)
     outer = _outer_of(gossip)
     return state | ({"outer": outer.state_dict()} if outer else {})
 
@@ -83,6 +91,10 @@ def named_state(gossip: Gossip) -> dict[str, Any]:
     for key in _BY_PARAMETER & state.keys():
         names = gossip.replica.names_of(gossip.params)
         state[key] = dict(zip(names, state[key], strict=True))
+    if "references" in state:
+        names = gossip.replica.names_of(_referring(gossip))
+        for edge in state["references"].values():
+            edge["values"] = dict(zip(names, edge["values"], strict=True))
     return state
 
 
@@ -102,7 +114,11 @@ def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
         "load_state_dict expects what state_dict() of a DecentOptimWrapper around the same "
         "parameters has returned, but its key 'gossip' holds something else"
     )
-    arrange = Arrange(outer=lambda outer: outer, by_parameter=lambda rows: rows)
+    arrange = Arrange(
+        outer=lambda outer: outer,
+        by_parameter=lambda rows: rows,
+        references=lambda references: references,
+    )
     return _read(gossip, saved, mixing_rate, expected, arrange)
 
 
@@ -117,9 +133,11 @@ def read_named_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedSta
     )
     by_parameter = gossip.cadence.freezes or gossip.tracking is not None
     own = gossip.replica.names_of(gossip.params) if by_parameter else []
+    referred = gossip.replica.names_of(_referring(gossip))
     arrange = Arrange(
         outer=lambda state: by_place(state, names, groups),
         by_parameter=lambda rows: [rows[name] for name in own],
+        references=lambda values: [values[name] for name in referred],
     )
     return _read(gossip, saved, mixing_rate, expected, arrange)
 
@@ -129,7 +147,7 @@ def restore(gossip: Gossip, saved: SavedState) -> None:
     gossip.average.keep()
     if gossip.post_mix:
         gossip.post_mix.outer = saved.outer
-    gossip.restore(saved.gossip, saved.kept, saved.starts)
+    gossip.restore(saved.gossip, saved.kept, saved.starts, saved.references)
     if gossip.tracking and saved.tracked is None:
         gossip.tracking.reset()
     elif gossip.tracking:
@@ -168,13 +186,21 @@ def _read(
         outer = _read_outer(_outer_of(gossip), saved, arrange.outer)
         starts = _read_starts(gossip, saved, arrange.by_parameter)
         tracked = _read_tracked(gossip, saved, arrange.by_parameter)
+        references = _read_references(gossip, saved, arrange.references)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"rank {gossip.session.transport.initial_rank}: {expected} "
             f"({type(error).__name__}: {error}); nothing was loaded"
         ) from error
     kept = bool(saved.get("kept", False))
-    return SavedState(gossip=state, kept=kept, outer=outer, starts=starts, tracked=tracked)
+    return SavedState(
+        gossip=state,
+        kept=kept,
+        outer=outer,
+        starts=starts,
+        tracked=tracked,
+        references=references,
+    )
 
 
 def _read_tracked(
@@ -197,6 +223,32 @@ def _read_starts(
         if param.shape != start.shape:
             raise ValueError(f"expected a start of shape {param.shape}, got {start.shape}")
     return starts
+
+
+def _referring(gossip: Gossip) -> list[Tensor]:
+    """The parameters whose references a checkpoint holds.
+
+    With automatic rounds each rank may have mixed others, and all start again from zero.
+    """
+    if gossip.cadence.auto or not gossip.session.references.keeps:
+        return []
+    members = referring(gossip.buckets)
+    return [param for param in gossip.params if param in members]
+
+
+def _read_references(
+    gossip: Gossip, saved: dict[str, Any], arrange: Callable[[Any], list[Tensor]]
+) -> dict[str, Meetings]:
+    """The references by group; none if there are none here or there."""
+    params = _referring(gossip)
+    found = {}
+    for group, edge in saved.get("references", {}).items() if params else ():
+        values = dict(zip(params, arrange(edge["values"]), strict=True))
+        for param, value in values.items():
+            if param.shape != value.shape:
+                raise ValueError(f"expected a reference of shape {param.shape}, got {value.shape}")
+        found[group] = Meetings(number=index(edge["meetings"]), values=values)
+    return found
 
 
 def _outer_of(gossip: Gossip) -> Outer | None:

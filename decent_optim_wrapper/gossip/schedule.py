@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.gossip.references import References
 from decent_optim_wrapper.topo import Group, Topology
 
 
@@ -125,11 +126,13 @@ class Session:
         transport: the members and their communicators.
         topology: of the members.
         schedule: the rounds of this rank.
+        references: what this rank shares with each of its groups.
     """
 
     transport: Transport
     topology: Topology
     schedule: RoundSchedule
+    references: References
 
     @classmethod
     def connect(
@@ -155,7 +158,12 @@ class Session:
             first_round=first_round,
         )
         transport.connect(schedule.groups)
-        return cls(transport=transport, topology=topology, schedule=schedule)
+        return cls(
+            transport=transport,
+            topology=topology,
+            schedule=schedule,
+            references=References.of(topology, transport.rank),
+        )
 
 
 def check_mixing_rate(rate: Any) -> float:

@@ -41,6 +41,7 @@ from decent_optim_wrapper.gossip.launch_values import starts_of
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.members import Members
 from decent_optim_wrapper.gossip.post_mix import PostMix
+from decent_optim_wrapper.gossip.references import Meetings
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.round import Call, Header, Round, Rules
 from decent_optim_wrapper.gossip.schedule import Cadence, Kind, RoundPlan, Session
@@ -257,6 +258,7 @@ class Rounds:
         self._buckets = tuple(buckets)
         for companion in self._companions:
             companion.plan(self._buckets)
+        self.session.references.replan(self._buckets)
         for index, bucket in enumerate(buckets):
             logger.info(
                 "rank {} bucket {}: {!r}", self.session.transport.initial_rank, index, bucket
@@ -328,7 +330,11 @@ class Rounds:
         return starts_of(self._connected.in_flight, self.params)
 
     def restore(
-        self, state: GossipState, kept: bool = False, starts: dict[Tensor, Tensor] | None = None
+        self,
+        state: GossipState,
+        kept: bool = False,
+        starts: dict[Tensor, Tensor] | None = None,
+        references: dict[str, Meetings] | None = None,
     ) -> None:
         """Continue from `state`. The round in flight is dropped, even if it has failed.
 
@@ -336,6 +342,7 @@ class Rounds:
             state: the state of the rounds.
             kept: whether an average was in place.
             starts: the parameters with which the round in flight was launched.
+            references: to which differences are coded, by group.
         """
         self._kept = kept
         try:
@@ -346,6 +353,8 @@ class Rounds:
             self._starts = dict(starts or {}) if self.cadence.freezes else {}
             self._age = state.age if self.cadence.freezes else 1
             self._same_round = not self.cadence.auto
+            session = self.session
+            session.references.load(references or {}, self._buckets, session.transport.members)
 
     def begin_step(self) -> None:
         """Check parameters, averages and members for changes since the last step."""

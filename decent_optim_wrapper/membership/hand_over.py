@@ -56,9 +56,9 @@ class HandOver:
         if transport.rank == donor:
             parts = [self._state_of(part) for part in self._parts]
             saved = gossip_state(self._gossip)
-            # The round in flight is dropped, and all members track their gradients from now on.
-            saved.pop("starts", None)
-            saved.pop("tracked", None)
+            # The round in flight is dropped, and estimates and references start again.
+            for key in ("starts", "tracked", "references"):
+                saved.pop(key, None)
             state = [self._optimizer.state_dict(), saved, parts]
             send_state(state, transport)
             return

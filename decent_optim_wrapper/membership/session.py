@@ -12,6 +12,7 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.comm.codec import codec_of
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, Settings
 from decent_optim_wrapper.gossip.average import WorldAverage
@@ -31,6 +32,7 @@ from decent_optim_wrapper.gossip.parameters import (
     named_parameters,
 )
 from decent_optim_wrapper.gossip.post_mix import PostMix
+from decent_optim_wrapper.gossip.references import MOST_REFERENCES
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.round import Rules
 from decent_optim_wrapper.gossip.schedule import Kind, Session
@@ -183,7 +185,7 @@ def open_session(
         # The schedules of all ranks are needed no more; a user's own topology is left alone.
         world.topology.release()
         session.topology.release()
-    _warn_of_wide_groups(settings, session)
+    _warn_of_codes(settings, layout, session)
     _warn_of_rare_rounds(settings, optimizer)
     extra = [named.tensor for named in averaged if named.tensor.is_floating_point()]
     if not sync:
@@ -313,12 +315,24 @@ def _on_cpu(device: torch.device) -> torch.device:
     return torch.device("cpu")
 
 
-def _warn_of_wide_groups(settings: Settings, session: Session) -> None:
-    widest = max(group.size for group in session.schedule.groups)
-    if settings.comm_dtype is not None and widest > 2:
+def _warn_of_codes(settings: Settings, layout: Layout, session: Session) -> None:
+    """Warn where `comm_dtype` saves nothing, or errs more than users may expect."""
+    if settings.comm_dtype is None:
+        return
+    transport, device = session.transport, session.transport.exchange_device
+    widest = max(group.size for group in session.schedule.phases)
+    if widest > 2 and not transport.sends_alone(layout.wire_device(device)):
         logger.warning(
-            "rank {}: comm_dtype={} saves nothing in groups of more than two, which {!r} has",
-            *(session.transport.initial_rank, settings.comm_dtype, session.topology),
+            "rank {}: comm_dtype={} saves nothing in groups of more than two over NCCL, which {!r} "
+            "has",
+            *(transport.initial_rank, settings.comm_dtype, session.topology),
+        )
+    if codec_of(settings.comm_dtype).refers and not session.references.keeps:
+        logger.warning(
+            "rank {}: with comm_dtype={}, {!r} has more than {} groups per rank, too many to keep "
+            "a reference for each: the parameters themselves are rounded, and replicas stay "
+            "further apart; take a topology of fewer partners, such as ring, or torch.bfloat16",
+            *(transport.initial_rank, settings.comm_dtype, session.topology, MOST_REFERENCES),
         )
 
 

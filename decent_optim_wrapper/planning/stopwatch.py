@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.comm.transport import Transport, Waitable
 
 
 def pair_seconds(transport: Transport, data: Tensor, peer: int, repeats: int) -> float:
@@ -48,6 +48,6 @@ def median_seconds(action: Callable[[], None], repeats: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def _wait(works: list[dist.Work]) -> None:
+def _wait(works: list[Waitable]) -> None:
     for work in works:
         work.wait()

@@ -1,0 +1,132 @@
+"""The mean over a group of what its ranks have coded: a reduce-scatter and an all-gather of codes.
+
+Each rank owns a chunk. All send their codes of it to the owner, which decodes and averages them,
+codes the mean, and sends that to all. Point to point, since collectives would have to come in the
+same order on all ranks; on a thread of its own, since the mean is due in the middle of a backward
+pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from decent_optim_wrapper.comm.background import in_background
+from decent_optim_wrapper.comm.codec import Codec
+from decent_optim_wrapper.comm.transport import LONGEST_WAIT, Transport
+
+
+class CodedMean:
+    """Starts the exchange of one vector; a work to wait for.
+
+    Args:
+        transport: connects the ranks.
+        ranks: the group, each of which owns a chunk.
+        codec: that of the messages.
+        sizes: elements of each chunk.
+        dtype: in which means are computed.
+        outgoing: this rank's message of each chunk.
+        room: memory for as many messages of the largest chunk as there are ranks. It first takes
+            the others' messages of this rank's chunk, and then the means of theirs.
+        tags: of the messages to the owners, and of those from them.
+
+    Raises:
+        WireError: the connection is closed already.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        ranks: Sequence[int],
+        codec: Codec,
+        *,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        outgoing: Sequence[Tensor],
+        room: Tensor,
+        tags: tuple[int, int],
+    ) -> None:
+        self._transport = transport
+        self._codec = codec
+        self._size = len(ranks)
+        self.position = ranks.index(transport.rank)
+        self._others = [place for place in range(self._size) if place != self.position]
+        self._ranks = ranks
+        self._tags = tags
+        # What the thread writes is new memory: after a loss a new round may use the old one before
+        # the thread has noticed.
+        own = torch.empty_like(outgoing[self.position])
+        rooms = room.view(self._size, -1)
+        self.means = [rooms[place, : each.numel()] for place, each in enumerate(outgoing)]
+        self.means[self.position] = own
+        # The owner's mean less the mean that it sends.
+        self.error = torch.zeros(sizes[self.position], dtype=dtype, device=own.device)
+        self._arriving = [row[: own.numel()] for row in rooms]
+        self._arriving[self.position] = outgoing[self.position]
+        # Chunks of a small vector may be empty: nothing is sent for them.
+        self._owners = [place for place in self._others if outgoing[place].numel()]
+        senders = self._others if own.numel() else []
+        self.bytes_sent = sum(outgoing[place].nbytes for place in self._owners)
+        self.bytes_sent += own.nbytes * len(senders)
+        # The receives first: their notices let the data start.
+        receive, send = transport.receive, transport.send
+        self._coming = {p: receive(self._arriving[p], ranks[p], tags[0]) for p in senders}
+        self._going = [send(outgoing[p], ranks[p], tags[0]) for p in self._owners]
+        # The text of an error: the error itself would keep alive what the thread has used.
+        self._failure: Future[str] = in_background(self._run)
+
+    def wait(self, timeout: timedelta = LONGEST_WAIT) -> bool:
+        """Wait until all means have arrived.
+
+        Raises:
+            RuntimeError: a rank is gone, or the wait timed out.
+        """
+        try:
+            failure = self._failure.result(timeout.total_seconds())
+        except TimeoutError as error:
+            raise RuntimeError(f"no mean of the group within {timeout}") from error
+        if failure:
+            raise RuntimeError(failure)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all means have arrived, or something has failed."""
+        return self._failure.done()
+
+    def _run(self) -> str:
+        try:
+            self._exchange()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def _exchange(self) -> None:
+        if self._coming:
+            self._average()
+        receive, send, tag = self._transport.receive, self._transport.send, self._tags[1]
+        works = [receive(self.means[p], self._ranks[p], tag) for p in self._owners]
+        own = self.means[self.position]
+        works += [send(own, self._ranks[p], tag) for p in self._coming]
+        for work in (*self._going, *works):
+            work.wait(LONGEST_WAIT)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        total, own = self.error, self.means[self.position]
+        # In the order of the ranks: the mean must not depend on what comes first.
+        for place, message in enumerate(self._arriving):
+            if place in self._coming:
+                self._coming[place].wait(LONGEST_WAIT)
+            self._add(message, total)
+        total.div_(self._size)
+        self._codec.encode(total, own)
+        self._add(own, total, -1.0)
+
+    def _add(self, message: Tensor, total: Tensor, factor: float = 1.0) -> None:
+        parts = self._codec.decode(message, numel=total.numel(), dtype=total.dtype)
+        for place, (values,) in parts:
+            total[place].add_(values, alpha=factor)

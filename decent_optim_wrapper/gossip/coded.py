@@ -1,0 +1,253 @@
+"""Buckets that travel as codes, and how what arrives is mixed in.
+
+With q_i what rank i has sent, decoded,
+
+    x_i <- x_i + weight (mean(q) - q_i),    r <- r + mean(q),
+
+with r the reference that the ranks of a group share, to which q is a difference. The changes cancel
+over the group whatever the rounding, so its mean does not move.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decent_optim_wrapper.comm.codec import Codec, wide
+from decent_optim_wrapper.comm.coded_mean import CodedMean
+from decent_optim_wrapper.comm.transport import Transport, Waitable
+from decent_optim_wrapper.gossip.bucket import Bucket
+from decent_optim_wrapper.gossip.references import Edge
+from decent_optim_wrapper.topo import Group
+
+# A slice of a vector, and values there.
+Part = tuple[slice, Tensor]
+
+
+class Wire(NamedTuple):
+    """What the coded buckets of one round have in common.
+
+    Args:
+        transport: connects the ranks.
+        group: the ranks that mix.
+        edge: the references of the group.
+        freezes: whether the values may change before they are mixed.
+        zeros_bad: whether to send zeros in place of values that are not finite, which the sum over
+            a larger group would spread.
+    """
+
+    transport: Transport
+    group: Group
+    edge: Edge
+    freezes: bool
+    zeros_bad: bool
+
+
+class CodedExchange(ABC):
+    """A bucket whose codes are on the wire.
+
+    Args:
+        wire: the ranks, and what they share.
+        bucket: the bucket.
+        codec: that of the bucket.
+        starts: what is sent in place of its members' values.
+        chunks: the parts of the vector that are coded by themselves.
+        position: its number among the buckets of the round.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        bucket: Bucket,
+        codec: Codec,
+        starts: Mapping[Tensor, Tensor],
+        chunks: list[slice],
+        position: int,
+    ) -> None:
+        self.position = position
+        self._wire = wire
+        self._bucket = bucket
+        self._codec = codec
+        self._chunks = chunks
+        self._reference = wire.edge.reference(bucket)
+        group = wire.group
+        self._weight = group.size * (1 - group.self_weight) / (group.size - 1)
+        values = bucket.values(starts, wire.freezes)
+        # What was coded, if it may change before it is mixed.
+        self.start = values if wire.freezes else None
+        room = codec.nbytes(max(map(_length, chunks))) * len(chunks)
+        outgoing, self._room = bucket.messages(room)
+        places = (slice(*map(codec.nbytes, (chunk.start, chunk.stop))) for chunk in chunks)
+        self._outgoing = [outgoing[place] for place in places]
+        for chunk, message in zip(chunks, self._outgoing, strict=True):
+            near = torch.empty_like(message, device=bucket.device)
+            near = near if bucket.device != message.device else message
+            reference = None if self._reference is None else self._reference[chunk]
+            codec.encode(values.data[chunk], near, reference)
+            if near is not message:
+                message.copy_(near)
+        self.finite = all(map(codec.is_finite, self._outgoing))
+        if not self.finite and wire.zeros_bad:
+            outgoing.zero_()
+        self.works: list[Waitable] = []
+        self.bytes_sent = 0
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the works belong to a GPU."""
+        return self._outgoing[0].is_cuda
+
+    def mix(self, rate: float, present: int, takes_part: bool) -> None:
+        """Mix in what has arrived.
+
+        Args:
+            rate: the mixing rate.
+            present: how many ranks of the group have sent finite values, at least one.
+            takes_part: whether this rank has; otherwise it takes the mean of the others.
+        """
+        if not takes_part:
+            self._bucket.absorb_(self._absolute(self._means(present)), None)
+        elif present > 1:
+            self._bucket.absorb_(self._changes(present), self._weight * rate)
+
+    @abstractmethod
+    def _changes(self, present: int) -> Iterator[Part]:
+        """mean(q) - q_i, slice by slice; moves the reference if all ranks are present."""
+
+    @abstractmethod
+    def _means(self, present: int) -> Iterator[Part]:
+        """mean(q) of the ranks that are present, slice by slice."""
+
+    def _decode(self, chunk: slice, *messages: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        """The values of messages in a chunk, slice by slice of the whole vector."""
+        near = (message.to(self._bucket.device) for message in messages)
+        dtype = wide(self._bucket.dtype)
+        for place, values in self._codec.decode(*near, numel=_length(chunk), dtype=dtype):
+            yield slice(chunk.start + place.start, chunk.start + place.stop), values
+
+    def _absolute(self, parts: Iterable[Part]) -> Iterator[Part]:
+        for place, part in parts:
+            yield place, part if self._reference is None else part.add_(self._reference[place])
+
+
+class CodedPair(CodedExchange):
+    """An exchange of codes between two ranks.
+
+    Args:
+        wire: as in `CodedExchange`.
+        bucket: the bucket.
+        codec: that of the bucket.
+        starts: what is sent in place of its members' values.
+        position: its number among the buckets of the round.
+        tag: that of its messages.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        bucket: Bucket,
+        codec: Codec,
+        starts: Mapping[Tensor, Tensor],
+        position: int,
+        tag: int,
+    ) -> None:
+        super().__init__(wire, bucket, codec, starts, [slice(0, bucket.flat_numel)], position)
+        (outgoing,) = self._outgoing
+        self._incoming = self._room
+        (peer,) = (rank for rank in wire.group.ranks if rank != wire.transport.rank)
+        self.works = wire.transport.exchange(outgoing, self._incoming, peer, tag)
+        self.bytes_sent = outgoing.nbytes
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether the peer has sent what this rank has."""
+        return torch.equal(self._incoming, self._outgoing[0])
+
+    def _changes(self, present: int) -> Iterator[Part]:
+        (chunk,) = self._chunks
+        for place, (theirs, ours) in self._decode(chunk, self._incoming, *self._outgoing):
+            if self._reference is not None:
+                # The same bits at both ends: a sum of two does not depend on their order.
+                self._reference[place].add_(torch.add(theirs, ours).mul_(0.5))
+            yield place, theirs.sub_(ours).mul_(0.5)
+
+    def _means(self, present: int) -> Iterator[Part]:
+        (chunk,) = self._chunks
+        for place, (theirs,) in self._decode(chunk, self._incoming):
+            yield place, theirs
+
+
+class CodedGroup(CodedExchange):
+    """An exchange of codes in a larger group, each rank of which averages the chunk that it owns.
+
+    A mean is rounded once more on its way from its owner, which adds this error to its own values.
+
+    Args:
+        wire: as in `CodedExchange`.
+        bucket: the bucket.
+        codec: that of the bucket.
+        starts: what is sent in place of its members' values.
+        position: its number among the buckets of the round.
+        tags: of the messages to the owners, and of those from them.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        bucket: Bucket,
+        codec: Codec,
+        starts: Mapping[Tensor, Tensor],
+        position: int,
+        tags: tuple[int, int],
+    ) -> None:
+        chunks = _shares(bucket.flat_numel, codec.block, wire.group.size)
+        super().__init__(wire, bucket, codec, starts, chunks, position)
+        self._mean = CodedMean(
+            wire.transport,
+            wire.group.ranks,
+            codec,
+            sizes=[*map(_length, chunks)],
+            dtype=wide(bucket.dtype),
+            outgoing=self._outgoing,
+            room=self._room,
+            tags=tags,
+        )
+        self.works = [self._mean]
+        self.bytes_sent = self._mean.bytes_sent
+
+    def _changes(self, present: int) -> Iterator[Part]:
+        size, owned = self._wire.group.size, self._mean.position
+        error = self._mean.error.to(self._bucket.device)
+        for owner, chunk in enumerate(self._chunks):
+            messages = self._mean.means[owner], self._outgoing[owner]
+            for place, (mean, ours) in self._decode(chunk, *messages):
+                if present < size:
+                    mean.mul_(size / present)
+                elif self._reference is not None:
+                    self._reference[place].add_(mean)
+                change = mean.sub_(ours)
+                if owner == owned:
+                    here = slice(place.start - chunk.start, place.stop - chunk.start)
+                    change.add_(error[here], alpha=size)
+                yield place, change
+
+    def _means(self, present: int) -> Iterator[Part]:
+        for chunk, message in zip(self._chunks, self._mean.means, strict=True):
+            for place, (mean,) in self._decode(chunk, message):
+                yield place, mean.mul_(self._wire.group.size / present)
+
+
+def _shares(numel: int, block: int, count: int) -> list[slice]:
+    """Cut a vector into almost equal chunks of whole blocks, some perhaps empty."""
+    blocks = -(-numel // block)
+    ends = [min(numel, index * blocks // count * block) for index in range(count + 1)]
+    return [slice(start, stop) for start, stop in pairwise(ends)]
+
+
+def _length(place: slice) -> int:
+    return int(place.stop - place.start)

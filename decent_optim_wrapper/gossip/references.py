@@ -1,0 +1,152 @@
+"""What the ranks of a group share bit by bit: the vectors to which they code differences.
+
+A reference starts at zero, and every meeting moves it to the mean of what the ranks have sent. The
+differences so become smaller from meeting to meeting, and with them the steps of the codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decent_optim_wrapper.comm.codec import wide
+from decent_optim_wrapper.gossip.bucket import Bucket, as_real
+from decent_optim_wrapper.topo import Topology
+
+# Copies of the parameters that a rank keeps as references at most, one for each of its groups.
+MOST_REFERENCES = 4
+
+
+class Meetings(NamedTuple):
+    """The saved references of one group.
+
+    Args:
+        number: how many rounds have been coded.
+        values: by parameter.
+    """
+
+    number: int
+    values: dict[Tensor, Tensor]
+
+
+class Edge:
+    """The references of one group, the same on all its ranks.
+
+    Args:
+        keeps: whether there are any; otherwise the values themselves are coded.
+    """
+
+    def __init__(self, keeps: bool) -> None:
+        self.keeps = keeps
+        # How many rounds have been coded: two ranks with different numbers decode garbage.
+        self.meetings = 0
+        self._vectors: dict[Bucket, Tensor] = {}
+
+    def reference(self, bucket: Bucket) -> Tensor | None:
+        """The reference of a bucket; None if its values themselves are coded."""
+        if not (self.keeps and bucket.refers):
+            return None
+        if bucket not in self._vectors:
+            self._vectors[bucket] = bucket.new_reference()
+        return self._vectors[bucket]
+
+    def parts(self) -> dict[Tensor, Tensor]:
+        """The references by parameter, complex ones as pairs of reals."""
+        return {
+            member: part
+            for bucket, vector in self._vectors.items()
+            for member, part in zip(bucket.members, bucket.parts(bucket.view(vector)), strict=True)
+        }
+
+    def values(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Copies of the references of these parameters, with their shapes."""
+        parts, values = self.parts(), []
+        for param in params:
+            value = torch.zeros_like(param, dtype=wide(param.dtype))
+            if param in parts:
+                as_real(value).copy_(parts[param])
+            values.append(value)
+        return values
+
+    def fill(self, buckets: Sequence[Bucket], parts: Mapping[Tensor, Tensor]) -> None:
+        """Replace all references by these, for these buckets; the others start at zero."""
+        self._vectors = {}
+        for bucket in buckets:
+            if any(member in parts for member in bucket.members):
+                vector = self.reference(bucket)
+                own = () if vector is None else bucket.parts(bucket.view(vector))
+                for member, part in zip(bucket.members, own, strict=False):
+                    if member in parts:
+                        part.copy_(parts[member])
+
+
+class References:
+    """The references of one rank, from a session's start to its end.
+
+    A rank that is lost or comes back starts a new session, and so new references at all ranks.
+
+    Args:
+        groups: the ranks of each group in which this rank gossips, by position.
+        keeps: whether there are references; the same on all ranks.
+    """
+
+    def __init__(self, groups: Iterable[tuple[int, ...]], keeps: bool) -> None:
+        self.keeps = keeps
+        self.edges = {ranks: Edge(keeps) for ranks in groups if len(ranks) > 1}
+
+    @classmethod
+    def of(cls, topology: Topology, rank: int) -> References:
+        """Those of one rank; none on any rank if one of them has too many groups."""
+        count = max(len(_groups(topology, each)) for each in range(topology.world_size))
+        return cls(_groups(topology, rank), keeps=count <= MOST_REFERENCES)
+
+    @torch.no_grad()
+    def state(self, params: Sequence[Tensor], members: Sequence[int]) -> dict[str, Any]:
+        """What a checkpoint holds, by group.
+
+        Args:
+            params: those that have references.
+            members: the ranks of the session, as numbered at the start.
+        """
+        return {
+            _name(ranks, members): {"meetings": edge.meetings, "values": edge.values(params)}
+            for ranks, edge in sorted(self.edges.items())
+        }
+
+    @torch.no_grad()
+    def load(
+        self, saved: Mapping[str, Meetings], buckets: Sequence[Bucket], members: Sequence[int]
+    ) -> None:
+        """Continue with saved references; those of other groups start at zero.
+
+        Args:
+            saved: by group, as `state` names them.
+            buckets: those of the parameters.
+            members: as in `state`.
+        """
+        for ranks, edge in self.edges.items():
+            found = saved.get(_name(ranks, members), Meetings(0, {}))
+            edge.meetings = found.number
+            edge.fill(buckets, {param: as_real(value) for param, value in found.values.items()})
+
+    @torch.no_grad()
+    def replan(self, buckets: Sequence[Bucket]) -> None:
+        """Keep what is known of the parameters when their buckets are replaced."""
+        for edge in self.edges.values():
+            edge.fill(buckets, edge.parts())
+
+
+def referring(buckets: Iterable[Bucket]) -> set[Tensor]:
+    """The parameters that have references."""
+    return {member for bucket in buckets if bucket.refers for member in bucket.members}
+
+
+def _name(ranks: tuple[int, ...], members: Sequence[int]) -> str:
+    return "-".join(str(members[rank]) for rank in ranks)
+
+
+def _groups(topology: Topology, rank: int) -> set[tuple[int, ...]]:
+    return {group.ranks for group in topology.schedule(rank) if group.size > 1}

@@ -1,0 +1,488 @@
+"""Rounds whose buckets travel as codes: means, consensus, bytes, and what both ends share."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from covering import VIEWS, named, pairwise
+from loguru import logger
+from problem import flatten
+from ranks import run_threads
+from torch import Tensor
+
+from decent_optim_wrapper import (
+    CallOrderError,
+    DecentOptimWrapper,
+    NonFiniteError,
+    Schedule,
+    Topology,
+)
+from decent_optim_wrapper.comm.codec import INT4, CastCodec
+from decent_optim_wrapper.gossip import bucket as bucket_module
+
+CODES = {"int8": torch.int8, "int4": INT4}
+# Several blocks and several buckets, one of them smaller than a block.
+SHAPES = [(40, 30), (700,), (), (900,), (3, 7)]
+CAP_MB = 4000 / 2**20
+LR = 0.05
+
+
+class Case(NamedTuple):
+    """A topology, the number of its ranks, and how they are arranged."""
+
+    topology: str
+    world_size: int
+    local_world_size: int = 1
+
+
+CASES = {
+    "ring": Case("ring", 4),
+    "complete": Case("complete", 3),
+    "nodes": Case("alternating-exp-ring", 4, 2),
+}
+SCHEDULES = {
+    "each step": Schedule(),
+    "late": Schedule(gossip_every=3, staleness=3),
+    "averages": Schedule(global_avg_every=5),
+}
+
+
+def make_params(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    draws = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES)
+    return [draw.to(dtype).requires_grad_() for draw in draws]
+
+
+def draw_gradients(params: list[Tensor], rank: int, step: int, factor: float = 1.0) -> Tensor:
+    """Gradients that do not depend on the parameters, so that the mean is known."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    for param in params:
+        draw = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+        param.grad = (factor * draw).to(param.dtype)
+    return flatten([param.grad for param in params if param.grad is not None])
+
+
+def wrap(params: list[Tensor], group: dist.ProcessGroup, case: Case, **kw: Any) -> Any:
+    kw.setdefault("sync_at_start", False)
+    kw.setdefault("bucket_cap_mb", CAP_MB)
+    optimizer = DecentOptimWrapper(
+        torch.optim.SGD(params, lr=kw.pop("lr", LR)),
+        topology=case.topology,
+        local_world_size=case.local_world_size,
+        process_group=group,
+        **kw,
+    )
+    assert len(optimizer.buckets) > 1
+    return optimizer
+
+
+def train(case: Case, steps: int, **kw: Any) -> Tensor:
+    """The parameters of every rank after every step: (ranks, steps, parameters)."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, case, **kw)
+        history = [flatten(params)]
+        for step in range(steps):
+            draw_gradients(params, rank, step)
+            optimizer.step()
+            history.append(flatten(params))
+        optimizer.synchronize()
+        return torch.stack([*history, flatten(params)])
+
+    return torch.stack(run_threads(case.world_size, main))
+
+
+def distance(rows: Tensor) -> float:
+    """Mean distance of the rows to their mean."""
+    return float((rows - rows.mean(0)).norm(dim=1).mean())
+
+
+@pytest.mark.parametrize(
+    ("case", "views", "schedule", "overlap"),
+    pairwise(named(*CASES), VIEWS, named(*SCHEDULES), {"overlap": True, "not": False}),
+)
+def test_codes_without_rounding_give_the_trajectory_without_codes(
+    case: str, views: bool, schedule: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlap = overlap or schedule == "late"
+    options = {"schedule": SCHEDULES[schedule], "overlap": overlap, "param_as_bucket_view": views}
+    expected = train(CASES[case], 14, **options)
+    monkeypatch.setattr(
+        bucket_module, "codec_of", lambda dtype: CastCodec(torch.float64, refers=True)
+    )
+    ours = train(CASES[case], 14, comm_dtype=torch.int8, **options)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+    # The references are added and subtracted.
+    assert not torch.equal(ours, expected)
+    assert (expected[:, -1] - expected[:, 0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("case", "views", "schedule", "code"),
+    pairwise(named(*CASES), VIEWS, named(*SCHEDULES), CODES),
+)
+def test_rounding_moves_no_mean(case: str, views: bool, schedule: str, code: torch.dtype) -> None:
+    rows = train(
+        CASES[case],
+        9,
+        schedule=SCHEDULES[schedule],
+        comm_dtype=code,
+        param_as_bucket_view=views,
+    )
+    params = make_params(0)
+    expected = rows[:, 0].clone()
+    for rank in range(len(rows)):
+        for step in range(9):
+            expected[rank] -= LR * draw_gradients(params, rank, step)
+    torch.testing.assert_close(rows[:, -1].mean(0), expected.mean(0), rtol=0, atol=1e-12)
+    assert distance(rows[:, -1]) < 0.5 * distance(expected)
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_ranks_that_do_not_move_apart_come_to_agree(case: Case, code: torch.dtype) -> None:
+    rows = train(case, 80, lr=0.0, comm_dtype=code)
+    assert distance(rows[:, 0]) > 1
+    assert distance(rows[:, -1]) < 1e-9
+    torch.testing.assert_close(rows[:, -1].mean(0), rows[:, 0].mean(0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
+@pytest.mark.parametrize(
+    "case", [Case("ring", 8), Case("alternating-exp-ring", 8, 2)], ids=["ring", "nodes"]
+)
+def test_replicas_stay_as_near_to_each_other_as_without_codes(
+    case: Case, code: torch.dtype
+) -> None:
+    exact = train(case, 40, sync_at_start=True)
+    coded = train(case, 40, sync_at_start=True, comm_dtype=code)
+    last = [sum(distance(rows[:, step]) for step in range(28, 41)) for rows in (exact, coded)]
+    assert last[0] > 1
+    assert last[1] < (1.02 if code == torch.int8 else 1.1) * last[0]
+
+
+@pytest.mark.parametrize("views", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("comm", [*CODES.values(), torch.bfloat16], ids=[*CODES, "bf16"])
+def test_ranks_in_agreement_stay_together(
+    case: Case,
+    comm: torch.dtype,
+    dtype: torch.dtype,
+    views: bool,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params(0, dtype)
+        optimizer = wrap(params, group, case, comm_dtype=comm, lr=0.0, param_as_bucket_view=views)
+        for _ in range(6):
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(params)
+
+    start = flatten(make_params(0, dtype))
+    # A mean of equal values is rounded.
+    slack = 8 * torch.finfo(dtype).eps * start.abs().max() if case.topology != "ring" else 0.0
+    for row in run_threads(case.world_size, main):
+        assert (row - start).abs().max() <= slack
+    # At a learning rate of 0, ranks stay the same for a good reason.
+    assert not [each for each in recwarn if "the peers have sent" in str(each.message)]
+
+
+def test_pairs_and_groups_send_codes_and_count_them() -> None:
+    elements = sum(math.prod(shape) for shape in SHAPES)
+
+    def sent(case: Case, comm: torch.dtype | None, views: bool = False) -> list[float]:
+        def main(rank: int, group: dist.ProcessGroup) -> float:
+            params = make_params(0, torch.float32)
+            optimizer = wrap(
+                *(params, group, case),
+                comm_dtype=comm,
+                param_as_bucket_view=views,
+                bucket_cap_mb=4000 / 2**20,
+            )
+            optimizer.step()
+            return float(optimizer.stats().bytes_sent / elements)
+
+        return run_threads(case.world_size, main)
+
+    # One code per element, and one float32 and up to 255 codes of nothing per block.
+    blocks = {torch.int8: 260 * 12 / elements, INT4: 132 * 12 / elements}
+    for code, per_element in blocks.items():
+        assert sent(CASES["ring"], code) == pytest.approx([per_element] * 4)
+        # All together, as by a ring's all-reduce: 2 (n - 1) / n for each of n ranks.
+        for case in (CASES["complete"], Case("complete", 4)):
+            assert sum(sent(case, code)) == pytest.approx(2 * (case.world_size - 1) * per_element)
+    halves = sum(sent(CASES["complete"], torch.bfloat16, views=False))
+    assert halves == pytest.approx(sum(sent(CASES["complete"], None)) / 2, rel=1e-3)
+    assert halves == pytest.approx(2 * 2 * 2)
+
+
+def test_a_group_rounds_to_half_and_keeps_its_mean() -> None:
+    exact = train(CASES["complete"], 6)
+    halves = train(CASES["complete"], 6, comm_dtype=torch.bfloat16)
+    torch.testing.assert_close(halves.mean(0), exact.mean(0), rtol=0, atol=1e-12)
+    assert 0 < (halves - exact).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("comm", [*CODES.values(), torch.bfloat16], ids=[*CODES, "bf16"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_values_that_are_not_finite_raise_on_the_whole_group(case: Case, comm: torch.dtype) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[int, ...]:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, case, comm_dtype=comm, lr=0.0)
+        optimizer.step()
+        optimizer.synchronize()
+        if rank == 0:
+            params[1].data[3] = math.nan
+        before = flatten(params)
+        bad: tuple[int, ...] = ()
+        try:
+            optimizer.step()
+            optimizer.step()
+        except NonFiniteError as error:
+            bad = error.ranks
+            torch.testing.assert_close(flatten(params), before, rtol=0, atol=0, equal_nan=True)
+        return bad
+
+    raised = run_threads(case.world_size, main)
+    assert raised[0] == (0,)
+    assert set(raised) <= {(0,), ()}
+    assert case.topology != "complete" or raised == [(0,)] * 3
+
+
+@pytest.mark.parametrize("comm", [*CODES.values(), torch.bfloat16], ids=[*CODES, "bf16"])
+@pytest.mark.parametrize("views", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_rank_without_finite_values_is_left_out_and_takes_those_of_the_others(
+    case: Case, views: bool, comm: torch.dtype
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params(seed=rank)
+        optimizer = wrap(
+            *(params, group, case),
+            comm_dtype=comm,
+            lr=0.0,
+            on_nonfinite="skip",
+            param_as_bucket_view=views,
+        )
+        for step in range(30):
+            if rank == 1 and step == 12:
+                with torch.no_grad():
+                    optimizer.synchronize()
+                    params[0][0, 0] = math.inf
+                    params[3][899] = math.nan
+            elif step == 12:
+                optimizer.synchronize()
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(params)
+
+    rows = torch.stack(run_threads(case.world_size, main))
+    assert rows.isfinite().all()
+    start = torch.stack([flatten(make_params(rank)) for rank in range(case.world_size)])
+    assert distance(rows) < 0.02 * distance(start)
+    # All others had all but agreed on the mean before.
+    assert (rows - start.mean(0)).abs().max() < 0.1
+
+
+def test_ranks_with_other_references_are_told_so() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, Case("ring", 2), comm_dtype=torch.int8)
+        for _ in range(3):
+            optimizer.step()
+        optimizer.synchronize()
+        if rank == 0:
+            saved = optimizer.state_dict()
+            saved["gossip"].pop("references", None)
+            optimizer.load_state_dict(saved)
+        try:
+            for _ in range(2):
+                optimizer.step()
+        except CallOrderError as error:
+            return str(error)
+        return ""
+
+    texts = run_threads(2, main)
+    assert any("share the reference of" in text and "load" in text for text in texts)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lines.append, level="WARNING", format="{message}")
+    logger.enable("decent_optim_wrapper")
+    yield lines
+    logger.disable("decent_optim_wrapper")
+    logger.remove(sink)
+
+
+class Rounds5(Topology):
+    """Rank 0 meets five partners."""
+
+    def phases(self) -> list[list[list[int]]]:
+        return [[[0, peer]] for peer in range(1, self.world_size)]
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
+def test_a_schedule_of_many_partners_codes_the_values_and_says_so(
+    code: torch.dtype, logged: list[str]
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+        params = make_params(seed=rank)
+        optimizer = DecentOptimWrapper(
+            *(torch.optim.SGD(params, lr=0.0),),
+            topology=Rounds5(6),
+            process_group=group,
+            bucket_cap_mb=CAP_MB,
+            sync_at_start=False,
+            comm_dtype=code,
+        )
+        for _ in range(10):
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(params), len(optimizer.state_dict()["gossip"].get("references", {}))
+
+    rows, kept = zip(*run_threads(6, main), strict=True)
+    start = torch.stack([flatten(make_params(rank)) for rank in range(6)])
+    torch.testing.assert_close(torch.stack(rows).mean(0), start.mean(0), rtol=0, atol=1e-12)
+    assert distance(torch.stack(rows)) < 0.9 * distance(start)
+    assert set(kept) == {0}
+    assert sum("the parameters themselves are rounded" in line for line in logged) == 6
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["state_dict", "gossip_state_dict"])
+@pytest.mark.parametrize(
+    ("case", "views", "schedule", "code"),
+    pairwise(
+        named(*CASES),
+        VIEWS,
+        {"late": SCHEDULES["late"], "two steps": Schedule(gossip_every=2, staleness=2)},
+        CODES,
+    ),
+)
+def test_a_late_round_in_flight_is_resumed_bit_for_bit(
+    case: str, views: bool, schedule: Schedule, code: torch.dtype, by_name: bool
+) -> None:
+    stop, end = 8, 20
+    saved: dict[int, Any] = {}
+
+    def run(rank: int, group: dist.ProcessGroup, resumes: bool) -> Tensor:
+        params = make_params(seed=rank)
+        model = torch.nn.Module()
+        for index, param in enumerate(params):
+            model.register_parameter(str(index), torch.nn.Parameter(param.detach()))
+        params = list(model.parameters())
+        options = {"schedule": schedule, "comm_dtype": code, "param_as_bucket_view": views}
+        optimizer = wrap(params, group, CASES[case], model=model, **options)
+        for step in range(stop if resumes else 0, end):
+            if step == stop and resumes:
+                with torch.no_grad():
+                    for param, value in zip(params, saved[rank][0], strict=True):
+                        param.copy_(value)
+                if by_name:
+                    optimizer.load_gossip_state_dict(saved[rank][1])
+                else:
+                    optimizer.load_state_dict(saved[rank][1])
+            elif step == stop:
+                state = optimizer.gossip_state_dict() if by_name else optimizer.state_dict()
+                assert (state if by_name else state["gossip"])["in_flight"]
+                saved[rank] = copy.deepcopy(([param.detach() for param in params], state))
+            draw_gradients(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(params)
+
+    size = CASES[case].world_size
+    expected = run_threads(size, lambda rank, group: run(rank, group, resumes=False))
+    resumed = run_threads(size, lambda rank, group: run(rank, group, resumes=True))
+    assert all(map(torch.equal, resumed, expected))
+    assert not torch.equal(expected[0], expected[1])
+
+
+def test_all_ranks_may_load_the_state_of_one() -> None:
+    saved: list[Any] = []
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, CASES["ring"], comm_dtype=INT4, lr=0.0)
+        for _ in range(6):
+            optimizer.step()
+        if rank == 0:
+            saved.append(optimizer.state_dict())
+        optimizer.all_gather(torch.zeros(1))
+        optimizer.load_state_dict(copy.deepcopy(saved[0]))
+        for _ in range(60):
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(params)
+
+    rows = torch.stack(run_threads(4, main))
+    assert distance(rows) < 1e-6
+
+
+def test_references_follow_parameters_into_other_buckets() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> float:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, Case("ring", 2), comm_dtype=torch.int8, lr=0.0)
+        for _ in range(10):
+            optimizer.step()
+        optimizer.synchronize()
+        before = flatten(params)
+        optimizer.add_param_group({"params": [torch.ones(5, dtype=torch.float64)]})
+        optimizer.step()
+        optimizer.synchronize()
+        return float((flatten(params) - before).abs().max())
+
+    # A reference of zeros would round the values themselves: by hundredths, where ranks differ.
+    assert max(run_threads(2, main)) < 1e-9
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_automatic_rounds_keep_the_mean_whoever_is_late(case: Case, code: torch.dtype) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params(seed=rank)
+        schedule = Schedule(gossip_every="auto", max_staleness=4)
+        optimizer = wrap(params, group, case, comm_dtype=code, schedule=schedule)
+        expected = flatten(params)
+        for step in range(12 + 2 * rank):
+            expected -= LR * draw_gradients(params, rank, step)
+            optimizer.step()
+            time.sleep(0.002 * rank)
+        optimizer.synchronize()
+        return flatten(params), expected
+
+    ours, expected = map(torch.stack, zip(*run_threads(case.world_size, main), strict=True))
+    torch.testing.assert_close(ours.mean(0), expected.mean(0), rtol=0, atol=1e-12)
+    assert distance(ours) < 0.9 * distance(expected)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_ranks_with_uneven_data_join(case: Case) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, case, comm_dtype=torch.int8)
+        expected = flatten(params)
+        steps = [9, 4, 6, 5][rank]
+        for step in range(steps):
+            expected -= LR * draw_gradients(params, rank, step)
+            optimizer.step()
+        idle = optimizer.join_hook()
+        for _ in range(9 - steps):
+            idle.main_hook()
+        optimizer.synchronize()
+        return flatten(params), expected
+
+    ours, expected = map(torch.stack, zip(*run_threads(case.world_size, main), strict=True))
+    torch.testing.assert_close(ours.mean(0), expected.mean(0), rtol=0, atol=1e-12)
+    assert distance(ours) < 0.5 * distance(expected)
