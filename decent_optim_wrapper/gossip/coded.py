@@ -115,6 +115,21 @@ class CodedExchange(ABC):
         elif present > 1:
             self._bucket.absorb_(self._changes(present), self._weight * rate)
 
+    @property
+    def tells_equal(self) -> bool:
+        """Whether equal values arrive as the same bits: not where a mean has scales of its own."""
+        return self._wire.group.size == 2 or not self._codec.refers
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether this rank has sent what has arrived."""
+        return all(map(torch.equal, self._arrived, self._outgoing))
+
+    @property
+    @abstractmethod
+    def _arrived(self) -> list[Tensor]:
+        """The message of each chunk that has arrived: the peer's, or that of the mean."""
+
     @abstractmethod
     def _changes(self, present: int) -> Iterator[Part]:
         """mean(q) - q_i, slice by slice; moves the reference if all ranks are present."""
@@ -164,9 +179,8 @@ class CodedPair(CodedExchange):
         self.bytes_sent = outgoing.nbytes
 
     @property
-    def are_equal(self) -> bool:
-        """Whether the peer has sent what this rank has."""
-        return torch.equal(self._incoming, self._outgoing[0])
+    def _arrived(self) -> list[Tensor]:
+        return [self._incoming]
 
     def _changes(self, present: int) -> Iterator[Part]:
         (chunk,) = self._chunks
@@ -219,6 +233,10 @@ class CodedGroup(CodedExchange):
         )
         self.works = [self._mean]
         self.bytes_sent = self._mean.bytes_sent
+
+    @property
+    def _arrived(self) -> list[Tensor]:
+        return self._mean.means
 
     def _changes(self, present: int) -> Iterator[Part]:
         size, owned = self._wire.group.size, self._mean.position

@@ -360,8 +360,7 @@ class Round:
             bucket.shift_(exchange.arriving, exchange.start, weight)
 
     def _mix_coded(self, bucket: Bucket, exchange: CodedExchange, left_out: list[int]) -> None:
-        # Larger groups are not watched: they round equal values, each rank's in its own way.
-        if self._watches_for_identical and not left_out and isinstance(exchange, CodedPair):
+        if self._watches_for_identical and not left_out and exchange.tells_equal:
             values = bucket.pack(bucket.new_flat()).data
             self._rules.identical.note(exchange.are_equal, values, bucket.wire_dtype)
         takes_part = self._transport.rank not in left_out
