@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -61,7 +62,19 @@ def in_the_middle_of_packing(fault: Callable[[], None]) -> None:
     Bucket.pack = pack_or_fail  # type: ignore[method-assign, assignment]
 
 
-def survive(rank: int, topology: str, overlap: bool, fault: str) -> Outcome | None:
+def threads_end() -> bool:
+    """Whether all threads that wait for peers come to their end."""
+    deadline = time.monotonic() + SLACK
+    while any(each.name == "decent-background" for each in threading.enumerate()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def survive(
+    rank: int, topology: str, overlap: bool, fault: str, comm: torch.dtype | None
+) -> Outcome | None:
     """Train until a peer is lost; the faulty rank fails at its FAULTY_STEP."""
     dist.init_process_group("gloo")
     params = make_params()
@@ -71,6 +84,7 @@ def survive(rank: int, topology: str, overlap: bool, fault: str) -> Outcome | No
         bucket_cap_mb=TINY_CAP_MB,
         overlap=overlap,
         timeout=PATIENCE,
+        comm_dtype=comm,
     )
     assert len(optimizer.buckets) > 2
     for step in range(100):
@@ -93,6 +107,7 @@ def survive(rank: int, topology: str, overlap: bool, fault: str) -> Outcome | No
         except PeerError as error:
             untouched = torch.allclose(flatten(params), expected, rtol=0, atol=1e-15)
             seconds = time.monotonic() - start
+            assert threads_end()
             return Outcome(str(error), error.rank, error.round, error.bucket, seconds, untouched)
         assert not torch.equal(flatten(params), expected) or topology == "ring"
     raise AssertionError("nothing failed")
@@ -100,15 +115,16 @@ def survive(rank: int, topology: str, overlap: bool, fault: str) -> Outcome | No
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("fault", "topology", "overlap"), pairwise(FAULTS, named("ring", "complete"), OVERLAP)
+    ("fault", "topology", "overlap", "comm"),
+    pairwise(FAULTS, named("ring", "complete"), OVERLAP, {"exact": None, "int8": torch.int8}),
 )
 def test_every_survivor_gets_one_clear_error_in_time(
-    fault: str, topology: str, overlap: bool
+    fault: str, topology: str, overlap: bool, comm: torch.dtype | None
 ) -> None:
     lost = {FAULTY} if fault != "end" else set()
     outcomes = [
         outcome
-        for outcome in run_processes(4, survive, topology, overlap, fault, lost=lost)
+        for outcome in run_processes(4, survive, topology, overlap, fault, comm, lost=lost)
         if outcome is not None
     ]
     assert len(outcomes) == 3

@@ -28,6 +28,7 @@ from decent_optim_wrapper import (
     Schedule,
     Topology,
 )
+from decent_optim_wrapper.comm.codec import INT4
 from decent_optim_wrapper.config import AverageState
 from decent_optim_wrapper.membership.recovery import fitting
 
@@ -95,21 +96,26 @@ def agree(results: list[dict[str, Any]]) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("topology", "becomes", "victim", "views", "schedule"),
+    ("topology", "becomes", "victim", "views", "schedule", "comm"),
     [
-        ("ring", "Greedy(world_size=3", 0, False, Schedule()),
-        ("ring", "Greedy(world_size=3", 2, True, Schedule()),
-        ("complete", "Complete(world_size=3", 0, True, Schedule()),
-        ("complete", "Complete(world_size=3", 2, False, Schedule()),
-        ("ring", "Greedy(world_size=3", 1, True, LATE),
-        ("ring", "Greedy(world_size=3", 2, False, AUTO),
-        ("complete", "Complete(world_size=3", 0, True, AUTO),
+        ("ring", "Greedy(world_size=3", 0, False, Schedule(), None),
+        ("ring", "Greedy(world_size=3", 2, True, Schedule(), torch.int8),
+        ("complete", "Complete(world_size=3", 0, True, Schedule(), torch.int8),
+        ("complete", "Complete(world_size=3", 2, False, Schedule(), None),
+        ("ring", "Greedy(world_size=3", 1, True, LATE, None),
+        ("ring", "Greedy(world_size=3", 2, False, AUTO, torch.int8),
+        ("complete", "Complete(world_size=3", 0, True, AUTO, INT4),
     ],
 )
 def test_the_others_go_on_without_a_killed_rank(
-    topology: str, becomes: str, victim: int, views: bool, schedule: Schedule
+    topology: str,
+    becomes: str,
+    victim: int,
+    views: bool,
+    schedule: Schedule,
+    comm: torch.dtype | None,
 ) -> None:
-    options = {"param_as_bucket_view": views, "schedule": schedule}
+    options = {"param_as_bucket_view": views, "schedule": schedule, "comm_dtype": comm}
     with RestartableProcesses(4, train, topology, options) as processes:
         processes.wait_for(victim, "round 20")
         processes.kill(victim)
@@ -221,18 +227,18 @@ def test_the_last_rank_goes_on_alone() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("topology", "views", "given_up", "schedule"),
+    ("topology", "views", "given_up", "schedule", "comm"),
     [
-        ("ring", True, True, Schedule()),
-        ("complete", False, False, Schedule()),
-        ("ring", True, True, LATE),
-        ("ring", False, True, AUTO),
+        ("ring", True, True, Schedule(), torch.int8),
+        ("complete", False, False, Schedule(), INT4),
+        ("ring", True, True, LATE, None),
+        ("ring", False, True, AUTO, None),
     ],
 )
 def test_a_killed_rank_is_started_again_and_takes_part(
-    topology: str, views: bool, given_up: bool, schedule: Schedule
+    topology: str, views: bool, given_up: bool, schedule: Schedule, comm: torch.dtype | None
 ) -> None:
-    options = {"param_as_bucket_view": views, "schedule": schedule}
+    options = {"param_as_bucket_view": views, "schedule": schedule, "comm_dtype": comm}
     with RestartableProcesses(4, train, topology, options) as processes:
         for rank in range(4):
             assert processes.wait_for(rank, "joined") == 0
