@@ -84,12 +84,12 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             ones.
         sync_at_start: broadcast parameters and buffers from rank 0; weights that only another rank
             has loaded are lost.
-        comm_dtype: torch.bfloat16 or torch.float16 sends 2 bytes per parameter, torch.int8 1.016 and
-            torch.int4 0.516. A rank's own parameters are not rounded: in a pair x_i + (1 - w)
-            (q(x_j) - q(x_i)), with q the rounding, and the mean does not move in larger groups
-            either. int8 and int4 round the difference to a reference, which costs a copy of the
-            parameters for each group of the rank; with more than 4 groups, the parameters
-            themselves. Exact averages are not rounded.
+        comm_dtype: bytes per parameter: 2 with torch.bfloat16 or torch.float16, 1.016 with
+            torch.int8, 0.516 with torch.int4. A rank's own parameters are not rounded: in a pair
+            x_i + (1 - w) (q(x_j) - q(x_i)), with q the rounding, and no rounding moves the mean.
+            int8 and int4 round the difference to a reference, which costs a copy of the parameters
+            for each group of the rank; with more than 4 groups, the parameters themselves. Exact
+            averages are not rounded.
         param_as_bucket_view: make the parameters views of the buckets, which saves a copy in time
             and memory. Do not replace their storage afterwards, and call `synchronize()` before
             changing their values by hand, or the next call raises (changes through ``.data`` are

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from covering import VIEWS, named, pairwise
 from loguru import logger
-from problem import flatten
+from problem import flatten, nesterov
 from ranks import run_threads
 from torch import Tensor
 
@@ -52,6 +52,9 @@ SCHEDULES = {
     "late": Schedule(gossip_every=3, staleness=3),
     "averages": Schedule(global_avg_every=5),
 }
+# The outer step needs the parameters of the launch.
+LATE_OUTER = Schedule(gossip_every=2, staleness=2, outer=nesterov(0.5))
+WITH_OUTER = SCHEDULES | {"late, outer": LATE_OUTER}
 
 
 def make_params(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -107,13 +110,13 @@ def distance(rows: Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("case", "views", "schedule", "overlap"),
-    pairwise(named(*CASES), VIEWS, named(*SCHEDULES), {"overlap": True, "not": False}),
+    pairwise(named(*CASES), VIEWS, named(*WITH_OUTER), {"overlap": True, "not": False}),
 )
 def test_codes_without_rounding_give_the_trajectory_without_codes(
     case: str, views: bool, schedule: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overlap = overlap or schedule == "late"
-    options = {"schedule": SCHEDULES[schedule], "overlap": overlap, "param_as_bucket_view": views}
+    overlap = overlap or WITH_OUTER[schedule].staleness > 1
+    options = {"schedule": WITH_OUTER[schedule], "overlap": overlap, "param_as_bucket_view": views}
     expected = train(CASES[case], 14, **options)
     monkeypatch.setattr(
         bucket_module, "codec_of", lambda dtype: CastCodec(torch.float64, refers=True)
