@@ -125,6 +125,8 @@ class Bucket:
         self._kind = _Kind.of(self._members[0], layout)
         # How many ranks of a replica hold the same values.
         self.copies = self._kind.copies
+        # How far a round mixes it: x <- x + rate * (W x - x).
+        self.rate = 1.0
         self._sharded = self._kind.mesh is not None
         first = as_real(self._members[0])
         self.device, self.dtype = first.device, first.dtype

@@ -349,7 +349,7 @@ class Round:
             exchange.arriving.data.div_(self._size - len(left_out))
         if self._watches_for_identical and not left_out:
             self._look(bucket, exchange)
-        weight = exchange.weight * self._rate
+        weight = exchange.weight * self._rate * bucket.rate
         if self._transport.rank in left_out:
             bucket.unpack_(exchange.arriving)
         elif (left_out and not self._sums) or self._size == 1:
@@ -364,7 +364,7 @@ class Round:
             values = bucket.pack(bucket.new_flat()).data
             self._rules.identical.note(exchange.are_equal, values, bucket.wire_dtype)
         takes_part = self._transport.rank not in left_out
-        exchange.mix(self._rate, self._size - len(left_out), takes_part)
+        exchange.mix(self._rate * bucket.rate, self._size - len(left_out), takes_part)
 
     @property
     def _watches_for_identical(self) -> bool:

@@ -26,7 +26,9 @@ class StateGossip:
     def __init__(self, optimizer: Optimizer, names: Sequence[str], layout: Layout) -> None:
         self._optimizer = optimizer
         self._names = tuple(names)
-        self._layout = layout._replace(as_view=False)
+        # Codes of fewer bits would not tell exactly which ranks have an entry.
+        comm_dtype = layout.comm_dtype and torch.bfloat16
+        self._layout = layout._replace(as_view=False, comm_dtype=comm_dtype)
         self._buckets: dict[Bucket, StateBucket] = {}
 
     def plan(self, buckets: Sequence[Bucket]) -> None:
@@ -91,6 +93,8 @@ class StateBucket(Bucket):
         present = [float(entry is not None) for entry in entries]
         self._present = torch.tensor(present, dtype=like.dtype, device=local(like).device)
         super().__init__([*tensors, self._present], layout)
+        # Larger groups sum: the mean of ones must be one.
+        self.codec = None
 
     def holds(self, entries: Sequence[Tensor | None]) -> bool:
         """Whether these are its entries."""
@@ -107,8 +111,8 @@ class StateBucket(Bucket):
         self._mix_shared(theirs, weight, ours)
 
     def _mix_shared(self, theirs: Flat, weight: float, ours: Flat | None) -> None:
-        arriving = self._near(theirs).views
-        started = self._tensors() if ours is None else self._near(ours).views
+        arriving = self._as_own(theirs).views
+        started = self._tensors() if ours is None else self._as_own(ours).views
         # Of a group it is the mean.
         shared = ((arriving[-1] == 1) & (started[-1] == 1)).tolist()
         for entry, there, here, is_shared in zip(

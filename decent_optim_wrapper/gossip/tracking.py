@@ -1,52 +1,64 @@
-"""Gradient tracking: every rank estimates the mean gradient of all ranks, and trains with it.
+"""Gradient tracking: every rank corrects its gradients towards the mean of all ranks.
 
-With g the gradient of this rank and W the mixing of a round, the estimate y is
+With m a running mean of the gradients g of this rank, and W the mixing of a round, a rank keeps a
+correction c and sends y:
 
-    y <- W y + g - g_before,    y = g at first,
+    y = m + c,    c <- c + 0.3 (W y - y),    c = 0 at first.
 
-so that the sum of y over the ranks is always that of g (DSGT; Pu and Nedic 2018). The base reads y
-in place of g. With `torch.optim.SGD`, what is tracked is its momentum (Momentum Tracking; Takezawa
-et al. 2022): tracked gradients in front of a momentum are unstable at its usual rates.
+The base reads g + c. The corrections of all ranks always sum to zero, so that the mean gradient is
+what it is; and c stops changing where y, and with it m + c, is the same on all ranks. Adam and its
+like read y in place of a momentum of their own.
 
-y travels in the same round as the parameters. Between two rounds the correction y - g stays as it
-is, and the next round exchanges the mean over the steps between them (K-GT; Liu et al. 2023).
+It is DSGT (Pu and Nedic 2018), of a momentum (Momentum Tracking; Takezawa et al. 2022) and with
+damped mixing. Without the mean or without the damping it diverges at the rates that are best for
+all-reduced gradients, since W of a sparse topology takes many rounds to spread a change.
+
+y travels in the same round as the parameters. Between two rounds c stays as it is (K-GT; Liu et al.
+2023).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Adam, Adamax, AdamW, Optimizer, RAdam
 
 from decent_optim_wrapper.gossip.bucket import HALF_DTYPES, Bucket, Layout
 from decent_optim_wrapper.optim.shards import local, local_grad
 
-# What a checkpoint holds where y is an estimate.
-_NOTHING_COLLECTED = -1
+# How far a round mixes y, and the weight of a new gradient in the mean.
+_DAMPING, _NEW = 0.3, 0.1
+# Their first moment is a mean of gradients, of which they are given a better one. Exact types only.
+_WITH_MOMENTS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, RAdam)
 
 
-class Estimate(NamedTuple):
+@dataclass(eq=False)
+class Estimate:
     """What is tracked of one parameter, with its shape.
 
     Args:
-        y: the estimate; while the bucket collects, the correction y - g.
-        g: the gradient (or momentum) that y contains; while the bucket collects, the next one.
+        y: the estimate y; between the mixing of a round and the next launch, the correction c.
+        mean: the running mean m.
+        steps: how many gradients are in the mean.
     """
 
     y: Tensor
-    g: Tensor
+    mean: Tensor
+    steps: int = 0
 
     @classmethod
     def of(cls, param: Tensor) -> Estimate:
-        """Zeros: the first y will be g."""
+        """Zeros."""
         # The corrections are small differences, which half precision would not hold.
         dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
-        return cls(*(torch.zeros_like(param, dtype=dtype, requires_grad=False) for _ in range(2)))
+        y, mean = (torch.zeros_like(param, dtype=dtype, requires_grad=False) for _ in range(2))
+        return cls(y=y, mean=mean)
 
 
 class _Tracked:
@@ -64,8 +76,9 @@ class _Tracked:
         self.params = params
         self.estimates = estimates
         self.bucket = Bucket([each.y for each in estimates], layout)
-        # None while y is an estimate; else the number of steps whose mean is in g.
-        self.collected: int | None = None
+        self.bucket.rate = _DAMPING
+        # Whether y holds the correction.
+        self.is_open = False
 
     def estimate_of(self, param: Tensor) -> Estimate:
         """That of a member."""
@@ -76,47 +89,50 @@ class _Tracked:
         return [local(each.y) for each in self.estimates]
 
     @property
-    def g(self) -> list[Tensor]:
-        return [local(each.g) for each in self.estimates]
+    def means(self) -> list[Tensor]:
+        return [local(each.mean) for each in self.estimates]
 
     @torch.no_grad()
     def corrections(self, in_flight: bool) -> list[Tensor]:
-        """Return y - g of the last round, for the update that is made now.
+        """Return c, for the update that is made now.
 
         Args:
             in_flight: whether y is still to be mixed, and must not change until then.
         """
         if in_flight:
-            return list(torch._foreach_sub(self.y, self.g))
-        if self.collected is None:
-            torch._foreach_sub_(self.y, self.g)
-            self.collected = 0
+            return list(torch._foreach_sub(self.y, self.means))
+        if not self.is_open:
+            torch._foreach_sub_(self.y, self.means)
+            self.is_open = True
         return self.y
 
     @torch.no_grad()
-    def collect(self, values: Iterable[Tensor | None]) -> None:
-        """Add the values of a step to their mean; None counts as zero."""
-        if self.collected is None:
-            return
-        self.collected += 1
-        for mean, value in zip(self.g, values, strict=True):
-            if value is None:
-                mean.mul_(1 - 1 / self.collected)
-            elif self.collected == 1:
-                mean.copy_(value)
+    def collect(self, grads: Iterable[Tensor | None], starts_full: bool) -> None:
+        """Move the means towards these gradients; None counts as zero.
+
+        Args:
+            grads: those of the members.
+            starts_full: take the first gradient as a mean, or start from zero.
+        """
+        for estimate, grad in zip(self.estimates, grads, strict=True):
+            estimate.steps += 1
+            weight = max(_NEW, starts_full / estimate.steps)
+            mean = local(estimate.mean)
+            if grad is None:
+                mean.mul_(1 - weight)
             else:
-                mean.lerp_(value.to(mean.dtype), 1 / self.collected)
+                mean.lerp_(grad.to(mean.dtype), weight)
 
     @torch.no_grad()
     def close(self) -> None:
-        """Make estimates of the corrections, to exchange them."""
-        if self.collected is not None:
-            torch._foreach_add_(self.y, self.g)
-            self.collected = None
+        """Make y of the corrections, to send it."""
+        if self.is_open:
+            torch._foreach_add_(self.y, self.means)
+            self.is_open = False
 
 
 class Tracking:
-    """Tracks the gradients, or the momentum, of a base optimizer's parameters.
+    """Tracks the gradients of a base optimizer's parameters.
 
     It costs two copies of the parameters, and what y needs on the wire.
 
@@ -127,9 +143,10 @@ class Tracking:
 
     def __init__(self, optimizer: Optimizer, layout: Layout) -> None:
         self._optimizer: Any = optimizer
-        self._layout = layout
-        # What the momentum needs is added after the update, so that it stays out of the momentum.
-        self._follows = type(optimizer) is SGD
+        # Rounding errors of y end up in the corrections, and with these in the next y.
+        self._layout = layout._replace(refers=False)
+        # Whether the base takes y for its momentum.
+        self._replaces = type(optimizer) in _WITH_MOMENTS
         self._tracked: dict[Bucket, _Tracked] = {}
         self._tracked_of: dict[int, _Tracked] = {}
         # Whether a round is in flight during the updates.
@@ -160,10 +177,12 @@ class Tracking:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Start again with y = g, on all ranks together."""
+        """Start again, on all ranks together."""
         for each in self._tracked.values():
-            torch._foreach_zero_([*each.y, *each.g])
-            each.collected = None
+            torch._foreach_zero_([*each.y, *each.means])
+            each.is_open = False
+            for estimate in each.estimates:
+                estimate.steps = 0
 
     def rows(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
         """Copies of what is tracked of each parameter, to save them."""
@@ -171,10 +190,13 @@ class Tracking:
 
     def _row(self, param: Tensor) -> dict[str, Any]:
         tracked = self._tracked_of.get(id(param))
-        y, g = tracked.estimate_of(param) if tracked else Estimate.of(param)
-        collected = tracked.collected if tracked else None
-        collected = _NOTHING_COLLECTED if collected is None else collected
-        return {"y": y.detach().clone(), "g": g.detach().clone(), "collected": collected}
+        estimate = tracked.estimate_of(param) if tracked else Estimate.of(param)
+        return {
+            "y": estimate.y.detach().clone(),
+            "mean": estimate.mean.detach().clone(),
+            "steps": estimate.steps,
+            "is_open": tracked is not None and tracked.is_open,
+        }
 
     @torch.no_grad()
     def load(self, params: Sequence[Tensor], rows: Sequence[dict[str, Any]]) -> None:
@@ -182,75 +204,59 @@ class Tracking:
         self.reset()
         for param, row in zip(params, rows, strict=True):
             if tracked := self._tracked_of.get(id(param)):
-                y, g = tracked.estimate_of(param)
-                y.copy_(row["y"])
-                g.copy_(row["g"])
-                collected = row["collected"]
-                tracked.collected = None if collected == _NOTHING_COLLECTED else collected
+                estimate = tracked.estimate_of(param)
+                estimate.y.copy_(row["y"])
+                estimate.mean.copy_(row["mean"])
+                estimate.steps, tracked.is_open = index(row["steps"]), row["is_open"]
 
     @contextmanager
     def correcting(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """Correct the update that the body makes.
+        """Correct the gradients for the update that the body makes.
 
         Args:
             params: those to update, with their gradients: of whole buckets, or of none.
         """
         found = (self._tracked_of.get(id(param)) for param in params)
-        tracked = list(dict.fromkeys(each for each in found if each is not None))
-        corrections = [each.corrections(self._in_flight) for each in tracked]
-        correct = self._after if self._follows else self._before
-        if self._follows:
-            yield
-        lent = [
-            param
-            for each, correction in zip(tracked, corrections, strict=True)
-            for param in correct(each, correction)
-        ]
-        if not self._follows:
+        tracked = dict.fromkeys(each for each in found if each is not None)
+        lent = [param for each in tracked for param in self._correct(each)]
+        with self._without_momentum():
             yield
         for param in lent:
             param.grad = None
 
     @torch.no_grad()
-    def _before(self, tracked: _Tracked, corrections: Sequence[Tensor]) -> list[Tensor]:
+    def _correct(self, tracked: _Tracked) -> list[Tensor]:
         """Correct the gradients; returns the parameters that had none."""
+        corrections = tracked.corrections(self._in_flight)
         grads = [None if p.grad is None else local_grad(p) for p in tracked.params]
-        tracked.collect(grads)
+        if not self._in_flight:
+            # A full one for Adam, whose step is as long if the mean is small.
+            tracked.collect(grads, starts_full=self._replaces)
         lent = []
-        for param, grad, correction in zip(tracked.params, grads, corrections, strict=True):
+        for param, grad, mean, correction in zip(
+            tracked.params, grads, tracked.means, corrections, strict=True
+        ):
             if grad is not None:
+                grad.copy_(mean) if self._replaces else None
                 grad.add_(correction)
             elif param.requires_grad:
                 param.grad = torch.zeros_like(param)
-                local(param.grad).copy_(correction)
+                local(param.grad).copy_(mean + correction if self._replaces else correction)
                 lent.append(param)
         return lent
 
-    @torch.no_grad()
-    def _after(self, tracked: _Tracked, corrections: Sequence[Tensor]) -> list[Tensor]:
-        """Correct the parameters, which the base has updated; changes no gradients."""
-        groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
-        values: list[Tensor | None] = []
-        for param, correction in zip(tracked.params, corrections, strict=True):
-            group = groups.get(id(param))
-            values.append(group and self._momentum(param, group))
-            if group and param.requires_grad:
-                local(param).sub_(correction * group["lr"])
-        tracked.collect(values)
-        return []
-
-    def _momentum(self, param: Tensor, group: dict[str, Any]) -> Tensor | None:
-        """Along what `torch.optim.SGD` has moved a parameter.
-
-        Without Nesterov's look ahead, which makes no difference once the gradient is steady.
-        """
-        if group["momentum"]:
-            buffer = self._optimizer.state.get(param, {}).get("momentum_buffer")
-            return None if buffer is None else local(buffer)
-        if param.grad is None:
-            return None
-        grad = local_grad(param)
-        return grad.neg() if group["maximize"] else grad
+    @contextmanager
+    def _without_momentum(self) -> Iterator[None]:
+        """Let Adam take what it reads for its momentum."""
+        groups = self._optimizer.param_groups if self._replaces else []
+        before = [group["betas"] for group in groups]
+        for group in groups:
+            group["betas"] = (0.0, group["betas"][1])
+        try:
+            yield
+        finally:
+            for group, betas in zip(groups, before, strict=True):
+                group["betas"] = betas
 
 
 def check_rows(params: Sequence[Tensor], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -260,9 +266,9 @@ def check_rows(params: Sequence[Tensor], rows: Sequence[dict[str, Any]]) -> list
         ValueError: it is that of something else.
     """
     for param, row in zip(params, rows, strict=True):
-        shapes = {row["y"].shape, row["g"].shape}
+        shapes = {row["y"].shape, row["mean"].shape}
         if shapes != {param.shape}:
             raise ValueError(f"expected estimates of shape {param.shape}, got {shapes}")
-        if index(row["collected"]) < _NOTHING_COLLECTED:
-            raise ValueError(f"expected a number of steps, got {row['collected']}")
+        if index(row["steps"]) < 0 or not isinstance(row["is_open"], bool):
+            raise ValueError(f"expected a number of steps and a bool, got {row}")
     return list(rows)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import deepcopy
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +39,7 @@ class Row(NamedTuple):
         decay: lower the learning rate linearly to 0.
         mixing_power: the power with which the mixing rate follows the learning rate; None for a
             constant one.
+        options: further options of the wrapper.
         by_digit: shards by digit, or shuffled ones.
         every_epoch: evaluate after each epoch, or only after the last one. An evaluation brings the
             ranks to the same round.
@@ -45,6 +51,7 @@ class Row(NamedTuple):
     lr: float = 0.02
     decay: bool = False
     mixing_power: float | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
     by_digit: bool = True
     every_epoch: bool = True
 
@@ -70,32 +77,71 @@ def train(row: Row, epochs: int, seed: int) -> list[Epoch]:
     """Train as one rank of `netlab.run`."""
     world = init_distributed()
     torch.manual_seed(seed)
-    shard, test = load_data(world.rank, world.world_size, world.device, row.by_digit)
-    model = network = build_model().to(world.device)
+    model = build_model().to(world.device)
+    group = dist.group.WORLD
+    assert group is not None
+    history = _train(row, epochs, seed, model, group)
+    dist.barrier()
+    return history
+
+
+def train_on_threads(row: Row, world_size: int, epochs: int, seed: int) -> list[Epoch]:
+    """Train with ranks that are threads of this process: no process has to be started."""
+    torch.manual_seed(seed)
+    model, store = build_model(), dist.HashStore()
+
+    def run(rank: int) -> list[Epoch]:
+        group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(minutes=5))
+        return _train(row, epochs, seed, deepcopy(model), group)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        first, *_ = pool.map(run, range(world_size))
+        return first
+
+
+def _train(row: Row, epochs: int, seed: int, model: nn.Module, group: Any) -> list[Epoch]:
+    device = next(model.parameters()).device
+    shard, test = load_data(group.rank(), group.size(), device, row.by_digit)
     base = optimizer = row.optimizer(model.parameters(), lr=row.lr)
-    if row.topology is None:
+    network = model
+    if row.topology is None and group is dist.group.WORLD:
         network = DistributedDataParallel(model)
-    else:
-        optimizer = DecentOptimWrapper(base, topology=row.topology, schedule=row.schedule)
+    elif row.topology is not None:
+        optimizer = DecentOptimWrapper(
+            base,
+            topology=row.topology,
+            schedule=row.schedule,
+            process_group=group,
+            **row.options,
+        )
     steps = epochs * -(-len(shard.labels) // 16)
     decay = LambdaLR(base, lambda step: 1 - step / steps if row.decay else 1.0)
-    generator = torch.Generator().manual_seed(1000 * seed + world.rank)
+    generator = torch.Generator().manual_seed(1000 * seed + group.rank())
     history, traffic = [], torch.zeros(3, dtype=torch.float64)
     for epoch in range(1, epochs + 1):
         for images, labels in batches(shard, 16, generator):
             optimizer.zero_grad()
             cross_entropy(network(images), labels).backward()
+            if row.topology is None and network is model:
+                _reduce_gradients(model, group)
             optimizer.step()
             decay.step()
             if row.mixing_power is not None:
                 optimizer.mixing_rate = mixing_rate_from_lr(base, row.lr, row.mixing_power)
-            traffic += step_traffic(model, optimizer, world.world_size)
+            traffic += step_traffic(model, optimizer, group.size())
         if row.every_epoch or epoch == epochs:
-            history.append(evaluate(model, optimizer, test, traffic))
+            history.append(evaluate(model, optimizer, test, traffic, group))
     if isinstance(optimizer, DecentOptimWrapper):
         optimizer.synchronize()
-    dist.barrier()
     return history
+
+
+def _reduce_gradients(model: nn.Module, group: Any) -> None:
+    """What DistributedDataParallel does, which does not take ranks that are threads."""
+    for param in model.parameters():
+        if param.grad is not None:
+            group.allreduce([param.grad]).wait()
+            param.grad /= group.size()
 
 
 def step_traffic(model: nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> Tensor:
@@ -110,24 +156,37 @@ def step_traffic(model: nn.Module, optimizer: torch.optim.Optimizer, world_size:
     return torch.tensor([copies * sum(param.nbytes for param in model.parameters()), 0, 0])
 
 
+@contextmanager
+def evaluating(optimizer: Any) -> Iterator[None]:
+    """Let an optimizer that evaluates other parameters than it trains put these in place."""
+    base = optimizer.optimizer if isinstance(optimizer, DecentOptimWrapper) else optimizer
+    if not hasattr(base, "eval"):
+        yield
+        return
+    base.eval()
+    yield
+    base.train()
+
+
 def evaluate(
-    model: nn.Module, optimizer: torch.optim.Optimizer, test: Data, traffic: Tensor
+    model: nn.Module, optimizer: torch.optim.Optimizer, test: Data, traffic: Tensor, group: Any
 ) -> Epoch:
     """Figures of all ranks; collective."""
     apart = 0.0
     if isinstance(optimizer, DecentOptimWrapper):
         # First: it brings all ranks to the same round, for which an all-reduce would wait.
-        with optimizer.averaged():
+        with optimizer.averaged(), evaluating(optimizer):
             hits = accuracy(model, test)
         apart = optimizer.consensus_distance()
     else:
-        hits = accuracy(model, test)
+        with evaluating(optimizer):
+            hits = accuracy(model, test)
     of_all = traffic.clone()
-    dist.all_reduce(of_all)
+    group.allreduce([of_all]).wait()
     sent, mixed, staleness = of_all.tolist()
     return Epoch(
         averaged_accuracy=hits,
         consensus_distance=apart,
-        sent_bytes=sent / dist.get_world_size(),
+        sent_bytes=sent / group.size(),
         staleness=staleness / mixed if mixed else 0.0,
     )

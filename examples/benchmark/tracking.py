@@ -1,0 +1,165 @@
+"""Accuracy and bytes of gradient tracking and of few bits, on shards by digit.
+
+    python examples/benchmark/tracking.py
+
+Trains the digits with a learning rate that falls linearly to 0. Each row is the final test accuracy
+of the averaged model (mean and range over the seeds), at the best of four learning rates, and the
+MiB that a rank has sent. The ranks are threads of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from digits import Epoch, Row, train_on_threads
+from schedulefree import SGDScheduleFree
+
+from decent_optim_wrapper import Schedule
+from decent_optim_wrapper.optim import QGSGD
+
+MIB = 1 << 20
+ITERATE = Schedule(average_state=("z",))
+
+
+class Base(NamedTuple):
+    """A base optimizer, and what is measured with it.
+
+    Args:
+        optimizer: makes it.
+        lrs: the learning rates to try.
+        decay: lower the learning rate linearly to 0.
+        schedule: of the rows with tracking.
+        others: further rows.
+    """
+
+    optimizer: Callable[..., torch.optim.Optimizer]
+    lrs: tuple[float, ...]
+    decay: bool = True
+    schedule: Schedule = Schedule()
+    others: Mapping[str, Row] = MappingProxyType({})
+
+    def rows(self) -> dict[str, Row]:
+        plain = Row(optimizer=self.optimizer, decay=self.decay, every_epoch=False)
+        tracking = plain._replace(schedule=self.schedule, options={"gradient_tracking": True})
+        return {
+            "DDP": plain._replace(topology=None),
+            "plain gossip": plain,
+            **{
+                name: row._replace(decay=self.decay, every_epoch=False)
+                for name, row in self.others.items()
+            },
+            "tracking": tracking,
+            "tracking, int8": _with_dtype(tracking, torch.int8),
+            "tracking, int4": _with_dtype(tracking, torch.int4),
+        }
+
+
+def _with_dtype(row: Row, dtype: torch.dtype) -> Row:
+    return row._replace(options={**row.options, "comm_dtype": dtype})
+
+
+BASES = {
+    "SGD": Base(
+        optimizer=partial(torch.optim.SGD, momentum=0.9),
+        lrs=(0.02, 0.05, 0.1, 0.2),
+        others={"QGSGD": Row(optimizer=QGSGD)},
+    ),
+    "AdamW": Base(
+        optimizer=torch.optim.AdamW,
+        lrs=(0.002, 0.005, 0.01, 0.02),
+        others={
+            "average_state=('exp_avg_sq',)": Row(
+                optimizer=torch.optim.AdamW, schedule=Schedule(average_state=("exp_avg_sq",))
+            )
+        },
+    ),
+    "Schedule-Free": Base(
+        optimizer=SGDScheduleFree,
+        lrs=(0.2, 0.5, 1.0, 2.0),
+        decay=False,
+        schedule=ITERATE,
+        others={"average_state=('z',)": Row(optimizer=SGDScheduleFree, schedule=ITERATE)},
+    ),
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--topologies", nargs="+", default=["ring", "one-peer-exp"])
+    parser.add_argument("--bases", nargs="+", choices=list(BASES), default=list(BASES))
+    parser.add_argument("--methods", nargs="+", help="names of rows; all by default")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--lrs", type=float, nargs="+", help="in place of four for each base")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    return parser.parse_args()
+
+
+Runs = list[Future[list[Epoch]]]
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    print("| base | ranks | topology | method | lr | accuracy of the averaged model | MiB sent |")
+    print("|---|---|---|---|---|---|---|")
+    # Forked before any thread runs: importing torch takes longer than a run.
+    with ProcessPoolExecutor(args.jobs, get_context("fork")) as pool:
+        cells = [
+            (
+                label,
+                {
+                    lr: [
+                        pool.submit(train_on_threads, row._replace(lr=lr), *rest, seed)
+                        for seed in args.seeds
+                    ]
+                    for lr in lrs
+                },
+            )
+            for label, row, lrs, *rest in _cells(args)
+        ]
+        for label, runs in cells:
+            print(_line(label, runs), flush=True)
+
+
+def _cells(args: argparse.Namespace) -> Iterator[tuple[str, Row, Sequence[float], int, int]]:
+    """The label of each row, what to train with, and the number of ranks and epochs."""
+    for name, size in product(args.bases, args.world_sizes):
+        base = BASES[name]
+        for method, row in base.rows().items():
+            if args.methods and method not in args.methods:
+                continue
+            for topology in args.topologies if row.topology else [None]:
+                label = f"| {name} | {size} | {topology or 'all'} | {method} |"
+                yield (
+                    label,
+                    row._replace(topology=topology),
+                    args.lrs or base.lrs,
+                    size,
+                    args.epochs,
+                )
+
+
+def _line(label: str, runs: dict[float, Runs]) -> str:
+    ends = {lr: [run.result()[-1] for run in each] for lr, each in runs.items()}
+    hits = {lr: [end.averaged_accuracy for end in each] for lr, each in ends.items()}
+    lr = max(hits, key=lambda lr: statistics.mean(hits[lr]))
+    sent = statistics.mean(end.sent_bytes for end in ends[lr]) / MIB
+    span = f"{min(hits[lr]):.1%} to {max(hits[lr]):.1%}"
+    return f"{label} {lr:g} | {statistics.mean(hits[lr]):.1%} ({span}) | {sent:.1f} |"
+
+
+if __name__ == "__main__":
+    main()
