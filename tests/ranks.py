@@ -11,10 +11,14 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,14 +27,34 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 Result = TypeVar("Result")
 TIMEOUT = timedelta(seconds=40)
 
-# Imports torch, and what tests and examples need, once for all ranks: they are forked from it.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    [
-        *("torch._dynamo", "torch.distributed.checkpoint", "decent_optim_wrapper", "pytest"),
-        *("sklearn.datasets", "torchvision", "tqdm"),
-    ]
+# What tests and examples import: once, in the process from which all ranks are forked.
+IMPORTED_ONCE = (
+    *("torch._dynamo", "torch.distributed.checkpoint", "decent_optim_wrapper"),
+    *("sklearn.datasets", "torchvision", "tqdm", "meshes", "modules", "restartable_processes"),
 )
+
+
+@cache
+def start_server() -> None:
+    """Start the process from which ranks are forked.
+
+    It imports the tests, too. Each rank would do so for a tenth of a second, more than many a rank
+    computes.
+    """
+    tests = [name for name in sys.modules if name.startswith("test_")]
+    PROCESSES.set_forkserver_preload([*IMPORTED_ONCE, *tests])
+    # Where it finds them; Python 3.11 does not tell it.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
+
+
+def start_process(target: Callable[..., Any], *args: Any, daemon: bool = True) -> ForkServerProcess:
+    """Start a process that calls `target(*args)`."""
+    start_server()
+    process = PROCESSES.Process(target=target, args=args, daemon=daemon)
+    process.start()
+    return process
 
 
 def process_group(store: Store, rank: int, world_size: int) -> dist.ProcessGroup:
@@ -81,12 +105,7 @@ def run_processes(
     store = launcher_store()
     results: Any = PROCESSES.Queue()
     env = environment(store, world_size, local_world_size or world_size)
-    workers = [
-        PROCESSES.Process(target=_worker, args=(rank, env, results, main, args), daemon=True)
-        for rank in range(world_size)
-    ]
-    for worker in workers:
-        worker.start()
+    workers = [start_process(_worker, rank, env, results, main, args) for rank in range(world_size)]
     collected: dict[int, Any] = {}
     kept = [rank for rank in range(world_size) if rank not in lost]
     try:
@@ -142,11 +161,10 @@ def _run_scripts(
     with TemporaryDirectory() as folder:
         outputs = [Path(folder) / str(rank) for rank in range(len(envs))]
         workers = [
-            PROCESSES.Process(target=_script, args=(env, tuple(map(str, command)), cwd, output))
+            # Not a daemon: it may start processes itself.
+            start_process(_script, env, tuple(map(str, command)), cwd, output, daemon=False)
             for env, output in zip(envs, outputs, strict=True)
         ]
-        for worker in workers:
-            worker.start()
         deadline = time.monotonic() + seconds
         try:
             for worker in workers:

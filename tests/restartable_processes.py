@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from problem import TINY_CAP_MB, sgd
-from ranks import PROCESSES, begin_process
+from ranks import PROCESSES, begin_process, start_process
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
@@ -74,12 +74,9 @@ class RestartableProcesses:
         """Start the rank, for the first time or again."""
         ours, theirs = PROCESSES.Pipe(duplex=False)
         self._pipes[ours] = rank
-        self._workers[rank] = PROCESSES.Process(
-            target=_work,
-            args=(rank, self.world_size, self._store.port, theirs, self._main, self._args),
-            daemon=True,
+        self._workers[rank] = start_process(
+            _work, rank, self.world_size, self._store.port, theirs, self._main, self._args
         )
-        self._workers[rank].start()
         theirs.close()
 
     def kill(self, rank: int) -> None:
@@ -168,10 +165,7 @@ class StoreProcess:
     ) -> None:
         self._host = host
         ours, theirs = PROCESSES.Pipe(duplex=False)
-        self._process = PROCESSES.Process(
-            target=_serve, args=(host, theirs, prepare, args), daemon=True
-        )
-        self._process.start()
+        self._process = start_process(_serve, host, theirs, prepare, args)
         theirs.close()
         self.port: int = ours.recv()
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from problem import TINY_CAP_MB, backward, make_params, sgd
-from ranks import PROCESSES
+from ranks import PROCESSES, start_process
 from restartable_processes import RestartableProcesses, StoreProcess
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import DistError
@@ -78,8 +78,7 @@ def wait_for_an_answer(pipe: Connection) -> None:
 @pytest.mark.timeout(60)
 def test_a_process_that_was_stopped_has_not_waited_meanwhile() -> None:
     ours, theirs = PROCESSES.Pipe()
-    worker = PROCESSES.Process(target=wait_for_an_answer, args=(theirs,), daemon=True)
-    worker.start()
+    worker = start_process(wait_for_an_answer, theirs)
     assert ours.recv() == "asked"
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGSTOP)
