@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import OVERLAP, named, pairwise
 from problem import MODES, TINY_CAP_MB, backward, flatten, in_one_call, make_params, sgd
 from ranks import run_threads
 from torch import Tensor, nn
@@ -55,9 +56,9 @@ def test_every_rank_holds_the_exact_average(topology: str, steps: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("topology", "overlap", "mode"), pairwise(named(*TOPOLOGIES), OVERLAP, named(*MODES))
+)
 def test_evaluating_changes_nothing_in_the_training(
     topology: str, overlap: bool, mode: str
 ) -> None:
@@ -73,7 +74,7 @@ def test_evaluating_changes_nothing_in_the_training(
             sync_at_start=False,
             **MODES[mode],
         )
-        for step in range(6):
+        for step in range(4):
             if evaluating:
                 own = flatten(params)
                 with optimizer.averaged():
@@ -151,10 +152,15 @@ def test_reverting_without_a_snapshot_is_an_error() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("may_revert", [True, False])
-@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("topology", "overlap", "split", "may_revert"),
+    pairwise(
+        named(*TOPOLOGIES),
+        OVERLAP,
+        {"split": True, "whole": False},
+        {"may_revert": True, "for_good": False},
+    ),
+)
 def test_a_step_on_an_unreverted_average_keeps_it(
     topology: str, overlap: bool, split: bool, may_revert: bool
 ) -> None:

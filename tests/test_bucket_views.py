@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import named, pairwise
 from modules import fill, flat, make_model, train
 from modules import wrap as wrap_module
 from problem import (
@@ -57,15 +58,16 @@ def step_without_a_gradient(optimizer: DecentOptimWrapper) -> None:
     optimizer.step()
 
 
+WRITES = [synchronize, keep_average, put_average, average_and_revert, step_without_a_gradient]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", EVERY_MODE)
-@pytest.mark.parametrize("topology", ["ring", "complete"])
 @pytest.mark.parametrize(
-    "write",
-    [synchronize, keep_average, put_average, average_and_revert, step_without_a_gradient],
+    ("write", "mode", "topology"),
+    pairwise({each.__name__: each for each in WRITES}, named(*EVERY_MODE), named("ring", "complete")),
 )
 def test_a_backward_pass_notices_that_values_it_saved_were_mixed(
-    write: Callable[[DecentOptimWrapper], None], topology: str, mode: str
+    write: Callable[[DecentOptimWrapper], None], mode: str, topology: str
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import pytest
@@ -320,15 +321,24 @@ def test_late_rounds_follow_the_oracle(plan: Plan, name: str) -> None:
     check(create(name, 4), plan, True)
 
 
+def by_turns(plans: dict[str, Plan]) -> list[Any]:
+    """Every plan once, by turns with parameters that are views."""
+    return [
+        pytest.param(plan, views, id=f"{name}-{layout}")
+        for (name, plan), (layout, views) in zip(plans.items(), cycle(VIEWS.items()))
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plan", "split", "views"), pairwise({**PLANS, **LATE}, {"split": True, "whole": False}, VIEWS)
-)
-def test_follows_the_oracle_with_split_and_whole_updates(
-    plan: Plan, split: bool, views: bool
-) -> None:
-    make = adamw if split else adamw_in_one_call
-    check(create("greedy", 5), plan, True, make, param_as_bucket_view=views)
+@pytest.mark.parametrize(("plan", "views"), by_turns({**PLANS, **LATE}))
+def test_follows_the_oracle_with_whole_updates(plan: Plan, views: bool) -> None:
+    check(create("greedy", 5), plan, True, adamw_in_one_call, param_as_bucket_view=views)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "views"), by_turns({"SlowMo": SLOWMO, **LATE}))
+def test_follows_the_oracle_with_split_updates_of_another_base(plan: Plan, views: bool) -> None:
+    check(create("greedy", 5), plan, True, adamw, param_as_bucket_view=views)
 
 
 def resume_in_new_objects(
@@ -349,50 +359,35 @@ def resume_in_new_objects(
     return params, optimizer
 
 
-@cache
-def never_resumed(plan: Plan, views: bool) -> list[Tensor]:
-    """What the ranks of a ring end with."""
-    ring = create("ring", 4)
-    options = {"overlap": True, "param_as_bucket_view": views}
-    return run_threads(4, lambda rank, group: train(rank, group, ring, plan, sgd, **options))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("plan", "views"), pairwise({**PLANS, **LATE}, VIEWS))
-def test_a_resumed_run_continues_bit_for_bit(plan: Plan, views: bool) -> None:
+@pytest.mark.parametrize(("plan", "views"), by_turns({**PLANS, **LATE}))
+def test_resuming_and_evaluating_change_no_bit(plan: Plan, views: bool) -> None:
+    options = {"param_as_bucket_view": views}
+
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params()
-        optimizer = wrap(sgd(params), group, "ring", plan, param_as_bucket_view=views)
+        optimizer = wrap(sgd(params), group, "ring", plan, **options)
         for step in range(STEPS):
-            # In different states of the schedules, and once after a resume.
+            # In different states of the schedules, after an evaluation and not, and once after a
+            # resume.
             if step in (3, 5, 8):
-                params, optimizer = resume_in_new_objects(
-                    params, optimizer, group, plan, param_as_bucket_view=views
-                )
+                params, optimizer = resume_in_new_objects(params, optimizer, group, plan, **options)
             advance(optimizer, params, rank, step, plan)
-        optimizer.synchronize()
-        return flatten(params)
-
-    whole = never_resumed(plan, views)
-    assert all(map(torch.equal, whole, run_threads(4, main)))
-    assert not torch.equal(whole[0], whole[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", [*PLANS.values(), *LATE.values()], ids=[*PLANS, *LATE])
-def test_evaluating_changes_nothing(plan: Plan) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
-        params = make_params()
-        optimizer = wrap(sgd(params), group, "ring", plan)
-        for step in range(STEPS):
-            advance(optimizer, params, rank, step, plan)
+            if step in (2, 7):
+                continue
             own = flatten(params)
             with optimizer.averaged():
                 assert not torch.equal(flatten(params), own) or plan.lr(step) == 0
+            assert torch.equal(flatten(params), own)
         optimizer.synchronize()
         return flatten(params)
 
-    assert all(map(torch.equal, never_resumed(plan, views=False), run_threads(4, main)))
+    ring = create("ring", 4)
+    plain = run_threads(
+        4, lambda rank, group: train(rank, group, ring, plan, sgd, overlap=True, **options)
+    )
+    assert all(map(torch.equal, plain, run_threads(4, main)))
+    assert not torch.equal(plain[0], plain[1])
 
 
 def test_a_rank_alone_takes_its_outer_steps() -> None:
