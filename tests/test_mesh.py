@@ -41,6 +41,7 @@ Make = Callable[[Sequence[Tensor]], Optimizer]
 EXACT = 1e-12
 # Gossip follows the first average.
 AVERAGE_EVERY = 3
+CLIP = 0.05
 
 
 def sgd(params: Sequence[Tensor]) -> Optimizer:
@@ -94,6 +95,9 @@ class Case(NamedTuple):
     base: str
     schedule: str
     overlap: bool
+    # The gradients are clipped, and the average is evaluated after each step.
+    clips: bool
+    evaluates: bool
 
     @property
     def overlaps(self) -> bool:
@@ -103,34 +107,66 @@ class Case(NamedTuple):
 
 # All pairs of values take minutes: `MESH_CASES=all` after a change. Else each layout once.
 ALL = os.environ.get("MESH_CASES") == "all"
+BOTH = {"yes": True, "no": False}
 ROTATING = zip(LAYOUTS, cycle(BASES), cycle(SCHEDULES), cycle(OVERLAP), strict=False)
-PAIRS = pairwise(*({name: name for name in each} for each in (LAYOUTS, BASES, SCHEDULES)), OVERLAP)
+PAIRS = pairwise(
+    *({name: name for name in each} for each in (LAYOUTS, BASES, SCHEDULES)), OVERLAP, BOTH, BOTH
+)
+# The order of the dimensions is that of the trajectories alone: each way to spread a replica is
+# clipped and evaluated once.
+PLAIN = {"tp outside", "fsdp inside", "pipeline gpipe"}
 CASES = (
     [Case(*row.values) for row in PAIRS]
     if ALL
-    else [Case(*row[:3], OVERLAP[row[3]]) for row in ROTATING]
+    else [
+        Case(*row[:3], OVERLAP[row[3]], clips=row[0] not in PLAIN, evaluates=row[0] not in PLAIN)
+        for row in ROTATING
+    ]
 )
 
 
-def train(case: Case) -> tuple[int, dict[str, Any]]:
+class Trained(NamedTuple):
+    """What became of a case on one rank."""
+
+    replica: int
+    params: dict[str, Any]
+    # Of the gradients in each step, if they are clipped.
+    norms: list[float]
+    # To the mean of the replicas, with the last round in flight and without it.
+    distances: tuple[float, float]
+
+
+def train(case: Case) -> Trained:
     spread = Spread(LAYOUTS[case.layout])
     optimizer = spread.wrap(
         BASES[case.base], overlap=case.overlaps, schedule=SCHEDULES[case.schedule]
     )
     assert len(optimizer.buckets) >= 2
+    norms = []
     for step in range(STEPS):
         spread.backward(step)
+        if case.clips:
+            norms.append(optimizer.clip_grad_norm_(CLIP).item())
         optimizer.step()
+        if case.evaluates:
+            # FSDP gathers parameters in this forward pass, and would go on with them.
+            with optimizer.averaged(), torch.no_grad():
+                spread.forward(step)
+    with_round = optimizer.consensus_distance()
     optimizer.synchronize()
-    return spread.replica, spread.full()
+    distances = with_round, optimizer.consensus_distance()
+    return Trained(spread.replica, spread.full(), norms, distances)
 
 
 @cache
-def oracle(replicas: int, base: str, schedule: str, overlap: bool) -> Oracle:
+def oracle(replicas: int, base: str, schedule: str, overlap: bool, clips: bool = False) -> Oracle:
     averages = AVERAGE_EVERY if schedule in ("averages", "outer") else 0
     outer = nesterov if schedule == "outer" else None
     late = 2 if schedule == "late" else 1
-    made = Oracle(replicas, BASES[base], average_every=averages, make_outer=outer, late=late)
+    clip = CLIP if clips else 0.0
+    made = Oracle(
+        replicas, BASES[base], clip=clip, average_every=averages, make_outer=outer, late=late
+    )
     return made.train(overlap)
 
 
@@ -145,83 +181,22 @@ def on_all(work: Callable[[Any], Any], cases: Sequence[Any]) -> list[list[Any]]:
 
 @pytest.mark.parametrize("part", range(4 if ALL else 1))
 def test_a_replica_follows_the_unsharded_oracle_however_it_is_spread(part: int) -> None:
+    """Its gradients are clipped by the norm of the whole replica; evaluating changes nothing."""
     start = dict(make_model().named_parameters())
     cases = CASES[part :: 4 if ALL else 1]
     for results in on_all(train, cases):
-        for case, (replica, found) in zip(cases, results, strict=True):
+        for case, found in zip(cases, results, strict=True):
             replicas = LAYOUTS[case.layout].replicas
-            made = oracle(replicas, case.base, case.schedule, case.overlaps)
-            expected = made.parameters(replica)
-            assert difference(found, expected) < EXACT, case
-            assert difference(found, start) > 1e-3
-
-
-# The order of the dimensions is that of the trajectories: here each way to spread comes once, and
-# for clipping in the other order.
-AVERAGED = (
-    list(LAYOUTS)
-    if ALL
-    else [
-        *("tp inside", "fsdp inside", "fsdp with empty shards", "hsdp", "pipeline 1f1b"),
-        *("fsdp and tp", "pipeline and fsdp"),
-    ]
-)
-CLIPPED = (
-    list(LAYOUTS)
-    if ALL
-    else [
-        *("tp outside", "fsdp outside", "fsdp with empty shards", "hsdp", "pipeline gpipe"),
-        *("fsdp and tp", "pipeline and tp", "pipeline and fsdp"),
-    ]
-)
-
-
-def average_in_between(layout: str) -> tuple[int, dict[str, Any], float, float]:
-    spread = Spread(LAYOUTS[layout])
-    optimizer = spread.wrap(sgd)
-    for step in range(STEPS):
-        spread.backward(step)
-        optimizer.step()
-        # FSDP gathers parameters in this forward pass, and would go on with them.
-        with optimizer.averaged(), torch.no_grad():
-            spread.forward(step)
-    with_round = optimizer.consensus_distance()
-    optimizer.synchronize()
-    return spread.replica, spread.full(), optimizer.consensus_distance(), with_round
-
-
-def test_an_average_in_between_changes_nothing_and_distances_are_those_of_replicas() -> None:
-    for results in on_all(average_in_between, AVERAGED):
-        for layout, (replica, found, distance, with_round) in zip(AVERAGED, results, strict=True):
-            expected = oracle(LAYOUTS[layout].replicas, "sgd", "plain", True)
-            assert difference(found, expected.parameters(replica)) < EXACT, layout
-            assert distance == pytest.approx(expected.distance(), rel=1e-10), layout
-            assert distance < with_round
-
-
-CLIP = 0.05
-
-
-def clip(layout: str) -> tuple[int, dict[str, Any], list[float]]:
-    spread = Spread(LAYOUTS[layout])
-    optimizer = spread.wrap(sgd)
-    norms = []
-    for step in range(STEPS):
-        spread.backward(step)
-        norms.append(optimizer.clip_grad_norm_(CLIP).item())
-        optimizer.step()
-    optimizer.synchronize()
-    return spread.replica, spread.full(), norms
-
-
-def test_gradients_are_clipped_by_the_norm_of_the_whole_replica() -> None:
-    expected = {n: Oracle(n, sgd, clip=CLIP).train() for n in (2, 4)}
-    for results in on_all(clip, CLIPPED):
-        for layout, (replica, found, norms) in zip(CLIPPED, results, strict=True):
-            whole = expected[LAYOUTS[layout].replicas]
-            assert norms == pytest.approx(whole.norms[replica], rel=1e-10), layout
-            assert min(norms) > CLIP
-            assert difference(found, whole.parameters(replica)) < EXACT, layout
+            expected = oracle(replicas, case.base, case.schedule, case.overlaps, case.clips)
+            assert difference(found.params, expected.parameters(found.replica)) < EXACT, case
+            assert difference(found.params, start) > 1e-3
+            if case.clips:
+                assert found.norms == pytest.approx(expected.norms[found.replica], rel=1e-10), case
+                assert min(found.norms) > CLIP
+            with_round, distance = found.distances
+            assert distance == pytest.approx(expected.distance(), rel=1e-10), case
+            # A round that has been in flight since the last step brings the replicas closer.
+            assert distance < with_round or not case.overlaps or case.schedule == "late"
 
 
 NORMS = (1.0, float("inf"))
