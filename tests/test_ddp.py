@@ -29,7 +29,7 @@ from modules import (
 )
 from problem import nesterov
 from ranks import run_processes, run_threads
-from restartable_processes import RestartableProcesses
+from restartable_processes import STEP, RestartableProcesses
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.amp.grad_scaler import GradScaler
@@ -342,7 +342,7 @@ def stand_still(rank: int, world_size: int, store: Store, report: Any, views: bo
         train(model, rank, range(round, round + 1))
         if model.optimizer.round % 10 == 0:
             report(f"round {model.optimizer.round}", model.optimizer.members)
-        time.sleep(0.005)
+        time.sleep(STEP)
     takeovers = model.optimizer.takeovers
     model.global_avg(will_revert=False)
     return model.optimizer.members, takeovers, flat(model).tolist(), model.get_lr()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from faults import MILD, Fault, Injector, Kind, draw_faults
 from problem import backward, flatten, make_params
-from restartable_processes import RestartableProcesses, wrap_elastic
+from restartable_processes import STEP, RestartableProcesses, wrap_elastic
 
 pytestmark = pytest.mark.slow
 
@@ -54,9 +54,9 @@ def train(
             store.delete_key(f"delay {rank}")
         backward(params, rank, optimizer.round)
         optimizer.step()
-        if optimizer.round % 10 == 0:
+        if optimizer.round % 5 == 0:
             report(f"round {optimizer.round}", optimizer.members)
-        time.sleep(0.005)
+        time.sleep(STEP)
     optimizer.global_avg(may_revert=False)
     return Life(flatten(params).tolist(), optimizer.members, first, changes, optimizer.round)
 
@@ -70,7 +70,7 @@ def survive(
         for fault in islice(draw_faults(seed, RANKS, PATIENCE, kinds), faults):
             injector.inject(fault)
         injector.settle()
-        processes.finish(margin=200)
+        processes.finish(margin=60)
         lives = [processes.wait_for(rank, "result") for rank in EVERYONE]
     return injector, lives
 
@@ -82,7 +82,7 @@ def check_all_there_and_equal(lives: list[Life]) -> None:
     assert not torch.equal(rows[0], flatten(make_params()))
     assert [life.members for life in lives] == [EVERYONE] * RANKS
     assert len({life.round for life in lives}) == 1
-    assert lives[0].round >= 200
+    assert lives[0].round >= 60
 
 
 def check_changes(lives: list[Life]) -> None:
@@ -121,7 +121,7 @@ def test_a_rank_that_comes_back_waits_for_others_held_up_beyond_the_timeout() ->
         for rank in (0, 2, 3):
             processes.delay(rank, 2 * PATIENCE + 4)
         injector.settle()
-        processes.finish(margin=200)
+        processes.finish(margin=60)
         lives = [processes.wait_for(rank, "result") for rank in EVERYONE]
     check_all_there_and_equal(lives)
     # Ranks that are held up for longer than the timeout may lose each other, too.

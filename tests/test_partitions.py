@@ -12,7 +12,7 @@ from typing import Any
 import netlab
 import pytest
 from problem import TINY_CAP_MB, backward, make_params, sgd
-from restartable_processes import RestartableProcesses, StoreProcess
+from restartable_processes import STEP, RestartableProcesses, StoreProcess
 from torch._C._distributed_c10d import TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
@@ -58,7 +58,7 @@ def train(
                 report(f"round {optimizer.round}", optimizer.members)
             if rank == 0 and store.check(["exit"]):
                 os._exit(1)
-            time.sleep(0.01)
+            time.sleep(STEP)
         optimizer.synchronize()
         report("result", optimizer.members)
     except PeerError as error:

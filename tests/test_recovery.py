@@ -16,7 +16,7 @@ from modules import flat, make_model
 from modules import train as train_module
 from modules import wrap as wrap_module
 from problem import TINY_CAP_MB, backward, flatten, make_params, nesterov, sgd
-from restartable_processes import RestartableProcesses, wrap_elastic
+from restartable_processes import STEP, RestartableProcesses, wrap_elastic
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from decent_optim_wrapper import (
@@ -70,7 +70,7 @@ def train(
         optimizer.step()
         if optimizer.round % 10 == 0:
             report(f"round {optimizer.round}", optimizer.members)
-        time.sleep(0.005)
+        time.sleep(STEP)
     outer = optimizer.state_dict()["gossip"].get("outer")
     rate = optimizer.mixing_rate
     optimizer.global_avg(may_revert=False)
@@ -126,7 +126,7 @@ def test_the_others_go_on_without_a_killed_rank(
     for result in results:
         assert result["members"] == left
         assert result["changes"] == [((0, 1, 2, 3), left)]
-        assert result["round"] >= 60
+        assert result["round"] >= 50
         assert result["topology"].startswith(becomes)
 
 
@@ -222,7 +222,7 @@ def test_the_last_rank_goes_on_alone() -> None:
         processes.finish()
         result = processes.wait_for(1, "result")
     assert result["members"] == (1,)
-    assert result["round"] >= 60
+    assert result["round"] >= 50
 
 
 @pytest.mark.timeout(120)
@@ -330,7 +330,7 @@ def raise_at_changes(
             continue
         if optimizer.round % 10 == 0:
             report(f"round {optimizer.round}", optimizer.members)
-        time.sleep(0.005)
+        time.sleep(STEP)
     optimizer.global_avg(may_revert=False)
     members = optimizer.members
     return {"params": flatten(params).tolist(), "members": members, "caught": caught}
@@ -478,7 +478,7 @@ def test_a_rank_that_comes_back_takes_over_the_outer_momentum(schedule: Schedule
         processes.start(1)
         assert processes.wait_for(1, "joined") >= 20
         # Enough outer steps for the momenta to meet.
-        processes.finish(margin=150)
+        processes.finish(margin=110)
         results = [processes.wait_for(rank, "result") for rank in range(4)]
     agree(results)
     for result in results:
@@ -598,6 +598,7 @@ def average_often(
             optimizer.global_avg(may_revert=False)
         if optimizer.round % 10 == 0:
             report(f"round {optimizer.round}", optimizer.members)
+        time.sleep(STEP)
     optimizer.global_avg(may_revert=False)
     members = optimizer.members
     return {"params": flatten(params).tolist(), "members": members, "averages": averages}
@@ -615,7 +616,7 @@ def test_a_rank_comes_back_while_the_others_are_in_averages(average_state: Avera
             processes.kill(rank)
             processes.start(rank)
             assert processes.wait_for(rank, "joined") > 0
-        processes.finish(margin=60)
+        processes.finish()
         results = [processes.wait_for(rank, "result") for rank in range(4)]
     agree(results)
     assert results[0]["members"] == (0, 1, 2, 3)

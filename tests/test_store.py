@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 from problem import TINY_CAP_MB, backward, make_params, sgd
 from ranks import PROCESSES, start_process
-from restartable_processes import RestartableProcesses, StoreProcess
+from restartable_processes import STEP, RestartableProcesses, StoreProcess
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import DistError
 
@@ -150,7 +150,7 @@ def train(
             os._exit(0)
         if optimizer.round % 10 == 0:
             report(f"round {optimizer.round}", optimizer.members)
-        time.sleep(0.005)
+        time.sleep(STEP)
 
 
 @pytest.mark.timeout(60)
@@ -186,7 +186,7 @@ def freeze_and_go_on(
         optimizer.step()
         if optimizer.round % 10 == 0:
             report(f"round {optimizer.round}", optimizer.members)
-        time.sleep(0.005)
+        time.sleep(STEP)
     optimizer.synchronize()
     return optimizer.members
 
