@@ -25,7 +25,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"SOAK_SEED={os.environ['SOAK_SEED']}")
 
 
+# The files that take longest, longest first: those that wait and those that compute run beside
+# each other from the start, and no worker is left alone with one at the end.
+LONGEST = (
+    *("test_soak", "test_recovery", "test_examples", "test_mesh", "test_fault_injection"),
+    *("test_mesh_checkpoint", "test_losses", "test_store", "test_mesh_faults", "test_schedules"),
+    *("test_partitions", "test_ddp", "test_auto", "test_faults", "test_properties", "test_guides"),
+    *("test_from_decent_dp", "test_processes", "test_mesh_errors"),
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The soak first, then other slow files: no worker is left alone with one at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    items.sort(key=lambda item: item.get_closest_marker("soak") is None)
+    """Start the files that take longest first, and then other slow ones."""
+
+    def order(item: pytest.Item) -> int:
+        if item.path.stem in LONGEST:
+            return LONGEST.index(item.path.stem)
+        return len(LONGEST) + (item.get_closest_marker("slow") is None)
+
+    items.sort(key=order)

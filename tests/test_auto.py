@@ -156,7 +156,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
 
 @pytest.mark.slow
 @settings(
-    max_examples=25,
+    max_examples=15,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

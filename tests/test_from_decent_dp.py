@@ -227,10 +227,8 @@ def local_world_size() -> int:
         ("complete", 4, 4, 1.0, False),
         ("ring", 4, 4, 1.0, False),
         ("ring", 4, 4, 0.6, True),
-        ("one-peer-exp", 4, 4, 1.0, False),
         ("one-peer-exp", 8, 8, 1.0, True),
-        ("alternating-exp-ring", 4, 2, 1.0, False),
-        ("alternating-exp-ring", 8, 2, 1.0, True),
+        ("alternating-exp-ring", 8, 2, 1.0, False),
         ("lazy-ring", 4, 4, 1.0, True),
     ],
 )

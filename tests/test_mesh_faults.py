@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import LAYOUTS, Spread
+from meshes import LAYOUTS, Spread, on_mesh
 from ranks import run_processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -170,9 +170,15 @@ def test_all_ranks_end_soon_where_one_shard_is_not_finite(tmp_path: Path, name: 
     assert found[FAILING][0] == "NonFiniteError"
 
 
-def average(rank: int, name: str) -> tuple[str, set[float]]:
+AVERAGED = ("fsdp inside", "tp inside", "pipeline 1f1b")
+
+
+def average_all() -> list[tuple[str, set[float], str, set[float]]]:
+    return [(*average(name), *average_momenta(name)) for name in AVERAGED]
+
+
+def average(name: str) -> tuple[str, set[float]]:
     """The error of an average of NaN, and the values of one that leaves NaN out."""
-    dist.init_process_group("gloo")
     spread, error = Spread(LAYOUTS[name]), ""
     for on_nonfinite in ("raise", "skip"):
         optimizer = spread.wrap(
@@ -181,7 +187,7 @@ def average(rank: int, name: str) -> tuple[str, set[float]]:
         with torch.no_grad():
             for param in spread.model.parameters():
                 param.fill_(spread.replica)
-        if rank == FAILING:
+        if dist.get_rank() == FAILING:
             poison(spread)
         try:
             optimizer.global_avg(may_revert=False)
@@ -189,24 +195,11 @@ def average(rank: int, name: str) -> tuple[str, set[float]]:
             error = str(raised)
     held = [p.to_local() if isinstance(p, DTensor) else p for p in spread.model.parameters()]
     values = {value for tensor in held for value in tensor.detach().flatten().tolist()}
-    dist.barrier()
-    dist.destroy_process_group()
     return error, values
 
 
-@pytest.mark.parametrize("name", ["fsdp inside", "tp inside", "pipeline 1f1b"])
-def test_an_average_leaves_out_the_whole_replica_of_a_shard_that_is_not_finite(
-    name: str,
-) -> None:
-    bad = FAILING // 2
-    for error, values in run_processes(RANKS, average, name):
-        assert f"those of ranks [{bad}] hold NaN" in error
-        assert values == {(0 + 2 + 3) / 3}
-
-
-def average_momenta(rank: int, name: str) -> tuple[str, list[set[float]]]:
+def average_momenta(name: str) -> tuple[str, set[float]]:
     """The error of an average of momenta with NaN, and those of one that leaves NaN out."""
-    dist.init_process_group("gloo")
     spread, error, momenta = Spread(LAYOUTS[name]), "", []
     for on_nonfinite in ("raise", "skip"):
         optimizer = spread.wrap(
@@ -221,22 +214,22 @@ def average_momenta(rank: int, name: str) -> tuple[str, list[set[float]]]:
         for momentum in momenta:
             momentum.fill_(spread.replica)
         held = [local(momentum) for momentum in momenta]
-        if rank == FAILING:
+        if dist.get_rank() == FAILING:
             next(part for part in held if part.numel()).fill_(torch.nan)
         try:
             optimizer.global_avg(may_revert=False)
         except NonFiniteError as raised:
             error = str(raised)
     values = [set(local(momentum).flatten().tolist()) for momentum in momenta]
-    dist.barrier()
-    dist.destroy_process_group()
-    return error, values
+    return error, set().union(*values)
 
 
-@pytest.mark.parametrize("name", ["fsdp inside", "tp inside", "pipeline 1f1b"])
-def test_an_average_of_momenta_leaves_out_the_whole_replica_of_a_bad_shard(name: str) -> None:
-    bad = FAILING // 2
-    for error, values in run_processes(RANKS, average_momenta, name):
-        assert "finite momenta" in error
-        assert f"those of ranks [{bad}] hold NaN" in error
-        assert set().union(*values) == {(0 + 2 + 3) / 3}
+def test_averages_leave_out_the_whole_replica_of_a_shard_that_is_not_finite() -> None:
+    bad = f"those of ranks [{FAILING // 2}] hold NaN"
+    for found in run_processes(RANKS, on_mesh, average_all):
+        assert len(found) == len(AVERAGED)
+        for error, values, error_of_momenta, momenta in found:
+            assert bad in error
+            assert "finite momenta" in error_of_momenta
+            assert bad in error_of_momenta
+            assert values == momenta == {(0 + 2 + 3) / 3}

@@ -99,9 +99,7 @@ def agree(results: list[dict[str, Any]]) -> None:
     ("topology", "becomes", "victim", "views", "schedule", "comm"),
     [
         ("ring", "Greedy(world_size=3", 0, False, Schedule(), None),
-        ("ring", "Greedy(world_size=3", 2, True, Schedule(), torch.int8),
-        ("complete", "Complete(world_size=3", 0, True, Schedule(), torch.int8),
-        ("complete", "Complete(world_size=3", 2, False, Schedule(), None),
+        ("complete", "Complete(world_size=3", 2, True, Schedule(), torch.int8),
         ("ring", "Greedy(world_size=3", 1, True, LATE, None),
         ("ring", "Greedy(world_size=3", 2, False, AUTO, torch.int8),
         ("complete", "Complete(world_size=3", 0, True, AUTO, INT4),

@@ -362,7 +362,7 @@ def resume_in_new_objects(
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "views"), by_turns({**PLANS, **LATE}))
 def test_resuming_and_evaluating_change_no_bit(plan: Plan, views: bool) -> None:
-    options = {"param_as_bucket_view": views}
+    options: dict[str, Any] = {"param_as_bucket_view": views}
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params()
