@@ -96,6 +96,7 @@ def test_the_mean_is_that_of_the_local_updates(topology: str, views: bool) -> No
     assert (torch.stack(ours) - torch.stack(expected)).abs().max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_slow_rank_and_averages_on_the_way() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[list[float], list[float]]:
         params = make_params()
@@ -493,6 +494,7 @@ def test_an_overflow_skips_one_ranks_update_and_nobody_waits(schedule: Schedule)
     assert (torch.stack(ours) - torch.stack(expected)).abs().max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["ring", "complete", "hierarchical"])
 def test_every_average_on_the_way_is_exact_whoever_comes_first(topology: str) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
@@ -522,6 +524,7 @@ def test_every_average_on_the_way_is_exact_whoever_comes_first(topology: str) ->
         assert (ours - local).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [Schedule(gossip_every=3, staleness=3)])
 @pytest.mark.parametrize(
     "other",

@@ -250,6 +250,7 @@ def test_synchronize_refuses_to_pull_an_average_apart() -> None:
     run_threads(2, main)
 
 
+@pytest.mark.slow
 def test_the_snapshot_is_freed_by_revert_and_by_step() -> None:
     def tensor_bytes() -> int:
         gc.collect()

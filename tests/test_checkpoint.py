@@ -469,6 +469,7 @@ def save_after_a_loss(
     return saved, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timeout", [20.0, None], ids=["own_timeout", "the_groups"])
 @pytest.mark.parametrize(
     ("moment", "saved", "found"),
@@ -619,6 +620,7 @@ def save_with_nothing_in_flight(
     return saved
 
 
+@pytest.mark.slow
 def test_a_step_goes_on_after_a_loss_that_a_checkpoint_has_noticed(tmp_path: Path) -> None:
     with RestartableProcesses(3, save_with_nothing_in_flight, str(tmp_path)) as processes:
         results = [processes.wait_for(rank, "result") for rank in (0, 2)]
@@ -709,12 +711,14 @@ def run_out_of_room(folders: list[Path], limited: bool, expected: str) -> None:
         assert not file_of(folder, 1, rank).exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_raises_what_the_system_says_and_leaves_the_set_before(
     small_disk: Path, tmp_path: Path
 ) -> None:
     run_out_of_room([tmp_path / "large", small_disk], limited=False, expected="ENOSPC")
 
 
+@pytest.mark.slow
 def test_a_file_beyond_the_limit_raises_what_the_system_says_and_leaves_the_set_before(
     tmp_path: Path,
 ) -> None:

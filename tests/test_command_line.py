@@ -190,6 +190,7 @@ def run_module(rank: int, *arguments: str) -> tuple[object, str]:
     return caught.value.code, output.getvalue()
 
 
+@pytest.mark.slow
 def test_comm_measures_every_pair() -> None:
     (status, text), *others = run_processes(
         3, run_module, "comm", "--json", "--mib", "1", "--repeats", "2"
@@ -211,6 +212,7 @@ GROUPS = {
 }
 
 
+@pytest.mark.slow
 def test_comm_measures_every_dimension_of_a_mesh() -> None:
     command = ("comm", "--json", "--mib", "0.1", "--repeats", "1", "--mesh", MESH)
     (status, text), *others = run_processes(8, run_module, *command)
@@ -228,6 +230,7 @@ def test_comm_measures_every_dimension_of_a_mesh() -> None:
             assert group["all_reduce_bytes_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_comm_prints_a_table_for_every_dimension_and_on_which_one_to_gossip() -> None:
     command = ("comm", "--mib", "0.1", "--repeats", "1", "--mesh", "a=2,b=3")
     text = run_processes(6, run_module, *command)[0][1]
@@ -359,6 +362,7 @@ def test_greedy_is_for_at_most_256_ranks(
     assert "greedy" not in simulated
 
 
+@pytest.mark.slow
 def test_the_table_of_128_ranks_has_known_figures(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "topologies", "--world-size", "128")
     (exponential,) = (line for line in text.splitlines() if line.startswith("one-peer-exp"))

@@ -241,6 +241,7 @@ def step_with_other_patience(
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_ranks_that_call_others_dead_at_different_times_do_not_start() -> None:
     with RestartableProcesses(2, step_with_other_patience) as processes:
         texts = [processes.wait_for(rank, "result") for rank in range(2)]

@@ -322,6 +322,7 @@ def survive(rank: int, world_size: int, store: Store, report: Any) -> tuple[Any,
     return model.optimizer.members, flat(model).tolist()
 
 
+@pytest.mark.slow
 def test_the_others_train_on_without_a_rank_that_dies() -> None:
     with RestartableProcesses(4, survive) as processes:
         results = [processes.wait_for(rank, "result") for rank in range(4)]
@@ -382,6 +383,7 @@ def in_processes(rank: int) -> tuple[list[float], int]:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_real_processes_with_uneven_data_train_together() -> None:
     (one, rounds), (other, _) = run_processes(2, in_processes)
     assert rounds == 5

@@ -177,6 +177,7 @@ def die_in_a_ring(rank: int) -> tuple[int | None, str, float]:
     raise AssertionError("nothing failed")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_every_survivor_of_a_ring_names_the_rank_that_died() -> None:
     for rank, text, seconds in run_processes(6, die_in_a_ring, lost={1}):

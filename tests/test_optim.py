@@ -311,6 +311,7 @@ def test_a_cuda_graph_is_refused_and_a_plain_step_waits_for_nothing(kind: Any) -
         optimizer.step()
 
 
+@pytest.mark.slow
 @ALL_THREE
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_wrapper_trains_with_it_whole_and_by_bucket(make: Make, overlap: bool) -> None:

@@ -807,6 +807,7 @@ def join_through_a_proxy(rank: int) -> tuple[int, list[float]]:
     return rounds, list(flatten(params).tolist())
 
 
+@pytest.mark.slow
 def test_join_reaches_the_wrapper_through_fabrics_proxy() -> None:
     rows = run_processes(2, join_through_a_proxy)
     assert [rounds for rounds, _ in rows] == [5, 5]

@@ -316,6 +316,7 @@ def test_follows_the_oracle(plan: Plan, name: str, overlap: bool) -> None:
     check(create(name, 4), plan, overlap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "name"), pairwise(LATE, {"ring": "ring", "complete": "complete"}))
 def test_late_rounds_follow_the_oracle(plan: Plan, name: str) -> None:
     check(create(name, 4), plan, True)

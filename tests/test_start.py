@@ -141,6 +141,7 @@ def fail_on_one_rank(rank: int) -> tuple[str, float]:
     return str(caught.value), seconds
 
 
+@pytest.mark.slow
 def test_processes_learn_why_another_one_cannot_start() -> None:
     results = run_processes(2, fail_on_one_rank)
     assert "rank 1 raised TypeError: bucket_cap_mb expects a number of MiB" in results[0][0]
@@ -293,6 +294,7 @@ def start_in_odd_places(rank: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+@pytest.mark.slow
 def test_processes_agree_on_their_nodes() -> None:
     rows = run_processes(8, start_in_odd_places, local_world_size=2)
     assert rows == [(2, 1, 1, 8)] * 8
@@ -308,6 +310,7 @@ def start_with_a_wrong_record(rank: int) -> tuple[str, str, float]:
     return type(caught.value).__name__, str(caught.value), time.monotonic() - start
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_record_of_the_wrong_type_is_refused_on_all_ranks_although_it_holds_their_store() -> None:
     results = run_processes(4, start_with_a_wrong_record)

@@ -103,6 +103,7 @@ def test_follows_the_oracle(name: str, world_size: int, local: int, overlap: boo
     check_against_oracle(TopologyFactory.create(name, world_size, local), overlap, sgd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
 @pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])

@@ -273,6 +273,7 @@ def shifted_peak_bytes(rank: int) -> int:
     return int(max(abs(event.cpu_memory_usage) for event in recorded.events()))
 
 
+@pytest.mark.slow
 def test_mixing_rounded_views_takes_no_second_copy() -> None:
     # In a process: a profile that is freed by another thread can crash.
     (taken,) = run_processes(1, shifted_peak_bytes)
@@ -386,6 +387,7 @@ def profiled_ranges(rank: int) -> list[str]:
     return [event.key for event in recorded.key_averages()]
 
 
+@pytest.mark.slow
 def test_a_profile_shows_the_ranges() -> None:
     for names in run_processes(2, profiled_ranges):
         assert {f"decent::{what}" for what in ("wait", "mix", "update", "launch")} <= set(names)

@@ -229,6 +229,7 @@ def start_like(rank: int, launcher: str) -> tuple[Any, list[str], float, int]:
     return tuple(info), variables, total.item(), optimizer.topology.local_world_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
 def test_two_processes_meet_under_every_launcher(launcher: str) -> None:
     for rank, (info, variables, total, local) in enumerate(run_processes(2, start_like, launcher)):
@@ -250,6 +251,7 @@ def start_twice(rank: int) -> list[float]:
     return sums
 
 
+@pytest.mark.slow
 def test_ranks_meet_again_on_the_store_of_before_a_restart() -> None:
     assert run_processes(2, start_twice) == [[3.0, 3.0]] * 2
 
@@ -269,6 +271,7 @@ def start_on_two_nodes(rank: int) -> tuple[tuple[int, ...], list[int] | None]:
     return shape, None if place is None else list(place)
 
 
+@pytest.mark.slow
 def test_srun_says_what_a_mesh_of_two_nodes_with_four_tasks_is_made_from() -> None:
     ranks = run_processes(8, start_on_two_nodes)
     assert ranks == [((2, 4), [node, task]) for node in range(2) for task in range(4)]
