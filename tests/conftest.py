@@ -44,3 +44,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return len(LONGEST) + (item.get_closest_marker("slow") is None)
 
     items.sort(key=order)
+
+
+# What a test that starts processes has imported.
+STARTERS = {"run_processes", "run_script", "run_script_on_ranks", "RestartableProcesses"}
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Import what ranks are forked with before the time of a test runs."""
+    if session.config.option.collectonly:
+        return
+    slow = (item for item in session.items if item.get_closest_marker("slow"))
+    if any(
+        STARTERS & vars(item.module).keys() for item in slow if isinstance(item, pytest.Function)
+    ):
+        from ranks import start_process
+
+        start_process(os.getpid).join()

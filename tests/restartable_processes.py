@@ -63,6 +63,8 @@ class RestartableProcesses:
         # A pipe for each life: a shared queue would stay locked by a rank that is killed.
         self._pipes: dict[Connection, int] = {}
         self.reports: dict[tuple[int, str], Any] = {}
+        # The last round that a rank has reported.
+        self._reached = 0
 
     def __enter__(self) -> RestartableProcesses:
         for rank in range(self.world_size):
@@ -98,8 +100,7 @@ class RestartableProcesses:
         """Let the ranks end some rounds after the last that one of them has reported."""
         while any(pipe.poll() for pipe in list(self._pipes)):
             self._take(0)
-        reached = [int(key.split()[1]) for _, key in self.reports if key.startswith("round ")]
-        self._store.set("finish", str(max(reached) + margin))
+        self._store.set("finish", str(self._reached + margin))
 
     def put(self, key: str) -> None:
         """Let all ranks see the key in the store."""
@@ -151,6 +152,8 @@ class RestartableProcesses:
                 pipe.close()
                 continue
             assert key != "error", f"rank {rank} raised:\n{value}"
+            if key.startswith("round "):
+                self._reached = max(self._reached, int(key.split()[1]))
             self.reports[rank, key] = value
             taken.add((rank, key))
         return taken

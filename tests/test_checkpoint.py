@@ -572,7 +572,7 @@ def test_sets_of_fewer_ranks_never_displace_those_of_all(tmp_path: Path) -> None
         processes.reports.pop((2, "joined"))
         processes.start(2)
         assert processes.wait_for(2, "joined") == (0, 1, 2)
-        processes.finish(margin=30)
+        processes.finish()
         (last,) = {processes.wait_for(rank, "result") for rank in range(3)}
     assert 4 < alone < last
     kept = [(4, 3, (0, 1, 2)), (alone, 2, (0, 1)), (last, 3, (0, 1, 2))]
