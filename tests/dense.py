@@ -169,7 +169,8 @@ class Oracle(ScriptRunner):
         sent = torch.zeros(self.world.size, dtype=torch.float64)
         for ranks, _ in parts:
             size = len(ranks)
-            sums = size > 2 or averages(self.world, round)
+            exact = self.world.options["comm_dtype"] is None and size > 2
+            sums = exact or averages(self.world, round)
             sent[ranks] = sum(self.on_wire(i, sums) for i in self.flying) * 2 * (size - 1) / size
         return sent
 

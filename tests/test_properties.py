@@ -113,6 +113,9 @@ def test_whatever_is_called_the_ranks_follow_the_oracle(world: World, calls: lis
         if "step" in call and world.options["param_as_bucket_view"]:
             # Below 64 bytes before a tensor, twice that as float32 sums of halves, twice on a ring.
             slack += 256 * len(expected.values)
+        if "step" in call and world.options["comm_dtype"] is not None:
+            # One rank of a larger group may own an element more of a bucket than another.
+            slack += 2 * world.size * len(expected.values)
         numbers = torch.tensor([rank.number for rank in ranks], dtype=torch.float64)
         wanted = torch.as_tensor(expected.number, dtype=torch.float64).expand(world.size)
         torch.testing.assert_close(numbers, wanted, rtol=0, atol=slack)
