@@ -313,7 +313,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             ValueError: the same, or the ranks differ, or another rank raised any of these errors.
         """
         before = len(named_parameters(self.param_groups))
-        self._optimizer.add_param_group(param_group)
+        self._base.add_param_group(param_group)
         parameters = named_parameters(self.param_groups)
         self._local_update.know(parameters[before:])
         try:
@@ -450,7 +450,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         ``gossip_every="auto"`` call `synchronize()` on all ranks before: it holds no round in
         flight, and without that the mean over the ranks would move.
         """
-        return {**self._optimizer.state_dict(), _STATE_KEY: gossip_state(self._gossip)}
+        return {**self._base.state_dict(), _STATE_KEY: gossip_state(self._gossip)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where `state_dict()` was taken, or at round 0 with the bare base's state dict.
@@ -469,7 +469,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         before = self.state, self.param_groups
         try:
             base = {key: value for key, value in state_dict.items() if key != _STATE_KEY}
-            self._optimizer.load_state_dict(base)
+            self._base.load_state_dict(base)
         except BaseException:
             self.state, self.param_groups = before
             raise
@@ -505,7 +505,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         cap = self._settings.bucket_cap_mb
         return (
             f"DecentOptimWrapper(\n"
-            f"  base: {type(self._optimizer).__name__}\n"
+            f"  base: {type(self._base).__name__}\n"
             f"  topology: {self.topology!r}, period {self.topology.period}\n"
             f"  rank: {self.rank} of {self.world_size}\n"
             f"  buckets: {len(self.buckets)}, {size:.2f} MiB, cap {cap} MiB\n"

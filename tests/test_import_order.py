@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wrapper": _WRAPPER,
     "ddp": {*_WRAPPER, "wrapper"},
     "checkpoint": {*_WRAPPER, "wrapper"},
+    "integrations": {*_WRAPPER, "wrapper"},
     "planning": {"topo", "comm"},
     "__main__": {"planning"},
 }

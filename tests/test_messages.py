@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import run_threads
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule, TopologyFactory
+from decent_optim_wrapper.integrations.versions import require
 from decent_optim_wrapper.membership.launch import find_launch
 from decent_optim_wrapper.topo import Hierarchical, Ring
 
@@ -62,6 +63,15 @@ MISTAKES = {
         launched(SLURM_STEP_TASKS_PER_NODE="3(x1)"), "unset those that are left"
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("package", "found"), [("torch", "but 2."), ("no-such-framework", "but it is not installed")]
+)
+def test_a_framework_that_is_missing_or_too_old_is_named(package: str, found: str) -> None:
+    with pytest.raises(ImportError, match=f"expects {package}>=90.1,<91, {found}") as error:
+        require(package, (90, 1), "lightning")
+    assert "pip install 'decent-optim-wrapper[lightning]'" in str(error.value)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)

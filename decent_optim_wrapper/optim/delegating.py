@@ -15,7 +15,9 @@ class DelegatingOptimizer(Optimizer):
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        # Not `_optimizer`: the proxies of Lightning and Fabric inherit from our class, and that is
+        # their name for this object. What they inherit must find the base.
+        self._base = optimizer
         # The tables only: Optimizer.__init__ would make parameter groups of its own.
         super().__setstate__({})
         # Hooks on state dicts belong to the base, whose state dict it is.
@@ -26,52 +28,52 @@ class DelegatingOptimizer(Optimizer):
             "_optimizer_load_state_dict_post_hooks",
         ):
             # A base that skips Optimizer.__init__, as a delegating one does, has none.
-            if table in vars(self._optimizer):
-                setattr(self, table, getattr(self._optimizer, table))
+            if table in vars(self._base):
+                setattr(self, table, getattr(self._base, table))
 
     @property
     def optimizer(self) -> Optimizer:
         """The base optimizer."""
-        return self._optimizer
+        return self._base
 
     # Forwarded at every access: the base's load_state_dict replaces both objects, and an alias
     # would let a scheduler drive groups that nobody steps any more.
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The base's parameter groups."""
-        return self._optimizer.param_groups
+        return self._base.param_groups
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self._optimizer.param_groups = value
+        self._base.param_groups = value
 
     @property
     def state(self) -> Any:
         """The base's state."""
-        return self._optimizer.state
+        return self._base.state
 
     @state.setter
     def state(self, value: Any) -> None:
-        self._optimizer.state = value
+        self._base.state = value
 
     @property
     def defaults(self) -> dict[str, Any]:
         """The base's defaults."""
-        return self._optimizer.defaults
+        return self._base.defaults
 
     @defaults.setter
     def defaults(self, value: dict[str, Any]) -> None:
-        self._optimizer.defaults = value
+        self._base.defaults = value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as the base does."""
-        self._optimizer.zero_grad(set_to_none)
+        self._base.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
         """Forward public names only: the base's private flags for GradScaler must not leak."""
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._optimizer, name)
+        return getattr(self._base, name)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -1,0 +1,1 @@
+"""Training frameworks, each in a module that is imported on demand."""

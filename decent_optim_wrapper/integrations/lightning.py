@@ -1,0 +1,222 @@
+"""Lightning: strategies that gossip for its Trainer and for Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from decent_optim_wrapper.integrations.versions import require
+from decent_optim_wrapper.wrapper import DecentOptimWrapper
+
+require("lightning", (2, 6), "lightning")
+
+import lightning.pytorch as pl  # noqa: E402
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy  # noqa: E402
+from lightning.pytorch import plugins  # noqa: E402
+from lightning.pytorch.plugins import Precision  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+
+__all__ = ["GossipFabricStrategy", "GossipStrategy"]
+
+
+class GossipStrategy(DDPStrategy):
+    """A strategy for `lightning.pytorch.Trainer` that gossips parameters instead of gradients.
+
+    Every optimizer of the module is wrapped. Validation and checkpoints use the average of all
+    ranks, and the average is kept at the end of `fit`. Samplers, metrics and launchers are those of
+    `DDPStrategy`.
+
+    Args:
+        ddp: arguments for `DDPStrategy`, such as `process_group_backend` and `start_method`.
+        **gossip: arguments for `DecentOptimWrapper`, such as `topology` and `schedule`.
+    """
+
+    def __init__(self, *, ddp: Mapping[str, Any] | None = None, **gossip: Any) -> None:
+        super().__init__(**(ddp or {}))
+        self._gossip = gossip
+        # Those that train now: averages are collective, and nothing is left to average after `fit`.
+        self._wrappers: list[DecentOptimWrapper] = []
+        self._validation = ExitStack()
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision; clips gradients although the wrapper takes scaled ones."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if type(plugin) is plugins.MixedPrecision:
+            precision: Any = plugin.precision
+            plugin = MixedPrecision(precision, plugin.device, plugin.scaler)
+        self._precision_plugin = plugin
+
+    def configure_ddp(self) -> None:
+        """Leave the module without DDP."""
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Wrap the optimizers that the module has configured; collective."""
+        super().setup_optimizers(trainer)
+        module = self.lightning_module
+        # Averages restore what they have replaced, so each buffer belongs to one wrapper only.
+        buffers = [] if module is None else list(module.buffers())
+        self._wrappers = []
+        for optimizer in self.optimizers:
+            self._wrappers.append(wrapped(optimizer, module, buffers, self._gossip))
+            buffers = []
+        self.optimizers = list(self._wrappers)
+
+    def on_validation_start(self) -> None:
+        """Put the average in place; collective."""
+        self._validation.enter_context(self._averaged())
+
+    def on_validation_end(self) -> None:
+        """Restore this rank's parameters."""
+        self._validation.close()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The averaged module, for a checkpoint; collective."""
+        stays = all(wrapper.is_averaged for wrapper in self._wrappers)
+        with self._averaged():
+            state = super().lightning_module_state_dict()
+            # The average ends before the file is written, except inside a validation.
+            return state if stays else deepcopy(state)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """The optimizer's state beside an averaged module; collective."""
+        with self._averaged():
+            return super().optimizer_state(optimizer)
+
+    def on_train_end(self) -> None:
+        """Keep the average; collective."""
+        for wrapper in self._wrappers:
+            wrapper.global_avg(may_revert=False)
+        self._wrappers = []
+
+    def teardown(self) -> None:
+        """Move the module to the CPU, where no average can be made any more."""
+        self._wrappers = []
+        super().teardown()
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for wrapper in self._wrappers:
+                stack.enter_context(wrapper.averaged())
+            yield
+
+
+class MixedPrecision(plugins.MixedPrecision):
+    """Lightning's, for an optimizer that GradScaler steps although a gradient has overflowed.
+
+    Lightning takes such an optimizer for one that unscales by itself, too late for clipping. The
+    class has the name of Lightning's, because checkpoints store the scaler under it.
+    """
+
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Optimizer,
+        model: pl.LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, unscale, clip and step."""
+        scaler = self.scaler
+        if scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        result = closure()
+        # Without a loss Lightning makes no step. It refuses that where there are several ranks.
+        if result is not None or not model.automatic_optimization:
+            scaler.unscale_(optimizer)
+        return super().optimizer_step(optimizer, model=model, closure=lambda: result, **kwargs)
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Clip the gradients, which are unscaled by now."""
+        Precision.clip_gradients(self, *args, **kwargs)
+
+
+class GossipFabricStrategy(FabricDDPStrategy):
+    """A strategy for `lightning.fabric.Fabric` that gossips parameters instead of gradients.
+
+    ``fabric.setup`` wraps the optimizers and leaves the module without DDP. What it returns has the
+    methods of the wrapper: evaluate and save inside ``optimizer.averaged()``.
+
+    Args:
+        ddp: arguments for Fabric's `DDPStrategy`, such as `process_group_backend`.
+        **gossip: arguments for `DecentOptimWrapper`, such as `topology` and `schedule`.
+    """
+
+    def __init__(self, *, ddp: Mapping[str, Any] | None = None, **gossip: Any) -> None:
+        super().__init__(**(ddp or {}))
+        self._gossip = gossip
+        self._backward_sync_control: Any = NoBackwardSync()
+        self._module: nn.Module | None = None
+        self._buffers: list[Tensor] = []
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """Leave the module without DDP."""
+        self._module = module
+        self._buffers += module.buffers()
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Wrap an optimizer of the last module that was set up; collective."""
+        buffers, self._buffers = self._buffers, []
+        return wrapped(optimizer, self._module, buffers, self._gossip)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Unscale the gradients and clip them by their norm."""
+        self._unscale(optimizer)
+        params = self.precision.main_params(optimizer)
+        return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_gradients_value(
+        self, module: nn.Module, optimizer: Optimizer, clip_val: float
+    ) -> None:
+        """Unscale the gradients and clip their values."""
+        self._unscale(optimizer)
+        nn.utils.clip_grad_value_(self.precision.main_params(optimizer), clip_val)
+
+    def _unscale(self, optimizer: Optimizer) -> None:
+        # Fabric's own refuses an optimizer that GradScaler steps after an overflow, too.
+        scaler = getattr(self.precision, "scaler", None)
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+
+
+class NoBackwardSync:
+    """What Fabric asks when gradients are accumulated: there is nothing to leave out."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Do nothing: a backward pass does not communicate."""
+        return nullcontext()
+
+
+def wrapped(
+    optimizer: Optimizer,
+    module: nn.Module | None,
+    buffers: Iterable[Tensor],
+    gossip: Mapping[str, Any],
+) -> DecentOptimWrapper:
+    """Wrap an optimizer, unless its user has; collective.
+
+    Args:
+        optimizer: one of the module's.
+        module: on its device.
+        buffers: those to average with this optimizer's parameters.
+        gossip: further arguments for the wrapper.
+    """
+    if isinstance(optimizer, DecentOptimWrapper):
+        return optimizer
+    return DecentOptimWrapper(optimizer, **{"buffers": buffers, "model": module, **gossip})
