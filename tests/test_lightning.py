@@ -15,25 +15,32 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from framework_problem import (
+    BATCH,
+    CLIP,
+    GOSSIP,
+    assert_same,
+    data,
+    flat,
+    from_rank_0,
+    loss_of,
+    make_base,
+    make_model,
+    moved,
+    overflows,
+    values,
+)
 from framework_ranks import EXAMPLES, RANKS, Run, ranks_with, run_example
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
-from decent_optim_wrapper import DecentOptimWrapper, Schedule
+from decent_optim_wrapper import DecentOptimWrapper
 from decent_optim_wrapper.membership.consistency import Agreement
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="needs lightning"),
 ]
-
-GOSSIP: dict[str, Any] = {
-    "topology": "ring",
-    "bucket_cap_mb": 1e-4,
-    "schedule": Schedule(gossip_every=2),
-}
-BATCH = 4
-CLIP = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -42,43 +49,6 @@ def run() -> Iterator[Run]:
         "lightning.pytorch", "lightning.fabric", "torch._dynamo", "sklearn.datasets"
     ) as run:
         yield run
-
-
-def data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(32, 4, generator=generator)
-    return TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True))
-
-
-def make_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def make_base(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    inputs, targets = batch
-    return nn.functional.mse_loss(model(inputs).float(), targets)
-
-
-def flat(model: nn.Module) -> Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in model.state_dict().values()]
-
-
-def assert_same(one: Any, other: Any) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def moved(model: nn.Module) -> bool:
-    pairs = zip(model.parameters(), make_model().parameters(), strict=True)
-    return all(not torch.equal(now, before) for now, before in pairs)
 
 
 class Plain:
@@ -185,13 +155,6 @@ def assert_stored(path: str, saved: dict[str, Any]) -> None:
     assert stored["optimizer_states"][0]["gossip"] == saved["optimizer"]["gossip"]
 
 
-def from_rank_0(saved: Any) -> Any:
-    """Lightning stores what rank 0 has, and all ranks load it."""
-    box = [saved]
-    dist.broadcast_object_list(box)
-    return box[0]
-
-
 def fit_and_resume(rank: int, folder: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -239,10 +202,6 @@ def test_gradients_are_clipped_in_half_precision_and_an_overflow_skips_one_ranks
     run: Run, tmp_path: Path, precision: str
 ) -> None:
     run(fit_in_half_precision, tmp_path, precision)
-
-
-def overflows(rank: int, step: int) -> bool:
-    return rank == 1 and step == 1
 
 
 def fit_in_half_precision(rank: int, folder: Path, precision: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.integrations.versions import require
-from decent_optim_wrapper.wrapper import DecentOptimWrapper
+from decent_optim_wrapper.integrations.wrapping import Wrapping
 
 require("lightning", (2, 6), "lightning")
 
@@ -38,9 +38,7 @@ class GossipStrategy(DDPStrategy):
 
     def __init__(self, *, ddp: Mapping[str, Any] | None = None, **gossip: Any) -> None:
         super().__init__(**(ddp or {}))
-        self._gossip = gossip
-        # Those that train now: averages are collective, and nothing is left to average after `fit`.
-        self._wrappers: list[DecentOptimWrapper] = []
+        self._wrapping = Wrapping(gossip)
         self._validation = ExitStack()
 
     @property
@@ -61,18 +59,14 @@ class GossipStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Wrap the optimizers that the module has configured; collective."""
         super().setup_optimizers(trainer)
-        module = self.lightning_module
-        # Averages restore what they have replaced, so each buffer belongs to one wrapper only.
-        buffers = [] if module is None else list(module.buffers())
-        self._wrappers = []
-        for optimizer in self.optimizers:
-            self._wrappers.append(wrapped(optimizer, module, buffers, self._gossip))
-            buffers = []
-        self.optimizers = list(self._wrappers)
+        self._wrapping.release()
+        if self.lightning_module is not None:
+            self._wrapping.models = [self.lightning_module]
+        self.optimizers = [self._wrapping.wrap(optimizer) for optimizer in self.optimizers]
 
     def on_validation_start(self) -> None:
         """Put the average in place; collective."""
-        self._validation.enter_context(self._averaged())
+        self._validation.enter_context(self._wrapping.averaged())
 
     def on_validation_end(self) -> None:
         """Restore this rank's parameters."""
@@ -80,34 +74,26 @@ class GossipStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The averaged module, for a checkpoint; collective."""
-        stays = all(wrapper.is_averaged for wrapper in self._wrappers)
-        with self._averaged():
+        stays = self._wrapping.is_averaged
+        with self._wrapping.averaged():
             state = super().lightning_module_state_dict()
             # The average ends before the file is written, except inside a validation.
             return state if stays else deepcopy(state)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """The optimizer's state beside an averaged module; collective."""
-        with self._averaged():
+        with self._wrapping.averaged():
             return super().optimizer_state(optimizer)
 
     def on_train_end(self) -> None:
         """Keep the average; collective."""
-        for wrapper in self._wrappers:
-            wrapper.global_avg(may_revert=False)
-        self._wrappers = []
+        self._wrapping.keep_average()
+        self._wrapping.release()
 
     def teardown(self) -> None:
-        """Move the module to the CPU, where no average can be made any more."""
-        self._wrappers = []
+        """Move the module to the CPU, where it is averaged no more."""
+        self._wrapping.release()
         super().teardown()
-
-    @contextmanager
-    def _averaged(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for wrapper in self._wrappers:
-                stack.enter_context(wrapper.averaged())
-            yield
 
 
 class MixedPrecision(plugins.MixedPrecision):
@@ -152,21 +138,17 @@ class GossipFabricStrategy(FabricDDPStrategy):
 
     def __init__(self, *, ddp: Mapping[str, Any] | None = None, **gossip: Any) -> None:
         super().__init__(**(ddp or {}))
-        self._gossip = gossip
+        self._wrapping = Wrapping(gossip)
         self._backward_sync_control: Any = NoBackwardSync()
-        self._module: nn.Module | None = None
-        self._buffers: list[Tensor] = []
 
     def setup_module(self, module: nn.Module) -> Any:
         """Leave the module without DDP."""
-        self._module = module
-        self._buffers += module.buffers()
+        self._wrapping.models.append(module)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Wrap an optimizer of the last module that was set up; collective."""
-        buffers, self._buffers = self._buffers, []
-        return wrapped(optimizer, self._module, buffers, self._gossip)
+        """Wrap an optimizer of a module that is set up; collective."""
+        return self._wrapping.wrap(optimizer)
 
     def clip_gradients_norm(
         self,
@@ -201,22 +183,3 @@ class NoBackwardSync:
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Do nothing: a backward pass does not communicate."""
         return nullcontext()
-
-
-def wrapped(
-    optimizer: Optimizer,
-    module: nn.Module | None,
-    buffers: Iterable[Tensor],
-    gossip: Mapping[str, Any],
-) -> DecentOptimWrapper:
-    """Wrap an optimizer, unless its user has; collective.
-
-    Args:
-        optimizer: one of the module's.
-        module: on its device.
-        buffers: those to average with this optimizer's parameters.
-        gossip: further arguments for the wrapper.
-    """
-    if isinstance(optimizer, DecentOptimWrapper):
-        return optimizer
-    return DecentOptimWrapper(optimizer, **{"buffers": buffers, "model": module, **gossip})

@@ -1,0 +1,87 @@
+"""Accelerate: `prepare` leaves the model without DDP and wraps the optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from decent_optim_wrapper.integrations.versions import require
+from decent_optim_wrapper.integrations.wrapping import Wrapping
+
+require("accelerate", (1, 10), "accelerate")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+
+__all__ = ["GossipOptimizer", "prepare_for_gossip"]
+
+_OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+
+
+def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> None:
+    """Let `accelerator.prepare` gossip parameters instead of reducing gradients with DDP.
+
+    Pass models to `prepare` before their optimizers. What it returns for an optimizer has the
+    methods of the wrapper: evaluate inside ``optimizer.averaged()``. `save_state` is collective and
+    saves the average; all ranks load what rank 0 has saved.
+
+    Args:
+        accelerator: one that has prepared nothing yet.
+        **gossip: arguments for `DecentOptimWrapper`, such as `topology` and `schedule`.
+
+    Raises:
+        ValueError: the accelerator shards the model itself.
+    """
+    if accelerator.distributed_type in _OTHERS:
+        raise ValueError(
+            f"prepare_for_gossip() expects an Accelerator that would use DDP, got "
+            f"{accelerator.distributed_type}; take the plugin out of its configuration"
+        )
+    wrapping = Wrapping(gossip)
+    prepare_model, prepare_optimizer = accelerator.prepare_model, accelerator.prepare_optimizer
+    save_state = accelerator.save_state
+
+    def model_without_ddp(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        wrapping.models.append(model)
+        # Autocast, placement and compilation, but no DDP; training mode stays.
+        return prepare_model(model, *args, **{**kwargs, "evaluation_mode": True})
+
+    def wrapped_optimizer(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return prepare_optimizer(optimizer, *args, **kwargs)
+        if not wrapping.models_of(optimizer):
+            raise ValueError(
+                "expected prepare() to have seen the optimizer's model after prepare_for_gossip(), "
+                "which takes DDP off and moves it to its device; call prepare_for_gossip() first, "
+                "and pass the model to prepare() before the optimizer"
+            )
+        prepared = prepare_optimizer(wrapping.wrap(optimizer), *args, **kwargs)
+        prepared.__class__ = GossipOptimizer
+        return prepared
+
+    def save_average(*args: Any, **kwargs: Any) -> Any:
+        with wrapping.averaged():
+            return save_state(*args, **kwargs)
+
+    accelerator.prepare_model = model_without_ddp
+    accelerator.prepare_optimizer = wrapped_optimizer
+    accelerator.save_state = save_average
+
+
+class GossipOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """Accelerate's proxy of an optimizer, for a wrapper; has the wrapper's methods, too."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether an overflow has skipped the local update; schedulers then wait."""
+        # Accelerate asks whether the scaler has called step(), which it always does here.
+        return bool(self.optimizer.stats().skipped)
+
+    def __getattr__(self, name: str) -> Any:
+        """Forward what Accelerate's proxy does not have, such as `averaged`."""
+        if name.startswith("_") or name == "optimizer":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.optimizer, name)

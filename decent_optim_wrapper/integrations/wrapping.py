@@ -1,0 +1,72 @@
+"""Wraps the optimizers that a framework holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from decent_optim_wrapper.wrapper import DecentOptimWrapper
+
+
+class Wrapping:
+    """The wrappers of a framework's optimizers, and the models that these train.
+
+    Args:
+        gossip: arguments for every `DecentOptimWrapper`.
+    """
+
+    def __init__(self, gossip: Mapping[str, Any]) -> None:
+        self._gossip = dict(gossip)
+        self.models: list[nn.Module] = []
+        self.wrappers: list[DecentOptimWrapper] = []
+        # An average restores what it has replaced, so each buffer belongs to one wrapper.
+        self._taken: set[Tensor] = set()
+
+    def wrap(self, optimizer: Optimizer) -> DecentOptimWrapper:
+        """Wrap an optimizer, unless its user has; collective.
+
+        Args:
+            optimizer: of models that are known and on their devices.
+        """
+        if not isinstance(optimizer, DecentOptimWrapper):
+            models = self.models_of(optimizer)
+            buffers = [each for model in models for each in model.buffers()]
+            buffers = [each for each in buffers if each not in self._taken]
+            self._taken.update(buffers)
+            found = {"buffers": buffers, "model": models[0] if len(models) == 1 else None}
+            optimizer = DecentOptimWrapper(optimizer, **{**found, **self._gossip})
+        self.wrappers.append(optimizer)
+        return optimizer
+
+    def models_of(self, optimizer: Optimizer) -> list[nn.Module]:
+        """The known models that have parameters of this optimizer."""
+        params = {param for group in optimizer.param_groups for param in group["params"]}
+        return [model for model in self.models if not params.isdisjoint(model.parameters())]
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether the averages of all wrappers are in place."""
+        return all(wrapper.is_averaged for wrapper in self.wrappers)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Run the body on the average; collective."""
+        with ExitStack() as stack:
+            for wrapper in self.wrappers:
+                stack.enter_context(wrapper.averaged())
+            yield
+
+    def keep_average(self) -> None:
+        """Replace the parameters by their average for good; collective."""
+        for wrapper in self.wrappers:
+            wrapper.global_avg(may_revert=False)
+
+    def release(self) -> None:
+        """Forget the wrappers, which average no more, and the models."""
+        self.wrappers = []
+        self.models = []
+        self._taken = set()
