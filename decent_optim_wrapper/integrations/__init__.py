@@ -1,1 +1,5 @@
-"""Training frameworks, each in a module that is imported on demand."""
+"""Training frameworks, each in a module that is imported on demand, and experiment trackers."""
+
+from decent_optim_wrapper.integrations.stats import gossip_stats, log_stats
+
+__all__ = ["gossip_stats", "log_stats"]

@@ -21,7 +21,7 @@ __all__ = ["GossipOptimizer", "prepare_for_gossip"]
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
 
-def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> None:
+def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> Wrapping:
     """Let `accelerator.prepare` gossip parameters instead of reducing gradients with DDP.
 
     Pass models to `prepare` before their optimizers. What it returns for an optimizer has the
@@ -31,6 +31,9 @@ def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> None:
     Args:
         accelerator: one that has prepared nothing yet.
         **gossip: arguments for `DecentOptimWrapper`, such as `topology` and `schedule`.
+
+    Returns:
+        the wrappers of all optimizers that are prepared, whose `averaged` is that of all of them.
 
     Raises:
         ValueError: the accelerator shards the model itself.
@@ -51,7 +54,7 @@ def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> None:
 
     def wrapped_optimizer(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if isinstance(optimizer, AcceleratedOptimizer):
-            return prepare_optimizer(optimizer, *args, **kwargs)
+            return prepare_optimizer(optimizer, *args, **kwargs)  # prepared before
         if not wrapping.models_of(optimizer):
             raise ValueError(
                 "expected prepare() to have seen the optimizer's model after prepare_for_gossip(), "
@@ -69,6 +72,7 @@ def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> None:
     accelerator.prepare_model = model_without_ddp
     accelerator.prepare_optimizer = wrapped_optimizer
     accelerator.save_state = save_average
+    return wrapping
 
 
 class GossipOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
