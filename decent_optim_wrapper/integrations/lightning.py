@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from decent_optim_wrapper.integrations.versions import require
 from decent_optim_wrapper.integrations.wrapping import Wrapping
 
-require("lightning", (2, 6), "lightning")
+require("lightning", (2, 4), "lightning")
 
 import lightning.pytorch as pl  # noqa: E402
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy  # noqa: E402

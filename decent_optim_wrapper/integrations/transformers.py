@@ -10,7 +10,7 @@ from loguru import logger
 from decent_optim_wrapper.integrations.stats import gossip_stats
 from decent_optim_wrapper.integrations.versions import require
 
-require("transformers", (5, 0), "transformers")
+require("transformers", (5, 23), "transformers")
 
 from decent_optim_wrapper.integrations.accelerate import prepare_for_gossip  # noqa: E402
 
