@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
@@ -23,8 +23,6 @@ class Wrapping:
         self._gossip = dict(gossip)
         self.models: list[nn.Module] = []
         self.wrappers: list[DecentOptimWrapper] = []
-        # An average restores what it has replaced, so each buffer belongs to one wrapper.
-        self._taken: set[Tensor] = set()
 
     def wrap(self, optimizer: Optimizer) -> DecentOptimWrapper:
         """Wrap an optimizer, unless its user has; collective.
@@ -35,8 +33,6 @@ class Wrapping:
         if not isinstance(optimizer, DecentOptimWrapper):
             models = self.models_of(optimizer)
             buffers = [each for model in models for each in model.buffers()]
-            buffers = [each for each in buffers if each not in self._taken]
-            self._taken.update(buffers)
             found = {"buffers": buffers, "model": models[0] if len(models) == 1 else None}
             optimizer = DecentOptimWrapper(optimizer, **{**found, **self._gossip})
         self.wrappers.append(optimizer)
@@ -69,4 +65,3 @@ class Wrapping:
         """Forget the wrappers, which average no more, and the models."""
         self.wrappers = []
         self.models = []
-        self._taken = set()
