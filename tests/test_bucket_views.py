@@ -64,7 +64,9 @@ WRITES = [synchronize, keep_average, put_average, average_and_revert, step_witho
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("write", "mode", "topology"),
-    pairwise({each.__name__: each for each in WRITES}, named(*EVERY_MODE), named("ring", "complete")),
+    pairwise(
+        {each.__name__: each for each in WRITES}, named(*EVERY_MODE), named("ring", "complete")
+    ),
 )
 def test_a_backward_pass_notices_that_values_it_saved_were_mixed(
     write: Callable[[DecentOptimWrapper], None], mode: str, topology: str
