@@ -219,7 +219,7 @@ def test_the_benchmarks_run_without_a_network_lab(tmp_path: Path) -> None:
     """Behaviour only: tests time nothing."""
     benchmark = EXAMPLES / "benchmark"
     small = ("--sizes", "1", "--steps", "2", "--warmup", "1", "--rate", "", "--ranks", "2")
-    methods = ("DDP", "ours", "ours, auto", "bare exchange")
+    methods = ("DDP", "ours", "ours, auto", "ours, complete, int8", "bare exchange")
     uneven = ("--jitter", "0.3", "--slow-factor", "1.5", "--adamw")
     command = (*small, *uneven, "--methods", *methods)
     out = run_script(benchmark / "step_time.py", *command, cwd=tmp_path)
@@ -240,6 +240,21 @@ def test_the_benchmarks_run_without_a_network_lab(tmp_path: Path) -> None:
     once = ("--world-size", "2", "--epochs", "1", "--seeds", "0", "--lrs", "0.1")
     out = run_script(benchmark / "schedules.py", *once, "--rows", *rows, cwd=tmp_path)
     assert all(f"| {row} | 0.1 |" in out for row in rows)
+
+
+def test_tracking_is_compared_with_ddp_for_every_base(tmp_path: Path) -> None:
+    small = ("--world-sizes", "4", "--topologies", "ring", "--seeds", "0", "1", "--epochs", "1")
+    rates = ("--lrs", "0.001", "0.01")
+    out = run_script(EXAMPLES / "benchmark" / "tracking.py", *small, *rates, cwd=tmp_path)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines()]
+    sent = {(row[0], row[3]): float(row[-1]) for row in cells[2:]}
+    for base, plain in (("SGD", 1.0), ("AdamW", 1.0), ("Schedule-Free", 2.0)):
+        bytes_of = {method: value for (name, method), value in sent.items() if name == base}
+        assert bytes_of["DDP"] == pytest.approx(1.5 * bytes_of["plain gossip"], rel=0.02)
+        tracked = bytes_of["plain gossip"] * (plain + 1)
+        assert bytes_of["tracking"] == pytest.approx(tracked, rel=0.02)
+        assert bytes_of["tracking, int8"] < bytes_of["tracking"] / (1.5 if plain > 1 else 3.9)
+        assert bytes_of["tracking, int4"] < bytes_of["tracking, int8"]
 
 
 def test_the_timeline_shows_what_a_method_does_in_a_step(tmp_path: Path) -> None:

@@ -14,7 +14,17 @@ import torch
 import torch.distributed as dist
 from covering import OVERLAP, VIEWS, pairwise
 from dense import put, rows_of
-from problem import TINY_CAP_MB, adamw, backward, flatten, in_one_call, make_params, sgd
+from problem import (
+    CODED,
+    MODES,
+    TINY_CAP_MB,
+    adamw,
+    backward,
+    flatten,
+    in_one_call,
+    make_params,
+    sgd,
+)
 from ranks import run_processes, run_threads
 from restartable_processes import RestartableProcesses, wrap_elastic
 from torch import Tensor, nn
@@ -205,6 +215,37 @@ def test_the_sum_of_the_estimates_is_that_of_the_gradients_in_every_step() -> No
         y, g = (sum(history[step][k] for history in histories) for k in range(2))
         torch.testing.assert_close(y, g, rtol=0, atol=1e-12)
         assert all((history[step][0] - y / 4).abs().max() > 1e-4 for history in histories)
+
+
+@pytest.mark.parametrize(
+    ("topology", "mode"), pairwise(TOPOLOGIES, {"bf16-views": MODES["bf16-views"], **CODED})
+)
+def test_rounding_on_the_wire_moves_neither_the_mean_nor_the_sum_of_the_corrections(
+    topology: Topology, mode: dict[str, Any]
+) -> None:
+    """The gradients do not depend on the parameters: the mean is that of ranks that never meet."""
+
+    def main(rank: int, group: dist.ProcessGroup, meets: bool) -> tuple[Tensor, ...]:
+        params = make_params()
+        base = SGD(params, lr=0.1, momentum=0.9)
+        optimizer = wrap(base, group, topology, **mode) if meets else None
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(STEPS):
+            for param in params:
+                noise = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+                param.grad = noise + rank
+            (optimizer or base).step()
+        if optimizer is None:
+            return (flatten(params),)
+        optimizer.synchronize()
+        return flatten(params), *sums(optimizer.state_dict()["gossip"]["tracked"])
+
+    x, y, means = map(torch.stack, zip(*run_threads(4, partial(main, meets=True)), strict=True))
+    (alone,) = map(torch.stack, zip(*run_threads(4, partial(main, meets=False)), strict=True))
+    torch.testing.assert_close(y.sum(0), means.sum(0), rtol=0, atol=1e-11)
+    torch.testing.assert_close(x.mean(0), alone.mean(0), rtol=0, atol=1e-11)
+    assert (x - alone).abs().max() > 1e-2
+    assert (y - means).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])

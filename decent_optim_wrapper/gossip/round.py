@@ -561,7 +561,7 @@ def check_calls(own: Call, calls: dict[int, list[int]], transport: Transport) ->
             f"rank {transport.initial_rank}: expected all ranks in {own}, as here, but "
             + ", ".join(f"rank {rank} is in {call}" for rank, call in others.items())
             + "; call the same methods in the same order and equally often on every rank, whatever "
-            "the numbers of their steps"
+            "the numbers of their steps. Is one of the calls inside an `if rank == 0` branch?"
         )
         transport.disagree(error)
         raise error

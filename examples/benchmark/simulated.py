@@ -30,6 +30,8 @@ class Method(NamedTuple):
     whole_update: bool = False
 
 
+# A byte for each value of four, and a scale for each block.
+INT8 = 0.254
 AUTO = {"gossip_every": "auto"}
 METHODS = {
     "DDP": Method(pace="all_reduce"),
@@ -40,6 +42,13 @@ METHODS = {
     "ours, views": Method(),
     "ours, bf16": Method(bytes_share=0.5),
     "ours, bf16, views": Method(bytes_share=0.5),
+    "ours, int8": Method(bytes_share=INT8),
+    "ours, int4": Method(bytes_share=INT8 / 2),
+    "ours, tracking": Method(bytes_share=2.0),
+    "ours, tracking, int8": Method(bytes_share=2 * INT8),
+    "ours, complete": Method(topology="complete"),
+    "ours, complete, bf16": Method(topology="complete", bytes_share=0.5),
+    "ours, complete, int8": Method(topology="complete", bytes_share=INT8),
     "ours, whole update": Method(whole_update=True),
     "ours, in the backward pass": Method(),
     "ours, in the backward pass, bf16": Method(bytes_share=0.5),

@@ -37,6 +37,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
+from decent_optim_wrapper.comm.codec import INT4
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.utils import init_distributed
 
@@ -181,7 +182,9 @@ def gossip(model: nn.Module, whole: bool = False, **options: Any) -> Step:
     if whole:
         # A base with its own hook is updated in one call.
         base.register_step_post_hook(lambda *_: None)
-    optimizer = DecentOptimWrapper(base, topology="ring", bucket_cap_mb=BUCKET_CAP_MB, **options)
+    optimizer = DecentOptimWrapper(
+        base, bucket_cap_mb=BUCKET_CAP_MB, **{"topology": "ring", **options}
+    )
     step = loop(model, optimizer)
     step.stats = optimizer.stats  # type: ignore[attr-defined]
     step.finish = optimizer.synchronize  # type: ignore[attr-defined]
@@ -198,6 +201,16 @@ def in_backward(model: nn.Module, **options: Any) -> Step:
     return step
 
 
+COMM: dict[str, dict[str, Any]] = {
+    "": {},
+    "bf16": {"comm_dtype": torch.bfloat16},
+    "int8": {"comm_dtype": torch.int8},
+}
+# Groups of more than two ranks.
+GROUPS: dict[str, dict[str, Any]] = {
+    "complete": {"topology": "complete"},
+    "nodes of 2": {"topology": "alternating-exp-ring", "local_world_size": 2},
+}
 METHODS: dict[str, Callable[[nn.Module], Step]] = {
     "no communication": no_communication,
     "DDP": ddp,
@@ -208,6 +221,15 @@ METHODS: dict[str, Callable[[nn.Module], Step]] = {
     "ours, views": partial(gossip, param_as_bucket_view=True),
     "ours, bf16": partial(gossip, comm_dtype=torch.bfloat16),
     "ours, bf16, views": partial(gossip, comm_dtype=torch.bfloat16, param_as_bucket_view=True),
+    "ours, int8": partial(gossip, comm_dtype=torch.int8),
+    "ours, int4": partial(gossip, comm_dtype=INT4),
+    "ours, tracking": partial(gossip, gradient_tracking=True),
+    "ours, tracking, int8": partial(gossip, gradient_tracking=True, comm_dtype=torch.int8),
+    **{
+        f"ours, {name}{comma}{coded}": partial(gossip, **COMM[coded], **topology)
+        for name, topology in GROUPS.items()
+        for comma, coded in (("", ""), (", ", "bf16"), (", ", "int8"))
+    },
     "ours, whole update": partial(gossip, whole=True),
     "ours, in the backward pass": in_backward,
     "ours, in the backward pass, bf16": partial(in_backward, comm_dtype=torch.bfloat16),

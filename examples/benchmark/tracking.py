@@ -3,8 +3,8 @@
     python examples/benchmark/tracking.py
 
 Trains the digits with a learning rate that falls linearly to 0. Each row is the final test accuracy
-of the averaged model (mean and range over the seeds), at the best of four learning rates, and the
-MiB that a rank has sent. The ranks are threads of one process.
+of the averaged model (mean and range over the seeds), at that of four learning rates which is best
+for the first seed, and the MiB that a rank has sent. The ranks are threads of one process.
 """
 
 from __future__ import annotations
@@ -106,7 +106,20 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-Runs = list[Future[list[Epoch]]]
+class Cell(NamedTuple):
+    """A row of the table.
+
+    Args:
+        label: its first columns.
+        row: what to train with.
+        lrs: the learning rates to try with the first seed.
+        world_size: number of ranks.
+    """
+
+    label: str
+    row: Row
+    lrs: Sequence[float]
+    world_size: int
 
 
 def main() -> None:
@@ -117,48 +130,50 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     # Forked before any thread runs: importing torch takes longer than a run.
     with ProcessPoolExecutor(args.jobs, get_context("fork")) as pool:
-        cells = [
-            (
-                label,
-                {
-                    lr: [
-                        pool.submit(train_on_threads, row._replace(lr=lr), *rest, seed)
-                        for seed in args.seeds
-                    ]
-                    for lr in lrs
-                },
-            )
-            for label, row, lrs, *rest in _cells(args)
+        cells = list(_cells(args))
+        first, *others = args.seeds
+
+        def run(cell: Cell, lr: float, seed: int) -> Future[list[Epoch]]:
+            row = cell.row._replace(lr=lr)
+            return pool.submit(train_on_threads, row, cell.world_size, args.epochs, seed)
+
+        tried = [{lr: run(cell, lr, first) for lr in cell.lrs} for cell in cells]
+        best = [max(runs, key=lambda lr: _accuracy(runs[lr])) for runs in map(_ended, tried)]
+        rest = [
+            [run(cell, lr, seed) for seed in others] for cell, lr in zip(cells, best, strict=True)
         ]
-        for label, runs in cells:
-            print(_line(label, runs), flush=True)
+        for cell, lr, runs, more in zip(cells, best, tried, rest, strict=True):
+            print(_line(cell, lr, [run.result()[-1] for run in (runs[lr], *more)]), flush=True)
 
 
-def _cells(args: argparse.Namespace) -> Iterator[tuple[str, Row, Sequence[float], int, int]]:
-    """The label of each row, what to train with, and the number of ranks and epochs."""
+def _ended(runs: dict[float, Future[list[Epoch]]]) -> dict[float, list[Epoch]]:
+    return {lr: run.result() for lr, run in runs.items()}
+
+
+def _accuracy(epochs: list[Epoch]) -> float:
+    return epochs[-1].averaged_accuracy
+
+
+def _cells(args: argparse.Namespace) -> Iterator[Cell]:
     for name, size in product(args.bases, args.world_sizes):
         base = BASES[name]
         for method, row in base.rows().items():
             if args.methods and method not in args.methods:
                 continue
             for topology in args.topologies if row.topology else [None]:
-                label = f"| {name} | {size} | {topology or 'all'} | {method} |"
-                yield (
-                    label,
-                    row._replace(topology=topology),
-                    args.lrs or base.lrs,
-                    size,
-                    args.epochs,
+                yield Cell(
+                    label=f"| {name} | {size} | {topology or 'all'} | {method} |",
+                    row=row._replace(topology=topology),
+                    lrs=args.lrs or base.lrs,
+                    world_size=size,
                 )
 
 
-def _line(label: str, runs: dict[float, Runs]) -> str:
-    ends = {lr: [run.result()[-1] for run in each] for lr, each in runs.items()}
-    hits = {lr: [end.averaged_accuracy for end in each] for lr, each in ends.items()}
-    lr = max(hits, key=lambda lr: statistics.mean(hits[lr]))
-    sent = statistics.mean(end.sent_bytes for end in ends[lr]) / MIB
-    span = f"{min(hits[lr]):.1%} to {max(hits[lr]):.1%}"
-    return f"{label} {lr:g} | {statistics.mean(hits[lr]):.1%} ({span}) | {sent:.1f} |"
+def _line(cell: Cell, lr: float, ends: list[Epoch]) -> str:
+    hits = [end.averaged_accuracy for end in ends]
+    sent = statistics.mean(end.sent_bytes for end in ends) / MIB
+    span = f"{min(hits):.1%} to {max(hits):.1%}"
+    return f"{cell.label} {lr:g} | {statistics.mean(hits):.1%} ({span}) | {sent:.1f} |"
 
 
 if __name__ == "__main__":
