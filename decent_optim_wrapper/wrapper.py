@@ -94,11 +94,12 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             and memory. Do not replace their storage afterwards, and call `synchronize()` before
             changing their values by hand, or the next call raises (changes through ``.data`` are
             not noticed).
-        gradient_tracking: let the base read an estimate of the mean gradient of all ranks, which
-            travels with the parameters: ``y <- W_t y + g - g_before`` (DSGT, Pu and Nedic 2018);
-            with `torch.optim.SGD` the momentum is tracked (Takezawa et al. 2022). For shards that
-            differ between ranks. It doubles the bytes sent and costs two copies of the parameters,
-            and what these take on the wire. Gradients are clipped before they are tracked.
+        gradient_tracking: correct the gradients towards the mean of all ranks, for shards that
+            differ between ranks: with m a running mean of the rank's gradients g,
+            ``y = m + c``, ``c <- c + 0.3 (W_t y - y)``, and the base reads g + c (after DSGT, Pu
+            and Nedic 2018, and Momentum Tracking, Takezawa et al. 2022); Adam and its like take y
+            for their first moment. It doubles the bytes sent and costs two copies of the
+            parameters, and the buffers of y. Clip before `step()`.
         timeout: how long to wait for a peer, a timedelta or seconds; None takes the timeout of the
             process group.
         on_nonfinite: what happens if parameters contain NaN or infinity before they are mixed:

@@ -107,13 +107,14 @@ class _Tracked:
         return self.y
 
     @torch.no_grad()
-    def collect(self, grads: Iterable[Tensor | None], starts_full: bool) -> None:
+    def collect(self, grads: Sequence[Tensor | None], starts_full: bool) -> None:
         """Move the means towards these gradients; None counts as zero.
 
         Args:
             grads: those of the members.
             starts_full: take the first gradient as a mean, or start from zero.
         """
+        means, towards, weights = [], [], []
         for estimate, grad in zip(self.estimates, grads, strict=True):
             estimate.steps += 1
             weight = max(_NEW, starts_full / estimate.steps)
@@ -121,7 +122,11 @@ class _Tracked:
             if grad is None:
                 mean.mul_(1 - weight)
             else:
-                mean.lerp_(grad.to(mean.dtype), weight)
+                means.append(mean)
+                towards.append(grad.to(mean.dtype))
+                weights.append(weight)
+        if means:
+            torch._foreach_lerp_(means, towards, weights)
 
     @torch.no_grad()
     def close(self) -> None:
@@ -232,18 +237,26 @@ class Tracking:
         if not self._in_flight:
             # A full one for Adam, whose step is as long if the mean is small.
             tracked.collect(grads, starts_full=self._replaces)
-        lent = []
-        for param, grad, mean, correction in zip(
-            tracked.params, grads, tracked.means, corrections, strict=True
-        ):
-            if grad is not None:
-                grad.copy_(mean) if self._replaces else None
-                grad.add_(correction)
-            elif param.requires_grad:
+        read = corrections
+        if self._replaces:
+            read = list(torch._foreach_add(tracked.means, corrections))
+        self._put(tracked.params, grads, read)
+        return [p for p, grad in zip(tracked.params, grads, strict=True) if grad is None]
+
+    def _put(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor | None], read: Sequence[Tensor]
+    ) -> None:
+        """Let the base read these gradients, or these in addition to its own."""
+        own = [grad for grad in grads if grad is not None]
+        rows = [row for grad, row in zip(grads, read, strict=True) if grad is not None]
+        if own and self._replaces:
+            torch._foreach_copy_(own, rows)
+        elif own:
+            torch._foreach_add_(own, rows)
+        for param, grad, row in zip(params, grads, read, strict=True):
+            if grad is None and param.requires_grad:
                 param.grad = torch.zeros_like(param)
-                local(param.grad).copy_(mean + correction if self._replaces else correction)
-                lent.append(param)
-        return lent
+                local(param.grad).copy_(row)
 
     @contextmanager
     def _without_momentum(self) -> Iterator[None]:
