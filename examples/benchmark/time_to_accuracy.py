@@ -38,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
+from decent_optim_wrapper.comm.codec import INT4
 from decent_optim_wrapper.utils import init_distributed
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -106,6 +107,11 @@ METHODS: dict[str, Callable[[nn.Module, float], Training]] = {
     "ours, auto, bf16": partial(
         gossip, schedule=Schedule(gossip_every="auto"), comm_dtype=torch.bfloat16
     ),
+    "ours, auto, int8": partial(
+        gossip, schedule=Schedule(gossip_every="auto"), comm_dtype=torch.int8
+    ),
+    "ours, auto, int4": partial(gossip, schedule=Schedule(gossip_every="auto"), comm_dtype=INT4),
+    "ours, tracking, int8": partial(gossip, gradient_tracking=True, comm_dtype=torch.int8),
 }
 
 
