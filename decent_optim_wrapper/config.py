@@ -102,6 +102,12 @@ class Schedule:
             self.outer,
         )
         self._check_staleness()
+        if isinstance(self.average_state, tuple) and self.cadence.freezes:
+            raise ValueError(
+                f"average_state={self.average_state!r} expects rounds that are mixed in the next "
+                f'step, not staleness above 1 or gossip_every="auto": second moments that have '
+                f"become smaller since the launch would get below zero"
+            )
 
     def _check_staleness(self) -> None:
         """Check that one round is mixed before the next one is launched."""

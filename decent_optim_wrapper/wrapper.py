@@ -222,9 +222,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @property
     def gradient_tracking(self) -> bool:
-        """Whether gradients are tracked; set it to False before the same step on all ranks.
+        """Whether gradients are tracked.
 
-        This frees what it costs. It cannot be set to True again.
+        Setting it to False is collective, and frees what it costs; it cannot be set to True again.
         """
         return self._local_update.tracking is not None
 
@@ -235,9 +235,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 f"rank {self.rank}: gradient_tracking expects False during the training, got "
                 f"{tracks}; pass gradient_tracking=True to the constructor"
             )
-        if not tracks:
-            self._local_update.tracking = None
-            self._gossip.drop_tracking()
+        if not tracks and self.gradient_tracking:
+            self._gossip.meet(Call.STOP_TRACKING, self._gossip.drop_tracking)
+            self._notify_change()
 
     @property
     def rank(self) -> int:

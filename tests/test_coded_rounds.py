@@ -489,3 +489,15 @@ def test_ranks_with_uneven_data_join(case: Case) -> None:
     ours, expected = map(torch.stack, zip(*run_threads(case.world_size, main), strict=True))
     torch.testing.assert_close(ours.mean(0), expected.mean(0), rtol=0, atol=1e-12)
     assert distance(ours) < 0.5 * distance(expected)
+
+
+@pytest.mark.parametrize("code", [torch.int8, INT4], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_ranks_that_start_the_same_hardly_notice_their_first_meetings(
+    case: Case, code: torch.dtype
+) -> None:
+    """Coded as a difference to zero, weights would change by a seventh of the largest."""
+    options = {"lr": 1e-4, "sync_at_start": True}
+    coded, exact = (train(case, 4, comm_dtype=each, **options)[:, -1] for each in (code, None))
+    assert (coded - exact).abs().max() < 2e-4
+    assert (exact[1] - flatten(make_params(seed=0))).abs().max() > 1e-4

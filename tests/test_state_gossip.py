@@ -23,7 +23,6 @@ TOPOLOGIES = {name: TopologyFactory.create(name, 4, 1) for name in ("ring", "com
 SCHEDULES: dict[str, dict[str, Any]] = {
     "every step": {},
     "every other": {"gossip_every": 2},
-    "late": {"gossip_every": 2, "staleness": 2},
 }
 
 
@@ -40,7 +39,7 @@ def state_of(base: Optimizer, params: Sequence[Tensor], name: str) -> list[Tenso
 
 
 def simulate(
-    topology: Topology, every: int, late: int, overlap: bool, names: Sequence[str] = NAMES
+    topology: Topology, every: int, overlap: bool, names: Sequence[str] = NAMES
 ) -> tuple[Tensor, Tensor]:
     worlds = [make_params() for _ in range(4)]
     bases = [adamw(params) for params in worlds]
@@ -65,7 +64,7 @@ def simulate(
             base.step()
         if (step + 1) % every == 0:
             matrix = topology.mixing_matrix((step + 1) // every - 1)
-            launched[step + late if overlap else step] = matrix, [rows_of(s) for s in spaces()]
+            launched[step + overlap] = matrix, [rows_of(s) for s in spaces()]
         if not overlap:
             land(step)
     for step in sorted(launched):
@@ -80,8 +79,6 @@ def simulate(
 def test_momenta_follow_the_oracle(
     topology: Topology, schedule: dict[str, Any], overlap: bool
 ) -> None:
-    overlap = overlap or "staleness" in schedule
-
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         params = make_params()
         base = in_one_call(adamw(params)) if rank % 2 else adamw(params)
@@ -99,11 +96,11 @@ def test_momenta_follow_the_oracle(
         return flatten(params), flatten(state_of(base, params, "exp_avg_sq"))
 
     results = run_threads(4, main)
-    every, late = schedule.get("gossip_every", 1), schedule.get("staleness", 1)
-    expected = simulate(topology, every, late, overlap)
+    every = schedule.get("gossip_every", 1)
+    expected = simulate(topology, every, overlap)
     for ours, theirs in zip(zip(*results, strict=True), expected, strict=True):
         torch.testing.assert_close(torch.stack(ours), theirs, rtol=1e-11, atol=1e-11)
-    kept = simulate(topology, every, late, overlap, names=())
+    kept = simulate(topology, every, overlap, names=())
     for mixed, other in zip(expected, kept, strict=True):
         assert (mixed - other).abs().max() > 1e-3
 
@@ -150,6 +147,36 @@ def test_entries_that_the_base_does_not_have_are_refused() -> None:
     backward(params, 0, 0)
     with pytest.raises(RuntimeError, match=r"\['momentum_buffer'\], got 'nothing'"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("late", [{"gossip_every": 2, "staleness": 2}, {"gossip_every": "auto"}])
+def test_late_rounds_are_refused(late: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="second moments"):
+        Schedule(average_state=NAMES, **late)
+
+
+def test_a_rank_that_is_left_out_takes_only_entries_that_the_others_have() -> None:
+    """And still tells them which entries it has itself."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[list[float]]:
+        params = make_params()
+        base = adamw(params)
+        schedule = Schedule(average_state=("exp_avg",))
+        optimizer = wrap(base, group, "complete", schedule=schedule, on_nonfinite="skip")
+        for step in range(5):
+            backward(params, rank, step)
+            if rank == 1 and step < 3:
+                params[1].grad = None
+            optimizer.step()
+            if (rank, step) == (0, 1):
+                base.state[params[1]]["exp_avg"].fill_(float("nan"))
+        optimizer.synchronize()
+        return [base.state[param]["exp_avg"].flatten().tolist() for param in params]
+
+    rows = run_threads(2, main)
+    assert torch.tensor(rows[0][1]).isfinite().all()
+    # Mixed again once both have it.
+    torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("names", [(), (1,)])

@@ -31,7 +31,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.optim import SGD, Optimizer, RMSprop
 
-from decent_optim_wrapper import DecentOptimWrapper, Schedule, Topology, TopologyFactory
+from decent_optim_wrapper import (
+    CallOrderError,
+    DecentOptimWrapper,
+    PeerError,
+    Schedule,
+    Topology,
+    TopologyFactory,
+)
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 
 STEPS = 8
@@ -356,6 +363,58 @@ def test_a_checkpoint_without_estimates_starts_them_again() -> None:
     for before, after in run_threads(4, main):
         assert before.abs().max() > 1e-2
         assert not after.any()
+
+
+@pytest.mark.parametrize("takes", [1, 3])
+def test_the_state_of_another_rank_starts_the_estimates_again_on_all_ranks(takes: int) -> None:
+    """The corrections would sum to something else than zero, and bias all gradients for good."""
+    states: dict[int, Any] = {}
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params()
+        optimizer = wrap(adamw(params), group, "ring")
+        for step in range(3):
+            backward(params, rank, step)
+            optimizer.step()
+        states[rank] = copy.deepcopy(optimizer.state_dict())
+        optimizer.all_gather(torch.zeros(1))
+        optimizer.load_state_dict(states[0 if rank < takes else rank])
+        for step in range(3):
+            backward(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        return sums(optimizer.state_dict()["gossip"]["tracked"])
+
+    results = run_threads(4, main)
+    y, means = (sum(result[k] for result in results) for k in range(2))
+    # With the first one, every rank has loaded its own: the sums have gone on.
+    torch.testing.assert_close(y, means, rtol=0, atol=1e-12)
+    assert (results[1][0] - results[1][1]).abs().max() > 1e-3
+
+
+def give_up(optimizer: DecentOptimWrapper) -> None:
+    optimizer.gradient_tracking = False
+
+
+def go_on(optimizer: DecentOptimWrapper) -> None:
+    optimizer.step()
+    optimizer.synchronize()
+
+
+def test_ranks_that_give_tracking_up_at_different_steps_hear_of_it() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params()
+        optimizer = wrap(adamw(params), group, "complete", timeout=20)
+        for step in range(3):
+            backward(params, rank, step)
+            optimizer.step()
+        backward(params, rank, 3)
+        with pytest.raises((CallOrderError, PeerError)) as caught:
+            (give_up if rank == 0 else go_on)(optimizer)
+        assert optimizer.gradient_tracking
+        return str(caught.value)
+
+    assert any("gradient_tracking = False" in text for text in run_threads(4, main))
 
 
 def test_a_checkpoint_of_other_parameters_is_refused() -> None:

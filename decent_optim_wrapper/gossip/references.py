@@ -1,7 +1,8 @@
 """What the ranks of a group share bit by bit: the vectors to which they code differences.
 
-A reference starts at zero, and every meeting moves it to the mean of what the ranks have sent. The
-differences so become smaller from meeting to meeting, and with them the steps of the codes.
+A reference starts as the values with which all ranks start, or at zero where these may differ.
+Every meeting moves it to the mean of what the ranks have sent. The differences so become smaller
+from meeting to meeting, and with them the steps of the codes.
 """
 
 from __future__ import annotations
@@ -131,6 +132,13 @@ class References:
             found = saved.get(_name(ranks, members), Meetings(0, {}))
             edge.meetings = found.number
             edge.fill(buckets, {param: as_real(value) for param, value in found.values.items()})
+
+    @torch.no_grad()
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        """Start from the parameters, which are the same on all ranks now."""
+        params = {member: as_real(member) for bucket in buckets for member in bucket.members}
+        for edge in self.edges.values():
+            edge.fill(buckets, params)
 
     @torch.no_grad()
     def replan(self, buckets: Sequence[Bucket]) -> None:

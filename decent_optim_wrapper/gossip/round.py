@@ -46,10 +46,13 @@ class Call(IntEnum):
     KEEP_AVERAGE = 5
     SYNCHRONIZE = 6
     ALL_GATHER = 7
+    STOP_TRACKING = 8
 
     def __str__(self) -> str:
         if self is Call.REGROUP:
             return "add_param_group() or rebuild_buckets()"
+        if self is Call.STOP_TRACKING:
+            return "gradient_tracking = False"
         if self is Call.KEEP_AVERAGE:
             return "step() after an average"
         return f"{self.name.lower()}()"

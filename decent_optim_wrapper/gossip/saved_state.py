@@ -70,7 +70,9 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
         # Also where none is in flight: torch.distributed.checkpoint loads into existing entries.
         state |= {"age": age, "starts": gossip.starts()}
     if gossip.tracking:
+        transport = gossip.session.transport
         state["tracked"] = gossip.tracking.rows(gossip.params)
+        state["tracked_by"] = [transport.initial_rank, *transport.members]
     if params := _referring(gossip):
         session = gossip.session
         state["references"] = session.references.state(params, session.transport.members)
@@ -147,11 +149,9 @@ def restore(gossip: Gossip, saved: SavedState) -> None:
     gossip.average.keep()
     if gossip.post_mix:
         gossip.post_mix.outer = saved.outer
+    if gossip.tracking:
+        gossip.restore_tracking(saved.tracked)
     gossip.restore(saved.gossip, saved.kept, saved.starts, saved.references)
-    if gossip.tracking and saved.tracked is None:
-        gossip.tracking.reset()
-    elif gossip.tracking:
-        gossip.tracking.load(gossip.params, saved.tracked or [])
 
 
 def _read(
@@ -206,10 +206,13 @@ def _read(
 def _read_tracked(
     gossip: Gossip, saved: dict[str, Any], arrange: Callable[[Any], list[Any]]
 ) -> list[dict[str, Any]] | None:
-    """What is tracked of each parameter; None if nothing was saved."""
+    """What is tracked of each parameter; None if nothing was saved, or that of another rank."""
     if gossip.tracking is None or "tracked" not in saved:
         return None
-    return check_rows(gossip.params, arrange(saved["tracked"]))
+    rows = check_rows(gossip.params, arrange(saved["tracked"]))
+    transport = gossip.session.transport
+    own = [transport.initial_rank, *transport.members]
+    return rows if list(saved.get("tracked_by", [])) == own else None
 
 
 def _read_starts(
@@ -243,7 +246,11 @@ def _read_references(
     params = _referring(gossip)
     found = {}
     for group, edge in saved.get("references", {}).items() if params else ():
-        values = dict(zip(params, arrange(edge["values"]), strict=True))
+        kept = arrange(edge["values"])
+        if len(kept) != len(params):
+            # Parameters were frozen or unfrozen since, on all ranks: references start again.
+            return {}
+        values = dict(zip(params, kept, strict=True))
         for param, value in values.items():
             if param.shape != value.shape:
                 raise ValueError(f"expected a reference of shape {param.shape}, got {value.shape}")

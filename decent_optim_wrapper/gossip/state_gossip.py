@@ -110,6 +110,16 @@ class StateBucket(Bucket):
         """As `Bucket.shift_`, of the entries that all ranks of the group have."""
         self._mix_shared(theirs, weight, ours)
 
+    @torch.no_grad()
+    def unpack_(self, flat: Flat) -> None:
+        """As `Bucket.unpack_`, of the entries that all ranks of the group have."""
+        arriving = self._as_own(flat).views
+        for entry, there, is_there in zip(
+            self._entries, arriving, (arriving[-1] == 1).tolist(), strict=False
+        ):
+            if is_there and entry is not None:
+                local(entry).copy_(there)
+
     def _mix_shared(self, theirs: Flat, weight: float, ours: Flat | None) -> None:
         arriving = self._as_own(theirs).views
         started = self._tensors() if ours is None else self._as_own(ours).views

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from loguru import logger
@@ -228,6 +228,8 @@ class Rounds:
         self._same_round = True
         # Whether all ranks have launched the same round, and made no step since.
         self._assembled = False
+        # Whether the estimates that were loaded are those of this rank; None if none were.
+        self._loaded: Literal["own", "other"] | None = None
         # Whether the loaded state was saved while an average was in place.
         self._kept = False
         # Runs when the wrapper is dropped or the interpreter exits, whichever comes first. A rank
@@ -356,6 +358,31 @@ class Rounds:
             session = self.session
             session.references.load(references or {}, self._buckets, session.transport.members)
 
+    def restore_tracking(self, rows: list[dict[str, Any]] | None) -> None:
+        """Continue with what was tracked, if all ranks have loaded their own; see `begin_step`.
+
+        Args:
+            rows: what was saved of each parameter; None to start again.
+        """
+        if self.tracking is None:
+            return
+        self.tracking.reset()
+        # A rank that comes back, or one that is at another step, loads alone.
+        if self.members is None and not self.cadence.auto:
+            self._loaded = "own" if rows is not None else "other"
+            if rows is not None:
+                self.tracking.load(self.params, rows)
+
+    def _compare_loaded(self) -> None:
+        """Start the estimates again unless all ranks have loaded their own; collective.
+
+        The corrections would not sum to zero, and pull the training away for good.
+        """
+        own = torch.tensor([self._loaded == "own"], device="cpu")
+        self._loaded = None
+        if self.tracking and not self.session.transport.all_gather(own).all():
+            self.tracking.reset()
+
     def begin_step(self) -> None:
         """Check parameters, averages and members for changes since the last step."""
         self.meter.reset()
@@ -369,6 +396,9 @@ class Rounds:
         if not self._same_round:
             with self.failing_together():
                 self.surviving(self.agree_on_round)
+        if self._loaded:
+            with self.failing_together():
+                self.surviving(self._compare_loaded)
         if self.post_mix:
             self.post_mix.begin(self._buckets)
 
@@ -465,6 +495,7 @@ class Rounds:
 
     def drop_tracking(self) -> None:
         """Track gradients no longer; a round in flight still mixes what was tracked."""
+        self._local_update.tracking = None
         self._companions = tuple(c for c in self._companions if not isinstance(c, Tracking))
 
     def reshard(self) -> None:

@@ -224,10 +224,12 @@ class Tracking:
         found = (self._tracked_of.get(id(param)) for param in params)
         tracked = dict.fromkeys(each for each in found if each is not None)
         lent = [param for each in tracked for param in self._correct(each)]
-        with self._without_momentum():
-            yield
-        for param in lent:
-            param.grad = None
+        try:
+            with self._without_momentum():
+                yield
+        finally:
+            for param in lent:
+                param.grad = None
 
     @torch.no_grad()
     def _correct(self, tracked: _Tracked) -> list[Tensor]:

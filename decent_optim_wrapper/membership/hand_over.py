@@ -59,6 +59,7 @@ class HandOver:
             # The round in flight is dropped, and estimates and references start again.
             for key in ("starts", "tracked", "references"):
                 saved.pop(key, None)
+            saved["tracks"] = self._gossip.tracking is not None
             state = [self._optimizer.state_dict(), saved, parts]
             send_state(state, transport)
             return
@@ -66,6 +67,8 @@ class HandOver:
         if takes:
             self.takeovers += 1
             self._optimizer.load_state_dict(base)
+            if self._gossip.tracking and not saved.pop("tracks"):
+                self._gossip.drop_tracking()
             saved |= {"in_flight": False, "kept": False}
             restore(self._gossip, read_state(self._gossip, saved, self._gossip.mixing_rate))
             for part, state in zip(self._parts, parts, strict=True):

@@ -195,6 +195,8 @@ def open_session(
     agreement.start(parameters, transport)
     local_update.know(parameters)
     gossip.buckets = extend_plan((), (p.tensor for p in parameters), layout)
+    if sync and not (recovery and recovery.joins):
+        session.references.begin(gossip.buckets)
     hand_over = None
     if recovery:
         hand_over = HandOver(optimizer, gossip, others, extras.parts, layout)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +50,7 @@ class Row(NamedTuple):
     lr: float = 0.02
     decay: bool = False
     mixing_power: float | None = None
-    options: Mapping[str, Any] = MappingProxyType({})
+    options: dict[str, Any] | None = None
     by_digit: bool = True
     every_epoch: bool = True
 
@@ -112,7 +111,7 @@ def _train(row: Row, epochs: int, seed: int, model: nn.Module, group: Any) -> li
             topology=row.topology,
             schedule=row.schedule,
             process_group=group,
-            **row.options,
+            **(row.options or {}),
         )
     steps = epochs * -(-len(shard.labels) // 16)
     decay = LambdaLR(base, lambda step: 1 - step / steps if row.decay else 1.0)

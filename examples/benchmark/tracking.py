@@ -12,17 +12,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from digits import Epoch, Row, train_on_threads
 from schedulefree import SGDScheduleFree
+from torch.optim import AdamW
 
 from decent_optim_wrapper import Schedule
 from decent_optim_wrapper.optim import QGSGD
@@ -46,7 +46,7 @@ class Base(NamedTuple):
     lrs: tuple[float, ...]
     decay: bool = True
     schedule: Schedule = Schedule()
-    others: Mapping[str, Row] = MappingProxyType({})
+    others: tuple[tuple[str, Row], ...] = ()
 
     def rows(self) -> dict[str, Row]:
         plain = Row(optimizer=self.optimizer, decay=self.decay, every_epoch=False)
@@ -55,8 +55,7 @@ class Base(NamedTuple):
             "DDP": plain._replace(topology=None),
             "plain gossip": plain,
             **{
-                name: row._replace(decay=self.decay, every_epoch=False)
-                for name, row in self.others.items()
+                name: row._replace(decay=self.decay, every_epoch=False) for name, row in self.others
             },
             "tracking": tracking,
             "tracking, int8": _with_dtype(tracking, torch.int8),
@@ -65,30 +64,31 @@ class Base(NamedTuple):
 
 
 def _with_dtype(row: Row, dtype: torch.dtype) -> Row:
-    return row._replace(options={**row.options, "comm_dtype": dtype})
+    return row._replace(options={**(row.options or {}), "comm_dtype": dtype})
 
 
 BASES = {
     "SGD": Base(
         optimizer=partial(torch.optim.SGD, momentum=0.9),
         lrs=(0.02, 0.05, 0.1, 0.2),
-        others={"QGSGD": Row(optimizer=QGSGD)},
+        others=(("QGSGD", Row(optimizer=QGSGD)),),
     ),
     "AdamW": Base(
-        optimizer=torch.optim.AdamW,
+        optimizer=AdamW,
         lrs=(0.002, 0.005, 0.01, 0.02),
-        others={
-            "average_state=('exp_avg_sq',)": Row(
-                optimizer=torch.optim.AdamW, schedule=Schedule(average_state=("exp_avg_sq",))
-            )
-        },
+        others=(
+            (
+                "average_state=('exp_avg_sq',)",
+                Row(optimizer=AdamW, schedule=Schedule(average_state=("exp_avg_sq",))),
+            ),
+        ),
     ),
     "Schedule-Free": Base(
         optimizer=SGDScheduleFree,
         lrs=(0.2, 0.5, 1.0, 2.0),
         decay=False,
         schedule=ITERATE,
-        others={"average_state=('z',)": Row(optimizer=SGDScheduleFree, schedule=ITERATE)},
+        others=(("average_state=('z',)", Row(optimizer=SGDScheduleFree, schedule=ITERATE)),),
     ),
 }
 
