@@ -1,18 +1,21 @@
-"""Train a character-level GPT whose replicas are spread over ranks and gossip with each other.
+"""Train a character-level GPT with gossip averaging, and compare it with DDP.
 
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --ddp --comm-dtype float32 int8
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --inner fsdp
-    torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --inner tp
 
-The text is the reference of the Python language, which ships with Python for `help()`. The ranks
-are a mesh ("gossip", "inner"): `--inner-size` of them hold a replica together, by FSDP2 (`fsdp`)
-or tensor parallelism (`tp`); with `none` each rank holds one.
+The text is the reference of the Python language, which ships with Python for `help()`. Every rank
+trains on its own shard of it: shuffled blocks, or (`--shards topics`) neighbouring topics. The last
+tenth of each topic is held out. With `--inner` the ranks are a mesh ("gossip", "inner"):
+`--inner-size` of them hold a replica together, by FSDP2 (`fsdp`) or tensor parallelism (`tp`).
 """
 
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,23 +24,33 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
 
 from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
+from decent_optim_wrapper.optim import lr_scheduler_fn_cosine_with_warmup
 from decent_optim_wrapper.utils import init_distributed
 
-WIDTH, HEAD, DEPTH, CONTEXT, BATCH = 64, 16, 2, 64, 16
+HEAD, CONTEXT, BATCH, BLOCK = 32, 64, 8, 2048
 # Steps, the validation loss of the averaged model, and MiB that this rank has sent by then.
 Point = tuple[int, float, float]
+
+
+class Data(NamedTuple):
+    """The text of this rank's shard, that which is held out, and the number of characters."""
+
+    shard: Tensor
+    held_out: Tensor
+    characters: int
 
 
 class Block(nn.Module):
     """Attention and a perceptron; tensor parallelism gives each rank some heads and neurons."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.query, self.key, self.value, self.project = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.project = (nn.Linear(width, width) for _ in range(4))
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.before(x)
@@ -51,11 +64,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predicts the next character: logits of shape (batch, length, characters)."""
 
-    def __init__(self, characters: int) -> None:
+    def __init__(self, characters: int, width: int, depth: int) -> None:
         super().__init__()
-        self.characters, self.places = nn.Embedding(characters, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, characters)
+        self.characters, self.places = nn.Embedding(characters, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, characters)
 
     def forward(self, text: Tensor) -> Tensor:
         places = torch.arange(text.shape[1], device=text.device)
@@ -64,13 +77,41 @@ class GPT(nn.Module):
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--inner", choices=("fsdp", "tp", "none"), default="fsdp")
+    parser.add_argument("--topology", choices=TopologyFactory.names(), default="ring")
+    dtypes = ("float32", "bfloat16", "int8", "int4")
+    parser.add_argument(
+        "--comm-dtype", choices=dtypes, nargs="+", default=["float32"], help="one run for each"
+    )
+    parser.add_argument("--gradient-tracking", action="store_true")
+    parser.add_argument("--ddp", action="store_true", help="compare with DistributedDataParallel")
+    parser.add_argument("--shards", choices=("shuffled", "topics"), default="shuffled")
+    parser.add_argument("--inner", choices=("fsdp", "tp", "none"), default="none")
     parser.add_argument("--inner-size", type=int, default=2, help="ranks of a replica")
-    parser.add_argument("--topology", choices=TopologyFactory.names(), default="one-peer-exp")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--depth", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/gpt.png"), help="the curves")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.ddp and args.inner != "none":
+        parser.error("--ddp expects replicas of one rank: drop --inner")
+    return args
+
+
+def load_data(shards: str, place: int, count: int, device: torch.device) -> Data:
+    """The text of one of `count` shards of equally many characters, and the text to validate on."""
+    texts = [topics[name] for name in sorted(topics)]
+    alphabet = {symbol: number for number, symbol in enumerate(sorted(set().union(*texts)))}
+    codes = [torch.tensor([alphabet[symbol] for symbol in text], device=device) for text in texts]
+    parts = [code.tensor_split([len(code) * 9 // 10]) for code in codes]
+    learnt, held_out = (torch.cat(part) for part in zip(*parts, strict=True))
+    if shards == "shuffled":
+        blocks = learnt.split(BLOCK)
+        # The same for every seed, so that losses can be compared.
+        order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(0))
+        learnt = torch.cat([blocks[number] for number in order])
+    return Data(learnt.tensor_split(count)[place], held_out, len(alphabet))
 
 
 def spread(model: GPT, inner: str, mesh: DeviceMesh) -> None:
@@ -91,58 +132,99 @@ def loss_at(model: nn.Module, text: Tensor, starts: Tensor) -> Tensor:
     return cross_entropy(model(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten())
 
 
-def train(args: argparse.Namespace) -> list[Point]:
-    device, inner = init_distributed().device, 1 if args.inner == "none" else args.inner_size
+def wrap(
+    base: torch.optim.Optimizer,
+    model: GPT,
+    mesh: DeviceMesh,
+    args: argparse.Namespace,
+    comm_dtype: str,
+) -> DecentOptimWrapper:
+    return DecentOptimWrapper(
+        base,
+        topology=args.topology,
+        comm_dtype=None if comm_dtype == "float32" else getattr(torch, comm_dtype),
+        gradient_tracking=args.gradient_tracking,
+        mesh=mesh,
+        gossip_dim="gossip",
+        model=model,
+    )
+
+
+def name_of(args: argparse.Namespace, comm_dtype: str | None) -> str:
+    if comm_dtype is None:
+        return "DDP"
+    return f"{args.topology}, {comm_dtype}" + ", tracking" * args.gradient_tracking
+
+
+def train(args: argparse.Namespace, device: torch.device, comm_dtype: str | None) -> list[Point]:
+    """A usual training loop, with gossip in that format or (None) with DistributedDataParallel."""
+    inner = 1 if args.inner == "none" else args.inner_size
     shape = dist.get_world_size() // inner, inner
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("gossip", "inner"))
-    text = "".join(topics[name] for name in sorted(topics))
-    alphabet = {character: number for number, character in enumerate(sorted(set(text)))}
-    data = torch.tensor([alphabet[character] for character in text], device=device)
-    learnt, held_out = data.tensor_split([len(data) * 9 // 10])
-    exam = torch.arange(0, len(held_out) - CONTEXT, 8 * CONTEXT)
-    torch.manual_seed(0)
-    model = GPT(len(alphabet)).to(device)
+    # FSDP splits the batch of a replica among its ranks; those of tensor parallelism share it.
+    if args.inner == "fsdp":
+        place, count, batch = dist.get_rank(), dist.get_world_size(), BATCH // inner
+    else:
+        place, count, batch = mesh.get_local_rank("gossip"), shape[0], BATCH
+    shard, held_out, characters = load_data(args.shards, place, count, device)
+    exam = torch.arange(0, len(held_out) - CONTEXT, 4 * CONTEXT)
+    torch.manual_seed(args.seed)
+    model = network = GPT(characters, args.width, args.depth).to(device)
     spread(model, args.inner, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    options = {"topology": args.topology, "mesh": mesh, "gossip_dim": "gossip", "model": model}
-    optimizer = DecentOptimWrapper(optimizer, **options)
-    # FSDP splits the batch of a replica among its ranks; those of tensor parallelism share it.
-    fsdp = args.inner == "fsdp"
-    place = dist.get_rank() if fsdp else mesh.get_local_rank("gossip")
-    generator = torch.Generator().manual_seed(place)
-    history, sent = [], 0
+    if comm_dtype is None:
+        network = DistributedDataParallel(model)
+    else:
+        optimizer = wrap(optimizer, model, mesh, args, comm_dtype)
+    # The bytes that a ring all-reduce of the gradients sends in a step.
+    reduced = 2 * (1 - 1 / count) * sum(param.nbytes for param in model.parameters())
+    warmup = args.steps // 20
+    scheduler = lr_scheduler_fn_cosine_with_warmup(optimizer, args.steps - warmup, warmup)
+    generator = torch.Generator().manual_seed(1000 * args.seed + place)
+    history, sent = [], 0.0
     for step in range(1, args.steps + 1):
-        size = (BATCH // inner if fsdp else BATCH,)
-        starts = torch.randint(len(learnt) - CONTEXT, size, generator=generator)
+        starts = torch.randint(len(shard) - CONTEXT, (batch,), generator=generator)
         optimizer.zero_grad()
-        loss_at(model, learnt, starts).backward()
-        optimizer.clip_grad_norm_(1.0)  # By the norm of the whole replica.
+        loss_at(network, shard, starts).backward()
+        if comm_dtype is None:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            optimizer.clip_grad_norm_(1.0)  # By the norm of the whole replica.
         optimizer.step()
-        sent += optimizer.stats().bytes_sent
-        if step % max(1, args.steps // 20) == 0:
-            with optimizer.averaged(), torch.no_grad():
+        scheduler.step()
+        sent += reduced if comm_dtype is None else optimizer.stats().bytes_sent
+        if step % max(1, args.steps // 10) == 0:
+            averaged = nullcontext() if comm_dtype is None else optimizer.averaged()
+            with averaged, torch.no_grad():
                 history.append((step, loss_at(model, held_out, exam).item(), sent / 2**20))
+            if dist.get_rank() == 0:
+                line = "{}, step {}: validation loss {:.3f}, {:.2f} MiB sent"
+                print(line.format(name_of(args, comm_dtype), *history[-1]), flush=True)
     return history
 
 
-def draw(history: list[Point], path: Path) -> None:
+def draw(runs: dict[str, list[Point]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.5), layout="constrained")
-    labels = "validation loss, nats per character", "MiB sent per rank since the start"
-    for axes, label, column in zip(figure.subplots(1, 2), labels, (1, 2), strict=True):
-        axes.plot([point[0] for point in history], [point[column] for point in history])
-        axes.set(xlabel="step", ylabel=label, ylim=(0, None))
+    labels = "step", "MiB sent per rank since the start"
+    for axes, label, column in zip(figure.subplots(1, 2), labels, (0, 2), strict=True):
+        for name, history in runs.items():
+            axes.plot(
+                [point[column] for point in history], [point[1] for point in history], label=name
+            )
+        axes.set(xlabel=label, ylabel="validation loss, nats per character")
+        axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=80)
 
 
 def main() -> None:
-    args = parse_arguments()
-    history = train(args)
+    args, device = parse_arguments(), init_distributed().device
+    methods = [*args.comm_dtype, *([None] if args.ddp else [])]
+    runs = {name_of(args, method): train(args, device, method) for method in methods}
     if dist.get_rank() == 0:
-        draw(history, args.output)
-        print("step {}: validation loss {:.3f}, {:.2f} MiB sent".format(*history[-1]))
+        draw(runs, args.output)
     dist.destroy_process_group()
 
 

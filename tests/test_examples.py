@@ -188,18 +188,68 @@ def test_the_custom_topology_can_be_looked_at_and_trained_on(tmp_path: Path) -> 
     assert "largest error of a weight 0.0" in run_script_on_ranks(3, script, cwd=tmp_path)
 
 
+# Before training the loss is that of all 103 characters being as likely, 4.6, or above.
+SMALL_GPT = "--width", "64", "--depth", "2", "--steps", "20", "--lr", "0.01"
+
+
+class Point(NamedTuple):
+    """What train_gpt.py has printed: validation loss, and MiB sent per rank."""
+
+    loss: float
+    sent: float
+
+
+def gpt_runs(out: str) -> dict[str, list[Point]]:
+    """By name; each has ten points."""
+    line = r"^(.*), step \d+: validation loss (.*), (.*) MiB sent$"
+    runs: dict[str, list[Point]] = {}
+    for name, loss, sent in re.findall(line, out, re.MULTILINE):
+        runs.setdefault(name, []).append(Point(float(loss), float(sent)))
+    assert all(len(run) == 10 for run in runs.values()), out
+    return runs
+
+
 @pytest.mark.parametrize("inner", ["fsdp", "tp", "none"])
 def test_a_gpt_learns_whose_replicas_are_spread_over_a_mesh(inner: str, tmp_path: Path) -> None:
-    options = ("--inner", inner, "--steps", "10", "--topology", "ring")
+    options = ("--inner", inner, *SMALL_GPT)
     out = run_script_on_ranks(4, EXAMPLES / "train_gpt.py", *options, cwd=tmp_path)
-    found = re.findall(r"step 10: validation loss (.*), (.*) MiB sent", out)
+    found = re.findall(
+        r"^ring, float32, step 20: validation loss (.*), (.*) MiB", out, re.MULTILINE
+    )
     assert len(found) == 1, out
     loss, sent = map(float, found[0])
-    # Before training it is that of all 103 characters being as likely: 4.6.
     assert loss < 3.5
     # In pairs each step sends the model of 0.45 MiB, or what of it is on this rank.
-    assert 10 * 0.2 < sent < 10 * (0.5 if inner == "none" else 0.3)
+    assert 20 * 0.2 < sent < 20 * (0.5 if inner == "none" else 0.3)
     assert (tmp_path / "runs" / "gpt.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_gpt_learns_shards_by_topic_in_every_format_and_with_ddp(tmp_path: Path) -> None:
+    options = ("--shards", "topics", "--gradient-tracking", "--comm-dtype", "float32", "int8")
+    command = (*options, "--ddp", *SMALL_GPT)
+    out = run_script_on_ranks(4, EXAMPLES / "train_gpt.py", *command, cwd=tmp_path)
+    runs = gpt_runs(out)
+    assert list(runs) == ["ring, float32, tracking", "ring, int8, tracking", "DDP"]
+    assert all(run[-1].loss < min(3.5, run[0].loss) for run in runs.values()), out
+    exact, coded, reduced = (run[-1].sent for run in runs.values())
+    # Parameters and estimates, as against 1.5 copies of the gradients. The first meeting of two
+    # ranks is not coded.
+    assert reduced == pytest.approx(exact * 1.5 / 2, rel=0.02)
+    assert 0.25 < coded / exact < 0.35
+
+
+def test_shards_by_topic_are_neighbouring_parts_of_the_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    load_data = importlib.import_module("train_gpt").load_data
+    whole = load_data("topics", 0, 1, torch.device("cpu"))
+    for way in ("topics", "shuffled"):
+        parts = [load_data(way, rank, 4, torch.device("cpu")) for rank in range(4)]
+        assert all(torch.equal(part.held_out, whole.held_out) for part in parts)
+        shards = torch.cat([part.shard for part in parts])
+        assert torch.equal(shards.bincount(), whole.shard.bincount())
+        assert torch.equal(shards, whole.shard) == (way == "topics")
 
 
 def test_a_mesh_sends_along_the_slow_dimension_what_is_computed(tmp_path: Path) -> None:
