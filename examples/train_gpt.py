@@ -80,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--topology", choices=TopologyFactory.names(), default="ring")
     dtypes = ("float32", "bfloat16", "int8", "int4")
     parser.add_argument(
-        "--comm-dtype", choices=dtypes, nargs="+", default=["float32"], help="one run for each"
+        "--comm-dtype", choices=dtypes, nargs="*", default=["float32"], help="one run for each"
     )
     parser.add_argument("--gradient-tracking", action="store_true")
     parser.add_argument("--ddp", action="store_true", help="compare with DistributedDataParallel")
@@ -90,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=5)
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/gpt.png"), help="the curves")
     args = parser.parse_args()
@@ -167,7 +167,7 @@ def train(args: argparse.Namespace, device: torch.device, comm_dtype: str | None
     else:
         place, count, batch = mesh.get_local_rank("gossip"), shape[0], BATCH
     shard, held_out, characters = load_data(args.shards, place, count, device)
-    exam = torch.arange(0, len(held_out) - CONTEXT, 4 * CONTEXT)
+    exam = torch.arange(0, len(held_out) - CONTEXT, 8 * CONTEXT)
     torch.manual_seed(args.seed)
     model = network = GPT(characters, args.width, args.depth).to(device)
     spread(model, args.inner, mesh)
@@ -198,7 +198,7 @@ def train(args: argparse.Namespace, device: torch.device, comm_dtype: str | None
             with averaged, torch.no_grad():
                 history.append((step, loss_at(model, held_out, exam).item(), sent / 2**20))
             if dist.get_rank() == 0:
-                line = "{}, step {}: validation loss {:.3f}, {:.2f} MiB sent"
+                line = "{}, step {}: validation loss {:.4f}, {:.2f} MiB sent"
                 print(line.format(name_of(args, comm_dtype), *history[-1]), flush=True)
     return history
 
