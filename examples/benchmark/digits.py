@@ -102,6 +102,9 @@ def _train(row: Row, epochs: int, seed: int, model: nn.Module, group: Any) -> li
     device = next(model.parameters()).device
     shard, test = load_data(group.rank(), group.size(), device, row.by_digit)
     base = optimizer = row.optimizer(model.parameters(), lr=row.lr)
+    if hasattr(base, "train"):
+        # Schedule-Free trains other parameters than it evaluates.
+        base.train()
     network = model
     if row.topology is None and group is dist.group.WORLD:
         network = DistributedDataParallel(model)

@@ -19,12 +19,14 @@ class Method(NamedTuple):
         topology: who mixes.
         bytes_share: bytes that it sends of each byte of the parameters.
         schedule: the options of its schedule.
+        local_world_size: ranks per node.
         whole_update: whether nothing leaves before all parameters are updated, so that the wire is
             idle meanwhile.
     """
 
     pace: Literal["overlap", "no_overlap", "all_reduce"] = "overlap"
     topology: str = "ring"
+    local_world_size: int = 1
     bytes_share: float = 1.0
     schedule: Mapping[str, Any] = {}
     whole_update: bool = False
@@ -32,6 +34,7 @@ class Method(NamedTuple):
 
 # A byte for each value of four, and a scale for each block.
 INT8 = 0.254
+NODES = Method(topology="alternating-exp-ring", local_world_size=2)
 AUTO = {"gossip_every": "auto"}
 METHODS = {
     "DDP": Method(pace="all_reduce"),
@@ -49,6 +52,9 @@ METHODS = {
     "ours, complete": Method(topology="complete"),
     "ours, complete, bf16": Method(topology="complete", bytes_share=0.5),
     "ours, complete, int8": Method(topology="complete", bytes_share=INT8),
+    "ours, nodes of 2": NODES,
+    "ours, nodes of 2, bf16": NODES._replace(bytes_share=0.5),
+    "ours, nodes of 2, int8": NODES._replace(bytes_share=INT8),
     "ours, whole update": Method(whole_update=True),
     "ours, in the backward pass": Method(),
     "ours, in the backward pass, bf16": Method(bytes_share=0.5),
@@ -83,7 +89,7 @@ def step_seconds(
         **machines: jitter and slow ranks, as in `simulate`.
     """
     result = simulate(
-        TopologyFactory.create(method.topology, ranks),
+        TopologyFactory.create(method.topology, ranks, method.local_world_size),
         compute_time=compute,
         bandwidth=size_mib * MIB / wire,
         latency=update if method.whole_update else 0.0,
