@@ -149,8 +149,7 @@ def restore(gossip: Gossip, saved: SavedState) -> None:
     gossip.average.keep()
     if gossip.post_mix:
         gossip.post_mix.outer = saved.outer
-    if gossip.tracking:
-        gossip.restore_tracking(saved.tracked)
+    gossip.restore_tracking(saved.tracked)
     gossip.restore(saved.gossip, saved.kept, saved.starts, saved.references)
 
 

@@ -36,7 +36,7 @@ class StateGossip:
         self._buckets = {b: state for b, state in self._buckets.items() if b in buckets}
 
     def begin_step(self, in_flight: bool) -> None:
-        """Do nothing: the state may change while it is in flight, as parameters may."""
+        """Do nothing: every round is mixed in the next step."""
 
     def launch(self, bucket: Bucket) -> list[Bucket]:
         """The bucket of the state that belongs to a bucket of parameters, to send it."""

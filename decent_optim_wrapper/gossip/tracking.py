@@ -80,10 +80,6 @@ class _Tracked:
         # Whether y holds the correction.
         self.is_open = False
 
-    def estimate_of(self, param: Tensor) -> Estimate:
-        """That of a member."""
-        return next(e for p, e in zip(self.params, self.estimates, strict=True) if p is param)
-
     @property
     def y(self) -> list[Tensor]:
         return [local(each.y) for each in self.estimates]
@@ -153,22 +149,29 @@ class Tracking:
         # Whether the base takes y for its momentum.
         self._replaces = type(optimizer) in _WITH_MOMENTS
         self._tracked: dict[Bucket, _Tracked] = {}
-        self._tracked_of: dict[int, _Tracked] = {}
+        # By parameter: the bucket's, and its own.
+        self._of: dict[int, tuple[_Tracked, Estimate]] = {}
         # Whether a round is in flight during the updates.
         self._in_flight = False
 
     def plan(self, buckets: Sequence[Bucket]) -> None:
         """Track the members of these buckets; what is known of them is kept."""
-        known: dict[int, Estimate] = {}
         for each in self._tracked.values():
             each.close()
-            known |= zip(map(id, each.params), each.estimates, strict=True)
         for bucket in buckets:
             if bucket not in self._tracked:
-                estimates = [known.get(id(p)) or Estimate.of(p) for p in bucket.members]
+                estimates = [self._estimate_of(param) for param in bucket.members]
                 self._tracked[bucket] = _Tracked(bucket.members, estimates, self._layout)
         self._tracked = {bucket: self._tracked[bucket] for bucket in buckets}
-        self._tracked_of = {id(p): each for each in self._tracked.values() for p in each.params}
+        self._of = {
+            id(param): (each, estimate)
+            for each in self._tracked.values()
+            for param, estimate in zip(each.params, each.estimates, strict=True)
+        }
+
+    def _estimate_of(self, param: Tensor) -> Estimate:
+        """That of a parameter; a new one if it is in no bucket yet."""
+        return self._of[id(param)][1] if id(param) in self._of else Estimate.of(param)
 
     def begin_step(self, in_flight: bool) -> None:
         """Take note of whether y is in flight during the updates of a step."""
@@ -194,13 +197,12 @@ class Tracking:
         return [self._row(param) for param in params]
 
     def _row(self, param: Tensor) -> dict[str, Any]:
-        tracked = self._tracked_of.get(id(param))
-        estimate = tracked.estimate_of(param) if tracked else Estimate.of(param)
+        estimate = self._estimate_of(param)
         return {
             "y": estimate.y.detach().clone(),
             "mean": estimate.mean.detach().clone(),
             "steps": estimate.steps,
-            "is_open": tracked is not None and tracked.is_open,
+            "is_open": id(param) in self._of and self._of[id(param)][0].is_open,
         }
 
     @torch.no_grad()
@@ -208,8 +210,8 @@ class Tracking:
         """Continue with what was saved; `check_rows` has checked it."""
         self.reset()
         for param, row in zip(params, rows, strict=True):
-            if tracked := self._tracked_of.get(id(param)):
-                estimate = tracked.estimate_of(param)
+            if id(param) in self._of:
+                tracked, estimate = self._of[id(param)]
                 estimate.y.copy_(row["y"])
                 estimate.mean.copy_(row["mean"])
                 estimate.steps, tracked.is_open = index(row["steps"]), row["is_open"]
@@ -221,8 +223,7 @@ class Tracking:
         Args:
             params: those to update, with their gradients: of whole buckets, or of none.
         """
-        found = (self._tracked_of.get(id(param)) for param in params)
-        tracked = dict.fromkeys(each for each in found if each is not None)
+        tracked = dict.fromkeys(self._of[id(p)][0] for p in params if id(p) in self._of)
         lent = [param for each in tracked for param in self._correct(each)]
         try:
             with self._without_momentum():
