@@ -51,6 +51,14 @@ def available() -> bool:
     return os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "tc"))
 
 
+def possible(rate: str) -> str:
+    """The rate, or none where links cannot be limited."""
+    if rate and not available():
+        print("no root or no iproute2: running over plain loopback, without a rate limit")
+        return ""
+    return rate
+
+
 @contextmanager
 def lab(hosts: int, rate: str) -> Iterator[Lab]:
     """Set up `hosts` namespaces on one bridge, each behind a link of `rate` in both directions.

@@ -174,9 +174,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    if args.rate and not netlab.available():
-        print("no root or no iproute2: running over plain loopback, without a rate limit")
-        args.rate = ""
+    args.rate = netlab.possible(args.rate)
     if importlib.util.find_spec("decent_dp") is None and "decent-dp" in args.methods:
         print("decent-dp is not installed (pip install decent-dp): left out")
         args.methods.remove("decent-dp")

@@ -320,9 +320,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    if args.rate and not netlab.available():
-        print("no root or no iproute2: running over plain loopback, without a rate limit")
-        args.rate = ""
+    args.rate = netlab.possible(args.rate)
     os.environ.setdefault("LOGURU_LEVEL", "ERROR")
     recordings = {}
     with netlab.lab(args.ranks, args.rate) as where:
