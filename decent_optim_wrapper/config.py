@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import Store
 from torch.optim import LBFGS, Optimizer
 
 from decent_optim_wrapper.comm.codec import INT4
+from decent_optim_wrapper.gossip.exchange import OnNonfinite as OnNonfinite
 from decent_optim_wrapper.gossip.outer import MakeOptimizer
-from decent_optim_wrapper.gossip.round import OnNonfinite as OnNonfinite
 from decent_optim_wrapper.gossip.schedule import Cadence, check_mixing_rate
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.topo.base import did_you_mean

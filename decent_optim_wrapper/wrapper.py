@@ -16,6 +16,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.comm.process_groups import serves
+from decent_optim_wrapper.comm.transport import CPU
 from decent_optim_wrapper.config import (
     Elastic,
     OnNonfinite,
@@ -539,7 +541,10 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device on which Join counts the ranks that still have data."""
-        return self._gossip.session.transport.control_device
+        group = self._parts.process_group
+        if group is None or serves(group, CPU):
+            return CPU
+        return next(param.device for param in self._gossip.params if param.is_cuda)
 
     @property
     def join_process_group(self) -> Any:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule, TopologyFactory
 from decent_optim_wrapper.comm import transport
-from decent_optim_wrapper.comm.process_groups import new_backend
+from decent_optim_wrapper.comm.process_groups import new_communicator
 
 pytestmark = pytest.mark.slow
 
@@ -104,11 +104,11 @@ def two_wrappers_with_communicators(rank: int) -> tuple[bool, float]:
     timeouts = []
 
     def noting(like: Any, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        made = new_backend(like, store, rank, size, timeout)
+        made = new_communicator(like, store, rank, size, timeout)
         timeouts.append(made.options._timeout)
         return made
 
-    transport.new_backend = noting  # type: ignore[attr-defined]
+    transport.new_communicator = noting  # type: ignore[attr-defined]
     for seed in (0, 1):
         params = make_params(seed=seed)
         topology = TopologyFactory.create("alternating-exp-ring", 6, 3)

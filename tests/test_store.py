@@ -24,7 +24,7 @@ from torch.distributed import DistError
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
 from decent_optim_wrapper.comm.background import within
-from decent_optim_wrapper.comm.process_groups import new_backend
+from decent_optim_wrapper.comm.process_groups import new_communicator
 from decent_optim_wrapper.comm.store import BoundedStore
 
 pytestmark = pytest.mark.slow
@@ -264,4 +264,4 @@ def test_communicators_are_not_waited_for_for_ever_when_the_store_is_stopped() -
     with StoreProcess() as server:
         own = server.connect()
         with stopped(server), pytest.raises(TimeoutError):
-            new_backend(like, own, 0, 2, timedelta(seconds=PATIENCE))
+            new_communicator(like, own, 0, 2, timedelta(seconds=PATIENCE))

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from decent_optim_wrapper import DecentOptimWrapper, Group, Topology, TopologyFactory
 from decent_optim_wrapper.comm import transport
-from decent_optim_wrapper.comm.process_groups import new_backend
+from decent_optim_wrapper.comm.process_groups import new_communicator
 from decent_optim_wrapper.gossip.bucket import Layout, plan_buckets
 from decent_optim_wrapper.gossip.local_update import SPLITTABLE, LocalUpdate
 
@@ -561,9 +561,9 @@ def test_pairs_need_no_process_group_of_their_own(monkeypatch: pytest.MonkeyPatc
 
     def counting(like: Any, store: Any, rank: int, size: int, timeout: Any) -> Any:
         sizes.append(size)
-        return new_backend(like, store, rank, size, timeout)
+        return new_communicator(like, store, rank, size, timeout)
 
-    monkeypatch.setattr(transport, "new_backend", counting)
+    monkeypatch.setattr(transport, "new_communicator", counting)
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
         topology = TopologyFactory.create("one-peer-exp", 8)

@@ -40,8 +40,8 @@ class Codec(ABC):
         """Bytes of the message of so many elements."""
 
     @abstractmethod
-    def is_finite(self, message: Tensor) -> bool:
-        """Whether the coded values were finite."""
+    def is_finite(self, message: Tensor) -> Tensor:
+        """Whether the coded values were finite: bool of shape ()."""
 
     @abstractmethod
     def _write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:
@@ -138,9 +138,9 @@ class BlockCodec(Codec):
         """Bytes of the message of so many elements."""
         return self._blocks(numel) * (self._code_bytes + torch.float32.itemsize)
 
-    def is_finite(self, message: Tensor) -> bool:
+    def is_finite(self, message: Tensor) -> Tensor:
         """Whether the coded values were finite: a block that is not has no finite scale."""
-        return bool(self._split(message)[1].isfinite().all())
+        return largest(self._split(message)[1]) < torch.inf
 
     def _write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:
         codes, scales = self._parts(message, place, values.numel())
@@ -197,9 +197,9 @@ class CastCodec(Codec):
         """Bytes of the message of so many elements."""
         return numel * self._dtype.itemsize
 
-    def is_finite(self, message: Tensor) -> bool:
+    def is_finite(self, message: Tensor) -> Tensor:
         """Whether the values are finite after the cast."""
-        return bool(message.view(self._dtype).isfinite().all())
+        return largest(message.view(self._dtype)) < torch.inf
 
     def _write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:
         message.view(self._dtype)[place].copy_(values)
@@ -212,6 +212,14 @@ def codec_of(comm_dtype: torch.dtype) -> Codec:
     """The codec of a `comm_dtype`."""
     bits = {torch.int8: 8, INT4: 4}.get(comm_dtype)
     return CastCodec(comm_dtype) if bits is None else BlockCodec(bits)
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest absolute value, of shape (); NaN if there is one, and 0 of nothing."""
+    if not values.numel():
+        return values.new_zeros(())
+    norm: Tensor = torch.linalg.vector_norm(values, torch.inf)
+    return norm
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 
 from decent_optim_wrapper.comm.background import within
 
+_CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 # The tag of a receive without a matching send.
 _ABORT_TAG = (1 << 20) - 1
 # How much later than its timeout gloo may report which rank is missing.
@@ -38,8 +39,7 @@ def serves(group: Any, device: torch.device) -> bool:
 
 def exchange_device(group: Any) -> torch.device:
     """The kind of device whose tensors are exchanged: the GPU if the group serves it."""
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    return cuda if torch.cuda.is_available() and serves(group, cuda) else cpu
+    return _CUDA if torch.cuda.is_available() and serves(group, _CUDA) else _CPU
 
 
 def timeout_of(group: Any) -> timedelta:
@@ -73,36 +73,45 @@ def is_closed(group: Any) -> bool:
         return False
 
 
-def new_backend(like: Any, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def new_communicator(like: Any, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Create a communicator of the kind of `like` that torch does not register.
 
-    dist.new_group does not do: its name depends on the number of groups that this process has made,
-    and it waits forever if ranks have made different numbers.
+    Small messages travel on the CPU: it has a gloo backend, and next to it one of NCCL if `like`
+    has. dist.new_group does not do: its name depends on the number of groups that this process has
+    made, and it waits forever if ranks have made different numbers.
 
     Args:
-        like: a gloo or nccl backend.
+        like: a process group, or a gloo backend.
         store: where the members meet, under a prefix of their own.
         rank: the position of this rank among the members.
         size: number of members.
         timeout: bound of the connection and of every operation.
 
     Raises:
-        ValueError: `like` is another backend.
+        ValueError: `like` has another backend.
         RuntimeError: a member is missing.
         TimeoutError: a link is dead, or the store does not answer.
     """
-    if like.name() == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    if like.name() == "gloo":
-        # gloo's own timeout does not hold if a link is dead or the store does not answer.
-        seconds = timeout.total_seconds() + _CONNECT_SLACK_SECONDS
-        return within(seconds, lambda: connect_gloo(store, rank, size, timeout))
-    raise ValueError(
-        f"rank {rank} of {size}: expected a gloo or nccl backend for a communicator of some ranks, "
-        f"got {like.name()}; use a topology of pairs, or complete, and no timeout"
-    )
+    kind = backend_of(like, exchange_device(like)).name()
+    if kind not in ("gloo", "nccl"):
+        raise ValueError(
+            f"rank {rank} of {size}: expected a gloo or nccl backend for a communicator of some "
+            f"ranks, got {kind}; use a topology of pairs, or complete, and no timeout"
+        )
+    # gloo's own timeout does not hold if a link is dead or the store does not answer.
+    seconds = timeout.total_seconds() + _CONNECT_SLACK_SECONDS
+    gloo = within(seconds, lambda: connect_gloo(store, rank, size, timeout))
+    if kind == "gloo":
+        return gloo
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    # It connects in its first collective.
+    nccl = dist.ProcessGroupNCCL(prefixed("nccl", store), rank, size, options)
+    group = dist.ProcessGroup(store, rank, size)
+    kinds = dist.ProcessGroup.BackendType
+    group._register_backend(_CPU, kinds.GLOO, gloo)
+    group._register_backend(_CUDA, kinds.NCCL, nccl)
+    return group
 
 
 def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -131,11 +140,15 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def abort(communicator: Any) -> None:
-    """Abort everything in flight on a communicator made by `new_backend`, here and on the peers.
+    """Abort everything in flight on a communicator made here, on this rank and on the peers.
 
     gloo's own `abort` does nothing, but a receive that times out closes the connections to all
     ranks: works that wait on them raise at once, also on other threads.
     """
+    if isinstance(communicator, dist.ProcessGroup):
+        for device in (_CPU, _CUDA):
+            abort(backend_of(communicator, device))
+        return
     if communicator.name() != "gloo":
         communicator.abort()
         return

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.comm.transport import CPU, Transport
 
 # A longer text cannot be the description of an optimizer's state.
 _LONGEST_TEXT = 1 << 28
@@ -53,10 +53,9 @@ def receive_state(transport: Transport, source: int) -> Any:
 
 def send_text(text: str, transport: Transport) -> None:
     """Send a text to all ranks; collective."""
-    device = transport.control_device
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    transport.broadcast(torch.tensor([len(data)], device=device), transport.rank)
-    transport.broadcast(data.to(device), transport.rank)
+    transport.broadcast(torch.tensor([len(data)], device=CPU), transport.rank)
+    transport.broadcast(data, transport.rank)
 
 
 def share_text(text: str, transport: Transport, source: int) -> str:
@@ -73,8 +72,7 @@ def receive_text(transport: Transport, source: int) -> str:
     Raises:
         ValueError: the announced length is impossible.
     """
-    device = transport.control_device
-    announced = torch.zeros(1, dtype=torch.int64, device=device)
+    announced = torch.zeros(1, dtype=torch.int64, device=CPU)
     transport.broadcast(announced, source)
     size = int(announced.item())
     if not 0 <= size <= _LONGEST_TEXT:
@@ -83,9 +81,9 @@ def receive_text(transport: Transport, source: int) -> str:
             f"which cannot be the state of a wrapper; make sure that nothing else communicates on "
             f"this process group at the same time, and that all ranks run the same version"
         )
-    data = torch.empty(size, dtype=torch.uint8, device=device)
+    data = torch.empty(size, dtype=torch.uint8, device=CPU)
     transport.broadcast(data, source)
-    return bytes(data.cpu().tolist()).decode(errors="replace")
+    return bytes(data.tolist()).decode(errors="replace")
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Any:

@@ -7,10 +7,11 @@ larger group gets a communicator, created by its members only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
@@ -25,17 +26,21 @@ from decent_optim_wrapper.comm.process_groups import (
     backend_of,
     exchange_device,
     is_registered,
-    new_backend,
+    new_communicator,
     prefixed,
     serves,
     store_of,
     timeout_of,
 )
 from decent_optim_wrapper.comm.store import cloned
+from decent_optim_wrapper.comm.streams import OnStream, Waitable
 from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.topo import Group
 
 Started = TypeVar("Started")
+
+# Where small messages travel, whatever torch.set_default_device says.
+CPU = torch.device("cpu")
 
 # Tags below are left to the user's own point-to-point traffic on the same process group.
 _FIRST_TAG = 1 << 20
@@ -49,16 +54,6 @@ LONGEST_WAIT = timedelta(seconds=2_000_000)
 _POLL_SECONDS = 0.001
 # How much later than at its timeout gloo may end a wait.
 _SLACK_SECONDS = 1.0
-
-
-class Waitable(Protocol):
-    """A work to wait for, of torch or made of several."""
-
-    def wait(self, timeout: timedelta = ...) -> Any:
-        """Wait until it is done; once, unless it says otherwise."""
-
-    def is_completed(self) -> bool:
-        """Whether it is done; works of gloo do not know before they are waited for."""
 
 
 class WireError(RuntimeError):
@@ -115,18 +110,32 @@ class Awaited(NamedTuple):
     on_gpu: bool = False
 
 
+class Ongoing(Protocol):
+    """What goes on in the background."""
+
+    future: Future[None]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is done, or has failed."""
+
+
 class Arrival:
     """Waits for works on a thread of its own: those of gloo do not tell whether they are done.
 
     Args:
         works: the works; nobody else waits for those that are not on a GPU.
+        further: finds further works, on the thread; None if there are none.
     """
 
-    def __init__(self, works: Sequence[Awaited]) -> None:
+    def __init__(
+        self, works: Sequence[Awaited], further: Callable[[], Sequence[Awaited]] | None = None
+    ) -> None:
         self._finished = [0]
         self.future: Future[None] = Future()
-        if works:
-            self.future = in_background(partial(_wait_for_each, tuple(works), self._finished))
+        if works or further:
+            wait = partial(_wait_for_each, tuple(works), further, self._finished)
+            self.future = in_background(wait)
         else:
             self.future.set_result(None)
 
@@ -182,10 +191,9 @@ class Transport:
         self._registered = user_group is not None and is_registered(user_group)
         self._peer_lost = peer_lost
         self._subgroups: dict[tuple[int, ...], Any] = {}
-        # Where small messages travel; the same for all communicators that are made here.
-        self.control_device = torch.device("cpu")
-        if world is not None and not serves(world, self.control_device):
-            self.control_device = torch.device("cuda", torch.cuda.current_device())
+        # Small messages travel on the CPU. A world without a backend for it is replaced when it is
+        # first used.
+        self._connects_cpu = world is None or serves(world, CPU)
         # By type of device: a backend tells slowly.
         self._coalescing: dict[str, bool] = {}
         # A closed transport is not a world of one rank: what needs the others raises.
@@ -224,14 +232,22 @@ class Transport:
         """The number of this rank at the start."""
         return self.members[self.rank]
 
-    def connect(self, schedule: Sequence[Group]) -> None:
+    def connect(self, schedule: Sequence[Group], devices: Collection[torch.device] = ()) -> None:
         """Create the communicators that `schedule` (this rank's groups, phase by phase) needs.
 
         Creation waits for all members. It cannot deadlock: every rank goes through the phases in
         the same order, and the groups of a phase are disjoint.
+
+        Args:
+            schedule: the groups.
+            devices: those of the tensors to exchange.
         """
         if self.world_size > 1 and self._world is self._user_group and self._wants_own_world():
             self._world = self._new_communicator(tuple(range(self.world_size)))
+        for device in devices:
+            # A first exchange between some of the ranks only is undefined on NCCL.
+            if self.world_size > 1 and self._coalesces(self._world, device):
+                self.sum_(torch.zeros(1, device=device))
         for group in schedule:
             if group.size == self.world_size:
                 self._subgroups[group.ranks] = self._world
@@ -277,21 +293,17 @@ class Transport:
             self.fail(error)
             raise
 
-    def watch(self, works: Sequence[Awaited]) -> Arrival:
-        """Wait for works in the background."""
-        return Arrival(works)
-
-    def finish(self, arrival: Arrival, other: Arrival | None = None) -> None:
-        """Wait within the timeout for an arrival, or until another one is over.
+    def finish(self, ongoing: Ongoing, other: Ongoing | None = None) -> None:
+        """Wait within the timeout for what goes on, or until something else is over.
 
         Raises:
             WireError: a peer is gone, or the wait timed out.
         """
-        futures = [each.future for each in (arrival, other) if each is not None]
+        futures = [each.future for each in (ongoing, other) if each is not None]
         try:
             wait_for_any(futures, self._timeout.total_seconds(), self._peer_lost)
-            if arrival.is_over:
-                arrival.future.result()
+            if ongoing.is_over:
+                ongoing.future.result()
         except TimeoutError as error:
             silent = self._peer_lost is None or not self._peer_lost()
             raise WireError(f"no answer within {self._timeout}", silent) from error
@@ -374,7 +386,7 @@ class Transport:
         """The device on which tensors of `device` are exchanged: with gloo, the CPU."""
         if self._world is None or backend_of(self._world, device).name() != "gloo":
             return device
-        return torch.device("cpu")
+        return CPU
 
     def exchange(self, outgoing: Tensor, incoming: Tensor, peer: int, tag: int) -> list[Waitable]:
         """Start sending `outgoing` to `peer` and receiving `incoming` from it.
@@ -394,7 +406,8 @@ class Transport:
         group = self._communicator()
         if self._coalesces(group, outgoing.device):
             # On such a backend (NCCL) a send alone would wait for a receive behind it.
-            return _starting(lambda: _exchange_coalesced(group, outgoing, incoming, peer))
+            work = _starting(lambda: _exchange_coalesced(group, outgoing, incoming, peer))
+            return [OnStream(work)]
         # The receive first: its notice lets the peer's data start.
         receive = self.receive(incoming, peer, tag)
         return [self.send(outgoing, peer, tag), receive]
@@ -418,12 +431,29 @@ class Transport:
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[Waitable]:
         """Start summing `tensor` in place over the ranks of a connected group."""
         self._communicator()
-        return [self._subgroups[ranks].allreduce([tensor])]
+        group = self._subgroups[ranks]
+        return [self._waitable(group, tensor, group.allreduce([tensor]))]
 
-    @property
-    def has_control(self) -> bool:
-        """Whether small messages can be sent without making a GPU wait: over a CPU backend."""
-        return self.control_device.type == "cpu"
+    def gather(self, tensor: Tensor, group: Group, tag: int) -> tuple[Tensor, list[Waitable]]:
+        """Start gathering the tensors of all ranks of a pair or of a connected group, on a GPU.
+
+        Args:
+            tensor: of one dimension, of the same shape and dtype on all of them.
+            group: the ranks.
+            tag: as in `exchange`.
+
+        Returns:
+            The rows in the order of the ranks, and the works to wait for before they are read.
+        """
+        rows = tensor.new_empty(group.size, len(tensor))
+        own = group.ranks.index(self.rank)
+        rows[own].copy_(tensor)
+        if group.size == 2:
+            return rows, self.exchange(tensor, rows[1 - own], group.ranks[1 - own], tag)
+        self._communicator()
+        communicator = self._subgroups[group.ranks]
+        work = communicator.allgather([list(rows)], [tensor])
+        return rows, [self._waitable(communicator, tensor, work)]
 
     def send_control(
         self, message: Tensor, ranks: tuple[int, ...], tag: int
@@ -474,7 +504,7 @@ class Transport:
                     raise self._lost_in_collective((rank,), error) from error
                 pending.append(PendingMessage(rank, works, row, (rank,)))
         awaited = [Awaited(work) for each in pending for work in each.works]
-        return Announcement(arrival=self.watch(awaited), messages=pending)
+        return Announcement(arrival=Arrival(awaited), messages=pending)
 
     def read(self, announced: Announcement) -> dict[int, list[int]]:
         """The messages of the others, by rank.
@@ -494,7 +524,8 @@ class Transport:
     def sum_(self, tensor: Tensor) -> None:
         """Sum `tensor` in place over all ranks; collective."""
         if self.world_size > 1:
-            self._finish(self._communicator().allreduce([tensor]))
+            world = self._communicator()
+            self._finish(self._waitable(world, tensor, world.allreduce([tensor])))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite `tensor`, of any dtype, with that of rank `source`; collective."""
@@ -502,7 +533,9 @@ class Transport:
             return
         options = dist.BroadcastOptions()
         options.rootRank = source
-        self._finish(self._communicator().broadcast([tensor.view(torch.uint8)], options))
+        world = self._communicator()
+        work = world.broadcast([tensor.view(torch.uint8)], options)
+        self._finish(self._waitable(world, tensor, work))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack the tensors of all ranks, of the same shape and dtype; collective.
@@ -510,13 +543,12 @@ class Transport:
         Returns:
             Tensor of shape (world_size, *tensor.shape), on the CPU.
         """
+        tensor = tensor.cpu()
         if self.world_size == 1:
-            return tensor.unsqueeze(0).cpu()
-        world = self._communicator()
-        tensor = tensor.to(self.control_device)
+            return tensor.unsqueeze(0)
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        self._finish(world.allgather([gathered], [tensor]))
-        return torch.stack(gathered).cpu()
+        self._finish(self._communicator().allgather([gathered], [tensor]))
+        return torch.stack(gathered)
 
     @property
     def exchange_device(self) -> torch.device:
@@ -525,8 +557,12 @@ class Transport:
 
     def _coalesces(self, group: Any, device: torch.device) -> bool:
         if device.type not in self._coalescing:
-            self._coalescing[device.type] = backend_of(group, device).supports_coalescing
+            backend = backend_of(group, device)
+            self._coalescing[device.type] = backend.supports_coalescing
         return self._coalescing[device.type]
+
+    def _waitable(self, group: Any, tensor: Tensor, work: Waitable) -> Waitable:
+        return OnStream(work) if self._coalesces(group, tensor.device) else work
 
     def _communicator(self) -> Any:
         """The communicator of all ranks.
@@ -537,6 +573,10 @@ class Transport:
         """
         if self._closed is not None:
             self._raise_closed(self._closed)
+        if not self._connects_cpu:
+            # As of init_process_group("nccl").
+            self._world = self._new_communicator(tuple(range(self.world_size)))
+            self._connects_cpu = True
         return self._world
 
     def _raise_closed(self, closed: _Closed) -> NoReturn:
@@ -546,7 +586,7 @@ class Transport:
             f"closed them: {closed.reason}; restart from the last checkpoint"
         )
 
-    def _finish(self, work: dist.Work) -> None:
+    def _finish(self, work: Waitable) -> None:
         """Wait for a collective of all ranks."""
         try:
             self.wait([work])
@@ -584,10 +624,10 @@ class Transport:
         """Whether to exchange over a communicator that is created here.
 
         With gloo, a wait that times out would close the connections of the user's process group.
-        With NCCL, the watchdog ends what hangs, and a second communicator would cost GPU memory.
+        With NCCL, the rounds would queue behind the user's own collectives.
         """
-        gloo = backend_of(self._world, self.exchange_device).name() == "gloo"
-        return gloo and self._store is not None
+        kind = backend_of(self._world, self.exchange_device).name()
+        return kind in ("gloo", "nccl") and self._store is not None
 
     def _new_communicator(self, ranks: tuple[int, ...]) -> Any:
         if self._store is None:
@@ -596,10 +636,9 @@ class Transport:
                 f"{type(self._world).__name__} has no store to build it on; wrap it in a "
                 f"torch.distributed.ProcessGroup, or use a topology of pairs and no timeout"
             )
-        store = prefixed("-".join(map(str, ranks)), self._store)
-        like = backend_of(self._world, self.exchange_device)
+        store, place = prefixed("-".join(map(str, ranks)), self._store), ranks.index(self.rank)
         try:
-            return new_backend(like, store, ranks.index(self.rank), len(ranks), self._timeout)
+            return new_communicator(self._world, store, place, len(ranks), self._timeout)
         except (RuntimeError, TimeoutError) as error:
             raise PeerError(
                 f"rank {self.initial_rank}: ranks {[self.members[rank] for rank in ranks]} "
@@ -608,14 +647,23 @@ class Transport:
             ) from error
 
 
-def _wait_for_each(works: Sequence[Awaited], finished: list[int]) -> None:
-    for work, on_gpu in works:
+def _wait_for_each(
+    works: Sequence[Awaited],
+    further: Callable[[], Sequence[Awaited]] | None,
+    finished: list[int],
+) -> None:
+    for work, on_gpu in chain(works, _found(further)):
         if on_gpu:
             while not work.is_completed():
                 time.sleep(_POLL_SECONDS)
         else:
             work.wait(LONGEST_WAIT)
         finished[0] += 1
+
+
+def _found(further: Callable[[], Sequence[Awaited]] | None) -> Iterator[Awaited]:
+    if further is not None:
+        yield from further()
 
 
 def _starting(start: Callable[[], Started]) -> Started:
@@ -628,14 +676,13 @@ def _starting(start: Callable[[], Started]) -> Started:
         raise WireError(str(error)) from error
 
 
-def _exchange_coalesced(
-    group: Any, outgoing: Tensor, incoming: Tensor, peer: int
-) -> list[Waitable]:
-    pair = [
-        dist.P2POp(op, tensor, group=group, group_peer=peer)
-        for op, tensor in ((dist.isend, outgoing), (dist.irecv, incoming))
-    ]
-    return list[Waitable](dist.batch_isend_irecv(pair))
+def _exchange_coalesced(group: Any, outgoing: Tensor, incoming: Tensor, peer: int) -> Waitable:
+    # As dist.batch_isend_irecv, which takes registered groups only.
+    group._start_coalescing(outgoing.device)
+    group.send([outgoing], peer, 0)
+    group.recv([incoming], peer, 0)
+    work: Waitable = group._end_coalescing(outgoing.device)
+    return work
 
 
 def _own_store(store: Any | None, rank: int, timeout: timedelta) -> Any | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from decent_optim_wrapper.comm.codec import codec_of, wide
+from decent_optim_wrapper.comm.codec import codec_of, largest, wide
 from decent_optim_wrapper.gossip.storage import Arena, Flat, move_together, new_vector
 from decent_optim_wrapper.optim.shards import largest_shard_bytes, local
 
@@ -144,8 +144,9 @@ class Bucket:
         self.nbytes = self.numel * self.dtype.itemsize
         self._storage = self._move_together() if layout.as_view else None
         self._places = [_Place.of(member) for member in self._members] if layout.as_view else []
-        self._pinned = self.wire_device.type == "cpu" and self.device.type == "cuda"
-        self._wire = _Memory(self.wire_device, self._pinned)
+        # Whether the values travel between a GPU and the CPU on their way to the wire.
+        self.crosses = self.wire_device.type != self.device.type
+        self._wire = _Memory(self.wire_device, pinned=self.crosses)
         # Where values are packed that are coded next, and changes gathered that are mixed in.
         self._near = _Memory(self.device, pinned=False)
 
@@ -187,16 +188,23 @@ class Bucket:
         """
         return self._flats(self._wire, count, wide(self.dtype))
 
-    def values(self, others: Mapping[Tensor, Tensor], freezes: bool) -> Flat:
+    def values(
+        self, others: Mapping[Tensor, Tensor], freezes: bool, dtype: torch.dtype | None = None
+    ) -> Flat:
         """The tensors as one vector where they are: if possible their own storage, else packed.
 
         Args:
             others: as in `pack`.
             freezes: whether the vector must stay as it is while the tensors change.
+            dtype: that of a packed vector; None means the tensors' own.
         """
         if self._storage is not None and not others and not freezes:
             return self._storage
-        return self.pack(self._flats(self._near, 1, self.dtype)[0], others)
+        return self.pack(self.spare(dtype or self.dtype), others)
+
+    def spare(self, dtype: torch.dtype) -> Flat:
+        """A flat vector on the tensors' device; what it held before is lost."""
+        return self._flats(self._near, 1, dtype)[0]
 
     def messages(self, nbytes: int) -> tuple[Tensor, ...]:
         """Two wire buffers for codes; what they held before is lost."""
@@ -212,7 +220,7 @@ class Bucket:
         """Make an uninitialised flat vector with the bucket's layout."""
         device = device or self.device
         # Pinned memory, or the copies between GPU and wire go through one more buffer.
-        pinned = device == self.wire_device and self._pinned
+        pinned = device == self.wire_device and self.crosses
         return self.view(new_vector(self.flat_numel, dtype or self.dtype, device, pinned))
 
     def view(self, data: Tensor) -> Flat:
@@ -223,13 +231,21 @@ class Bucket:
         return Flat(data, tuple(part.view(shape) for part, shape in parts))
 
     @torch.no_grad()
-    def pack(self, flat: Flat, others: Mapping[Tensor, Tensor] | None = None) -> Flat:
+    def pack(
+        self, flat: Flat, others: Mapping[Tensor, Tensor] | None = None, waits: bool = True
+    ) -> Flat:
         """Copy the tensors into `flat`.
 
         Args:
             flat: overwritten.
             others: tensors of the same shapes to copy in place of members.
+            waits: whether to wait for a GPU until `flat` on the CPU has the values.
         """
+        if self.crosses and flat.data.device != self.device:
+            # In one copy, not in one for each tensor.
+            packed = self.values(others or {}, freezes=False, dtype=flat.data.dtype)
+            flat.data.copy_(packed.data, non_blocking=not waits)
+            return flat
         if flat is not self._storage:
             torch._foreach_copy_(flat.views, self._tensors())
         if others:
@@ -252,7 +268,7 @@ class Bucket:
     @torch.no_grad()
     def unpack_(self, flat: Flat) -> None:
         """Copy `flat` into the tensors."""
-        torch._foreach_copy_(self._tensors(), flat.views)
+        torch._foreach_copy_(self._tensors(), self._nearby(flat).views)
         self._notify_autograd()
 
     @torch.no_grad()
@@ -287,7 +303,7 @@ class Bucket:
             weight: the same for all.
         """
         if self._storage is None:
-            (whole,) = self._flats(self._near, 1, self.dtype)
+            whole = self.spare(self.dtype)
             for place, part in parts:
                 whole.data[place].copy_(part)
             if weight is None:
@@ -362,13 +378,21 @@ class Bucket:
         if self.wire_dtype == torch.float16:
             # Of two large numbers it would overflow.
             theirs, ours = theirs.to(self.dtype), ours.to(self.dtype)
-        return theirs.sub(ours).to(self.device, self.dtype)
+        return theirs.sub(ours).to(self.device, non_blocking=True).to(self.dtype)
 
     def _as_own(self, flat: Flat) -> Flat:
         """The flat vector on the tensors' device, in their dtype."""
-        if flat.data.device == self.device and flat.data.dtype == self.dtype:
+        near = self._nearby(flat)
+        return near if near.data.dtype == self.dtype else self.view(near.data.to(self.dtype))
+
+    def _nearby(self, flat: Flat) -> Flat:
+        """The flat vector on the tensors' device."""
+        if flat.data.device == self.device:
             return flat
-        return self.view(flat.data.to(self.device, self.dtype))
+        near = self.spare(flat.data.dtype)
+        # From pinned memory, whose next use waits for this copy: see `Exchange.post`.
+        near.data.copy_(flat.data, non_blocking=True)
+        return near
 
     def _tensors(self) -> tuple[Tensor, ...]:
         """The members as real tensors, viewed again each time: their storage may be replaced."""
@@ -387,6 +411,11 @@ def is_finite(data: Tensor) -> bool:
     """Whether all elements are finite: one pass, and a second one if the sum overflows."""
     data = data.detach()
     return bool(data.sum().isfinite()) or bool(data.isfinite().all())
+
+
+def is_finite_on_device(data: Tensor) -> Tensor:
+    """Whether all elements are finite, as a bool of shape () that the host has not read."""
+    return largest(data.detach()) < torch.inf
 
 
 def extend_plan(

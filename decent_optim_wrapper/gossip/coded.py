@@ -10,49 +10,27 @@ over the group whatever the rounding, so its mean does not move.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from decent_optim_wrapper.comm.codec import Codec, wide
 from decent_optim_wrapper.comm.coded_mean import CodedMean
-from decent_optim_wrapper.comm.transport import Transport, Waitable
 from decent_optim_wrapper.gossip.bucket import Bucket
-from decent_optim_wrapper.gossip.references import Edge
-from decent_optim_wrapper.topo import Group
+from decent_optim_wrapper.gossip.exchange import Exchange, Usable, Wire
 
 # A slice of a vector, and values there.
 Part = tuple[slice, Tensor]
 
 
-class Wire(NamedTuple):
-    """What the coded buckets of one round have in common.
+class CodedExchange(Exchange):
+    """A bucket that travels as codes.
 
     Args:
-        transport: connects the ranks.
-        group: the ranks that mix.
-        edge: the references of the group.
-        freezes: whether the values may change before they are mixed.
-        zeros_bad: whether to send zeros in place of values that are not finite, which the sum over
-            a larger group would spread.
-    """
-
-    transport: Transport
-    group: Group
-    edge: Edge
-    freezes: bool
-    zeros_bad: bool
-
-
-class CodedExchange(ABC):
-    """A bucket whose codes are on the wire.
-
-    Args:
-        wire: the ranks, and what they share.
+        wire: as in `Exchange`.
         bucket: the bucket.
         codec: that of the bucket.
         starts: what is sent in place of its members' values.
@@ -69,61 +47,69 @@ class CodedExchange(ABC):
         chunks: list[slice],
         position: int,
     ) -> None:
-        self.position = position
-        self._wire = wire
-        self._bucket = bucket
+        super().__init__(wire, bucket, position)
         self._codec = codec
         self._chunks = chunks
-        self._reference = wire.edge.reference(bucket)
+        self._reference = None if wire.edge is None else wire.edge.reference(bucket)
+        self.refers = self._reference is not None
         group = wire.group
         self._weight = group.size * (1 - group.self_weight) / (group.size - 1)
         values = bucket.values(starts, wire.freezes)
-        # What was coded, if it may change before it is mixed.
         self.start = values if wire.freezes else None
         room = codec.nbytes(max(map(_length, chunks))) * len(chunks)
-        outgoing, self._room = bucket.messages(room)
+        self._messages, self._room = bucket.messages(room)
         places = (slice(*map(codec.nbytes, (chunk.start, chunk.stop))) for chunk in chunks)
-        self._outgoing = [outgoing[place] for place in places]
+        self._outgoing = [self._messages[place] for place in places]
         for chunk, message in zip(chunks, self._outgoing, strict=True):
-            near = torch.empty_like(message, device=bucket.device)
-            near = near if bucket.device != message.device else message
+            near = torch.empty_like(message, device=bucket.device) if bucket.crosses else message
             reference = None if self._reference is None else self._reference[chunk]
             codec.encode(values.data[chunk], near, reference)
-            if near is not message:
-                message.copy_(near)
-        self.finite = all(map(codec.is_finite, self._outgoing))
-        if not self.finite and wire.zeros_bad:
-            outgoing.zero_()
-        self.works: list[Waitable] = []
-        self.bytes_sent = 0
+            if bucket.crosses:
+                message.copy_(near, non_blocking=True)
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the works belong to a GPU."""
-        return self._outgoing[0].is_cuda
+    def post(self) -> None:
+        """Check the values and start the exchange."""
+        if self._wire.checks:
+            finite = torch.stack([self._codec.is_finite(each) for each in self._outgoing]).all()
+            self.finite = finite if self.on_gpu else bool(finite)
+            # A larger group would spread them.
+            if not self.on_gpu and not finite and self._wire.on_nonfinite == "skip":
+                self._messages.zero_()
+        self._send()
 
     def mix(self, rate: float, present: int, takes_part: bool) -> None:
-        """Mix in what has arrived.
-
-        Args:
-            rate: the mixing rate.
-            present: how many ranks of the group have sent finite values, at least one.
-            takes_part: whether this rank has; otherwise it takes the mean of the others.
-        """
+        """Mix in what has arrived."""
         if not takes_part:
             self._bucket.absorb_(self._absolute(self._means(present)), None)
         elif present > 1:
             self._bucket.absorb_(self._changes(present), self._weight * rate)
 
-    @property
-    def tells_equal(self) -> bool:
-        """Whether equal values arrive as the same bits: not where a mean has scales of its own."""
-        return self._wire.group.size == 2 or not self._codec.refers
+    def mix_usable(self, rate: float, usable: Usable) -> None:
+        """Mix in what has arrived if the values of both are finite, which only the GPU knows.
 
-    @property
-    def are_equal(self) -> bool:
-        """Whether this rank has sent what has arrived."""
-        return all(map(torch.equal, self._arrived, self._outgoing))
+        Otherwise both ends mix and refer to zeros. A rank whose own values are not finite keeps
+        them.
+        """
+        both = usable.arrived if usable.own is None else usable.arrived.logical_and(usable.own)
+        for message in (*self._arrived, *self._outgoing):
+            message.masked_fill_(both.logical_not(), 0)
+        self.mix(rate, self._wire.group.size, takes_part=True)
+
+    def compare(self) -> tuple[Tensor, Tensor] | None:
+        """Whether this rank has what has arrived, of shape (), and its values.
+
+        Returns:
+            None where a mean has scales of its own: equal values do not arrive as the same bits.
+        """
+        if self._wire.group.size > 2 and self._codec.refers:
+            return None
+        pairs = zip(self._arrived, self._outgoing, strict=True)
+        equal = torch.stack([(theirs == ours).all() for theirs, ours in pairs]).all()
+        return equal, self._bucket.pack(self._bucket.new_flat()).data
+
+    @abstractmethod
+    def _send(self) -> None:
+        """Start the exchange of the messages."""
 
     @property
     @abstractmethod
@@ -140,7 +126,7 @@ class CodedExchange(ABC):
 
     def _decode(self, chunk: slice, *messages: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         """The values of messages in a chunk, slice by slice of the whole vector."""
-        near = (message.to(self._bucket.device) for message in messages)
+        near = (message.to(self._bucket.device, non_blocking=True) for message in messages)
         dtype = wide(self._bucket.dtype)
         for place, values in self._codec.decode(*near, numel=_length(chunk), dtype=dtype):
             yield slice(chunk.start + place.start, chunk.start + place.stop), values
@@ -172,19 +158,20 @@ class CodedPair(CodedExchange):
         tag: int,
     ) -> None:
         super().__init__(wire, bucket, codec, starts, [slice(0, bucket.flat_numel)], position)
-        (outgoing,) = self._outgoing
-        self._incoming = self._room
-        (peer,) = (rank for rank in wire.group.ranks if rank != wire.transport.rank)
-        self.works = wire.transport.exchange(outgoing, self._incoming, peer, tag)
-        self.bytes_sent = outgoing.nbytes
+        self._tag = tag
+
+    def _send(self) -> None:
+        exchange, peer = self._wire.transport.exchange, self._wire.peer
+        self.works += exchange(self._messages, self._room, peer, self._tag)
+        self.bytes_sent = self._messages.nbytes
 
     @property
     def _arrived(self) -> list[Tensor]:
-        return [self._incoming]
+        return [self._room]
 
     def _changes(self, present: int) -> Iterator[Part]:
         (chunk,) = self._chunks
-        for place, (theirs, ours) in self._decode(chunk, self._incoming, *self._outgoing):
+        for place, (theirs, ours) in self._decode(chunk, self._room, *self._outgoing):
             if self._reference is not None:
                 # The same bits at both ends: a sum of two does not depend on their order.
                 self._reference[place].add_(torch.add(theirs, ours).mul_(0.5))
@@ -192,7 +179,7 @@ class CodedPair(CodedExchange):
 
     def _means(self, present: int) -> Iterator[Part]:
         (chunk,) = self._chunks
-        for place, (theirs,) in self._decode(chunk, self._incoming):
+        for place, (theirs,) in self._decode(chunk, self._room):
             yield place, theirs
 
 
@@ -221,17 +208,20 @@ class CodedGroup(CodedExchange):
     ) -> None:
         chunks = _shares(bucket.flat_numel, codec.block, wire.group.size)
         super().__init__(wire, bucket, codec, starts, chunks, position)
+        self._tags = tags
+
+    def _send(self) -> None:
         self._mean = CodedMean(
-            wire.transport,
-            wire.group.ranks,
-            codec,
-            sizes=[*map(_length, chunks)],
-            dtype=wide(bucket.dtype),
+            self._wire.transport,
+            self._wire.group.ranks,
+            self._codec,
+            sizes=[*map(_length, self._chunks)],
+            dtype=wide(self._bucket.dtype),
             outgoing=self._outgoing,
             room=self._room,
-            tags=tags,
+            tags=self._tags,
         )
-        self.works = [self._mean]
+        self.works.append(self._mean)
         self.bytes_sent = self._mean.bytes_sent
 
     @property

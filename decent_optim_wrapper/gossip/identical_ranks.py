@@ -7,6 +7,8 @@ import warnings
 import torch
 from torch import Tensor
 
+from decent_optim_wrapper.comm.streams import LateValues
+
 # Rounds of changed parameters that are the same on all ranks before there is a warning.
 _SUSPICIOUS = 3
 # The search ends after these rounds if parameters do not change, as at a learning rate of 0.
@@ -27,44 +29,50 @@ class IdenticalRanks:
         # Number of rounds that are still compared.
         self.rounds_left = _LONGEST_SEARCH if rank == 0 else 0
         self._suspicious = 0
-        # A checksum of each bucket as it was sent: in the round before, and so far in this one.
+        # Whether each bucket was the same, and a checksum of it as it was sent: in the round
+        # before, which the host reads only now, and so far in this one.
+        self._last: LateValues | None = None
+        self._now: list[Tensor] = []
         self._before: list[int] = []
-        self._now: list[int] = []
 
-    def compare(self, sent: Tensor, arriving: Tensor, dtype: torch.dtype, size: int) -> None:
-        """Compare a bucket.
-
-        Args:
-            sent: this rank's values, in the form of `arriving`.
-            arriving: the peer's values, or the mean of a larger group.
-            dtype: the dtype on the wire between pairs.
-            size: number of ranks in the group.
-        """
-        # A sum of more than two values is rounded.
-        slack = size * torch.finfo(sent.dtype).eps if size > 2 else 0.0
-        self.note(torch.allclose(arriving, sent, rtol=slack, atol=0.0), sent, dtype)
-
-    def note(self, equal: bool, values: Tensor, dtype: torch.dtype) -> None:
+    def note(self, equal: Tensor, values: Tensor, dtype: torch.dtype) -> None:
         """Note whether a bucket is the same on all ranks.
 
         Args:
-            equal: whether it is.
+            equal: whether it is, of shape ().
             values: this rank's values.
             dtype: the dtype in which they are compared with those of the round before.
         """
-        if equal:
-            bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-            self._now.append(int(values.detach().to(dtype).view(bits).sum()))
-        else:
+        if not equal.is_cuda and not equal:
             self.rounds_left = 0
+            self._now.clear()
+            return
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        checksum = values.detach().to(dtype).view(bits).sum()
+        self._now.append(torch.stack((equal.to(torch.int64), checksum)))
 
     def end_round(self) -> None:
-        """Count the round, once all its buckets have been compared."""
-        if not self._now:
+        """Count the round once all its buckets have been compared; one of a GPU in the next one."""
+        last, self._last = self._last, None
+        if last is not None:
+            self._count(last.read())
+        if self._now:
+            # On a GPU if there is one, or its values would be waited for here.
+            device = max((each.device for each in self._now), key=lambda each: each.type == "cuda")
+            self._last = LateValues(torch.stack([each.to(device) for each in self._now]))
+            self._now = []
+            if not self._last.waits:
+                self._count(self._last.read())
+                self._last = None
+
+    def _count(self, buckets: list[list[int]]) -> None:
+        if not all(equal for equal, _ in buckets):
+            self.rounds_left = 0
             return
         self.rounds_left -= 1
-        self._suspicious += self._now != self._before
-        self._before, self._now = self._now, []
+        sums = [checksum for _, checksum in buckets]
+        self._suspicious += sums != self._before
+        self._before = sums
         if self._suspicious == _SUSPICIOUS:
             self.rounds_left = 0
             warnings.warn(

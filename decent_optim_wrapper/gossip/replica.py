@@ -142,11 +142,9 @@ class Replica:
         return copies
 
     def sum_(self, tensor: Tensor) -> None:
-        """Sum a small tensor in place over the replica; collective over it."""
+        """Sum a small tensor on the CPU in place over the replica; collective over it."""
         for dimension in self.dimensions:
-            control = tensor.to(dimension.transport.control_device)
-            dimension.transport.sum_(control)
-            tensor.copy_(control)
+            dimension.transport.sum_(tensor)
 
     def reshard(self) -> None:
         """Let what is written into the shards be seen.

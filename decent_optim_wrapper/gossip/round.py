@@ -5,23 +5,34 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from loguru import logger
 from torch import Tensor
 
+from decent_optim_wrapper.comm.streams import InOrder, Waitable
 from decent_optim_wrapper.comm.transport import (
     Arrival,
     Awaited,
+    Ongoing,
     PendingMessage,
     Transport,
-    Waitable,
     WireError,
 )
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
-from decent_optim_wrapper.gossip.bucket import Bucket, is_finite
-from decent_optim_wrapper.gossip.coded import CodedExchange, CodedGroup, CodedPair, Wire
+from decent_optim_wrapper.gossip.bucket import Bucket
+from decent_optim_wrapper.gossip.checked_on_gpu import CheckedOnGpu
+from decent_optim_wrapper.gossip.coded import CodedGroup, CodedPair
+from decent_optim_wrapper.gossip.exchange import (
+    Exchange,
+    KeptStart,
+    OnNonfinite,
+    PlainGroup,
+    PlainPair,
+    Wire,
+)
 from decent_optim_wrapper.gossip.identical_ranks import IdenticalRanks
 from decent_optim_wrapper.gossip.schedule import Kind, RoundPlan, Session
 from decent_optim_wrapper.gossip.storage import Flat
@@ -31,9 +42,6 @@ from decent_optim_wrapper.gossip.timing import Meter
 _HEADER_TAG, _FLAGS_TAG, _FIRST_BUCKET_TAG = 0, 1, 2
 # For each bucket again: the means of coded buckets.
 _FIRST_MEAN_TAG = 1 << 18
-
-
-OnNonfinite = Literal["raise", "skip", "ignore"]
 
 
 class Call(IntEnum):
@@ -132,37 +140,6 @@ class Rules(NamedTuple):
         """Whether parameters are checked before they are mixed."""
         return self.on_nonfinite != "ignore"
 
-    def for_transport(self, transport: Transport) -> Rules:
-        """The rules that this transport allows: a check must be reported to the other ranks."""
-        if not self.checks or transport.has_control:
-            return self
-        logger.warning(
-            'rank {}: on_nonfinite needs a CPU backend in the process group ("cpu:gloo,cuda:nccl")'
-            "; parameters are not checked",
-            transport.initial_rank,
-        )
-        return self._replace(on_nonfinite="ignore")
-
-
-class _Exchange(NamedTuple):
-    """A bucket whose parameters are on the wire, and how to mix in what arrives.
-
-    x <- x + mixing_rate * weight * (arriving - start), where start is x, unless x was rounded on
-    the wire or may have changed since.
-    """
-
-    position: int
-    works: list[Waitable]
-    arriving: Flat
-    weight: float
-    sent: Flat | None = None
-    start: Flat | None = None
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the works belong to a GPU."""
-        return self.arriving.data.is_cuda
-
 
 class _Wait(NamedTuple):
     """Works to wait for, and what is lost with them: a bucket, and one of some ranks."""
@@ -197,19 +174,25 @@ class Round:
         self._topology = session.topology
         self._transport = session.transport
         self._peers = tuple(rank for rank in self._group.ranks if rank != self._transport.rank)
+        # Whether the parameters may change before they are mixed.
+        self._auto, self._freezes = session.schedule.cadence.auto, session.schedule.cadence.freezes
+        self._wire = Wire(
+            self._transport, self._group, self._edge, self._freezes, rules.on_nonfinite
+        )
         self._rules = rules
         self._meter = meter
         # An exact average is the same on all ranks, even on two, and is not rounded: it is a sum.
         self._sums = self._size > 2 or plan.kind is Kind.AVERAGE
         self._unmixed: list[Bucket] = []
         self._behind: dict[Bucket, tuple[Bucket, ...]] = {}
-        self._exchanges: dict[Bucket, _Exchange | CodedExchange] = {}
+        self._exchanges: dict[Bucket, Exchange] = {}
         self._moves_references = False
-        # 1 for each bucket sent with finite values, else 0; then the same for every rank.
-        self._finite: list[int] = []
+        # For every rank, 1 for each bucket sent with finite values, else 0.
         self._finite_of: dict[int, list[int]] = {}
-        # Whether the parameters may change before they are mixed.
-        self._auto, self._freezes = session.schedule.cadence.auto, session.schedule.cadence.freezes
+        # The same where a GPU checks them.
+        self._checked_on_gpu: CheckedOnGpu | None = None
+        # Posts what has to reach the CPU before.
+        self._posting: InOrder | None = None
         # What a thread waits for, work by work, if the round may take several steps.
         self._arrival: Arrival | None = None
         self._watched: list[_Wait] = []
@@ -251,32 +234,81 @@ class Round:
         if not bucket.numel or self._failure or (self._size == 1 and not self._freezes):
             return
         with self._meter.launch:
-            try:
-                self._exchanges[bucket] = self._launch(bucket, starts)
-                if not self._freezes:
-                    self._posted += bucket.versions()
-            except WireError as error:
-                self._failure, self._failed_bucket = error, len(self._exchanges)
+            exchange = self._exchange(bucket, starts)
+            self._exchanges[bucket] = exchange
+            self._moves_references |= exchange.refers
+            if not self._freezes:
+                self._posted += bucket.versions()
+            if exchange.crosses:
+                self._posting = self._posting or InOrder()
+                self._posting.add(exchange.device, partial(self._start, exchange))
+            else:
+                self._start(exchange)
+
+    def _start(self, exchange: Exchange) -> None:
+        if self._failure:
+            return
+        try:
+            exchange.post()
+        except WireError as error:
+            self._failure, self._failed_bucket = error, exchange.position
+        if not exchange.crosses:
+            self._meter.bytes_sent += exchange.bytes_sent
 
     def seal(self) -> None:
-        """Send the group which buckets had finite values, once all are posted."""
-        if self._exchanges and self._rules.checks and not self._failure:
-            self._flags = self._send_control(torch.tensor(self._finite, device="cpu"), _FLAGS_TAG)
+        """Tell the group which buckets had finite values, once all are posted."""
+        if self._posting is None:
+            self._send_flags()
+        else:
+            self._posting.end(self._send_flags)
+
+    def _send_flags(self) -> None:
+        if not self._exchanges or not self._rules.checks or self._failure or self._size == 1:
+            return
+        on_gpu = [each for each in self._exchanges.values() if each.on_gpu]
+        if on_gpu:
+            self._checked_on_gpu = CheckedOnGpu(self._wire, on_gpu, _FLAGS_TAG)
+        if len(on_gpu) < len(self._exchanges):
+            finite = self._finite_here()
+            self._flags = self._send_control(torch.tensor(finite, device="cpu"), _FLAGS_TAG)
+
+    def _finite_here(self) -> list[int]:
+        return [int(each.on_gpu or bool(each.finite)) for each in self._exchanges.values()]
 
     def watch(self) -> None:
         """Begin to wait on a thread, once the round is sealed."""
         waits = [_Wait(each.works, 0, each.suspects) for each in self._headers]
+        if self._posting is None:
+            self._arrival = Arrival(self._watched_works(waits + self._waits()))
+        else:
+            posting = self._posting
+            self._posting = None
+            works = self._watched_works(waits)
+
+            def further() -> list[Awaited]:
+                posting.future.result()
+                return self._watched_works(self._waits())
+
+            self._arrival = Arrival(works, further)
+
+    def _waits(self) -> list[_Wait]:
+        waits = []
         for index, exchange in enumerate(self._exchanges.values()):
             waits.append(_Wait(exchange.works, index, self._peers, exchange.on_gpu))
         last = max(0, len(self._exchanges) - 1)
-        waits += [_Wait(each.works, last, each.suspects) for each in self._flags]
-        self._watched = [each for each in waits for _ in each.works]
+        if self._checked_on_gpu is not None:
+            waits.append(_Wait(self._checked_on_gpu.works, last, self._peers, on_gpu=True))
+        return waits + [_Wait(each.works, last, each.suspects) for each in self._flags]
+
+    def _watched_works(self, waits: list[_Wait]) -> list[Awaited]:
+        """Leave works to the thread."""
+        self._watched += [each for each in waits for _ in each.works]
         awaited = [Awaited(work, each.on_gpu) for each in waits for work in each.works]
-        self._arrival = self._transport.watch(awaited)
         for each in waits:
             # Nobody else waits for them: a second wait for a work of gloo would last forever.
             if not each.on_gpu:
                 each.works.clear()
+        return awaited
 
     @property
     def has_arrived(self) -> bool:
@@ -286,11 +318,19 @@ class Round:
     def receive(self) -> None:
         """Wait until everything has arrived; nothing is mixed. A second call returns at once.
 
+        What arrives on a GPU is waited for by its stream.
+
         Raises:
             PeerError: the data of a peer did not arrive.
             CallOrderError: a peer is in another method or round.
         """
         with self._meter.wait:
+            posting, self._posting = self._posting, None
+            if posting is not None:
+                self._wait_for_arrival(posting)
+            # Known only now.
+            crossed = (each for each in self._exchanges.values() if each.crosses)
+            self._meter.bytes_sent += sum(each.bytes_sent for each in crossed)
             if self._failure:
                 raise self._lost(
                     self._failed_bucket, self._peers, self._failure.silent
@@ -302,7 +342,7 @@ class Round:
                 self._rate = min(self._rate, rate_of(message))
             self._headers = []
             for index, exchange in enumerate(self._exchanges.values()):
-                self._wait(exchange.works, index, self._peers)
+                self._wait(exchange.works, index, self._peers, exchange.on_gpu)
             self._posted.clear()
             if self._moves_references and self._edge is not None:
                 # Not when they are mixed: some ranks begin the next round before that, and say so.
@@ -310,9 +350,9 @@ class Round:
                 self._moves_references = False
             if self._flags:
                 self._finite_of = self._receive_control(self._flags, len(self._exchanges) - 1)
-                self._finite_of[self._transport.rank] = self._finite
+                self._finite_of[self._transport.rank] = self._finite_here()
                 self._flags = []
-                self._warn_of_those_left_out()
+                self._warn_of(self._nonfinite_ranks())
 
     def check_finite(self) -> None:
         """Check that what has arrived may be mixed.
@@ -320,7 +360,26 @@ class Round:
         Raises:
             NonFiniteError: parameters are not finite, and the rules do not allow it; at every call.
         """
-        bad = self._nonfinite_ranks()
+        self._raise_of(self._nonfinite_ranks())
+
+    @property
+    def is_checked_on_gpu(self) -> bool:
+        """Whether there is something to ask for in `check_on_gpu`."""
+        return self._checked_on_gpu is not None
+
+    def check_on_gpu(self) -> None:
+        """Check, a step after the mixing, what a GPU has found: it has mixed nothing of it.
+
+        Raises:
+            NonFiniteError: as in `check_finite`, once.
+        """
+        checked, self._checked_on_gpu = self._checked_on_gpu, None
+        if checked is not None:
+            bad = sorted(self._transport.members[place] for place in checked.nonfinite_ranks())
+            self._raise_of(bad)
+            self._warn_of(bad)
+
+    def _raise_of(self, bad: list[int]) -> None:
         if bad and self._rules.on_nonfinite == "raise":
             raise nonfinite_error(bad, self._transport.initial_rank, f"round {self._header.round}")
 
@@ -335,39 +394,25 @@ class Round:
             exchange = self._exchanges.get(each)
             if exchange is not None:
                 with self._meter.mix:
-                    flags = self._finite_of.items()
-                    left_out = [rank for rank, finite in flags if not finite[exchange.position]]
-                    if len(left_out) < self._size:
-                        self._mix(each, exchange, left_out)
+                    self._mix(each, exchange)
         if not self._unmixed and self._rules.identical.rounds_left:
             self._rules.identical.end_round()
 
-    def _mix(
-        self, bucket: Bucket, exchange: _Exchange | CodedExchange, left_out: list[int]
-    ) -> None:
-        if isinstance(exchange, CodedExchange):
-            self._mix_coded(bucket, exchange, left_out)
-            return
-        if self._sums:
-            exchange.arriving.data.div_(self._size - len(left_out))
+    def _mix(self, bucket: Bucket, exchange: Exchange) -> None:
+        rate, flags = self._rate * bucket.rate, self._finite_of.items()
+        left_out = [rank for rank, finite in flags if not finite[exchange.position]]
         if self._watches_for_identical and not left_out:
-            self._look(bucket, exchange)
-        weight = exchange.weight * self._rate * bucket.rate
-        if self._transport.rank in left_out:
-            bucket.unpack_(exchange.arriving)
-        elif (left_out and not self._sums) or self._size == 1:
-            return
-        elif exchange.start is None:
-            bucket.mix_(exchange.arriving, weight)
-        else:
-            bucket.shift_(exchange.arriving, exchange.start, weight)
-
-    def _mix_coded(self, bucket: Bucket, exchange: CodedExchange, left_out: list[int]) -> None:
-        if self._watches_for_identical and not left_out and exchange.tells_equal:
-            values = bucket.pack(bucket.new_flat()).data
-            self._rules.identical.note(exchange.are_equal, values, bucket.wire_dtype)
-        takes_part = self._transport.rank not in left_out
-        exchange.mix(self._rate * bucket.rate, self._size - len(left_out), takes_part)
+            compared = exchange.compare()
+            if compared is not None:
+                self._rules.identical.note(*compared, bucket.wire_dtype)
+        if self._checked_on_gpu is not None and exchange.on_gpu:
+            # On the stream that mixes, which need not be the one that has received.
+            for work in (*exchange.works, *self._checked_on_gpu.works):
+                work.wait()
+            exchange.mix_usable(rate, self._checked_on_gpu.usable(exchange))
+        elif len(left_out) < self._size:
+            present, takes_part = self._size - len(left_out), self._transport.rank not in left_out
+            exchange.mix(rate, present, takes_part)
 
     @property
     def _watches_for_identical(self) -> bool:
@@ -379,93 +424,37 @@ class Round:
         self._exchanges.clear()
         self._posted.clear()
         self._headers = self._flags = []
+        if self._posting is not None:
+            self._posting.end()
 
-    def _look(self, bucket: Bucket, exchange: _Exchange) -> None:
-        arriving = exchange.arriving.data
-        # The sum has overwritten what was sent, which is still in the bucket itself.
-        sent = exchange.sent or bucket.pack(bucket.new_flat(arriving.device, arriving.dtype))
-        self._rules.identical.compare(sent.data, arriving, bucket.wire_dtype, self._size)
-
-    def _launch(self, bucket: Bucket, starts: Mapping[Tensor, Tensor]) -> _Exchange | CodedExchange:
-        if self._size == 1:
-            return self._keep_start(bucket, starts)
-        coded = self._post_coded(bucket, starts)
-        if coded is not None:
-            return coded
-        return (self._post_group if self._sums else self._post_pair)(bucket, starts)
-
-    def _post_coded(self, bucket: Bucket, starts: Mapping[Tensor, Tensor]) -> CodedExchange | None:
-        """Start the exchange of codes; None if the bucket travels in another way."""
-        if bucket.codec is None or self._edge is None or self.plan.kind is Kind.AVERAGE:
-            return None
-        alone = self._transport.sends_alone(bucket.wire_device)
-        if not (bucket.codes_pairs if self._size == 2 else alone):
-            return None
-        skips = self._rules.on_nonfinite == "skip"
-        wire = Wire(self._transport, self._group, self._edge, self._freezes, zeros_bad=skips)
+    def _exchange(self, bucket: Bucket, starts: Mapping[Tensor, Tensor]) -> Exchange:
+        """Pack a bucket in the form in which it travels."""
         position = len(self._exchanges)
         tag, mean_tag = _FIRST_BUCKET_TAG + position, _FIRST_MEAN_TAG + position
-        exchange: CodedExchange
-        if self._size == 2:
-            exchange = CodedPair(wire, bucket, bucket.codec, starts, position, tag)
-        else:
-            tags = (tag, mean_tag)
-            exchange = CodedGroup(wire, bucket, bucket.codec, starts, position, tags)
-        self._finite.append(int(not self._rules.checks or exchange.finite))
-        self._meter.bytes_sent += exchange.bytes_sent
-        self._moves_references |= self._edge.reference(bucket) is not None
-        return exchange
+        if self._size == 1:
+            return KeptStart(self._wire, bucket, starts, position)
+        if bucket.codec is not None and self._codes(bucket):
+            if self._size == 2:
+                return CodedPair(self._wire, bucket, bucket.codec, starts, position, tag)
+            return CodedGroup(self._wire, bucket, bucket.codec, starts, position, (tag, mean_tag))
+        if self._sums:
+            return PlainGroup(self._wire, bucket, starts, position)
+        return PlainPair(self._wire, bucket, starts, position, tag)
 
-    def _post_pair(self, bucket: Bucket, starts: Mapping[Tensor, Tensor]) -> _Exchange:
-        outgoing, incoming = bucket.pair(self._freezes)
-        bucket.pack(outgoing, starts)
-        self._note_finite(outgoing)
-        position = len(self._exchanges)
-        (peer,) = self._peers
-        works = self._transport.exchange(
-            outgoing.data, incoming.data, peer, _FIRST_BUCKET_TAG + position
-        )
-        self._meter.bytes_sent += outgoing.data.nbytes
-        start = outgoing if bucket.quantised or self._freezes else None
-        weight = 1 - self._group.self_weight
-        return _Exchange(position, works, incoming, weight, outgoing, start)
+    def _codes(self, bucket: Bucket) -> bool:
+        """Whether a bucket travels as codes."""
+        if self._edge is None or self.plan.kind is Kind.AVERAGE:
+            return False
+        return bucket.codes_pairs if self._size == 2 else self._sends_alone(bucket)
 
-    def _post_group(self, bucket: Bucket, starts: Mapping[Tensor, Tensor]) -> _Exchange:
-        """Start the sum over the group, whose mean is mixed in.
-
-        w x_i + (1-w)/(m-1) * sum of the others  =  x_i + m(1-w)/(m-1) * (mean - x_i)
-        """
-        size = self._size
-        flat, *copies = bucket.summing(1 + self._freezes)
-        bucket.pack(flat, starts)
-        # The sum overwrites what is sent.
-        start = copies[0] if copies else None
-        if start is not None:
-            start.data.copy_(flat.data)
-        if not self._note_finite(flat) and self._rules.on_nonfinite == "skip":
-            flat.data.zero_()
-        works = self._transport.all_reduce(flat.data, self._group.ranks)
-        self._meter.bytes_sent += int(self._group.copies_sent * flat.data.nbytes)
-        weight = size * (1 - self._group.self_weight) / (size - 1)
-        return _Exchange(len(self._exchanges), works, flat, weight, start, start)
-
-    def _keep_start(self, bucket: Bucket, starts: Mapping[Tensor, Tensor]) -> _Exchange:
-        """Keep the parameters of the launch: what follows the mixing begins there."""
-        (start,) = bucket.summing()
-        bucket.pack(start, starts)
-        return _Exchange(len(self._exchanges), [], start, 0.0, start, start)
-
-    def _note_finite(self, flat: Flat) -> bool:
-        finite = not self._rules.checks or is_finite(flat.data)
-        self._finite.append(int(finite))
-        return finite
+    def _sends_alone(self, bucket: Bucket) -> bool:
+        return self._transport.sends_alone(bucket.wire_device)
 
     def _nonfinite_ranks(self) -> list[int]:
         places = sorted(rank for rank, finite in self._finite_of.items() if not all(finite))
         return [self._transport.members[place] for place in places]
 
-    def _warn_of_those_left_out(self) -> None:
-        bad = self._nonfinite_ranks()
+    def _warn_of(self, bad: list[int]) -> None:
         if bad and self._rules.on_nonfinite == "skip":
             logger.warning(
                 "rank {} round {}: the parameters of ranks {} are not finite and are left out",
@@ -473,7 +462,7 @@ class Round:
             )
 
     def _send_control(self, message: Tensor, tag: int) -> list[PendingMessage]:
-        if self._size == 1 or self._failure or not self._transport.has_control:
+        if self._size == 1 or self._failure:
             return []
         try:
             return self._transport.send_control(message, self._group.ranks, tag)
@@ -512,17 +501,26 @@ class Round:
         self._wait_for_arrival(self._arrival, other)
         return self._arrival.is_over
 
-    def _wait_for_arrival(self, arrival: Arrival, other: Arrival | None = None) -> None:
+    def _wait_for_arrival(self, ongoing: Ongoing, other: Ongoing | None = None) -> None:
         try:
-            self._transport.finish(arrival, other)
+            self._transport.finish(ongoing, other)
         except WireError as error:
-            # The last work may have ended since the wait was given up.
-            lost = self._watched[min(arrival.finished, len(self._watched) - 1)]
+            lost = _Wait([], 0, self._peers)
+            if self._watched and isinstance(ongoing, Arrival):
+                # The last work may have ended since the wait was given up.
+                lost = self._watched[min(ongoing.finished, len(self._watched) - 1)]
             raise self._lost(lost.bucket, lost.suspects, error.silent) from error
 
-    def _wait(self, works: list[Waitable], bucket: int, suspects: tuple[int, ...]) -> None:
+    def _wait(
+        self,
+        works: list[Waitable],
+        bucket: int,
+        suspects: tuple[int, ...],
+        on_gpu: bool = False,
+    ) -> None:
         try:
-            self._transport.wait(works)
+            # Another stream may wait again for those of a GPU.
+            self._transport.wait(works[:] if on_gpu else works)
         except WireError as error:
             raise self._lost(bucket, suspects, error.silent) from error
 

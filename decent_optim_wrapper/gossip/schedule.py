@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Real
 from typing import Any, NamedTuple
+
+import torch
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.references import References
@@ -141,6 +144,7 @@ class Session:
         topology: Topology,
         cadence: Cadence,
         first_round: int = 0,
+        devices: Collection[torch.device] = (),
     ) -> Session:
         """Connect the groups in which this rank mixes; collective.
 
@@ -149,6 +153,7 @@ class Session:
             topology: of as many ranks.
             cadence: as in `RoundSchedule`.
             first_round: as in `RoundSchedule`.
+            devices: those of the tensors to exchange.
         """
         schedule = RoundSchedule(
             phases=topology.schedule(transport.rank),
@@ -157,7 +162,7 @@ class Session:
             cadence=cadence,
             first_round=first_round,
         )
-        transport.connect(schedule.groups)
+        transport.connect(schedule.groups, devices)
         return cls(
             transport=transport,
             topology=topology,

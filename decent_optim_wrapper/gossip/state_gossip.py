@@ -93,6 +93,7 @@ class StateBucket(Bucket):
         present = [float(entry is not None) for entry in entries]
         self._present = torch.tensor(present, dtype=like.dtype, device=local(like).device)
         super().__init__([*tensors, self._present], layout)
+        self._counts = torch.tensor(self._sizes[:-1], device=self.device)
         # Larger groups sum: the mean of ones must be one.
         self.codec = None
 
@@ -113,20 +114,31 @@ class StateBucket(Bucket):
     @torch.no_grad()
     def unpack_(self, flat: Flat) -> None:
         """As `Bucket.unpack_`, of the entries that all ranks of the group have."""
-        arriving = self._as_own(flat).views
-        for entry, there, is_there in zip(
-            self._entries, arriving, (arriving[-1] == 1).tolist(), strict=False
-        ):
-            if is_there and entry is not None:
-                local(entry).copy_(there)
+        arriving, kept = self._as_own(flat), self.pack(self.new_flat())
+        there = self._spread(arriving.views[-1] == 1)
+        here = kept.data[: len(there)]
+        torch.where(there, arriving.data[: len(there)], here, out=here)
+        torch._foreach_copy_(*self._own(kept))
 
     def _mix_shared(self, theirs: Flat, weight: float, ours: Flat | None) -> None:
-        arriving = self._as_own(theirs).views
-        started = self._tensors() if ours is None else self._as_own(ours).views
-        # Of a group it is the mean.
-        shared = ((arriving[-1] == 1) & (started[-1] == 1)).tolist()
-        for entry, there, here, is_shared in zip(
-            self._entries, arriving, started, shared, strict=False
-        ):
-            if is_shared and entry is not None:
-                local(entry).add_(there - here, alpha=weight)
+        away = self.new_flat()
+        if ours is None:
+            here = self.pack(away)
+            torch.sub(self._as_own(theirs).data, here.data, out=away.data)
+        else:
+            away.data.copy_(self._difference(theirs.data, ours.data))
+        # Of what this rank has, the others have it if the flags do not differ; of a group the mean
+        # arrives. No flag is read on the host, which would wait for a GPU.
+        shared = self._spread(away.views[-1] == 0)
+        away.data[: len(shared)].mul_(shared)
+        torch._foreach_add_(*self._own(away), alpha=weight)
+
+    def _spread(self, flags: Tensor) -> Tensor:
+        """One flag for each entry, as one for each of its elements."""
+        return flags.repeat_interleave(self._counts, output_size=self.numel - len(self._entries))
+
+    def _own(self, flat: Flat) -> tuple[list[Tensor], list[Tensor]]:
+        """The entries that this rank has, and their parts of a flat vector."""
+        pairs = zip(self._entries, flat.views, strict=False)
+        own = [(local(entry), part) for entry, part in pairs if entry is not None]
+        return [entry for entry, _ in own], [part for _, part in own]

@@ -219,6 +219,8 @@ class Rounds:
         self._round = 0
         # Steps since the round in flight was launched.
         self._age = 0
+        # The last round that was mixed, if nobody has asked yet what a GPU has found in it.
+        self._mixed: Round | None = None
         # A resumed run has a round in flight that this process still has to launch. Loading cannot
         # do it: it must not communicate, and may come before the parameters are loaded.
         self._pending = False
@@ -419,6 +421,10 @@ class Rounds:
         Raises:
             NonFiniteError: the round must not be mixed, and is dropped.
         """
+        # Whatever a GPU has found in the last round is known by now.
+        mixed, self._mixed = self._mixed, None
+        if mixed is not None:
+            mixed.check_on_gpu()
         self._relaunch()
         due = self._is_due()
         for companion in self._companions:
@@ -445,6 +451,7 @@ class Rounds:
         arrived = self._take()
         if arrived is not None:
             arrived.check_finite()
+            self._mixed = arrived if arrived.is_checked_on_gpu else None
             if self.post_mix:
                 self.post_mix.arrive(arrived.plan.kind, self._buckets, self.session.transport)
         return arrived

@@ -156,12 +156,6 @@ def open_session(
             outer = _make_outer(settings, optimizer)
         world = _find_world(start, topology, settings)
         transport, recovery = world.transport, world.recovery
-        with start.failing_together():
-            if settings.schedule.cadence.auto and not transport.has_control:
-                raise ValueError(
-                    'gossip_every="auto" needs a CPU backend in the process group, '
-                    '"cpu:gloo,cuda:nccl", over which the ranks tell each other where they are'
-                )
         layout = Layout(
             settings.bucket_cap_mb,
             transport.wire_device if recovery is None else _on_cpu,
@@ -180,7 +174,7 @@ def open_session(
         agreement.check(parameters, transport)
     replica.connect(named.tensor for named in parameters)
 
-    session = _connect(world, settings)
+    session = _connect(world, settings, [named.tensor.device for named in (*parameters, *averaged)])
     if isinstance(topology, str):
         # The schedules of all ranks are needed no more; a user's own topology is left alone.
         world.topology.release()
@@ -250,10 +244,11 @@ def _in_store(
     )
 
 
-def _connect(world: _World, settings: Settings) -> Session:
+def _connect(world: _World, settings: Settings, devices: Iterable[torch.device]) -> Session:
     if world.recovery:
         return world.recovery.open_session()
-    return Session.connect(world.transport, world.topology, settings.schedule.cadence)
+    cadence, distinct = settings.schedule.cadence, tuple(dict.fromkeys(devices))
+    return Session.connect(world.transport, world.topology, cadence, devices=distinct)
 
 
 def _make_gossip(
@@ -269,7 +264,7 @@ def _make_gossip(
     transport, schedule, meter = session.transport, settings.schedule, Meter()
     rules = Rules(
         on_nonfinite=settings.on_nonfinite, identical=IdenticalRanks(transport.initial_rank)
-    ).for_transport(transport)
+    )
     state_average = None
     if schedule.average_state == "average":
         state_average = StateAverage(optimizer, layout, rules, meter, replica)

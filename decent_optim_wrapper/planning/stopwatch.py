@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decent_optim_wrapper.comm.transport import Transport, Waitable
+from decent_optim_wrapper.comm.streams import Waitable
+from decent_optim_wrapper.comm.transport import Transport
 
 
 def pair_seconds(transport: Transport, data: Tensor, peer: int, repeats: int) -> float:

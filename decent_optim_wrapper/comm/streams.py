@@ -1,0 +1,118 @@
+"""What the host does for a GPU without waiting for it; on the CPU, the same at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from decent_optim_wrapper.comm.background import in_background
+
+
+class Waitable(Protocol):
+    """A work to wait for, of torch or made of several."""
+
+    def wait(self, timeout: timedelta = ...) -> Any:
+        """Wait until it is done; once, unless it says otherwise."""
+
+    def is_completed(self) -> bool:
+        """Whether it is done; works of gloo do not know before they are waited for."""
+
+
+class OnStream:
+    """A work of a GPU, for which a stream waits in place of the host.
+
+    Torch's own wait for such a work within a timeout keeps the host busy until the work is done.
+    Without one it orders the current stream behind the work, whose own timeout the watchdog of the
+    communicator watches.
+
+    Args:
+        work: the work of torch.
+    """
+
+    def __init__(self, work: Waitable) -> None:
+        self._work = work
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> None:
+        """Order the current stream behind it; any number of times, at once."""
+        self._work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the GPU has finished it."""
+        return self._work.is_completed()
+
+
+class LateValues:
+    """Values that the host reads later: they are copied without a wait.
+
+    Args:
+        values: computed on the current stream of their device.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+        self._copied: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._copied = mark(values.device)
+
+    @property
+    def waits(self) -> bool:
+        """Whether `read` may wait for a GPU."""
+        return self._copied is not None
+
+    def read(self) -> list[Any]:
+        """The values; waits for the GPU if it has not come to them yet."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values.tolist()
+
+
+class InOrder:
+    """Runs actions one after the other on a thread of its own, each behind work of a GPU.
+
+    The first one that fails is the last.
+    """
+
+    def __init__(self) -> None:
+        self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # Done when the last action is.
+        self.future: Future[None] = in_background(self._run)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all actions are done, or one has failed."""
+        return self.future.done()
+
+    def add(self, device: torch.device, action: Callable[[], None]) -> None:
+        """Run an action once the GPU has finished what its current stream holds now."""
+        packed = mark(device)
+
+        def run() -> None:
+            packed.synchronize()
+            action()
+
+        self._actions.put(run)
+
+    def end(self, last: Callable[[], None] | None = None) -> None:
+        """Accept no more actions, and run this one at the end."""
+        if last is not None:
+            self._actions.put(last)
+        self._actions.put(None)
+
+    def _run(self) -> None:
+        while (action := self._actions.get()) is not None:
+            action()
+
+
+def mark(device: torch.device) -> torch.cuda.Event:
+    """An event behind what the current stream of a GPU holds now."""
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -1,0 +1,55 @@
+"""Which ranks have finite values, where the host does not wait for a GPU to know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from decent_optim_wrapper.comm.streams import LateValues
+from decent_optim_wrapper.gossip.exchange import Exchange, Usable, Wire
+
+
+class CheckedOnGpu:
+    """The flags of all ranks of a round: the GPU chooses by them, and the host reads them later.
+
+    Args:
+        wire: what the exchanges have in common.
+        exchanges: all of the round whose values a GPU has checked.
+        tag: that of the message.
+    """
+
+    def __init__(self, wire: Wire, exchanges: Sequence[Exchange], tag: int) -> None:
+        self._wire = wire
+        self._columns = {each: column for column, each in enumerate(exchanges)}
+        finite = [torch.as_tensor(each.finite, device=each.device) for each in exchanges]
+        own = torch.stack([each.to(finite[0].device) for each in finite])
+        # bool of shape (ranks of the group, exchanges), in the order of the group.
+        self._rows, self.works = wire.transport.gather(own, wire.group, tag)
+        self._late: LateValues | None = None
+        self._usable: dict[Exchange, Usable] = {}
+
+    def usable(self, exchange: Exchange) -> Usable:
+        """What of an exchange may be mixed."""
+        if not self._usable:
+            self._late = LateValues(self._rows)
+            self._usable = self._choose(exchange.sums)
+        return self._usable[exchange]
+
+    def _choose(self, sums: bool) -> dict[Exchange, Usable]:
+        group, transport = self._wire.group, self._wire.transport
+        if self._wire.on_nonfinite == "raise":
+            # A round is mixed as a whole or not at all.
+            whole = Usable(arrived=self._rows.all(), present=group.size)
+            return dict.fromkeys(self._columns, whole)
+        own, present = self._rows[group.ranks.index(transport.rank)], self._rows.sum(0)
+        arrived = present > 0 if sums else self._rows[group.ranks.index(self._wire.peer)]
+        return {
+            exchange: Usable(arrived=arrived[column], present=present[column], own=own[column])
+            for exchange, column in self._columns.items()
+        }
+
+    def nonfinite_ranks(self) -> list[int]:
+        """The positions of the ranks with values that are not finite, once a round is mixed."""
+        rows = [] if self._late is None else self._late.read()
+        return [r for r, row in zip(self._wire.group.ranks, rows, strict=False) if not all(row)]

@@ -1,0 +1,347 @@
+"""One bucket on the wire, and how what arrives is mixed in."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decent_optim_wrapper.comm.streams import Waitable
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.gossip.bucket import Bucket, is_finite, is_finite_on_device
+from decent_optim_wrapper.gossip.references import Edge
+from decent_optim_wrapper.gossip.storage import Flat
+from decent_optim_wrapper.topo import Group
+
+OnNonfinite = Literal["raise", "skip", "ignore"]
+
+
+class Wire(NamedTuple):
+    """What the buckets of one round have in common.
+
+    Args:
+        transport: connects the ranks.
+        group: the ranks that mix.
+        edge: the references of the group; None if it has none.
+        freezes: whether the values may change before they are mixed.
+        on_nonfinite: what happens to values that are not finite.
+    """
+
+    transport: Transport
+    group: Group
+    edge: Edge | None
+    freezes: bool
+    on_nonfinite: OnNonfinite
+
+    @property
+    def checks(self) -> bool:
+        """Whether values are checked before they are sent."""
+        return self.on_nonfinite != "ignore"
+
+    @property
+    def peer(self) -> int:
+        """The other rank of a pair."""
+        one, other = self.group.ranks
+        return other if one == self.transport.rank else one
+
+
+class Usable(NamedTuple):
+    """What may be mixed, as a GPU knows it: tensors of shape ().
+
+    Args:
+        arrived: whether what has arrived may be mixed.
+        present: how many ranks of the group have sent finite values.
+        own: whether this rank takes part; otherwise it takes what has arrived. None if it does in
+            any case.
+    """
+
+    arrived: Tensor
+    present: Tensor | int
+    own: Tensor | None = None
+
+
+class Exchange(ABC):
+    """A bucket that is on its way, from its packing to its mixing.
+
+    Args:
+        wire: the ranks, and what the buckets of the round have in common.
+        bucket: the bucket.
+        position: its number among the buckets of the round.
+    """
+
+    # Whether the mean of all ranks arrives, and not the values of the peer.
+    sums = False
+    # Whether what arrives moves a reference.
+    refers = False
+
+    def __init__(self, wire: Wire, bucket: Bucket, position: int) -> None:
+        self.position = position
+        self._wire = wire
+        self._bucket = bucket
+        # What was sent, if it may change before it is mixed or is rounded on the wire.
+        self.start: Flat | None = None
+        # Whether the values are finite: of shape () if a GPU has checked them.
+        self.finite: bool | Tensor = True
+        self.works: list[Waitable] = []
+        self.bytes_sent = 0
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the values travel between a GPU and the CPU on their way to the wire."""
+        return self._bucket.crosses
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the works belong to a GPU, for which a stream waits."""
+        return self._bucket.wire_device.type == "cuda"
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the values."""
+        return self._bucket.device
+
+    @abstractmethod
+    def post(self) -> None:
+        """Check the values and start the exchange.
+
+        If the values cross to the CPU, on a thread, once they are there.
+
+        Raises:
+            WireError: the connection is closed already.
+        """
+
+    @abstractmethod
+    def mix(self, rate: float, present: int, takes_part: bool) -> None:
+        """Mix in what has arrived.
+
+        Args:
+            rate: the mixing rate.
+            present: how many ranks of the group have sent finite values, at least one.
+            takes_part: whether this rank has; otherwise it takes the mean of the others.
+        """
+
+    @abstractmethod
+    def mix_usable(self, rate: float, usable: Usable) -> None:
+        """Mix in what has arrived if it may be, which only the GPU knows."""
+
+    @abstractmethod
+    def compare(self) -> tuple[Tensor, Tensor] | None:
+        """Whether this rank has what has arrived, of shape (), and its values.
+
+        Returns:
+            None if that cannot be told.
+        """
+
+    def _check(self, data: Tensor) -> None:
+        if self._wire.checks:
+            self.finite = is_finite_on_device(data) if self.on_gpu else is_finite(data)
+
+
+class KeptStart(Exchange):
+    """The parameters of the launch in a group of one: what follows the mixing begins there.
+
+    Args:
+        wire: as in `Exchange`.
+        bucket: the bucket.
+        starts: what is kept in place of its members' values.
+        position: its number among the buckets of the round.
+    """
+
+    def __init__(
+        self, wire: Wire, bucket: Bucket, starts: Mapping[Tensor, Tensor], position: int
+    ) -> None:
+        super().__init__(wire, bucket, position)
+        (self.start,) = bucket.summing()
+        bucket.pack(self.start, starts)
+
+    @property
+    def crosses(self) -> bool:
+        """Nothing is sent."""
+        return False
+
+    def post(self) -> None:
+        """Send nothing."""
+
+    def mix(self, rate: float, present: int, takes_part: bool) -> None:
+        """Mix nothing."""
+
+    def mix_usable(self, rate: float, usable: Usable) -> None:
+        """Mix nothing."""
+
+    def compare(self) -> None:
+        """Compare nothing."""
+
+
+class PlainExchange(Exchange):
+    """Values that travel as they are, or rounded to another dtype.
+
+    Args:
+        wire: as in `Exchange`.
+        bucket: the bucket.
+        position: its number among the buckets of the round.
+        arriving: where the values of the peer, or the sum of the group, arrive.
+        weight: x <- x + rate * weight * (arriving - start), where start is x unless it is kept.
+    """
+
+    def __init__(
+        self, wire: Wire, bucket: Bucket, position: int, arriving: Flat, weight: float
+    ) -> None:
+        super().__init__(wire, bucket, position)
+        self._arriving = arriving
+        self._weight = weight
+
+    def mix_usable(self, rate: float, usable: Usable) -> None:
+        """Mix in what has arrived if it may be, which only the GPU knows."""
+        bucket, arrived, own = self._bucket, self._mean(usable.present), self._sent()
+        # Values that are not finite would spread even with a weight of 0.
+        if usable.own is None:
+            torch.where(usable.arrived, arrived.data, own.data, out=arrived.data)
+            self._move(arrived, rate)
+            return
+        target = torch.where(usable.arrived, arrived.data, own.data)
+        now = bucket.pack(bucket.spare(bucket.dtype))
+        moved = now.data.add(target.sub_(own.data).to(bucket.dtype), alpha=self._weight * rate)
+        keeps = usable.own.logical_or(usable.arrived.logical_not())
+        torch.where(keeps, moved, arrived.data.to(bucket.dtype), out=now.data)
+        bucket.unpack_(now)
+
+    def compare(self) -> tuple[Tensor, Tensor]:
+        """Whether this rank has what has arrived, of shape (), and its values."""
+        sent = self._sent().data
+        return (self._arriving.data == sent).all(), sent
+
+    def _move(self, arrived: Flat, rate: float) -> None:
+        if self.start is None:
+            self._bucket.mix_(arrived, self._weight * rate)
+        else:
+            self._bucket.shift_(arrived, self.start, self._weight * rate)
+
+    @abstractmethod
+    def _sent(self) -> Flat:
+        """This rank's values as they were sent, in the form of what arrives."""
+
+    @abstractmethod
+    def _mean(self, present: Tensor | int) -> Flat:
+        """What is mixed in, of so many ranks."""
+
+
+class PlainPair(PlainExchange):
+    """An exchange of values between two ranks.
+
+    Args:
+        wire: as in `Exchange`.
+        bucket: the bucket.
+        starts: what is sent in place of its members' values.
+        position: its number among the buckets of the round.
+        tag: that of its messages.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        bucket: Bucket,
+        starts: Mapping[Tensor, Tensor],
+        position: int,
+        tag: int,
+    ) -> None:
+        outgoing, incoming = bucket.pair(wire.freezes)
+        super().__init__(wire, bucket, position, incoming, 1 - wire.group.self_weight)
+        self._tag = tag
+        self._outgoing = bucket.pack(outgoing, starts, waits=False)
+        self.start = outgoing if bucket.quantised or wire.freezes else None
+
+    def post(self) -> None:
+        """Check the values and start the exchange."""
+        outgoing = self._outgoing.data
+        self._check(outgoing)
+        self.works += self._wire.transport.exchange(
+            outgoing, self._arriving.data, self._wire.peer, self._tag
+        )
+        self.bytes_sent = outgoing.nbytes
+
+    def mix(self, rate: float, present: int, takes_part: bool) -> None:
+        """Mix in what has arrived."""
+        if not takes_part:
+            self._bucket.unpack_(self._arriving)
+        elif present == 2:
+            self._move(self._arriving, rate)
+
+    def _sent(self) -> Flat:
+        return self._outgoing
+
+    def _mean(self, present: Tensor | int) -> Flat:
+        return self._arriving
+
+
+class PlainGroup(PlainExchange):
+    """The sum over a group, whose mean is mixed in.
+
+    w x_i + (1-w)/(m-1) * sum of the others  =  x_i + m(1-w)/(m-1) * (mean - x_i)
+
+    Args:
+        wire: as in `Exchange`.
+        bucket: the bucket.
+        starts: what is sent in place of its members' values.
+        position: its number among the buckets of the round.
+    """
+
+    sums = True
+
+    def __init__(
+        self, wire: Wire, bucket: Bucket, starts: Mapping[Tensor, Tensor], position: int
+    ) -> None:
+        group = wire.group
+        # The sum overwrites what is sent.
+        copies = wire.freezes or (wire.checks and bucket.wire_device.type == "cuda")
+        summed, *kept = bucket.summing(1 + copies)
+        weight = group.size * (1 - group.self_weight) / (group.size - 1)
+        super().__init__(wire, bucket, position, summed, weight)
+        bucket.pack(summed, starts, waits=False)
+        self._kept = kept[0] if kept else None
+        self.start = self._kept if wire.freezes else None
+
+    def post(self) -> None:
+        """Check the values and start the sum."""
+        summed, wire = self._arriving.data, self._wire
+        self._check(summed)
+        if self._kept is not None:
+            self._kept.data.copy_(summed)
+        if wire.on_nonfinite == "skip":
+            self._leave_out(summed)
+        self.works += wire.transport.all_reduce(summed, wire.group.ranks)
+        self.bytes_sent = int(wire.group.copies_sent * summed.nbytes)
+
+    def mix(self, rate: float, present: int, takes_part: bool) -> None:
+        """Mix in what has arrived."""
+        mean = self._mean(present)
+        if takes_part:
+            self._move(mean, rate)
+        else:
+            self._bucket.unpack_(mean)
+
+    def compare(self) -> tuple[Tensor, Tensor]:
+        """Whether this rank has what has arrived, of shape (), and its values."""
+        sent, size = self._sent().data, self._wire.group.size
+        # A sum of more than two values is rounded.
+        slack = size * torch.finfo(sent.dtype).eps if size > 2 else 0.0
+        return torch.isclose(self._arriving.data / size, sent, rtol=slack, atol=0.0).all(), sent
+
+    def _leave_out(self, summed: Tensor) -> None:
+        if isinstance(self.finite, Tensor):
+            summed.masked_fill_(self.finite.logical_not(), 0)
+        elif not self.finite:
+            summed.zero_()
+
+    def _sent(self) -> Flat:
+        if self._kept is not None:
+            return self._kept
+        # The values are still in the bucket itself.
+        data = self._arriving.data
+        return self._bucket.pack(self._bucket.new_flat(data.device, data.dtype))
+
+    def _mean(self, present: Tensor | int) -> Flat:
+        self._arriving.data.div_(present)
+        return self._arriving

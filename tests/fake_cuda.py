@@ -1,0 +1,340 @@
+"""Runs the real wrapper on CUDA tensors without a GPU, and notes what would make the host wait.
+
+Tensors on "cuda" are FakeTensors, without data and driver; those on the CPU are real. The peers of
+a process group do what this rank does.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from decent_optim_wrapper.comm import streams, transport
+from decent_optim_wrapper.gossip import parameters
+
+aten = torch.ops.aten
+_PACKAGE = "/decent_optim_wrapper/"
+_READS = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default)
+_COPIES = (aten.copy_.default, aten._foreach_copy_.default)
+# They start no kernel.
+_FREE = (
+    "prim::",
+    "view",
+    "detach",
+    "alias",
+    "slice",
+    "select",
+    "split",
+    "unbind",
+    "expand",
+    "empty",
+)
+
+
+class Noted(NamedTuple):
+    """Something that the library asked of torch.
+
+    Args:
+        kind: "read" (of a CUDA value on the host), "copy" (between devices; the host waits), "spin"
+            (a wait for a work of NCCL that keeps the host busy), "wait" (for an event of this step)
+            or "call" (of a kernel).
+        where: the function of the library, and who called it.
+        what: the operation.
+    """
+
+    kind: str
+    where: str
+    what: str
+
+
+def is_cuda(value: object) -> bool:
+    """Whether it is a fake tensor on a GPU."""
+    return isinstance(value, FakeTensor) and value.fake_device.type == "cuda"
+
+
+class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps CPU tensors real, and notes what is done with the others."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.noted: list[Noted] = []
+        # While the peers are played.
+        self.muted = False
+        # Counts the steps: an event of an earlier one is over by now.
+        self.step = 0
+
+    def note(self, kind: str, what: str) -> None:
+        """Note something, unless the user's code or the base's update asks for it."""
+        frames = traceback.extract_stack()
+        known = [f for f in frames if _PACKAGE in f.filename or "/torch/optim/" in f.filename]
+        ours = [frame for frame in known if _PACKAGE in frame.filename]
+        if ours and known[-1] is ours[-1] and not self.muted:
+            names = [f"{frame.filename.rsplit('/', 1)[1]}:{frame.name}" for frame in ours[-3:]]
+            self.noted.append(Noted(kind=kind, where=" < ".join(reversed(names)), what=what))
+
+    def count(self, *kinds: str) -> Counter[str]:
+        """How often each function of the library did such a thing."""
+        return Counter(f"{n.what} in {n.where}" for n in self.noted if n.kind in kinds)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
+        leaves = tree_leaves((args, kwargs))
+        device = kwargs.get("device")
+        on_gpu = any(map(is_cuda, leaves))
+        if on_gpu and func in _READS:
+            self.note("read", str(func))
+            return True if args[0].dtype == torch.bool else 1.0
+        if func is aten.nonzero.default and on_gpu:
+            self.note("read", str(func))
+            return torch.empty(0, 1, dtype=torch.int64)
+        if func in _COPIES and on_gpu and not all(map(is_cuda, tensors(leaves))):
+            return self._copy(func, args, kwargs)
+        if func is aten._to_copy.default and self._changes_device(args[0], device):
+            return self._move(args[0], kwargs)
+        if not (on_gpu or (device is not None and torch.device(device).type == "cuda")):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if not any(part in func.name() for part in _FREE):
+            self.note("call", func.name())
+        return func(*args, **kwargs)
+
+    def _copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        if func is aten.copy_.default:
+            return self.copy(args[0], args[1], waits)
+        # Torch makes one copy for each tensor.
+        for target, source in zip(*args[:2], strict=True):
+            self.copy(target, source, waits)
+        return None
+
+    def copy(self, target: Tensor, source: Tensor, waits: bool) -> Tensor:
+        """Copy between devices; what comes from a GPU are ones."""
+        self.note("copy" if waits else "call", "copy_")
+        if not is_cuda(target):
+            with unset_fake_temporarily():
+                target.fill_(1)
+        return target
+
+    @staticmethod
+    def _changes_device(source: Tensor, device: Any) -> bool:
+        return device is not None and (torch.device(device).type == "cuda") != is_cuda(source)
+
+    def _move(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        self.note("call" if kwargs.get("non_blocking") else "copy", "to")
+        dtype = kwargs.get("dtype") or source.dtype
+        if is_cuda(source):
+            with unset_fake_temporarily():
+                return torch.ones(source.shape, dtype=dtype)
+        return torch.empty(source.shape, dtype=dtype, device="cuda:0")
+
+
+def tensors(leaves: Sequence[object]) -> list[Tensor]:
+    """The tensors among them."""
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+class FakeEvent:
+    """An event behind the work of the present step."""
+
+    def __init__(self, mode: FakeCuda) -> None:
+        self._mode, self._step = mode, mode.step
+
+    def synchronize(self) -> None:
+        """Wait for it; only the wait of the same step makes the host wait for the GPU."""
+        if self._step == self._mode.step:
+            self._mode.note("wait", "event")
+
+
+class FakeWork:
+    """A work that is done."""
+
+    def __init__(self, mode: FakeCuda, nccl: bool) -> None:
+        self._mode, self._nccl = mode, nccl
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """ProcessGroupNCCL keeps the host busy if there is a timeout."""
+        if self._nccl and timeout is not None:
+            self._mode.note("spin", "work.wait(timeout)")
+        return True
+
+    def is_completed(self) -> bool:
+        """Always."""
+        return True
+
+
+class FakeGroup(dist.ProcessGroup):
+    """A process group whose other ranks do what this one does.
+
+    Args:
+        mode: notes the waits.
+        rank: this rank.
+        size: number of ranks.
+        kind: "gloo", "nccl" or "cpu:gloo,cuda:nccl".
+    """
+
+    def __init__(self, mode: FakeCuda, rank: int, size: int, kind: str) -> None:
+        super().__init__(rank, size)
+        self._mode, self._rank, self._size, self.kind = mode, rank, size, kind
+        self._store = dist.HashStore()  # type: ignore[attr-defined]
+        self._receives: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        # What was called, with the kind of device.
+        self.calls: list[tuple[str, str]] = []
+        # The communicators that the library has made of this group.
+        self.made: list[FakeGroup] = []
+
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    def get_group_store(self) -> Any:
+        """Where communicators are built."""
+        return self._store
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if torch.device(device).type == "cpu" and "gloo" not in self.kind:
+            raise RuntimeError("No backend type associated with device type cpu")
+        on_nccl = torch.device(device).type == "cuda" and "nccl" in self.kind
+        return SimpleNamespace(
+            name=lambda: "nccl" if on_nccl else "gloo",
+            supports_coalescing=on_nccl,
+            options=SimpleNamespace(_timeout=timedelta(minutes=1)),
+            abort=lambda: None,
+            rank=lambda: 0,
+            size=lambda: 1,
+        )
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._called("coalesced", device)
+
+    def _end_coalescing(self, device: torch.device) -> FakeWork:  # type: ignore[override]
+        return self._called("exchange", device)
+
+    def _called(self, call: str, device: torch.device) -> FakeWork:
+        backend = self._get_backend(device)
+        if backend.name() == "gloo" and device.type == "cuda":
+            raise RuntimeError(f"{call} of CUDA tensors over gloo makes the host wait")
+        self.calls.append((call, device.type))
+        return FakeWork(self._mode, backend.name() == "nccl")
+
+    def _play(self, target: Tensor, source: Tensor) -> None:
+        self._mode.muted = True
+        target.copy_(source)
+        self._mode.muted = False
+
+    def allreduce(self, data: list[Tensor], *args: Any) -> FakeWork:  # type: ignore[override]
+        """All ranks add the same."""
+        if not is_cuda(data[0]):
+            data[0].mul_(self._size)
+        return self._called("allreduce", data[0].device)
+
+    def broadcast(self, data: list[Tensor], *args: Any) -> FakeWork:  # type: ignore[override]
+        """The source has the same."""
+        return self._called("broadcast", data[0].device)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *args: Any) -> FakeWork:  # type: ignore[override]
+        """All ranks give the same."""
+        for output in outputs[0]:
+            self._play(output, inputs[0])
+        return self._called("allgather", inputs[0].device)
+
+    def recv(self, data: list[Tensor], peer: int, tag: int) -> FakeWork:  # type: ignore[override]
+        """The peer sends what this rank does."""
+        self._receives[peer, tag].append(data[0])
+        return self._called("recv", data[0].device)
+
+    def send(self, data: list[Tensor], peer: int, tag: int) -> FakeWork:  # type: ignore[override]
+        """The peer sends the same."""
+        if self._receives[peer, tag]:
+            self._play(self._receives[peer, tag].pop(0), data[0])
+        return self._called("send", data[0].device)
+
+
+@contextmanager
+def fake_cuda(kind: str, size: int = 2) -> Iterator[tuple[FakeCuda, FakeGroup]]:
+    """A process group on a machine with a GPU, as far as the wrapper can tell.
+
+    Args:
+        kind: as in `FakeGroup`.
+        size: number of ranks.
+    """
+    mode = FakeCuda()
+    group = FakeGroup(mode, 0, size, kind)
+
+    def communicator(like: FakeGroup, store: Any, rank: int, size: int, timeout: Any) -> FakeGroup:
+        both = "cpu:gloo,cuda:nccl" if "nccl" in like.kind else "gloo"
+        group.made.append(FakeGroup(mode, rank, size, both))
+        return group.made[-1]
+
+    optimizer = torch.optim.Optimizer
+    make, index, copy = torch.tensor, torch.Tensor.__getitem__, torch.Tensor.copy_
+
+    # Torch's own of these would ask the driver.
+    def indexed(tensor: Tensor, key: Any) -> Tensor:
+        if not is_cuda(tensor):
+            return index(tensor, key)
+        for dimension, part in reversed(list(enumerate(key if isinstance(key, tuple) else (key,)))):
+            if isinstance(part, slice):
+                start, stop, _ = part.indices(tensor.shape[dimension])
+                tensor = tensor.narrow(dimension, start, stop - start)
+            else:
+                tensor = tensor.select(dimension, part)
+        return tensor
+
+    def copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if is_cuda(target) and is_cuda(source):
+            mode.note("call", "copy_")
+            return target
+        if (is_cuda(target) or is_cuda(source)) and "cpu" in (
+            target.device.type,
+            source.device.type,
+        ):
+            return mode.copy(target, source, waits=not non_blocking)
+        return copy(target, source, non_blocking)
+
+    def tensor(data: Any, **kwargs: Any) -> Tensor:
+        device = torch.device(kwargs.pop("device", None) or "cpu")
+        made = make(data, device="cpu", **kwargs)
+        return made.to(device) if device.type == "cuda" else made
+
+    with (
+        warnings.catch_warnings(),
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
+        mock.patch("torch.tensor", tensor),
+        mock.patch.object(torch.Tensor, "__getitem__", indexed),
+        mock.patch.object(torch.Tensor, "copy_", copied),
+        mock.patch.object(optimizer, "_accelerator_graph_capture_health_check", return_value=None),
+        mock.patch.object(transport, "new_communicator", communicator),
+        mock.patch.object(streams, "mark", side_effect=lambda device: FakeEvent(mode)),
+        mock.patch.object(parameters, "overlapping", return_value=None),
+        mode.fake,
+        mode,
+    ):
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield mode, group
