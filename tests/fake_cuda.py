@@ -293,6 +293,7 @@ def fake_cuda(kind: str, size: int = 2) -> Iterator[tuple[FakeCuda, FakeGroup]]:
 
     optimizer = torch.optim.Optimizer
     make, index, copy = torch.tensor, torch.Tensor.__getitem__, torch.Tensor.copy_
+    item = torch.Tensor.item
 
     # Torch's own of these would ask the driver.
     def indexed(tensor: Tensor, key: Any) -> Tensor:
@@ -305,6 +306,12 @@ def fake_cuda(kind: str, size: int = 2) -> Iterator[tuple[FakeCuda, FakeGroup]]:
             else:
                 tensor = tensor.select(dimension, part)
         return tensor
+
+    def read(tensor: Tensor) -> float:
+        if not is_cuda(tensor):
+            return item(tensor)
+        mode.note("read", "item")
+        return 0.0
 
     def copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if is_cuda(target) and is_cuda(source):
@@ -329,6 +336,8 @@ def fake_cuda(kind: str, size: int = 2) -> Iterator[tuple[FakeCuda, FakeGroup]]:
         mock.patch("torch.tensor", tensor),
         mock.patch.object(torch.Tensor, "__getitem__", indexed),
         mock.patch.object(torch.Tensor, "copy_", copied),
+        mock.patch.object(torch.Tensor, "item", read),
+        mock.patch.object(torch.Tensor, "__float__", read),
         mock.patch.object(optimizer, "_accelerator_graph_capture_health_check", return_value=None),
         mock.patch.object(transport, "new_communicator", communicator),
         mock.patch.object(streams, "mark", side_effect=lambda device: FakeEvent(mode)),

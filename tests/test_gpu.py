@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,8 @@ from fake_cuda import FakeCuda, FakeGroup, Noted, fake_cuda
 from torch import nn, optim
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
+from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer
+from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
 
 NCCL = "cpu:gloo,cuda:nccl"
 # Four parameters of 4,000 bytes fit into a bucket.
@@ -23,6 +26,7 @@ BUCKETS = 2
 SETTLED = 24
 # Calls of a round, whatever the number of its buckets.
 PER_ROUND = 8
+SGD = partial(optim.SGD, lr=0.1, momentum=0.9)
 WAITS = ("read", "copy", "spin", "wait")
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -64,21 +68,24 @@ class Setup(NamedTuple):
 
 
 @contextmanager
-def wrapped(kind: str, world: str = "pair", base: Any = None, **options: Any) -> Iterator[Setup]:
+def wrapped(
+    kind: str,
+    world: str = "pair",
+    base: Callable[..., optim.Optimizer] = SGD,
+    **options: Any,
+) -> Iterator[Setup]:
     topology, size = WORLDS[world]
     with fake_cuda(kind, size) as (mode, group):
         params = [nn.Parameter(torch.empty(1000, device="cuda")) for _ in range(PARAMETERS)]
         for param in params:
             param.grad = torch.empty_like(param)
-        base = base or optim.SGD(params, lr=0.1, momentum=0.9)
-        made = base(params) if isinstance(base, type) else base
         optimizer = DecentOptimWrapper(
-            made, topology=topology, process_group=group, bucket_cap_mb=CAP_MB, **options
+            base(params), topology=topology, process_group=group, bucket_cap_mb=CAP_MB, **options
         )
         yield Setup(mode, group, params, optimizer)
 
 
-def waits(noted: list[Noted]) -> list[Noted]:
+def waits(noted: Sequence[Noted]) -> list[Noted]:
     return [each for each in noted if each.kind in WAITS]
 
 
@@ -100,3 +107,94 @@ def test_a_step_calls_torch_at_most_12_times_for_a_bucket(world: str, form: str)
         assert calls
         per_bucket = 14 if (world, form) == ("group", "skip") else 12
         assert len(calls) <= 2 * (per_bucket * BUCKETS + PER_ROUND)
+
+
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_backward_pass_waits_for_nothing(views: bool, scaled: bool) -> None:
+    """Without the autograd engine, which asks the driver for streams."""
+    with fake_cuda(NCCL) as (mode, group):
+        model = nn.Sequential(*(nn.Linear(31, 31, device="cuda") for _ in range(PARAMETERS)))
+        base = optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        scaler = torch.amp.GradScaler("cuda") if scaled else None
+        optimizer = BackwardOptimizer(
+            base,
+            model,
+            average_buffers=False,
+            topology="ring",
+            bucket_cap_mb=CAP_MB,
+            param_as_bucket_view=views,
+            process_group=group,
+        )
+        unscale_and_clip = UnscaleAndClip(scaler, 0.0, fused=base)
+        for _ in range(SETTLED):
+            mode.step += 1
+            mode.noted.clear()
+            for param in model.parameters():
+                param.grad = torch.empty_like(param)
+            if scaler is not None:
+                scaler.scale(torch.ones((), device="cuda"))
+            with optimizer.in_parts(unscale_and_clip.step_part) as advance:
+                for bucket in optimizer.buckets:
+                    advance(bucket)
+            unscale_and_clip.end()
+        assert len(optimizer.buckets) >= BUCKETS
+        assert [each for each in mode.noted if each.kind == "call"]
+        assert not waits(mode.noted)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_scaled_step_reads_at_most_once_whether_there_was_an_overflow(fused: bool) -> None:
+    with wrapped(NCCL, base=partial(optim.AdamW, lr=0.1, fused=fused)) as setup:
+        scaler = torch.amp.GradScaler("cuda")
+        for _ in range(SETTLED):
+            setup.mode.step += 1
+            setup.mode.noted.clear()
+            scaler.scale(torch.ones((), device="cuda"))
+            scaler.step(setup.optimizer)
+            scaler.update()
+        reads = [each for each in waits(setup.mode.noted) if "grad_scale" not in each.where]
+        assert len(reads) == (0 if fused else 1)
+
+
+@pytest.mark.parametrize("kind", ["nccl", NCCL, "gloo"])
+def test_an_average_reads_once_for_all_parameters(kind: str) -> None:
+    with wrapped(kind) as setup:
+        setup.step()
+        for call, reads in (("global_avg", 1), ("revert_global_avg", 0), ("consensus_distance", 1)):
+            setup.mode.noted.clear()
+            setup.mode.step += 1
+            getattr(setup.optimizer, call)()
+            found = waits(setup.mode.noted)
+            # Over gloo, the values themselves go to the CPU and back, bucket by bucket.
+            crossing = 2 * BUCKETS if kind == "gloo" else 0
+            assert len(found) <= reads + crossing, found
+
+
+@pytest.mark.parametrize("world", ["pair", "group"])
+@pytest.mark.parametrize("form", ["copies", "views", "bf16", "late", "tracking", "int8"])
+def test_over_gloo_only_threads_wait_for_the_gpu(world: str, form: str) -> None:
+    options = {"comm_dtype": torch.int8} if form == "int8" else FORMS[form]
+    with wrapped("gloo", world, **options) as setup:
+        found = waits(setup.noted())
+        assert found
+        assert all(each.kind == "wait" and "streams.py:_run" in each.where for each in found)
+
+
+def test_nccl_has_communicators_of_its_own_whose_first_call_all_ranks_make() -> None:
+    with wrapped("nccl", "pair") as setup:
+        setup.step(3)
+        (own,) = setup.group.made
+        assert not setup.group.calls
+        on_gpu = [call for call, device in own.calls if device == "cuda"]
+        assert on_gpu[0] == "allreduce"
+        assert "exchange" in on_gpu
+        assert "send" in [call for call, device in own.calls if device == "cpu"]
+
+
+def test_large_groups_send_small_messages_on_the_cpu() -> None:
+    with wrapped(NCCL, "large group") as setup:
+        setup.step(3)
+        own = setup.group.made[0]
+        assert ("allgather", "cpu") in own.calls
+        assert ("allreduce", "cuda") in own.calls

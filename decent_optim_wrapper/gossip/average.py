@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.gossip.bucket import Bucket
+from decent_optim_wrapper.gossip.bucket import Bucket, all_finite
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.round import Rules, nonfinite_error
 from decent_optim_wrapper.gossip.storage import Flat
@@ -82,11 +83,12 @@ class WorldAverage:
     @torch.no_grad()
     def distance(self, parameters: Sequence[Bucket], replica: Replica) -> float:
         """||x_i - mean(x)||_2 over the parameters, for the average in place."""
-        square = torch.zeros((), dtype=torch.float64, device="cpu")
+        squares = []
         for bucket, own in self.snapshot or []:
             if bucket in parameters:
                 away = bucket.pack(bucket.new_flat()).data.double() - own.data.double()
-                square += away.square().sum().cpu() / bucket.copies
+                squares.append(away.square().sum() / bucket.copies)
+        square = _total(squares)
         replica.sum_(square)
         return math.sqrt(square.item())
 
@@ -119,7 +121,7 @@ def finite_shares(
     """
     if not rules.checks:
         return [[True] * transport.world_size for _ in buckets]
-    finite = [bucket.is_finite() for bucket in buckets]
+    finite = all_finite(buckets)
     if replica.dimensions:
         lacking = torch.tensor(finite.count(False), device="cpu")
         replica.sum_(lacking)
@@ -167,10 +169,18 @@ def consensus_distance(buckets: Iterable[Bucket], transport: Transport, replica:
     Returns:
         The distance in the unit of the parameters, the same on every rank.
     """
-    square = torch.zeros((), dtype=torch.float64, device="cpu")
+    squares = []
     for bucket in buckets:
         own = bucket.pack(bucket.new_flat(bucket.wire_device)).data
         away = average(bucket, transport).data.double() - own.double()
-        square += away.square().sum().cpu() / bucket.copies
+        squares.append(away.square().sum() / bucket.copies)
+    square = _total(squares)
     replica.sum_(square)
     return math.sqrt(transport.all_gather(square).mean().item())
+
+
+def _total(squares: Sequence[Tensor]) -> Tensor:
+    """Their sum on the CPU, in their order; what is on a GPU is read once."""
+    if not squares:
+        return torch.zeros((), dtype=torch.float64, device="cpu")
+    return torch.stack([each.to(squares[0].device) for each in squares]).cpu().sum()

@@ -163,6 +163,11 @@ class Bucket:
         return self._members
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU exchanges it."""
+        return self.wire_device.type == "cuda"
+
+    @property
     def quantised(self) -> bool:
         """Whether the values are rounded on the wire."""
         return self.wire_dtype != self.dtype
@@ -333,7 +338,14 @@ class Bucket:
 
     def is_finite(self) -> bool:
         """Whether the tensors contain neither NaN nor infinity."""
-        return all(map(is_finite, self._tensors()))
+        return all_finite([self]) == [True]
+
+    def are_finite(self) -> Tensor:
+        """The same as a bool of shape () on their device, which the host has not read."""
+        held = [tensor for tensor in self._tensors() if tensor.numel()]
+        if not held:
+            return torch.ones((), dtype=torch.bool, device=self.device)
+        return (torch.stack(torch._foreach_norm(held, torch.inf)) < torch.inf).all()
 
     def versions(self) -> list[tuple[Tensor, int]]:
         """The members in the bucket's storage, with their version counters.
@@ -411,6 +423,19 @@ def is_finite(data: Tensor) -> bool:
     """Whether all elements are finite: one pass, and a second one if the sum overflows."""
     data = data.detach()
     return bool(data.sum().isfinite()) or bool(data.isfinite().all())
+
+
+@torch.no_grad()
+def all_finite(buckets: Sequence[Bucket]) -> list[bool]:
+    """Whether the tensors of each bucket are finite; what is on a GPU is read once."""
+    found = [bucket.are_finite() for bucket in buckets]
+    places = dict.fromkeys(each.device for each in found)
+    for device in places:
+        own = [index for index, each in enumerate(found) if each.device == device]
+        read = torch.stack([found[index] for index in own]).cpu()
+        for index, value in zip(own, read, strict=True):
+            found[index] = value
+    return [bool(each) for each in found]
 
 
 def is_finite_on_device(data: Tensor) -> Tensor:

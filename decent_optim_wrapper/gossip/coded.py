@@ -230,7 +230,7 @@ class CodedGroup(CodedExchange):
 
     def _changes(self, present: int) -> Iterator[Part]:
         size, owned = self._wire.group.size, self._mean.position
-        error = self._mean.error.to(self._bucket.device)
+        error = self._mean.error.to(self._bucket.device, non_blocking=True)
         for owner, chunk in enumerate(self._chunks):
             messages = self._mean.means[owner], self._outgoing[owner]
             for place, (mean, ours) in self._decode(chunk, *messages):

@@ -96,7 +96,7 @@ class Exchange(ABC):
     @property
     def on_gpu(self) -> bool:
         """Whether the works belong to a GPU, for which a stream waits."""
-        return self._bucket.wire_device.type == "cuda"
+        return self._bucket.on_gpu
 
     @property
     def device(self) -> torch.device:
@@ -295,7 +295,7 @@ class PlainGroup(PlainExchange):
     ) -> None:
         group = wire.group
         # The sum overwrites what is sent.
-        copies = wire.freezes or (wire.checks and bucket.wire_device.type == "cuda")
+        copies = wire.freezes or (wire.checks and bucket.on_gpu)
         summed, *kept = bucket.summing(1 + copies)
         weight = group.size * (1 - group.self_weight) / (group.size - 1)
         super().__init__(wire, bucket, position, summed, weight)

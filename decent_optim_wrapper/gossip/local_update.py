@@ -184,11 +184,13 @@ class LocalUpdate:
 
                 def make() -> None:
                     made.append(True)
+                    self._note_overflow(getattr(self._optimizer, "found_inf", None))
                     with self._corrected(params):
                         self._step_part(groups, part)
 
                 apply(params, make)
-                self.skipped = self.skipped or not made
+                if not made:
+                    self.skipped = True
                 # Fused kernels do not count the change, and a backward pass may not be over yet.
                 torch.autograd.graph.increment_version(params)
 
@@ -197,6 +199,12 @@ class LocalUpdate:
             self._optimizer._opt_called = True
             yield update
             update(None)
+
+    def _note_overflow(self, found: Tensor | None) -> None:
+        """Note what a fused base is told, which only the GPU knows."""
+        if found is not None and self.skipped is not True:
+            known = self.skipped if isinstance(self.skipped, Tensor) else found
+            self.skipped = torch.maximum(known, found)
 
     def _corrected(self, params: Sequence[Tensor]) -> AbstractContextManager[None]:
         return self.tracking.correcting(params) if self.tracking else nullcontext()
@@ -298,5 +306,7 @@ def _unscale_(optimizer: Optimizer, grad_scale: Tensor) -> None:
             "expected gradients of float32 or wider under GradScaler, got float16, which would "
             "underflow when unscaled; keep the parameters in float32 and use autocast"
         )
-    if grads:
-        torch._foreach_mul_(grads, 1.0 / grad_scale.double().item())
+    # Without a read on the host, which would wait for a GPU.
+    inverse = grad_scale.double().reciprocal()
+    for device in dict.fromkeys(grad.device for grad in grads):
+        torch._foreach_mul_([g for g in grads if g.device == device], inverse.to(device))

@@ -1,0 +1,170 @@
+"""What a GPU finds and chooses by itself, on the CPU in its place: values that are not finite."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problem import CODED, MODES, TINY_CAP_MB, backward, flatten, make_params
+from ranks import run_threads
+from torch import Tensor
+
+from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, Schedule
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.gossip.bucket import Bucket
+
+FORMS: dict[str, dict[str, Any]] = {
+    **MODES,
+    **CODED,
+    "late": {"schedule": Schedule(gossip_every=2, staleness=2)},
+    "late-views": {
+        "schedule": Schedule(gossip_every=2, staleness=2),
+        "param_as_bucket_view": True,
+    },
+    "exact": {"schedule": Schedule(global_avg_every=2)},
+    "tracking": {"gradient_tracking": True},
+}
+WORLDS = {"pair": ("ring", 4), "group": ("complete", 3)}
+
+
+class Once:
+    """A work of gloo, which must be waited for once, in the place of one of a GPU."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._done = False
+
+    def wait(self, timeout: timedelta = timedelta(seconds=30)) -> None:
+        if not self._done:
+            self._work.wait(timeout)
+        self._done = True
+
+    def is_completed(self) -> bool:
+        return self._done
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets are exchanged and checked as on a GPU."""
+    exchange, all_reduce = Transport.exchange, Transport.all_reduce
+
+    def exchanged(self: Transport, outgoing: Tensor, *args: Any) -> list[Any]:
+        return [Once(work) for work in exchange(self, outgoing, *args)]
+
+    def reduced(self: Transport, *args: Any) -> list[Any]:
+        return [Once(work) for work in all_reduce(self, *args)]
+
+    monkeypatch.setattr(Bucket, "on_gpu", True)
+    monkeypatch.setattr(Transport, "exchange", exchanged)
+    monkeypatch.setattr(Transport, "all_reduce", reduced)
+    monkeypatch.setattr(Transport, "sends_alone", lambda self, device: False)
+
+
+def train(
+    rank: int,
+    group: dist.ProcessGroup,
+    topology: str,
+    spoiled: tuple[int, int] | None = None,
+    steps: int = 7,
+    **options: Any,
+) -> tuple[list[Tensor], str]:
+    """The parameters after each step, and the error that ended the training.
+
+    Args:
+        rank: this rank.
+        group: all ranks.
+        topology: its name.
+        spoiled: a rank, and the step after which one of its parameters is not finite.
+        steps: how many.
+        options: of the wrapper.
+    """
+    params = make_params(dtype=torch.float32)
+    wrapper = DecentOptimWrapper(
+        torch.optim.SGD(params, lr=0.05), process_group=group, topology=topology, bucket_cap_mb=TINY_CAP_MB, **options
+    )
+    rows: list[Tensor] = []
+    for step in range(steps):
+        backward(params, rank, step)
+        for param in params:
+            # The gradient at values that are not finite would be the same again.
+            assert param.grad is not None
+            param.grad.nan_to_num_(0.0)
+        if (rank, step) == spoiled:
+            grad = params[2].grad
+            assert grad is not None
+            grad[1, 1] = torch.nan
+        try:
+            wrapper.step()
+        except (NonFiniteError, RuntimeError) as error:
+            return rows, str(error)
+        rows.append(flatten(params))
+    return rows, ""
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rule", ["raise", "skip"])
+def test_finite_values_are_mixed_as_on_the_cpu(
+    world: str, form: str, rule: str, request: pytest.FixtureRequest
+) -> None:
+    topology, size = WORLDS[world]
+    if "comm_dtype" in FORMS[form] and world == "group":
+        pytest.skip("NCCL sends whole values in larger groups")
+    options: dict[str, Any] = {**FORMS[form], "on_nonfinite": rule}
+    if form == "tracking" and rule == "skip":
+        pytest.skip("is refused")
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        rows, error = train(rank, group, topology, **options)
+        assert not error
+        return torch.stack(rows)
+
+    expected = run_threads(size, main)
+    request.getfixturevalue("on_gpu")
+    for one, other in zip(run_threads(size, main), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(expected[0], expected[1])
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("form", ["copies", "views", "bf16", "int8"])
+def test_nothing_is_mixed_that_is_not_finite_and_the_next_step_says_so(
+    world: str, form: str
+) -> None:
+    topology, size = WORLDS[world]
+    bad, step = 1, 2
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[list[Tensor], str]:
+        return train(rank, group, topology, (bad, step), timeout=5.0, **FORMS[form])
+
+    for rank, (rows, error) in enumerate(run_threads(size, main)):
+        assert "step" in error or "rank" in error
+        for row in rows:
+            assert rank == bad or row.isfinite().all()
+        # The values are sent after the step, checked in the next one, and read in the one after it.
+        if rank == bad or topology == "complete":
+            assert len(rows) == step + 2
+            assert f"those of ranks [{bad}] hold NaN" in error
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("form", ["copies", "views", "bf16", "late"])
+def test_a_rank_that_is_left_out_takes_the_values_of_the_others(world: str, form: str) -> None:
+    topology, size = WORLDS[world]
+    options: dict[str, Any] = {**FORMS[form], "on_nonfinite": "skip"}
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+        rows, error = train(rank, group, topology, (1, 3), 10, **options)
+        assert not error
+        return rows
+
+    ranks = run_threads(size, main)
+    assert not ranks[1][3].isfinite().all()
+    assert ranks[1][-1].isfinite().all() or form == "late"
+    for rank in {*range(size)} - {1}:
+        assert all(row.isfinite().all() for row in ranks[rank])
