@@ -95,7 +95,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         param_as_bucket_view: make the parameters views of the buckets, which saves a copy in time
             and memory. Do not replace their storage afterwards, and call `synchronize()` before
             changing their values by hand, or the next call raises (changes through ``.data`` are
-            not noticed).
+            not noticed). Not for an RNN on a GPU: its flatten_parameters() replaces the storage.
         gradient_tracking: correct the gradients towards the mean of all ranks, for shards that
             differ between ranks: with m a running mean of the rank's gradients g,
             ``y = m + c``, ``c <- c + 0.3 (W_t y - y)``, and the base reads g + c (after DSGT, Pu

@@ -24,8 +24,11 @@ from problem import (
 )
 from ranks import run_threads
 from torch import Tensor, nn, optim
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
+from decent_optim_wrapper.ddp import DecentralizedDataParallel
+from decent_optim_wrapper.ddp.module import wants_views
 
 EVERY_MODE = MODES | CODED
 
@@ -308,3 +311,99 @@ def test_what_the_library_writes_itself_is_no_change_by_hand(options: str, base:
         optimizer.synchronize()
 
     run_threads(2, main)
+
+
+class Recurrent(nn.Module):
+    """An LSTM that may move its weights into one storage before it runs, as cuDNN wants them."""
+
+    def __init__(self, flattens: bool) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(3, 4)
+        self.head = nn.Linear(4, 2)
+        if flattens:
+            self.rnn.register_forward_pre_hook(flatten_weights)
+        fill(self)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self.head(self.rnn(inputs)[0])
+        return out
+
+
+@torch.no_grad()
+def flatten_weights(rnn: nn.Module, _: Any) -> None:
+    """What flatten_parameters() does on a GPU, and nowhere else."""
+    weights = list(rnn.parameters())
+    whole = torch.cat([weight.reshape(-1) for weight in weights])
+    for weight, part in zip(weights, torch.split(whole, [w.numel() for w in weights]), strict=True):
+        weight.set_(part.view(weight.shape))  # type: ignore[call-overload]
+
+
+def wrap_recurrent(
+    model: nn.Module, group: dist.ProcessGroup, in_backward: bool, views: bool
+) -> Any:
+    options: dict[str, Any] = {"process_group": group, "topology": "ring"}
+    options["param_as_bucket_view"] = views
+    if in_backward:
+        return DecentralizedDataParallel(
+            model, lambda named: optim.SGD(named, lr=0.1), bucket_size_in_mb=TINY_CAP_MB, **options
+        )
+    base = optim.SGD(model.named_parameters(), lr=0.1)
+    return DecentOptimWrapper(base, bucket_cap_mb=TINY_CAP_MB, **options)
+
+
+def train_recurrent(wrapped: Any, model: nn.Module, rank: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    model(torch.randn(5, 2, 3, generator=generator)).square().sum().backward()
+    if isinstance(wrapped, DecentOptimWrapper):
+        wrapped.step()
+        wrapped.zero_grad()
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["step", "backward"])
+def test_flattened_weights_of_an_rnn_are_named_with_views(in_backward: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        model = Recurrent(flattens=False)
+        wrapped = wrap_recurrent(model, group, in_backward, views=True)
+        run = wrapped if in_backward else model
+        for step in range(2):
+            train_recurrent(wrapped, run, rank, step)
+        model.rnn.register_forward_pre_hook(flatten_weights)
+        before = flatten(list(model.parameters()))
+        names = ", ".join(rf"rnn\.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih"))
+        if in_backward:  # its buckets are in the order of the backward pass
+            names = r".*rnn\.weight_hh_l0.*"
+        remedy = r"flatten_parameters\(\) .* param_as_bucket_view=False"
+        with pytest.raises(RuntimeError, match=rf"rank {rank}: .* storage of {names}.* {remedy}"):
+            train_recurrent(wrapped, run, rank, 2)
+        assert torch.equal(flatten(list(model.parameters())), before)
+
+    run_threads(2, main)
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["step", "backward"])
+def test_copies_train_an_rnn_whose_weights_are_flattened(in_backward: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup, flattens: bool) -> Tensor:
+        model = Recurrent(flattens)
+        wrapped = wrap_recurrent(model, group, in_backward, views=False)
+        optimizer = wrapped.optimizer if in_backward else wrapped
+        assert len(optimizer.buckets) > 1
+        for step in range(4):
+            train_recurrent(wrapped, wrapped if in_backward else model, rank, step)
+        optimizer.synchronize()
+        return flatten(list(model.parameters()))
+
+    plain = run_threads(2, lambda rank, group: main(rank, group, False))
+    flattened = run_threads(2, lambda rank, group: main(rank, group, True))
+    assert all(map(torch.equal, plain, flattened))
+    assert not torch.equal(plain[0], flatten(list(Recurrent(False).parameters())))
+
+
+def test_the_module_makes_views_unless_there_is_an_rnn_on_a_gpu_or_a_mesh() -> None:
+    # Without cuDNN, or the GRU would look for the addresses of its fake weights.
+    with FakeTensorMode(), torch.device("cuda"), torch.backends.cudnn.flags(enabled=False):
+        on_gpu = nn.Sequential(nn.Linear(3, 3), nn.GRU(3, 4))
+        assert not wants_views(on_gpu, mesh=None)
+        assert wants_views(on_gpu[0], mesh=None)
+    on_cpu = Recurrent(flattens=False)
+    assert wants_views(on_cpu, mesh=None)
+    assert not wants_views(on_cpu, mesh=object())

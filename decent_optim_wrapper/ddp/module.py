@@ -67,7 +67,8 @@ class DecentralizedDataParallel(Module):
             backward pass, where the other gradients are not known yet; with
             ``update_in_backward=False``, of those of the whole model. 0 does not clip.
         param_as_bucket_view: make the parameters views of the buckets, as in `DecentOptimWrapper`.
-            None does so unless there is a mesh, whose shards cannot be views.
+            None does so unless there is a mesh, whose shards cannot be views, or an RNN on a GPU,
+            whose weights cuDNN wants in a storage of their own.
         sync_buffer_in_global_avg: `global_avg` also averages the floating-point buffers.
         bucket_size_in_mb: upper bound of a bucket in MiB.
         update_in_backward: False leaves clipping, update and mixing to the end of the backward
@@ -106,7 +107,7 @@ class DecentralizedDataParallel(Module):
     ) -> None:
         super().__init__()
         if param_as_bucket_view is None:
-            param_as_bucket_view = options.get("mesh") is None
+            param_as_bucket_view = wants_views(model, options.get("mesh"))
         with Start(Arguments.of(options)).failing_together():
             _check(model, grad_clip_norm, update_in_backward)
             _check_parts(optim_fn, scaler, options)
@@ -272,6 +273,13 @@ class DecentralizedDataParallel(Module):
             "scheduler": self.lr_scheduler,
             "scaler": self.scaler,
         }
+
+
+def wants_views(model: Any, mesh: Any) -> bool:
+    """Whether the parameters may be views of buckets, as far as the model shows."""
+    modules = model.modules() if isinstance(model, Module) else ()
+    rnns = (module for module in modules if isinstance(module, nn.RNNBase))
+    return mesh is None and not any(param.is_cuda for rnn in rnns for param in rnn.parameters())
 
 
 def _check(model: Any, grad_clip_norm: Any, update_in_backward: Any) -> None:

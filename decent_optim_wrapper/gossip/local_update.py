@@ -130,7 +130,9 @@ class LocalUpdate:
             raise RuntimeError(
                 f"rank {rank}: expected the parameters as they were when the wrapper was built, "
                 f"but the storage of {self._names(relocated)} was replaced or converted; move and "
-                f"convert the model before building the wrapper, and change values in place"
+                f"convert the model before building the wrapper, and change values in place. If "
+                f"these are weights of an RNN that calls flatten_parameters() in its forward pass, "
+                f"which replaces their storage on a GPU, pass param_as_bucket_view=False"
             )
         if changed:
             raise RuntimeError(
