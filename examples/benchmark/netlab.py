@@ -1,7 +1,7 @@
 """A network lab on one machine: ranks in network namespaces behind rate-limited links.
 
 Needs root and iproute2 (`ip`, `tc`). Without them, ranks run over the plain loopback device.
-Torch is imported once, by the parent; ranks are forked from it.
+Torch is imported once, by the parent; ranks are forked from it, unless they use a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 _CLONE_NEWNET = 0x40000000
 _SUBNET = "10.77.0"
@@ -79,9 +79,14 @@ def lab(hosts: int, rate: str) -> Iterator[Lab]:
 
 
 def run(
-    where: Lab, world_size: int, main: Callable[..., Any], *args: Any, timeout: float
+    where: Lab,
+    world_size: int,
+    main: Callable[..., Any],
+    *args: Any,
+    timeout: float,
+    method: Literal["fork", "spawn"] = "fork",
 ) -> list[Any]:
-    """Fork the ranks, run `main` in each and return the results by rank.
+    """Start the ranks, run `main` in each and return the results by rank.
 
     Args:
         where: the lab; rank r runs on host r.
@@ -89,15 +94,16 @@ def run(
         main: function to run; RANK, WORLD_SIZE, MASTER_ADDR and so on are in its environment.
         *args: arguments of `main`.
         timeout: seconds after which all ranks are killed.
+        method: how the ranks start; those that use a GPU cannot be forked.
 
     Raises:
         RuntimeError: a rank failed or did not finish in time.
     """
-    fork = get_context("fork")
+    start: Any = get_context(method)
     port = _free_port()
     pipes, workers = [], []
     for rank in range(world_size):
-        receiver, sender = fork.Pipe(duplex=False)
+        receiver, sender = start.Pipe(duplex=False)
         environment = {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
@@ -109,7 +115,7 @@ def run(
             "OMP_NUM_THREADS": "1",
         }
         host = where.hosts[rank] if where.hosts else None
-        worker = fork.Process(target=_rank, args=(host, environment, sender, main, args))
+        worker = start.Process(target=_rank, args=(host, environment, sender, main, args))
         worker.start()
         pipes.append(receiver)
         workers.append(worker)

@@ -1,0 +1,721 @@
+"""What the library costs on GPUs, in about ten minutes; ranks are processes on this machine.
+
+    python examples/benchmark/gpu.py                # every part that this machine can run
+    python examples/benchmark/gpu.py --parts b e --size-mib 512
+    python examples/benchmark/gpu.py --device cpu --size-mib 1 --steps 2    # the same code, no GPU
+
+It prints a table for each part; cells that the machine cannot measure say so. Over gloo several
+ranks share a GPU. NCCL takes one rank per GPU: with one GPU it exchanges nothing, with several in
+pairs (ring) and in one group (complete). The script ends with 1 if a part fails, a step over NCCL
+waits for the GPU, or a trajectory is not that of the oracle.
+
+- a: the time until `step()` returns, with the GPU idle before, and whether it waits for the GPU
+- b: the GPU's time to pack, check and mix a round
+- c: the trajectory against a dense float64 oracle on the CPU, and the step time against DDP
+- d: one rank over NCCL: construction, steps, averages, checkpoints
+- e: the peak of the memory by option
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import netlab
+import torch
+import torch._dynamo  # the first optimizer step would import it, in every rank
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from decent_optim_wrapper import (
+    DecentOptimWrapper,
+    DecentralizedDataParallel,
+    Schedule,
+    TopologyFactory,
+)
+from decent_optim_wrapper.checkpoint import Checkpoints
+
+MIB = 1024 * 1024
+LAYERS = 24
+WARMUP = 2
+TIMEOUT_SECONDS = 300
+NOT_MEASURED = "not measured"
+FAILED = "failed"
+# With the second, the ranks' small messages travel over gloo.
+NCCL = ("nccl", "cpu:gloo,cuda:nccl")
+# Of float32 after a few steps, as a part of the largest value.
+TOLERANCE = 1e-5
+
+
+class Setup(NamedTuple):
+    """Ranks on this machine.
+
+    Args:
+        device: "cuda" or "cpu".
+        backend: of torch.distributed.
+        ranks: how many; 0 if this machine has too few GPUs.
+    """
+
+    device: str
+    backend: str
+    ranks: int
+
+    def __str__(self) -> str:
+        if not self.ranks:
+            return f"{self.backend}, several GPUs"
+        alone = " (exchanges nothing)" if self.ranks == 1 else ""
+        return f"{self.backend}, {self.ranks} rank{'s' * (self.ranks > 1)}{alone}"
+
+
+class Setups(NamedTuple):
+    """What is measured where.
+
+    Args:
+        alone: one rank.
+        shared: ranks that share a device.
+        several: a rank for each of several GPUs; None without any.
+    """
+
+    alone: list[Setup]
+    shared: list[Setup]
+    several: Setup | None
+
+    @classmethod
+    def on(cls, device: str) -> Setups:
+        """The setups of this machine."""
+        if device == "cpu":
+            return cls([Setup(device, "gloo", 1)], [Setup(device, "gloo", 2)], None)
+        gpus = torch.cuda.device_count()
+        return cls(
+            alone=[Setup(device, backend, 1) for backend in NCCL],
+            shared=[Setup(device, "gloo", ranks) for ranks in (2, 4)],
+            # A ring needs an even number.
+            several=Setup(device, NCCL[1], gpus - gpus % 2),
+        )
+
+    @property
+    def exchanging(self) -> list[Setup]:
+        """Those with several ranks."""
+        return self.shared + ([self.several] if self.several else [])
+
+    @property
+    def pairs(self) -> list[Setup]:
+        """The same with two ranks."""
+        pairs = (each._replace(ranks=min(2, each.ranks)) for each in self.exchanging)
+        return list(dict.fromkeys(pairs))
+
+
+class Size(NamedTuple):
+    """How much is measured.
+
+    Args:
+        mib: MiB of float32 parameters.
+        steps: steps that are timed.
+    """
+
+    mib: float
+    steps: int
+
+    @property
+    def bucket_cap_mb(self) -> float:
+        """At least four buckets."""
+        return min(25.0, self.mib / 4)
+
+
+class Bench:
+    """Runs functions on ranks, and collects what fails."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+
+    def run(self, setup: Setup, main: Callable[..., Any], *args: Any) -> list[Any] | None:
+        """What `main(setup, *args)` returns, by rank; None if it fails, or without the GPUs."""
+        if not setup.ranks:
+            return None
+        # CUDA does not work in a process that is forked once it has been used.
+        method: Literal["fork", "spawn"] = "spawn" if setup.device == "cuda" else "fork"
+        with netlab.lab(setup.ranks, rate="") as where:
+            call = (where, setup.ranks, main, setup, *args)
+            try:
+                return netlab.run(*call, timeout=TIMEOUT_SECONDS, method=method)
+            except RuntimeError as error:
+                self.fail(f"{main.__name__} on {setup}: {error}")
+                return None
+
+    def fail(self, text: str) -> None:
+        """Remember a failure, and print it among the errors."""
+        self.failures.append(text)
+        print(text, file=sys.stderr, flush=True)
+
+
+def missing(setup: Setup) -> str:
+    """The cell of a run that returned nothing."""
+    return FAILED if setup.ranks else NOT_MEASURED
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(head), *map(list, rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def begin(setup: Setup) -> torch.device:
+    """Join the process group of the setup; the device of this rank."""
+    os.environ.setdefault("LOGURU_LEVEL", "ERROR")
+    if setup.device == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+    dist.init_process_group(setup.backend, timeout=timedelta(seconds=60))
+    if setup.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def finish(device: torch.device) -> None:
+    """Wait until all ranks are here and the GPU is idle."""
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def build_model(mib: float, device: torch.device) -> nn.Module:
+    width = max(4, int((mib * MIB / 4 / LAYERS) ** 0.5))
+    torch.manual_seed(0)
+    with device:
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
+        for param in model.parameters():
+            # Gradients as large in the first layer as in the last.
+            nn.init.normal_(param, std=width**-0.5)
+    return model
+
+
+def model_with_gradients(mib: float, device: torch.device) -> nn.Module:
+    """A model with a gradient that differs from rank to rank."""
+    model = build_model(mib, device)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 1e-3 * (1 - 2 * (dist.get_rank() % 2)))
+    return model
+
+
+def adamw(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-4, fused=True)
+
+
+def gossip(model: nn.Module, size: Size, **options: Any) -> DecentOptimWrapper:
+    options = {"topology": "ring", "bucket_cap_mb": size.bucket_cap_mb, **options}
+    return DecentOptimWrapper(adamw(model.parameters()), **options)
+
+
+# Part a
+
+
+class HostTime(NamedTuple):
+    """Median seconds until step() returns, those of them that it waits for the wire, and syncs."""
+
+    step: float
+    wait: float
+    waits_for_gpu: str = NOT_MEASURED
+
+
+HOST_METHODS: dict[str, dict[str, Any] | None] = {
+    "fused AdamW": None,
+    "ring": {},
+    "ring, views": {"param_as_bucket_view": True},
+    "complete": {"topology": "complete"},
+}
+
+
+def host_times(setup: Setup, size: Size) -> dict[str, HostTime]:
+    """Run in every rank."""
+    device = begin(setup)
+
+    def build(options: dict[str, Any] | None) -> Any:
+        model = model_with_gradients(size.mib, device)
+        return adamw(model.parameters()) if options is None else gossip(model, size, **options)
+
+    times = {}
+    for name, options in HOST_METHODS.items():
+        optimizer = build(options)
+        steps, waits = [], []
+        for _ in range(WARMUP + size.steps):
+            finish(device)
+            start = time.perf_counter()
+            optimizer.step()
+            steps.append(time.perf_counter() - start)
+            waits.append(0.0 if options is None else optimizer.stats().wait_seconds)
+        if options is not None:
+            optimizer.synchronize()
+        step, wait = (statistics.median(values[WARMUP:]) for values in (steps, waits))
+        times[name] = HostTime(step=step, wait=wait)
+    # Last, since a step that raises leaves its wrapper closed.
+    if device.type == "cuda":
+        for name, options in HOST_METHODS.items():
+            times[name] = times[name]._replace(waits_for_gpu=gpu_waits(build(options), device))
+    return times
+
+
+def gpu_waits(optimizer: Any, device: torch.device) -> str:
+    """What torch says of a step that may not wait for the GPU."""
+    for _ in range(WARMUP):
+        optimizer.step()
+    finish(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return "yes: " + str(error).partition("\n")[0].replace("|", "/")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return "no"
+
+
+def part_a(bench: Bench, setups: Setups, size: Size) -> str:
+    rows = []
+    for setup in [*setups.alone, *setups.exchanging]:
+        ranks = bench.run(setup, host_times, size)
+        for name in HOST_METHODS:
+            if ranks is None:
+                rows.append([str(setup), name, *[missing(setup)] * 4])
+                continue
+            slowest = max((rank[name] for rank in ranks), key=lambda timing: timing.step)
+            bare = max(rank["fused AdamW"].step for rank in ranks)
+            ratio = (slowest.step - slowest.wait) / bare
+            cells = [f"{1000 * slowest.step:.2f}", f"{1000 * slowest.wait:.2f}", f"{ratio:.2f}"]
+            rows.append([str(setup), name, *cells, slowest.waits_for_gpu])
+            if slowest.waits_for_gpu.startswith("yes") and "nccl" in setup.backend:
+                bench.fail(f"a step over {setup}, {name}, waits for the GPU")
+    head = ["ranks", "optimizer", "ms until step() returns", "of them waiting for the wire"]
+    head += ["the rest, times AdamW (goal 1.3)", "waits for the GPU"]
+    return table(head, rows)
+
+
+# Part b
+
+
+def device_seconds(action: Callable[[], Any], device: torch.device, steps: int) -> float:
+    """Median seconds on the device."""
+    seconds = []
+    for _ in range(WARMUP + steps):
+        if device.type == "cpu":
+            start = time.perf_counter()
+            action()
+            seconds.append(time.perf_counter() - start)
+            continue
+        events: Any = torch.cuda.Event
+        first, last = (events(enable_timing=True) for _ in range(2))
+        first.record()
+        action()
+        last.record()
+        torch.cuda.synchronize(device)
+        seconds.append(first.elapsed_time(last) / 1000)
+    return statistics.median(seconds[WARMUP:])
+
+
+class Traffic(NamedTuple):
+    """Seconds, and the bytes that are read and written at least."""
+
+    seconds: float
+    nbytes: int
+
+
+def device_times(setup: Setup, size: Size) -> dict[str, Traffic]:
+    """Run in the only rank."""
+    device = begin(setup)
+    model = model_with_gradients(size.mib, device)
+    nbytes = sum(param.nbytes for param in model.parameters())
+    ones, others = torch.ones(2, nbytes // 4, device=device)
+    seconds = partial(device_seconds, device=device, steps=size.steps)
+    times = {"copy_": Traffic(seconds(partial(ones.copy_, others)), 2 * nbytes)}
+    del ones, others
+    # It reads parameters, gradients and both moments, and writes all but the gradients.
+    times["fused AdamW"] = Traffic(seconds(adamw(model.parameters()).step), 7 * nbytes)
+    for views in (False, True):
+        buckets = gossip(model, size, param_as_bucket_view=views).buckets
+        for bucket in buckets:
+            bucket.pair().incoming.data.zero_()
+
+        def pack_check_mix(buckets: Any = buckets) -> None:
+            for bucket in buckets:
+                outgoing, incoming = bucket.pair()
+                bucket.pack(outgoing)
+                bucket.is_finite()
+                bucket.mix_(incoming, 0.5)
+
+        # The packing reads and writes, unless they are views; the check reads; the mixing reads
+        # the own and the peer's values, and writes.
+        passes = 4 if views else 6
+        name = "pack, check, mix" + ", views" * views
+        times[name] = Traffic(seconds(pack_check_mix), passes * nbytes)
+    return times
+
+
+def part_b(bench: Bench, setups: Setups, size: Size) -> str:
+    ranks = bench.run(setups.alone[-1], device_times, size)
+    head = ["operation", "ms", "GB/s", "of copy_'s (goal 0.6)", "times AdamW (goal 0.5)"]
+    if ranks is None:
+        return table(head, [["all", *[missing(setups.alone[-1])] * 4]])
+    (times,) = ranks
+    rates = {name: each.nbytes / each.seconds for name, each in times.items()}
+    rows = []
+    for name, each in times.items():
+        cells = [f"{1000 * each.seconds:.2f}", f"{rates[name] / 1e9:.1f}"]
+        cells.append(f"{rates[name] / rates['copy_']:.2f}")
+        rows.append([name, *cells, f"{each.seconds / times['fused AdamW'].seconds:.2f}"])
+    return table(head, rows)
+
+
+# Part c: the oracle
+
+SHAPES = ((64, 96), (96,), (128, 64), (), (3, 50))
+CAP_MB = 0.02
+TRAINED_STEPS = 12
+LR, MOMENTUM = 0.1, 0.9
+TRAJECTORIES: dict[str, dict[str, Any]] = {
+    "ring": {"topology": "ring"},
+    "ring, views": {"topology": "ring", "param_as_bucket_view": True},
+    "complete": {"topology": "complete"},
+}
+
+
+def draw(seed: int) -> list[Tensor]:
+    """A float64 tensor of each shape."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def flatten(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().cpu().double().reshape(-1) for tensor in tensors])
+
+
+def target(rank: int, step: int) -> list[Tensor]:
+    """Other data on every rank and in every step."""
+    return draw(1000 * (rank + 1) + step)
+
+
+def gradient(values: Tensor, target: Tensor) -> Tensor:
+    return values - target + values.cos()
+
+
+def trajectories(setup: Setup) -> dict[str, list[float]]:
+    """Run in every rank: its parameters after the last step, nothing left in flight."""
+    device = begin(setup)
+    ends = {}
+    for name, options in TRAJECTORIES.items():
+        params = [tensor.to(device, torch.float32).requires_grad_() for tensor in draw(0)]
+        base = torch.optim.SGD(params, lr=LR, momentum=MOMENTUM)
+        optimizer = DecentOptimWrapper(base, bucket_cap_mb=CAP_MB, **options)
+        for step in range(TRAINED_STEPS):
+            for param, wanted in zip(params, target(dist.get_rank(), step), strict=True):
+                param.grad = gradient(param.detach(), wanted.to(device, torch.float32))
+            optimizer.step()
+        optimizer.synchronize()
+        ends[name] = flatten(params).tolist()
+    return ends
+
+
+def oracle(matrix: Callable[[int], Tensor], ranks: int) -> Tensor:
+    """Train all ranks by x <- W x - u(x) in float64; the parameters of each as a row.
+
+    Args:
+        matrix: the mixing matrix of a round.
+        ranks: how many.
+    """
+    x = flatten(draw(0)).expand(ranks, -1)
+    velocity = torch.zeros_like(x)
+    for step in range(TRAINED_STEPS):
+        targets = torch.stack([flatten(target(rank, step)) for rank in range(ranks)])
+        velocity = MOMENTUM * velocity + gradient(x, targets)
+        x = (matrix(step - 1) @ x if step else x) - LR * velocity
+    return matrix(TRAINED_STEPS - 1) @ x
+
+
+def error_of(rows: Tensor, wanted: Tensor) -> float:
+    """The largest error, as a part of the largest value."""
+    return ((rows - wanted).abs().max() / wanted.abs().max()).item()
+
+
+def errors(ranks: list[dict[str, list[float]]]) -> dict[str, float]:
+    """How far every trajectory is from the oracle's."""
+    found = {}
+    for name, options in TRAJECTORIES.items():
+        topology = TopologyFactory.create(options["topology"], len(ranks))
+        wanted = oracle(topology.mixing_matrix, len(ranks))
+        found[name] = error_of(
+            torch.tensor([rank[name] for rank in ranks], dtype=torch.float64), wanted
+        )
+    return found
+
+
+# Part c: the step time
+
+
+def ddp(model: nn.Module, size: Size) -> tuple[nn.Module, Any]:
+    network = DistributedDataParallel(model, bucket_cap_mb=size.bucket_cap_mb)
+    return network, adamw(network.parameters())
+
+
+def by_steps(model: nn.Module, size: Size, **options: Any) -> tuple[nn.Module, Any]:
+    return model, gossip(model, size, **options)
+
+
+def in_backward(model: nn.Module, size: Size) -> tuple[nn.Module, Any]:
+    network = DecentralizedDataParallel(
+        model, adamw, topology="ring", bucket_size_in_mb=size.bucket_cap_mb
+    )
+    return network, None
+
+
+TRAINERS: dict[str, Callable[[nn.Module, Size], tuple[nn.Module, Any]]] = {
+    "no communication": lambda model, size: (model, adamw(model.parameters())),
+    "DDP": ddp,
+    "ring": by_steps,
+    "ring, views": partial(by_steps, param_as_bucket_view=True),
+    "complete": partial(by_steps, topology="complete"),
+    "ring, in the backward pass": in_backward,
+}
+
+
+def train(network: nn.Module, optimizer: Any, batch: Tensor, steps: int) -> None:
+    for _ in range(steps):
+        network(batch).square().mean().backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def synchronize(network: nn.Module, optimizer: Any) -> None:
+    """Finish the round in flight, if the method has any."""
+    ours = network.optimizer if optimizer is None else optimizer
+    if isinstance(ours, DecentOptimWrapper):
+        ours.synchronize()
+
+
+def batch_for(model: nn.Module, device: torch.device) -> Tensor:
+    """A batch that differs from rank to rank."""
+    width = next(model.parameters()).shape[1]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(64, width, generator=generator).to(device)
+
+
+def step_times(setup: Setup, size: Size) -> dict[str, float]:
+    """Run in every rank: mean seconds per step."""
+    device = begin(setup)
+    times = {}
+    for name, make in TRAINERS.items():
+        network, optimizer = make(build_model(size.mib, device), size)
+        batch = batch_for(network, device)
+        train(network, optimizer, batch, WARMUP)
+        finish(device)
+        start = time.perf_counter()
+        train(network, optimizer, batch, size.steps)
+        finish(device)
+        times[name] = (time.perf_counter() - start) / size.steps
+        synchronize(network, optimizer)
+        del network, optimizer
+        gc.collect()
+    return times
+
+
+def part_c(bench: Bench, setups: Setups, size: Size) -> str:
+    # A quarter, since over gloo the bytes travel through the memory of the machine.
+    quarter = size._replace(mib=size.mib / 4)
+    return f"{compared(bench, setups)}\n{timed(bench, setups, quarter)}"
+
+
+def compared(bench: Bench, setups: Setups) -> str:
+    """The trajectories of all setups, against the oracle's."""
+    rows = []
+    for setup in setups.exchanging:
+        ranks = bench.run(setup, trajectories)
+        found = errors(ranks) if ranks else dict.fromkeys(TRAJECTORIES)
+        for name, error in found.items():
+            cell = missing(setup) if error is None else f"{error:.1e}"
+            rows.append([str(setup), name, cell])
+            if error is not None and not error <= TOLERANCE:
+                bench.fail(f"{name} on {setup} is {error:.1e} away from the oracle's trajectory")
+    return table(["ranks", "trajectory", f"error (at most {TOLERANCE:.0e})"], rows)
+
+
+def timed(bench: Bench, setups: Setups, size: Size) -> str:
+    """The step times of all setups."""
+    rows = []
+    for setup in setups.exchanging:
+        ranks = bench.run(setup, step_times, size)
+        for name in TRAINERS:
+            cells = [missing(setup)] * 2
+            if ranks is not None:
+                slowest, theirs = (max(rank[each] for rank in ranks) for each in (name, "DDP"))
+                cells = [f"{1000 * slowest:.1f}", f"{slowest / theirs:.2f}"]
+            rows.append([str(setup), name, *cells])
+    return table(["ranks", f"{size.mib:g} MiB", "ms per step", "times DDP"], rows)
+
+
+# Part d
+
+
+def one_rank(setup: Setup, folder: str) -> bool:
+    """Run in the only rank: raises unless all of it works."""
+    device = begin(setup)
+    size = Size(mib=1, steps=2)
+    parts = []
+    for _ in range(2):
+        model = build_model(size.mib, device)
+        optimizer = gossip(model, size, buffers=model.buffers())
+        parts.append((model, optimizer, Checkpoints(folder, optimizer)))
+    (model, optimizer, checkpoints), (resumed, resumed_optimizer, reader) = parts
+    batch = batch_for(model, device)
+    start = flatten(model.parameters())
+    train(model, optimizer, batch, size.steps)
+    own = flatten(model.parameters())
+    with optimizer.averaged():
+        average = flatten(model.parameters())
+    if torch.equal(own, start) or not torch.equal(own, average):
+        raise ValueError("expected steps to move the parameters, and an average of one not to")
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpoints.save(optimizer.round, states)
+    saved = reader.load()
+    if saved is None:
+        raise ValueError("expected to load what was saved, found nothing")
+    resumed.load_state_dict(saved.state["model"])
+    resumed_optimizer.load_state_dict(saved.state["optimizer"])
+    for network, stepped in ((model, optimizer), (resumed, resumed_optimizer)):
+        train(network, stepped, batch, size.steps)
+    if not torch.equal(flatten(model.parameters()), flatten(resumed.parameters())):
+        raise ValueError("expected the resumed run to continue bit for bit")
+    return True
+
+
+def part_d(bench: Bench, setups: Setups, size: Size) -> str:
+    rows = []
+    for setup in setups.alone:
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = bench.run(setup, one_rank, folder)
+        rows.append([str(setup), missing(setup) if ranks is None else "yes"])
+    return table(["ranks", "constructs, steps, averages, saves, loads and resumes"], rows)
+
+
+# Part e
+
+
+class Mode(NamedTuple):
+    """A way to train, and how much more it holds than AdamW alone, as the guides say.
+
+    Args:
+        documented: copies of the parameters, at most.
+        make: as in `TRAINERS`.
+    """
+
+    documented: str
+    make: Callable[[nn.Module, Size], tuple[nn.Module, Any]]
+
+
+MODES = {
+    "fused AdamW": Mode("0", TRAINERS["no communication"]),
+    "copies": Mode("2", by_steps),
+    "views": Mode("1", TRAINERS["ring, views"]),
+    "complete, copies": Mode("2", TRAINERS["complete"]),
+    "bf16": Mode("2", partial(by_steps, comm_dtype=torch.bfloat16)),
+    # A reference for the only pair, two messages, and a copy of the parameters.
+    "int8": Mode("2.5", partial(by_steps, comm_dtype=torch.int8)),
+    "int8, views": Mode("1.5", partial(by_steps, comm_dtype=torch.int8, param_as_bucket_view=True)),
+    "DecentralizedDataParallel": Mode("1, less the gradients", in_backward),
+    "gradient tracking": Mode("6", partial(by_steps, gradient_tracking=True)),
+    "staleness": Mode("2", partial(by_steps, schedule=Schedule(gossip_every=2, staleness=2))),
+}
+
+
+class Memory(NamedTuple):
+    """The peaks of a mode, in copies of the parameters; None where they are not counted."""
+
+    gpu: float | None
+    pinned: float | None
+
+
+def peaks(setup: Setup, size: Size) -> dict[str, Memory]:
+    """Run in every rank."""
+    device = begin(setup)
+    found = {}
+    for name, mode in MODES.items():
+        finish(device)
+        gc.collect()
+        before = allocated(device, "current")
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            torch.cuda.reset_peak_host_memory_stats()
+        network, optimizer = mode.make(build_model(size.mib, device), size)
+        nbytes = sum(param.nbytes for param in network.parameters())
+        train(network, optimizer, batch_for(network, device), WARMUP + 1)
+        finish(device)
+        after = allocated(device, "peak")
+        copies = (
+            None if end is None or start is None else (end - start) / nbytes
+            for start, end in zip(before, after, strict=True)
+        )
+        found[name] = Memory(*copies)
+        synchronize(network, optimizer)
+        del network, optimizer
+    return found
+
+
+def allocated(device: torch.device, which: str) -> tuple[int | None, int | None]:
+    """Bytes that this process has on the GPU, and pinned in the memory of the machine."""
+    if device.type == "cpu":
+        return None, None
+    gpu = torch.cuda.memory_stats(device)[f"allocated_bytes.all.{which}"]
+    return gpu, torch.cuda.host_memory_stats().get(f"allocated_bytes.{which}")
+
+
+def part_e(bench: Bench, setups: Setups, size: Size) -> str:
+    rows = []
+    # Each further pair of a rank would need a reference of its own.
+    for setup in setups.pairs:
+        ranks = bench.run(setup, peaks, size)
+        for name, mode in MODES.items():
+            cells = [missing(setup)] * 3
+            if ranks is not None:
+                here, bare = (max(rank[each] for rank in ranks) for each in (name, "fused AdamW"))
+                more = None if here.gpu is None or bare.gpu is None else here.gpu - bare.gpu
+                values = (here.gpu, more, here.pinned)
+                cells = [NOT_MEASURED if v is None else f"{v:.2f}" for v in values]
+            rows.append([str(setup), name, *cells, mode.documented])
+    head = ["ranks", "copies of the parameters", "peak on the GPU", "more than AdamW"]
+    return table([*head, "pinned, rounded up", "documented, both together"], rows)
+
+
+PARTS = {"a": part_a, "b": part_b, "c": part_c, "d": part_d, "e": part_e}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--size-mib", type=float, default=1024, help="of float32 parameters")
+    parser.add_argument("--steps", type=int, default=10, help="that are timed")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("torch finds no GPU: nothing was measured (--device cpu runs the same code)")
+        return 0
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    where = ", ".join(names) if args.device == "cuda" else "CPU"
+    print(f"torch {torch.__version__}, {where}; {args.size_mib:g} MiB of float32 parameters\n")
+    bench, setups, size = Bench(), Setups.on(args.device), Size(args.size_mib, args.steps)
+    for part in args.parts:
+        print(f"Part {part}\n\n{PARTS[part](bench, setups, size)}", flush=True)
+    return int(bool(bench.failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The benchmark of the CUDA path, on the CPU: its oracle tells a wrong mixing, and it all runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import gpu
+import pytest
+import torch
+from ranks import run_processes, run_script
+from torch import Tensor
+
+SCRIPT = Path(__file__).parent.parent / "examples" / "benchmark" / "gpu.py"
+SETUP = gpu.Setup("cpu", "gloo", 4)
+
+pytestmark = pytest.mark.slow
+
+
+def train(rank: int) -> dict[str, list[float]]:
+    return gpu.trajectories(SETUP)
+
+
+@cache
+def trajectories() -> list[dict[str, list[float]]]:
+    """Those of every rank."""
+    return run_processes(SETUP.ranks, train)
+
+
+def failures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    bench = gpu.Bench()
+    monkeypatch.setattr(bench, "run", lambda *_: trajectories())
+    text = gpu.compared(bench, gpu.Setups(alone=[], shared=[SETUP], several=None))
+    rows = re.findall(rf"^\| {SETUP} \| (.*) \| (.*) \|$", text, re.M)
+    assert [name for name, _ in rows] == list(gpu.TRAJECTORIES)
+    wrong = [name for name, error in rows if not float(error) <= gpu.TOLERANCE]
+    assert len(bench.failures) == len(wrong)
+    return wrong
+
+
+def test_every_trajectory_is_that_of_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert failures(monkeypatch) == []
+    start = gpu.flatten(gpu.draw(0))
+    for name in gpu.TRAJECTORIES:
+        rows = torch.tensor([rank[name] for rank in trajectories()])
+        assert (rows - start).abs().amax(dim=1).min() > 0.1
+
+
+Matrix = Callable[[int], Tensor]
+
+
+def in_the_next_phase(matrix: Matrix) -> Matrix:
+    return lambda round: matrix(round + 1)
+
+
+def a_little_less_mixing(matrix: Matrix) -> Matrix:
+    return lambda round: 0.999 * matrix(round) + 0.001 * torch.eye(4, dtype=torch.float64)
+
+
+def none_at_the_end(matrix: Matrix) -> Matrix:
+    last = gpu.TRAINED_STEPS - 1
+    return lambda round: torch.eye(4, dtype=torch.float64) if round == last else matrix(round)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        # Rounds of a complete topology are all the same.
+        (in_the_next_phase, ["ring", "ring, views"]),
+        (a_little_less_mixing, list(gpu.TRAJECTORIES)),
+        (none_at_the_end, list(gpu.TRAJECTORIES)),
+    ],
+)
+def test_a_wrong_mixing_is_told(
+    wrong: Callable[[Matrix], Matrix], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = gpu.oracle
+    monkeypatch.setattr(gpu, "oracle", lambda matrix, ranks: right(wrong(matrix), ranks))
+    assert failures(monkeypatch) == told
+
+
+@pytest.mark.timeout(300)  # on a busy machine
+def test_it_runs_on_the_cpu_and_says_what_it_cannot_measure(tmp_path: Path) -> None:
+    small = ("--device", "cpu", "--size-mib", "1", "--steps", "1")
+    out = run_script(SCRIPT, *small, cwd=tmp_path, seconds=280)
+    alone, shared = r"gloo, 1 rank \(exchanges nothing\)", "gloo, 2 ranks"
+    for method in gpu.HOST_METHODS:
+        for ranks in (alone, shared):
+            row = rf"\| {ranks} \| {method} \| [\d.]+ \| [\d.]+ \| [\d.]+ \| not measured \|"
+            assert re.search(row, out), out
+    for operation in ("copy_", "fused AdamW", "pack, check, mix", "pack, check, mix, views"):
+        assert re.search(rf"\| {operation} \| [\d.]+ \|", out), out
+    for method in gpu.TRAINERS:
+        assert re.search(rf"\| {shared} \| {method} \| [\d.]+ \| [\d.]+ \|", out), out
+    assert re.search(rf"\| {alone} \| yes \|", out), out
+    for mode in gpu.MODES:
+        assert f"| gloo, 2 ranks | {mode} | not measured | not measured | not measured |" in out
+    assert "UserWarning" not in out
+
+
+def test_without_the_gpus_its_cells_say_so() -> None:
+    bench = gpu.Bench()
+    nowhere = gpu.Setups(alone=[], shared=[], several=gpu.Setup("cuda", gpu.NCCL[1], 0))
+    text = gpu.part_c(bench, nowhere, gpu.Size(mib=1, steps=1))
+    assert f"| {gpu.NCCL[1]}, several GPUs | ring | not measured | not measured |" in text
+    assert not bench.failures
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure the GPU")
+def test_without_a_gpu_it_measures_nothing(tmp_path: Path) -> None:
+    assert "nothing was measured" in run_script(SCRIPT, cwd=tmp_path)
