@@ -173,7 +173,8 @@ def begin(setup: Setup) -> torch.device:
     """Join the process group of the setup; the device of this rank."""
     os.environ.setdefault("LOGURU_LEVEL", "ERROR")
     if setup.device == "cuda":
-        torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+        # Over gloo all ranks share the first GPU.
+        torch.cuda.set_device(0 if setup.backend == "gloo" else int(os.environ["RANK"]))
     dist.init_process_group(setup.backend, timeout=timedelta(seconds=60))
     if setup.device == "cpu":
         return torch.device("cpu")
@@ -624,7 +625,7 @@ MODES = {
     "views": Mode("1", TRAINERS["ring, views"]),
     "complete, copies": Mode("2", TRAINERS["complete"]),
     "bf16": Mode("2", partial(by_steps, comm_dtype=torch.bfloat16)),
-    # A reference for the only pair, two messages, and a copy of the parameters.
+    # A reference for the only pair, messages, and a copy of the parameters.
     "int8": Mode("2.5", partial(by_steps, comm_dtype=torch.int8)),
     "int8, views": Mode("1.5", partial(by_steps, comm_dtype=torch.int8, param_as_bucket_view=True)),
     "DecentralizedDataParallel": Mode("1, less the gradients", in_backward),
@@ -671,7 +672,7 @@ def allocated(device: torch.device, which: str) -> tuple[int | None, int | None]
     if device.type == "cpu":
         return None, None
     gpu = torch.cuda.memory_stats(device)[f"allocated_bytes.all.{which}"]
-    return gpu, torch.cuda.host_memory_stats().get(f"allocated_bytes.{which}")
+    return gpu, torch.cuda.host_memory_stats().get(f"active_bytes.{which}")
 
 
 def part_e(bench: Bench, setups: Setups, size: Size) -> str:
@@ -688,7 +689,7 @@ def part_e(bench: Bench, setups: Setups, size: Size) -> str:
                 cells = [NOT_MEASURED if v is None else f"{v:.2f}" for v in values]
             rows.append([str(setup), name, *cells, mode.documented])
     head = ["ranks", "copies of the parameters", "peak on the GPU", "more than AdamW"]
-    return table([*head, "pinned, rounded up", "documented, both together"], rows)
+    return table([*head, "pinned", "documented, both together"], rows)
 
 
 PARTS = {"a": part_a, "b": part_b, "c": part_c, "d": part_d, "e": part_e}

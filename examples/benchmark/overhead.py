@@ -1,11 +1,9 @@
 """The cost of the wrapper if the network costs nothing.
 
-    python examples/benchmark/overhead.py           # 2 ranks on loopback, 100 M float32 parameters
-    python examples/benchmark/overhead.py --cuda    # copy and mix against a fused AdamW step
+    python examples/benchmark/overhead.py    # 2 ranks on loopback, 100 M float32 parameters
 
-The first command compares one round (pack, send and receive, mix) with one bare send and receive
-of the same bytes. The second needs a GPU and no peer: it compares the packing and the mixing of a
-round with a fused AdamW step on the same parameters, by CUDA events.
+It compares one round (pack, send and receive, mix) with one bare send and receive of the same
+bytes. `gpu.py` measures the packing and the mixing on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import torch._dynamo  # the first optimizer step would import it, in every rank
 import torch.distributed as dist
 
 from decent_optim_wrapper import DecentOptimWrapper
-from decent_optim_wrapper.gossip.bucket import Layout, plan_buckets
 
 TENSORS = 400
 
@@ -35,11 +32,8 @@ class Overhead(NamedTuple):
     views: float
 
 
-def make_params(count: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    shape = (count // TENSORS,)
-    return [
-        torch.zeros(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(TENSORS)
-    ]
+def make_params(count: int) -> list[torch.Tensor]:
+    return [torch.zeros(count // TENSORS, requires_grad=True) for _ in range(TENSORS)]
 
 
 def median_seconds(action: Callable[[], None], repeats: int) -> float:
@@ -67,7 +61,7 @@ def measure(count: int, repeats: int) -> Overhead:
     for views in (False, True):
         # Without gradients the local update is empty: a step is the round and nothing else.
         optimizer = DecentOptimWrapper(
-            torch.optim.SGD(make_params(count, "cpu", torch.float32), lr=0.1),
+            torch.optim.SGD(make_params(count), lr=0.1),
             topology="ring",
             overlap=False,
             param_as_bucket_view=views,
@@ -76,53 +70,12 @@ def measure(count: int, repeats: int) -> Overhead:
     return Overhead(bare, *rounds)
 
 
-def cuda_seconds(action: Callable[[], None], repeats: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    seconds = []
-    for _ in range(repeats + 2):
-        start.record()
-        action()
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(start.elapsed_time(end) / 1000)
-    return statistics.median(seconds[2:])
-
-
-def compare_on_cuda(count: int, dtype: torch.dtype, repeats: int) -> None:
-    params = make_params(count, "cuda", dtype)
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    optimizer = torch.optim.AdamW(params, fused=True)
-    adamw = cuda_seconds(lambda: optimizer.step(), repeats)
-    for views in (False, True):
-        buckets = plan_buckets(params, Layout(25, as_view=views))
-
-        def copy_and_mix(buckets: tuple = buckets) -> None:
-            for bucket in buckets:
-                bucket.pack(bucket.pair().outgoing)
-                bucket.mix_(bucket.pair().incoming, 0.5)
-
-        seconds = cuda_seconds(copy_and_mix, repeats)
-        kind = "views" if views else "copies"
-        print(
-            f"{count / 1e6:g} M {dtype}, {kind}: copy and mix {1000 * seconds:.2f} ms, fused AdamW "
-            f"{1000 * adamw:.2f} ms, ratio {seconds / adamw:.2f}"
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--parameters", type=float, help="default 100e6, or 1e9 with --cuda")
+    parser.add_argument("--parameters", type=float, default=100e6)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--cuda", action="store_true")
     args = parser.parse_args()
-    if args.cuda:
-        if not torch.cuda.is_available():
-            parser.error("--cuda needs a CUDA device, and torch finds none")
-        for dtype in (torch.float32, torch.bfloat16):
-            compare_on_cuda(int(args.parameters or 1e9), dtype, args.repeats)
-        return
-    count = int(args.parameters or 100e6)
+    count = int(args.parameters)
     with netlab.lab(2, rate="") as where:
         ranks = netlab.run(where, 2, measure, count, args.repeats, timeout=300)
     bare, copies, views = (max(column) for column in zip(*ranks, strict=True))
