@@ -260,15 +260,22 @@ def host_times(setup: Setup, size: Size) -> dict[str, HostTime]:
     # Last, since a step that raises leaves its wrapper closed.
     if device.type == "cuda":
         for name, options in HOST_METHODS.items():
-            times[name] = times[name]._replace(waits_for_gpu=gpu_waits(build(options), device))
+            times[name] = times[name]._replace(waits_for_gpu=gpu_waits(build, options, device))
     return times
 
 
-def gpu_waits(optimizer: Any, device: torch.device) -> str:
+def gpu_waits(
+    build: Callable[[Any], Any], options: dict[str, Any] | None, device: torch.device
+) -> str:
     """What torch says of a step that may not wait for the GPU."""
-    for _ in range(WARMUP):
-        optimizer.step()
-    finish(device)
+    try:
+        optimizer = build(options)
+        for _ in range(WARMUP):
+            optimizer.step()
+        finish(device)
+    except RuntimeError as error:
+        # The wrapper before may have closed connections when its step was stopped.
+        return f"{NOT_MEASURED}: " + str(error).partition("\n")[0].replace("|", "/")
     torch.cuda.set_sync_debug_mode("error")
     try:
         optimizer.step()
