@@ -83,7 +83,11 @@ def train(
     """
     params = make_params(dtype=torch.float32)
     wrapper = DecentOptimWrapper(
-        torch.optim.SGD(params, lr=0.05), process_group=group, topology=topology, bucket_cap_mb=TINY_CAP_MB, **options
+        torch.optim.SGD(params, lr=0.05),
+        process_group=group,
+        topology=topology,
+        bucket_cap_mb=TINY_CAP_MB,
+        **options,
     )
     rows: list[Tensor] = []
     for step in range(steps):

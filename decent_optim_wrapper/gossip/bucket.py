@@ -144,8 +144,6 @@ class Bucket:
         self.nbytes = self.numel * self.dtype.itemsize
         self._storage = self._move_together() if layout.as_view else None
         self._places = [_Place.of(member) for member in self._members] if layout.as_view else []
-        # Whether the values travel between a GPU and the CPU on their way to the wire.
-        self.crosses = self.wire_device.type != self.device.type
         self._wire = _Memory(self.wire_device, pinned=self.crosses)
         # Where values are packed that are coded next, and changes gathered that are mixed in.
         self._near = _Memory(self.device, pinned=False)
@@ -161,6 +159,11 @@ class Bucket:
     def members(self) -> tuple[Tensor, ...]:
         """The tensors themselves."""
         return self._members
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the values travel between a GPU and the CPU on their way to the wire."""
+        return self.wire_device.type != self.device.type
 
     @property
     def on_gpu(self) -> bool:

@@ -1,0 +1,161 @@
+"""Buckets that are posted by a thread once a GPU has packed them: with delays in its place."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
+from ranks import run_threads
+from torch import Tensor
+
+from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, PeerError, Schedule
+from decent_optim_wrapper.comm import streams
+from decent_optim_wrapper.gossip import bucket as buckets
+from decent_optim_wrapper.gossip import storage
+from decent_optim_wrapper.gossip.bucket import Bucket
+
+FORMS: dict[str, dict[str, Any]] = {
+    "pair": {"topology": "ring"},
+    "views": {"topology": "ring", "param_as_bucket_view": True},
+    "group": {"topology": "complete"},
+    "int8": {"topology": "ring", "comm_dtype": torch.int8},
+    "group-bf16": {"topology": "complete", "comm_dtype": torch.bfloat16},
+    "late": {"topology": "ring", "schedule": Schedule(gossip_every=2, staleness=2)},
+    "exact": {"topology": "ring", "schedule": Schedule(global_avg_every=2)},
+    "tracking": {"topology": "ring", "gradient_tracking": True},
+    "no-overlap": {"topology": "complete", "overlap": False},
+}
+AUTO: dict[str, Any] = {
+    "topology": "ring",
+    "schedule": Schedule(gossip_every="auto", max_staleness=4),
+}
+
+
+class Late:
+    """An event that comes late, and at another time on every rank."""
+
+    draws = random.Random(0)
+
+    def synchronize(self) -> None:
+        time.sleep(self.draws.choice((0.0, 0.001, 0.005)))
+
+
+@pytest.fixture
+def crossing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All buckets travel as if their values had to come from a GPU."""
+    new_vector = storage.new_vector
+
+    def unpinned(
+        numel: int, dtype: torch.dtype, device: torch.device, pinned: bool = False
+    ) -> Tensor:
+        return new_vector(numel, dtype, device)
+
+    monkeypatch.setattr(storage, "new_vector", unpinned)
+    monkeypatch.setattr(buckets, "new_vector", unpinned)
+    monkeypatch.setattr(Bucket, "crosses", True)
+    monkeypatch.setattr(streams, "mark", lambda device: Late())
+
+
+def train(rank: int, group: dist.ProcessGroup, steps: int = 7, **options: Any) -> list[Tensor]:
+    params = make_params(dtype=torch.float32)
+    wrapper = DecentOptimWrapper(
+        sgd(params), process_group=group, bucket_cap_mb=TINY_CAP_MB, **options
+    )
+    rows = []
+    for step in range(steps):
+        backward(params, rank, step)
+        wrapper.step()
+        rows.append(flatten(params))
+    wrapper.synchronize()
+    return [*rows, flatten(params)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_posted_by_a_thread_is_mixed_as_what_is_posted_at_once(
+    form: str, request: pytest.FixtureRequest
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        return torch.stack(train(rank, group, **FORMS[form]))
+
+    expected = run_threads(4, main)
+    request.getfixturevalue("crossing")
+    for one, other in zip(run_threads(4, main), expected, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(expected[0][0], expected[0][-1])
+
+
+@pytest.mark.usefixtures("crossing")
+def test_rounds_that_take_as_long_as_they_need_keep_the_mean() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+        params = make_params()
+        with torch.no_grad():
+            for param in params:
+                param.add_(rank)
+        wrapper = DecentOptimWrapper(
+            torch.optim.SGD(params, lr=0.0),
+            process_group=group,
+            bucket_cap_mb=TINY_CAP_MB,
+            sync_at_start=False,
+            **AUTO,
+        )
+        started = flatten(params)
+        for step in range(40):
+            backward(params, rank, step)
+            wrapper.step()
+        wrapper.synchronize()
+        return [started, flatten(params)]
+
+    started, ended = (torch.stack(rows) for rows in zip(*run_threads(4, main), strict=True))
+    torch.testing.assert_close(ended.mean(0), started.mean(0), rtol=1e-12, atol=1e-12)
+    assert (ended - ended.mean(0)).norm() < 0.1 * (started - started.mean(0)).norm()
+
+
+@pytest.mark.usefixtures("crossing")
+@pytest.mark.parametrize("form", ["pair", "group", "int8"])
+def test_values_that_are_not_finite_are_found_before_they_are_mixed(form: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params(dtype=torch.float32)
+        wrapper = DecentOptimWrapper(
+            sgd(params), process_group=group, bucket_cap_mb=TINY_CAP_MB, **FORMS[form]
+        )
+        for step in range(4):
+            backward(params, rank, step)
+            if rank == 1 and step == 1:
+                params[2].grad[1, 1] = torch.nan  # type: ignore[index]
+            try:
+                wrapper.step()
+            except NonFiniteError as error:
+                assert rank == 1 or flatten(params).isfinite().all()
+                return f"{step}: {error}"
+        return ""
+
+    told = run_threads(2, main)
+    assert all(text.startswith("2: ") and "ranks [1] hold NaN" in text for text in told)
+
+
+@pytest.mark.usefixtures("crossing")
+@pytest.mark.parametrize("form", ["pair", "group"])
+def test_a_lost_peer_is_an_error_within_the_timeout(form: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> float:
+        if rank == 1:
+            train(rank, group, 3, timeout=5.0, **FORMS[form])
+            return 0.0
+        params = make_params(dtype=torch.float32)
+        wrapper = DecentOptimWrapper(
+            sgd(params), process_group=group, bucket_cap_mb=TINY_CAP_MB, timeout=5.0, **FORMS[form]
+        )
+        for step in range(20):
+            start = time.monotonic()
+            backward(params, rank, step)
+            try:
+                wrapper.step()
+            except PeerError:
+                return time.monotonic() - start
+        raise AssertionError("the loss was not noticed")
+
+    assert max(run_threads(2, main)) < 60
