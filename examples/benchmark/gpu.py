@@ -44,6 +44,7 @@ from decent_optim_wrapper import (
     TopologyFactory,
 )
 from decent_optim_wrapper.checkpoint import Checkpoints
+from decent_optim_wrapper.gossip.bucket import is_finite_on_device
 
 MIB = 1024 * 1024
 LAYERS = 24
@@ -355,12 +356,14 @@ def device_times(setup: Setup, size: Size) -> dict[str, Traffic]:
             for bucket in buckets:
                 outgoing, incoming = bucket.pair()
                 bucket.pack(outgoing)
-                bucket.is_finite()
+                usable = is_finite_on_device(outgoing.data)
+                # As in `PlainExchange.mix_usable`.
+                torch.where(usable, incoming.data, outgoing.data, out=incoming.data)
                 bucket.mix_(incoming, 0.5)
 
-        # The packing reads and writes, unless they are views; the check reads; the mixing reads
-        # the own and the peer's values, and writes.
-        passes = 4 if views else 6
+        # The packing reads and writes, unless they are views; the check reads; the choice and the
+        # mixing read the own and the peer's values, and write.
+        passes = 7 if views else 9
         name = "pack, check, mix" + ", views" * views
         times[name] = Traffic(seconds(pack_check_mix), passes * nbytes)
     return times
