@@ -27,10 +27,10 @@ from decent_optim_wrapper.config import (
 )
 from decent_optim_wrapper.gossip.batch_norms import recalibrated
 from decent_optim_wrapper.gossip.bucket import MIB, Bucket
+from decent_optim_wrapper.gossip.header import Call
 from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling, apply_update
 from decent_optim_wrapper.gossip.parameters import Named, named_parameters
 from decent_optim_wrapper.gossip.replica import Replica
-from decent_optim_wrapper.gossip.round import Call
 from decent_optim_wrapper.gossip.saved_state import (
     gossip_state,
     named_state,

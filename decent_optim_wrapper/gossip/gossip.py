@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decent_optim_wrapper.errors import NonFiniteError
 from decent_optim_wrapper.gossip.average import consensus_distance
-from decent_optim_wrapper.gossip.round import Call, check_calls
+from decent_optim_wrapper.gossip.header import Call, check_calls
 from decent_optim_wrapper.gossip.step import Result, Rounds
 
 

@@ -202,9 +202,9 @@ class LocalUpdate:
             yield update
             update(None)
 
-    def _note_overflow(self, found: Tensor | None) -> None:
-        """Note what a fused base is told, which only the GPU knows."""
-        if found is not None and self.skipped is not True:
+    def _note_overflow(self, found: Tensor | int | None) -> None:
+        """Note what a fused base is told, which only the GPU knows; without gradients, a number."""
+        if isinstance(found, Tensor) and self.skipped is not True:
             known = self.skipped if isinstance(self.skipped, Tensor) else found
             self.skipped = torch.maximum(known, found)
 

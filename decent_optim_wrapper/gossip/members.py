@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from decent_optim_wrapper.gossip.round import Call
+from decent_optim_wrapper.gossip.header import Call
 
 Result = TypeVar("Result")
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Mapping
-from enum import IntEnum
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +16,6 @@ from decent_optim_wrapper.comm.transport import (
     Awaited,
     Ongoing,
     PendingMessage,
-    Transport,
     WireError,
 )
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
@@ -33,6 +30,7 @@ from decent_optim_wrapper.gossip.exchange import (
     PlainPair,
     Wire,
 )
+from decent_optim_wrapper.gossip.header import Header
 from decent_optim_wrapper.gossip.identical_ranks import IdenticalRanks
 from decent_optim_wrapper.gossip.schedule import Kind, RoundPlan, Session
 from decent_optim_wrapper.gossip.storage import Flat
@@ -42,86 +40,6 @@ from decent_optim_wrapper.gossip.timing import Meter
 _HEADER_TAG, _FLAGS_TAG, _FIRST_BUCKET_TAG = 0, 1, 2
 # For each bucket again: the means of coded buckets.
 _FIRST_MEAN_TAG = 1 << 18
-
-
-class Call(IntEnum):
-    """The collective methods."""
-
-    STEP = 1
-    GLOBAL_AVG = 2
-    CONSENSUS_DISTANCE = 3
-    REGROUP = 4
-    KEEP_AVERAGE = 5
-    SYNCHRONIZE = 6
-    ALL_GATHER = 7
-    STOP_TRACKING = 8
-
-    def __str__(self) -> str:
-        if self is Call.REGROUP:
-            return "add_param_group() or rebuild_buckets()"
-        if self is Call.STOP_TRACKING:
-            return "gradient_tracking = False"
-        if self is Call.KEEP_AVERAGE:
-            return "step() after an average"
-        return f"{self.name.lower()}()"
-
-
-class Header(NamedTuple):
-    """What a rank is about to do.
-
-    Args:
-        call: the method that the rank is in.
-        round: the number of the round that the method launches, or of the next one.
-        mixing_rate: that of the round; if it differed between two ranks, their mean would drift.
-        meetings: how many rounds the group has coded as differences to its references.
-    """
-
-    call: Call
-    round: int
-    mixing_rate: float
-    meetings: int = 0
-
-    def encode(self) -> Tensor:
-        """The message: int64 of shape (4,), with the bits of the rate."""
-        numbers = [self.call, self.round, _bits(self.mixing_rate), self.meetings]
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-
-    def check(self, message: list[int], rank: int, own_rank: int, auto: bool = False) -> None:
-        """Compare with the message of another rank.
-
-        Args:
-            message: of the other rank.
-            rank: the other rank.
-            own_rank: this rank.
-            auto: whether ranks may be at different steps, and so have different mixing rates: the
-                group mixes with the lowest.
-
-        Raises:
-            CallOrderError: the rank is in another method or round, or has another rate or other
-                references.
-        """
-        call, round, rate, meetings = message
-        if (call, round) != (self.call, self.round):
-            known = {int(call): str(call) for call in Call}
-            theirs = f"{known.get(call, 'something unknown')} at round {round}"
-            raise CallOrderError(
-                f"rank {own_rank}: expected rank {rank} in {self.call} at round {self.round}, as "
-                f"here, but it is in {theirs}; call the same methods in the same order on every "
-                f"rank, and step() equally often (torch.distributed.algorithms.Join for uneven "
-                f"data). Is one of the calls inside an `if rank == 0` branch?"
-            )
-        if rate != _bits(self.mixing_rate) and not auto:
-            raise CallOrderError(
-                f"rank {own_rank}: expected rank {rank} to mix round {self.round} with "
-                f"mixing_rate={self.mixing_rate}, as here, but it has {_float(rate)}; set the same "
-                f"rate on every rank before the same step()"
-            )
-        if meetings != self.meetings:
-            raise CallOrderError(
-                f"rank {own_rank}: expected rank {rank} to share the reference of {self.meetings} "
-                f"coded rounds, as here, but it has that of {meetings}, and would decode other "
-                f"values than are sent; load checkpoints of the same step on all ranks, or on none"
-            )
 
 
 class Rules(NamedTuple):
@@ -188,7 +106,7 @@ class Round:
         self._exchanges: dict[Bucket, Exchange] = {}
         self._moves_references = False
         # For every rank, 1 for each bucket sent with finite values, else 0.
-        self._finite_of: dict[int, list[int]] = {}
+        self._finite_of: dict[int, list[float]] = {}
         # The same where a GPU checks them.
         self._checked_on_gpu: CheckedOnGpu | None = None
         # Posts what has to reach the CPU before.
@@ -203,7 +121,7 @@ class Round:
         self._failure: WireError | None = None
         self._failed_bucket = 0
         # Before the buckets: a group that sums would add up whatever comes first.
-        self._headers = self._send_control(self._header.encode(), _HEADER_TAG)
+        self._headers = self._send_control(self._header, _HEADER_TAG)
         self._flags: list[PendingMessage] = []
 
     @property
@@ -269,11 +187,10 @@ class Round:
         if on_gpu:
             self._checked_on_gpu = CheckedOnGpu(self._wire, on_gpu, _FLAGS_TAG)
         if len(on_gpu) < len(self._exchanges):
-            finite = self._finite_here()
-            self._flags = self._send_control(torch.tensor(finite, device="cpu"), _FLAGS_TAG)
+            self._flags = self._send_control(self._finite_here(), _FLAGS_TAG)
 
-    def _finite_here(self) -> list[int]:
-        return [int(each.on_gpu or bool(each.finite)) for each in self._exchanges.values()]
+    def _finite_here(self) -> list[float]:
+        return [float(each.on_gpu or bool(each.finite)) for each in self._exchanges.values()]
 
     def watch(self) -> None:
         """Begin to wait on a thread, once the round is sealed."""
@@ -338,8 +255,10 @@ class Round:
             if self._arrival is not None:
                 self._wait_for_arrival(self._arrival)
             for rank, message in self._receive_control(self._headers, 0).items():
-                self._compare(message, rank)
-                self._rate = min(self._rate, rate_of(message))
+                if message != [*self._header]:
+                    self._compare(message, rank)
+                    _, _, rate, _ = message
+                    self._rate = min(self._rate, rate)
             self._headers = []
             for index, exchange in enumerate(self._exchanges.values()):
                 self._wait(exchange.works, index, self._peers, exchange.on_gpu)
@@ -461,21 +380,25 @@ class Round:
                 *(self._transport.initial_rank, self._header.round, bad),
             )
 
-    def _send_control(self, message: Tensor, tag: int) -> list[PendingMessage]:
+    def _send_control(self, numbers: Sequence[float], tag: int) -> list[PendingMessage]:
         if self._size == 1 or self._failure:
             return []
+        # Exact for counts below 2**53.
+        message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         try:
             return self._transport.send_control(message, self._group.ranks, tag)
         except WireError as error:
             self._failure, self._failed_bucket = error, max(0, len(self._exchanges) - 1)
             return []
 
-    def _receive_control(self, pending: list[PendingMessage], bucket: int) -> dict[int, list[int]]:
+    def _receive_control(
+        self, pending: list[PendingMessage], bucket: int
+    ) -> dict[int, list[float]]:
         for each in pending:
             self._wait(each.works, bucket, each.suspects)
         return {each.rank: each.message.tolist() for each in pending}
 
-    def _compare(self, message: list[int], rank: int) -> None:
+    def _compare(self, message: list[float], rank: int) -> None:
         try:
             transport = self._transport
             self._header.check(message, transport.members[rank], transport.initial_rank, self._auto)
@@ -545,29 +468,6 @@ class Round:
         )
 
 
-def check_calls(own: Call, calls: dict[int, list[int]], transport: Transport) -> None:
-    """Check that all ranks are in the same method.
-
-    Args:
-        own: the method of this rank.
-        calls: those of the others, by position among the members.
-        transport: connects the ranks.
-
-    Raises:
-        CallOrderError: on all ranks, if one is in another method.
-    """
-    others = {transport.members[rank]: Call(call) for rank, (call,) in calls.items() if call != own}
-    if others:
-        error = CallOrderError(
-            f"rank {transport.initial_rank}: expected all ranks in {own}, as here, but "
-            + ", ".join(f"rank {rank} is in {call}" for rank, call in others.items())
-            + "; call the same methods in the same order and equally often on every rank, whatever "
-            "the numbers of their steps. Is one of the calls inside an `if rank == 0` branch?"
-        )
-        transport.disagree(error)
-        raise error
-
-
 def nonfinite_error(
     bad: list[int], own_rank: int, where: str, what: str = "parameters"
 ) -> NonFiniteError:
@@ -579,16 +479,3 @@ def nonfinite_error(
         f'with on_nonfinite="skip"',
         bad,
     )
-
-
-def rate_of(message: list[int]) -> float:
-    """The mixing rate in a header."""
-    return _float(message[2])
-
-
-def _bits(number: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def _float(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

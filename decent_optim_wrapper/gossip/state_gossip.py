@@ -118,7 +118,9 @@ class StateBucket(Bucket):
         there = self._spread(arriving.views[-1] == 1)
         here = kept.data[: len(there)]
         torch.where(there, arriving.data[: len(there)], here, out=here)
-        torch._foreach_copy_(*self._own(kept))
+        own, parts = self._own(kept)
+        if own:
+            torch._foreach_copy_(own, parts)
 
     def _mix_shared(self, theirs: Flat, weight: float, ours: Flat | None) -> None:
         away = self.new_flat()
@@ -131,7 +133,9 @@ class StateBucket(Bucket):
         # arrives. No flag is read on the host, which would wait for a GPU.
         shared = self._spread(away.views[-1] == 0)
         away.data[: len(shared)].mul_(shared)
-        torch._foreach_add_(*self._own(away), alpha=weight)
+        own, parts = self._own(away)
+        if own:
+            torch._foreach_add_(own, parts, alpha=weight)
 
     def _spread(self, flags: Tensor) -> Tensor:
         """One flag for each entry, as one for each of its elements."""

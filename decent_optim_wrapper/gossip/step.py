@@ -37,13 +37,14 @@ from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerErro
 from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.companion import Companion
+from decent_optim_wrapper.gossip.header import Call, Header
 from decent_optim_wrapper.gossip.launch_values import starts_of
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.members import Members
 from decent_optim_wrapper.gossip.post_mix import PostMix
 from decent_optim_wrapper.gossip.references import Meetings
 from decent_optim_wrapper.gossip.replica import Replica
-from decent_optim_wrapper.gossip.round import Call, Header, Round, Rules
+from decent_optim_wrapper.gossip.round import Round, Rules
 from decent_optim_wrapper.gossip.schedule import Cadence, Kind, RoundPlan, Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.gossip.tracking import Tracking

@@ -16,7 +16,7 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import OnChange, Schedule
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.gossip import Gossip
-from decent_optim_wrapper.gossip.round import Call
+from decent_optim_wrapper.gossip.header import Call
 from decent_optim_wrapper.gossip.schedule import Session
 from decent_optim_wrapper.membership.rendezvous import Note, Rendezvous
 from decent_optim_wrapper.membership.start import difference

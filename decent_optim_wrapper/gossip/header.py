@@ -1,0 +1,109 @@
+"""What a rank tells the others that it is about to do, and how they compare it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.errors import CallOrderError
+
+
+class Call(IntEnum):
+    """The collective methods."""
+
+    STEP = 1
+    GLOBAL_AVG = 2
+    CONSENSUS_DISTANCE = 3
+    REGROUP = 4
+    KEEP_AVERAGE = 5
+    SYNCHRONIZE = 6
+    ALL_GATHER = 7
+    STOP_TRACKING = 8
+
+    def __str__(self) -> str:
+        if self is Call.REGROUP:
+            return "add_param_group() or rebuild_buckets()"
+        if self is Call.STOP_TRACKING:
+            return "gradient_tracking = False"
+        if self is Call.KEEP_AVERAGE:
+            return "step() after an average"
+        return f"{self.name.lower()}()"
+
+
+class Header(NamedTuple):
+    """What a rank is about to do.
+
+    Args:
+        call: the method that the rank is in.
+        round: the number of the round that the method launches, or of the next one.
+        mixing_rate: that of the round; if it differed between two ranks, their mean would drift.
+        meetings: how many rounds the group has coded as differences to its references.
+    """
+
+    call: Call
+    round: int
+    mixing_rate: float
+    meetings: int = 0
+
+    def check(self, message: Sequence[float], rank: int, own_rank: int, auto: bool = False) -> None:
+        """Compare with the message of another rank.
+
+        Args:
+            message: that of the other rank, number by number.
+            rank: the other rank.
+            own_rank: this rank.
+            auto: whether ranks may be at different steps, and so have different mixing rates: the
+                group mixes with the lowest.
+
+        Raises:
+            CallOrderError: the rank is in another method or round, or has another rate or other
+                references.
+        """
+        call, round, rate, meetings = message
+        if (call, round) != (self.call, self.round):
+            known = {int(call): str(call) for call in Call}
+            theirs = f"{known.get(int(call), 'something unknown')} at round {int(round)}"
+            raise CallOrderError(
+                f"rank {own_rank}: expected rank {rank} in {self.call} at round {self.round}, as "
+                f"here, but it is in {theirs}; call the same methods in the same order on every "
+                f"rank, and step() equally often (torch.distributed.algorithms.Join for uneven "
+                f"data). Is one of the calls inside an `if rank == 0` branch?"
+            )
+        if rate != self.mixing_rate and not auto:
+            raise CallOrderError(
+                f"rank {own_rank}: expected rank {rank} to mix round {self.round} with "
+                f"mixing_rate={self.mixing_rate}, as here, but it has {rate}; set the same "
+                f"rate on every rank before the same step()"
+            )
+        if meetings != self.meetings:
+            raise CallOrderError(
+                f"rank {own_rank}: expected rank {rank} to share the reference of {self.meetings} "
+                f"coded rounds, as here, but it has that of {int(meetings)}, and would decode "
+                f"other values than are sent; load checkpoints of the same step on all ranks, or "
+                f"on none"
+            )
+
+
+def check_calls(own: Call, calls: dict[int, list[int]], transport: Transport) -> None:
+    """Check that all ranks are in the same method.
+
+    Args:
+        own: the method of this rank.
+        calls: those of the others, by position among the members.
+        transport: connects the ranks.
+
+    Raises:
+        CallOrderError: on all ranks, if one is in another method.
+    """
+    others = {transport.members[rank]: Call(call) for rank, (call,) in calls.items() if call != own}
+    if others:
+        error = CallOrderError(
+            f"rank {transport.initial_rank}: expected all ranks in {own}, as here, but "
+            + ", ".join(f"rank {rank} is in {call}" for rank, call in others.items())
+            + "; call the same methods in the same order and equally often on every rank, whatever "
+            "the numbers of their steps. Is one of the calls inside an `if rank == 0` branch?"
+        )
+        transport.disagree(error)
+        raise error
