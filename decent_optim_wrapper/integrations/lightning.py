@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from decent_optim_wrapper.integrations.wrapping import Wrapping
 require("lightning", (2, 4), "lightning")
 
 import lightning.pytorch as pl  # noqa: E402
+from lightning.fabric import plugins as fabric_plugins  # noqa: E402
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy  # noqa: E402
 from lightning.pytorch import plugins  # noqa: E402
 from lightning.pytorch.plugins import Precision  # noqa: E402
@@ -49,8 +51,7 @@ class GossipStrategy(DDPStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         if type(plugin) is plugins.MixedPrecision:
-            precision: Any = plugin.precision
-            plugin = MixedPrecision(precision, plugin.device, plugin.scaler)
+            plugin.__class__ = MixedPrecision
         self._precision_plugin = plugin
 
     def configure_ddp(self) -> None:
@@ -139,7 +140,21 @@ class GossipFabricStrategy(FabricDDPStrategy):
     def __init__(self, *, ddp: Mapping[str, Any] | None = None, **gossip: Any) -> None:
         super().__init__(**(ddp or {}))
         self._wrapping = Wrapping(gossip)
-        self._backward_sync_control: Any = NoBackwardSync()
+        # A backward pass does not communicate: nothing is left out while gradients are accumulated.
+        self._backward_sync_control: Any = SimpleNamespace(
+            no_backward_sync=lambda module, enabled: nullcontext()
+        )
+
+    @property
+    def precision(self) -> fabric_plugins.Precision:
+        """The precision; unscales gradients although the wrapper takes scaled ones."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, plugin: fabric_plugins.Precision | None) -> None:
+        if type(plugin) is fabric_plugins.MixedPrecision:
+            plugin.__class__ = FabricMixedPrecision
+        self._precision = plugin
 
     def setup_module(self, module: nn.Module) -> Any:
         """Leave the module without DDP."""
@@ -150,36 +165,11 @@ class GossipFabricStrategy(FabricDDPStrategy):
         """Wrap an optimizer of a module that is set up; collective."""
         return self._wrapping.wrap(optimizer)
 
-    def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> Tensor:
-        """Unscale the gradients and clip them by their norm."""
-        self._unscale(optimizer)
-        params = self.precision.main_params(optimizer)
-        return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
-    def clip_gradients_value(
-        self, module: nn.Module, optimizer: Optimizer, clip_val: float
-    ) -> None:
-        """Unscale the gradients and clip their values."""
-        self._unscale(optimizer)
-        nn.utils.clip_grad_value_(self.precision.main_params(optimizer), clip_val)
+class FabricMixedPrecision(fabric_plugins.MixedPrecision):
+    """Fabric's, for an optimizer that GradScaler steps although a gradient has overflowed."""
 
-    def _unscale(self, optimizer: Optimizer) -> None:
-        # Fabric's own refuses an optimizer that GradScaler steps after an overflow, too.
-        scaler = getattr(self.precision, "scaler", None)
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-
-
-class NoBackwardSync:
-    """What Fabric asks when gradients are accumulated: there is nothing to leave out."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Do nothing: a backward pass does not communicate."""
-        return nullcontext()
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients, before they are clipped."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
