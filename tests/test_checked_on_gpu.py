@@ -156,6 +156,31 @@ def test_nothing_is_mixed_that_is_not_finite_and_the_next_step_says_so(
 
 
 @pytest.mark.usefixtures("on_gpu")
+def test_synchronize_tells_of_the_last_round() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params(dtype=torch.float32)
+        wrapper = DecentOptimWrapper(
+            torch.optim.SGD(params, lr=0.05),
+            process_group=group,
+            topology="ring",
+            bucket_cap_mb=TINY_CAP_MB,
+        )
+        for step in range(3):
+            backward(params, rank, step)
+            if (rank, step) == (1, 2):
+                params[0].grad[0] = torch.nan  # type: ignore[index]
+            wrapper.step()
+        try:
+            wrapper.synchronize()
+        except NonFiniteError as error:
+            assert rank == 1 or flatten(params).isfinite().all()
+            return str(error)
+        return ""
+
+    assert all("those of ranks [1] hold NaN" in text for text in run_threads(2, main))
+
+
+@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("form", ["copies", "views", "bf16", "late"])
 def test_a_rank_that_is_left_out_takes_the_values_of_the_others(world: str, form: str) -> None:

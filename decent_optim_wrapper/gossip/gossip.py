@@ -23,6 +23,8 @@ class Gossip(Rounds):
         with self.failing_together():
             self.surviving(partial(self._assemble, Call.SYNCHRONIZE))
             self.surviving(self.finish)
+            # No step may come that would ask.
+            self.check_on_gpu()
 
     def global_avg(self, may_revert: bool) -> None:
         """Put the average in place; collective."""

@@ -422,10 +422,7 @@ class Rounds:
         Raises:
             NonFiniteError: the round must not be mixed, and is dropped.
         """
-        # Whatever a GPU has found in the last round is known by now.
-        mixed, self._mixed = self._mixed, None
-        if mixed is not None:
-            mixed.check_on_gpu()
+        self.check_on_gpu()
         self._relaunch()
         due = self._is_due()
         for companion in self._companions:
@@ -434,6 +431,16 @@ class Rounds:
             return None
         self.meter.staleness = self._age
         return self._receive()
+
+    def check_on_gpu(self) -> None:
+        """Check what a GPU has found in the round that was mixed last, if nobody has yet.
+
+        Raises:
+            NonFiniteError: it has mixed nothing of that round.
+        """
+        mixed, self._mixed = self._mixed, None
+        if mixed is not None:
+            mixed.check_on_gpu()
 
     def post(
         self, launched: Round, bucket: Bucket, starts: Mapping[Tensor, Tensor] | None = None
