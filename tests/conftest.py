@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from datetime import UTC, datetime
 
 import pytest
@@ -46,8 +47,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order)
 
 
+@pytest.fixture(scope="module")
+def ranks_on_a_mesh() -> Iterator[None]:
+    """The ranks that `run_on_mesh` keeps for the tests of a file end after the last of them."""
+    from meshes import end_ranks
+
+    yield
+    end_ranks()
+
+
 # What a test that starts processes has imported.
-STARTERS = {"run_processes", "run_script", "run_script_on_ranks", "RestartableProcesses"}
+STARTERS = {
+    "run_on_mesh",
+    "run_processes",
+    "run_script",
+    "run_script_on_ranks",
+    "RestartableProcesses",
+}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from dense import mix, train_densely
 from problem import flatten
+from ranks import KeptRanks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +33,7 @@ CAP_MB = 150 / 2**20
 STEPS = 4
 
 MakeOptimizer = Callable[[Sequence[Tensor]], Optimizer]
+Result = TypeVar("Result")
 
 
 class Block(nn.Module):
@@ -82,17 +85,19 @@ class Layout:
 
     def mesh(self, timeout: timedelta | None = None) -> DeviceMesh:
         """The mesh; `timeout` is that of torch's own exchanges, 30 minutes for None."""
-        override: dict[int | str, Any] = {}
-        for name in self.sizes if timeout else ():
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timeout
-            override[name] = options
-        return init_device_mesh(
-            "cpu",
-            tuple(self.sizes.values()),
-            mesh_dim_names=tuple(self.sizes),
-            backend_override=override or None,
-        )
+        return make_mesh(tuple(self.sizes.items()), timeout)
+
+
+@cache
+def make_mesh(sizes: tuple[tuple[str, int], ...], timeout: timedelta | None) -> DeviceMesh:
+    """One mesh in a process for all models that are spread in the same way."""
+    names, counts = zip(*sizes, strict=True)
+    override: dict[int | str, Any] = {}
+    for name in names if timeout else ():
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
+        override[name] = options
+    return init_device_mesh("cpu", counts, mesh_dim_names=names, backend_override=override or None)
 
 
 LAYOUTS = {
@@ -342,11 +347,18 @@ def difference(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> floa
     )
 
 
-def on_mesh(rank: int, work: Callable[..., Any], *args: Any) -> Any:
-    """Run `work(*args)` on a rank of the default group."""
-    dist.init_process_group("gloo")
-    try:
-        return work(*args)
-    finally:
-        dist.barrier()
-        dist.destroy_process_group()
+@cache
+def kept_ranks(world_size: int) -> KeptRanks:
+    """The ranks of all tests of a file."""
+    return KeptRanks(world_size)
+
+
+def run_on_mesh(world_size: int, work: Callable[..., Result], *args: Any) -> list[Result]:
+    """Run `work(*args)` on the ranks of a default group; results by rank."""
+    return kept_ranks(world_size).run(work, *args)
+
+
+def end_ranks() -> None:
+    """End those that were kept."""
+    for world_size in (2, 4, 8):
+        kept_ranks(world_size).end()

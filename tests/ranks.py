@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import cache
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -121,6 +122,71 @@ def run_processes(
         for rank in lost:
             workers[rank].kill()
     return [collected[rank] for rank in kept]
+
+
+class KeptRanks:
+    """Processes with one default group, which run one function after another.
+
+    What torch computes once in a process, such as how an operation on shards is split, serves all
+    of them. After an error the ranks are no longer in step: others take their place.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._workers: dict[Connection, ForkServerProcess] = {}
+
+    def run(self, work: Callable[..., Result], *args: Any) -> list[Result]:
+        """Run `work(*args)` on all ranks; results by rank."""
+        if not self._workers:
+            self._start()
+        ranks = {pipe: rank for rank, pipe in enumerate(self._workers)}
+        for pipe in ranks:
+            pipe.send((work, args))
+        results: dict[int, Result] = {}
+        deadline = time.monotonic() + 90
+        try:
+            while waiting := [pipe for pipe, rank in ranks.items() if rank not in results]:
+                remaining = deadline - time.monotonic()
+                assert remaining > 0, f"only ranks {sorted(results)} of {len(ranks)} have finished"
+                for pipe in wait(waiting, timeout=remaining):
+                    assert isinstance(pipe, Connection)
+                    results[ranks[pipe]], error = pipe.recv()
+                    assert error is None, f"rank {ranks[pipe]} raised:\n{error}"
+        except BaseException:
+            self.end()
+            raise
+        return [results[rank] for rank in sorted(results)]
+
+    def end(self) -> None:
+        for pipe, worker in self._workers.items():
+            worker.kill()
+            worker.join()
+            pipe.close()
+        self._workers.clear()
+
+    def _start(self) -> None:
+        # The workers ask for it only until they have met.
+        self._store = launcher_store()
+        env = environment(self._store, self._world_size, self._world_size)
+        for rank in range(self._world_size):
+            ours, theirs = PROCESSES.Pipe()
+            self._workers[ours] = start_process(_serve, rank, env, theirs)
+            theirs.close()
+
+
+def _serve(rank: int, env: dict[str, str], pipe: Connection) -> None:
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+    begin_process()
+    dist.init_process_group("gloo")
+    while True:
+        try:
+            work, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((work(*args), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
 
 
 def launcher_store() -> TCPStore:

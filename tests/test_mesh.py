@@ -21,10 +21,9 @@ from meshes import (
     difference,
     loss_of,
     make_model,
-    on_mesh,
+    run_on_mesh,
 )
 from problem import flatten
-from ranks import run_processes
 from torch import Tensor
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
@@ -34,7 +33,11 @@ from decent_optim_wrapper import DecentOptimWrapper, Schedule
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.optim import QGSGD, AccumAdamW
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("ranks_on_a_mesh"),
+]
 
 Make = Callable[[Sequence[Tensor]], Optimizer]
 # Whatever the layout, the rounding of a sum may differ.
@@ -175,8 +178,8 @@ def all_of(work: Callable[[Any], Any], cases: Sequence[Any]) -> list[Any]:
 
 
 def on_all(work: Callable[[Any], Any], cases: Sequence[Any]) -> list[list[Any]]:
-    """What each of 8 ranks returns for each case; processes start slowly."""
-    return run_processes(8, on_mesh, all_of, work, cases)
+    """What each of 8 ranks returns for each case."""
+    return run_on_mesh(8, all_of, work, cases)
 
 
 @pytest.mark.parametrize("part", range(4 if ALL else 1))

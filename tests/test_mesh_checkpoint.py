@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dense import mix, train_densely
 from loguru import logger
-from meshes import Layout, Spread, batch, difference, loss_of, make_model, on_mesh
+from meshes import Layout, Spread, batch, difference, loss_of, make_model, run_on_mesh
 from ranks import run_processes
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -32,7 +32,11 @@ from torch.optim import Optimizer
 from decent_optim_wrapper import DecentOptimWrapper, PeerError, Schedule, TopologyFactory
 from decent_optim_wrapper.checkpoint import Checkpoints
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("ranks_on_a_mesh"),
+]
 
 STOP, STEPS, RATE = 3, 6, 0.6
 # One for each of four stages.
@@ -221,10 +225,10 @@ def test_what_one_layout_saves_goes_on_in_another_as_if_it_had_never_stopped(
 ) -> None:
     from_plain, from_spread = split(MOVES, [move.source == "plain" for move in MOVES])
     to_plain, to_spread = split(MOVES, [move.target == "plain" for move in MOVES])
-    run_processes(2, on_mesh, save_all, tmp_path, from_plain)
-    run_processes(8, on_mesh, save_all, tmp_path, from_spread)
-    check(run_processes(8, on_mesh, resume_all, tmp_path, to_spread), to_spread)
-    check(run_processes(2, on_mesh, resume_all, tmp_path, to_plain), to_plain)
+    run_on_mesh(2, save_all, tmp_path, from_plain)
+    run_on_mesh(8, save_all, tmp_path, from_spread)
+    check(run_on_mesh(8, resume_all, tmp_path, to_spread), to_spread)
+    check(run_on_mesh(2, resume_all, tmp_path, to_plain), to_plain)
 
 
 def split(moves: Sequence[Move], chosen: Sequence[bool]) -> tuple[list[Move], list[Move]]:
@@ -310,7 +314,7 @@ def save_and_resume(folder: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]
 
 def test_every_shard_has_a_file_from_which_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
     start: dict[str, Tensor] = dict(make_model(blocks=BLOCKS).named_parameters())
-    for found in run_processes(4, on_mesh, save_and_resume, tmp_path):
+    for found in run_on_mesh(4, save_and_resume, tmp_path):
         assert len(found) == len(SMALL)
         for whole, resumed in found:
             assert all((whole[name] == resumed[name]).all() for name in whole)
@@ -337,7 +341,7 @@ def load_in_all_layouts(folder: Path) -> dict[tuple[str, str], str]:
 
 
 def test_a_set_of_another_layout_is_refused_on_every_rank(tmp_path: Path) -> None:
-    for errors in run_processes(4, on_mesh, load_in_all_layouts, tmp_path):
+    for errors in run_on_mesh(4, load_in_all_layouts, tmp_path):
         for (source, target), error in errors.items():
             if source == target:
                 assert error == ""
@@ -405,7 +409,7 @@ def meet_trouble(folder: Path, name: str) -> tuple[list[int], list[str]]:
 def test_what_is_wrong_with_one_shard_makes_the_set_incomplete_for_all(
     name: str, tmp_path: Path
 ) -> None:
-    ranks = run_processes(4, on_mesh, meet_trouble, tmp_path, name)
+    ranks = run_on_mesh(4, meet_trouble, tmp_path, name)
     writers = [found for found, _ in ranks if -4 in found]
     assert writers == [[3, -4, 3, 2, 0]]
     assert [found for found, _ in ranks if -4 not in found] == [[3, 3, 2, 0]] * 3

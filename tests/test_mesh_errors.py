@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import on_mesh
-from ranks import run_processes
+from meshes import make_mesh, run_on_mesh
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from decent_optim_wrapper import (
@@ -25,7 +24,11 @@ from decent_optim_wrapper import (
 
 # Two runs of the processes are for all tests here.
 PARTS = 2
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("ranks_on_a_mesh"),
+]
 
 SIZES = {"pp": 2, "gossip": 2, "tp": 2}
 RANKS = 8
@@ -340,14 +343,14 @@ def moved(mesh: DeviceMesh) -> bool:
 
 def run_all(part: int) -> dict[str, tuple[str, str, bool]]:
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES))
+    mesh = make_mesh(tuple(SIZES.items()), None)
     cases = list(CASES.items())[part::PARTS]
     return {name: (*outcome(build, mesh, rank), moved(mesh)) for name, build in cases}
 
 
 @cache
 def outcomes(part: int) -> list[dict[str, tuple[str, str, bool]]]:
-    return run_processes(RANKS, on_mesh, run_all, part)
+    return run_on_mesh(RANKS, run_all, part)
 
 
 def of_case(name: str) -> list[tuple[str, str]]:

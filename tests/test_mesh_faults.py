@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import LAYOUTS, Spread, on_mesh
+from meshes import LAYOUTS, Spread, run_on_mesh
 from ranks import run_processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -20,7 +20,11 @@ from torch.distributed.tensor import DTensor
 from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, PeerError, Schedule
 from decent_optim_wrapper.optim.shards import local
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("ranks_on_a_mesh"),
+]
 
 RANKS, FAILING, FAILS_AT = 8, 3, 2
 TIMEOUT = 6.0
@@ -226,7 +230,7 @@ def average_momenta(name: str) -> tuple[str, set[float]]:
 
 def test_averages_leave_out_the_whole_replica_of_a_shard_that_is_not_finite() -> None:
     bad = f"those of ranks [{FAILING // 2}] hold NaN"
-    for found in run_processes(RANKS, on_mesh, average_all):
+    for found in run_on_mesh(RANKS, average_all):
         assert len(found) == len(AVERAGED)
         for error, values, error_of_momenta, momenta in found:
             assert bad in error

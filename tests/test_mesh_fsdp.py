@@ -15,9 +15,8 @@ from meshes import (
     Spread,
     difference,
     make_model,
-    on_mesh,
+    run_on_mesh,
 )
-from ranks import run_processes
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -25,7 +24,11 @@ from torch.optim import Optimizer
 from decent_optim_wrapper import DecentOptimWrapper
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("ranks_on_a_mesh"),
+]
 
 EXACT = 1e-12
 CLIP = 0.02
@@ -42,7 +45,7 @@ def sgd(params: Sequence[Tensor]) -> Optimizer:
 
 
 def on_all(work: Callable[..., Any], *args: Any) -> list[Any]:
-    return run_processes(4, on_mesh, work, *args)
+    return run_on_mesh(4, work, *args)
 
 
 def module(spread: Spread, **options: Any) -> DecentralizedDataParallel:
