@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.codec import INT4
 
-# Shapes that fill several buckets of TINY_CAP_MB, one of them by a parameter beyond the cap.
-SHAPES = [(3, 4), (4,), (5, 6), (), (2, 3, 2)]
-TINY_CAP_MB = 100 / 2**20
+# Shapes that fill three buckets of TINY_CAP_MB: two of them with two parameters each, one with a
+# parameter beyond the cap. More buckets would test nothing more, and take twice the time.
+SHAPES = [(3, 3), (4,), (5, 6), (), (2, 3, 2)]
+TINY_CAP_MB = 105 / 2**20
 
 # How the bytes travel must not matter here, but for the rounding of `CODED`.
 MODES: dict[str, dict[str, Any]] = {

@@ -145,7 +145,7 @@ def test_looking_ends_with_the_first_difference(monkeypatch: pytest.MonkeyPatch)
     assert len(looks) == 1
     looks.clear()
     run_threads(2, lambda rank, group: train(rank, group, own, 30, lambda step: 0.0))
-    assert 0 < len(looks) <= 20 * 5
+    assert 0 < len(looks) <= 20 * 3
 
 
 def train_under_ddp(rank: int, wraps: bool) -> tuple[int, list[float]]:
