@@ -32,7 +32,8 @@ LONGEST = (
     *("test_soak", "test_recovery", "test_examples", "test_mesh", "test_fault_injection"),
     *("test_mesh_checkpoint", "test_losses", "test_store", "test_mesh_faults", "test_schedules"),
     *("test_partitions", "test_ddp", "test_auto", "test_faults", "test_properties", "test_guides"),
-    *("test_from_decent_dp", "test_processes", "test_mesh_errors"),
+    *("test_from_decent_dp", "test_processes", "test_mesh_errors", "test_lightning"),
+    *("test_transformers", "test_accelerate", "test_coded_rounds", "test_tracking"),
 )
 
 

@@ -229,6 +229,7 @@ def distance_to_the_optimum(**schedule: Any) -> float:
     return max(run_threads(4, main))
 
 
+@pytest.mark.slow
 def test_schedule_free_converges_if_its_own_iterate_is_mixed_too() -> None:
     with pytest.warns(UserWarning, match=r'average_state=\("z",\)'):
         apart = distance_to_the_optimum()

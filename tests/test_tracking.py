@@ -182,6 +182,7 @@ def test_follows_the_oracle(name: str, topology: Topology) -> None:
     check(topology, Schedule(), name, overlap=True, views=False)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:gradient_tracking")
 @pytest.mark.parametrize(
     ("schedule", "name", "overlap", "views"),
@@ -303,16 +304,17 @@ def test_the_class_that_steps_in_the_backward_pass_does_the_same(name: str) -> N
     assert (one[0] - flatten([*Net().parameters()])).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:gradient_tracking")
 @pytest.mark.parametrize(
-    ("schedule", "name", "views"),
+    ("at", "schedule", "name", "views"),
     pairwise(
+        {"3": 3, "4": 4, "5": 5},
         {k: SCHEDULES[k] for k in ("every step", "every third", "late")},
         {n: n for n in ("adamw", "sgd")},
         VIEWS,
     ),
 )
-@pytest.mark.parametrize("at", [3, 4, 5])
 def test_a_resumed_run_continues_bit_for_bit(
     at: int, schedule: Schedule, name: str, views: bool
 ) -> None:
