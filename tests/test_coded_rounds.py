@@ -31,7 +31,7 @@ CODES = {"int8": torch.int8, "int4": INT4}
 COMM = {**CODES, "bf16": torch.bfloat16}
 # Several blocks and several buckets, one of them smaller than a block.
 SHAPES = [(40, 30), (700,), (), (900,), (3, 7)]
-CAP_MB = 5700 / 2**20
+CAP_MB = 5620 / 2**20
 LR = 0.05
 
 
