@@ -316,7 +316,11 @@ def test_nan_is_left_out_of_a_late_round(schedule: Schedule, topology: str) -> N
     assert all(torch.equal(params, first) for params in others)
 
 
-@pytest.mark.parametrize("schedule", [AUTO, Schedule(gossip_every=2, staleness=2)])
+# With rounds of up to 16 steps, a rank that is far ahead could end before the NaN arrives.
+@pytest.mark.parametrize(
+    "schedule",
+    [Schedule(gossip_every="auto", max_staleness=4), Schedule(gossip_every=2, staleness=2)],
+)
 def test_nan_in_a_late_round_is_raised_by_its_whole_group(schedule: Schedule) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[int, ...]:
         params = make_params()

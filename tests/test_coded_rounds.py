@@ -27,6 +27,8 @@ from decent_optim_wrapper import (
 from decent_optim_wrapper.comm.codec import INT4, CastCodec
 from decent_optim_wrapper.gossip import bucket as bucket_module
 
+pytestmark = pytest.mark.slow
+
 CODES = {"int8": torch.int8, "int4": INT4}
 COMM = {**CODES, "bf16": torch.bfloat16}
 # Several blocks and several buckets, one of them smaller than a block.
@@ -109,7 +111,6 @@ def distance(rows: Tensor) -> float:
     return float((rows - rows.mean(0)).norm(dim=1).mean())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "views", "schedule", "overlap"),
     pairwise(named(*CASES), VIEWS, named(*WITH_OUTER), {"overlap": True, "not": False}),
@@ -152,7 +153,6 @@ def test_rounding_moves_no_mean(case: str, views: bool, schedule: str, code: tor
 
 
 # Each way to average and each code once; pairs and groups share all but the exchange.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "code"), [("ring", "int4"), ("complete", "int8"), ("nodes", "int4")]
 )
@@ -163,7 +163,6 @@ def test_ranks_that_do_not_move_apart_come_to_agree(case: str, code: str) -> Non
     torch.testing.assert_close(rows[:, -1].mean(0), rows[:, 0].mean(0), rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "code"),
     [(Case("ring", 8), torch.int8), (Case("alternating-exp-ring", 8, 2), INT4)],
@@ -368,7 +367,6 @@ def test_a_schedule_of_many_partners_codes_the_values_and_says_so(
     assert sum("the parameters themselves are rounded" in line for line in logged) == 6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "views", "schedule", "code", "by_name"),
     pairwise(

@@ -133,7 +133,7 @@ def break_in_the_middle(
         world_size=world_size,
         elastic=Elastic(store=store),
     )
-    while optimizer.round < 200 or len(optimizer.members) == world_size:
+    while optimizer.round < 60 or len(optimizer.members) == world_size:
         if rank == 2 and optimizer.round == 20:
             break_at(optimizer, 1)
         backward(params, rank, optimizer.round)

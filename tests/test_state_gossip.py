@@ -109,36 +109,32 @@ def test_momenta_follow_the_oracle(
 def test_a_rank_without_an_entry_leaves_those_of_the_others_as_they_are(mode: str) -> None:
     """One skips its first updates, as GradScaler makes it do, and one has no gradient for long."""
 
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[list[Tensor], list[Tensor]]:
+    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
         params = make_params()
         base = torch.optim.AdamW(params, lr=0.0)
         optimizer = wrap(base, group, "ring", schedule=Schedule(average_state=NAMES), **MODES[mode])
         for step in range(4):
-            backward(params, rank, 0)
+            for param in params:
+                param.grad = torch.ones_like(param)
             if rank == 1:
                 params[1].grad = None
             vars(optimizer).update(
                 found_inf=torch.tensor(float(rank == 2 and step < 2)), grad_scale=None
             )
             optimizer.step()
-        own = make_params()
-        alone = torch.optim.AdamW(own, lr=0.0)
-        for _ in range(4):
-            backward(own, rank, 0)
-            alone.step()
         optimizer.synchronize()
         assert ("exp_avg_sq" in base.state[params[1]]) == (rank != 1)
-        if rank == 1:
-            return [], []
-        return state_of(base, params, "exp_avg_sq"), state_of(alone, own, "exp_avg_sq")
+        return [] if rank == 1 else state_of(base, params, "exp_avg_sq")
+
+    def after(updates: int) -> float:
+        """The entries of a rank alone."""
+        return 1 - 0.999**updates
 
     results = run_threads(4, main)
     for rank in (0, 2, 3):
-        ours, alone = results[rank]
-        # Nothing was mixed with zeros: the mean of two positive values is above half of each.
-        assert all((one > 0.4 * other.min()).all() for one, other in zip(ours, alone, strict=True))
-    # Rank 0 meets rank 1 in every other round only, and rank 3 in the others.
-    assert not torch.equal(results[0][0][0], results[0][1][0])
+        # Nothing was mixed with zeros, but with what rank 2 has after its two updates.
+        assert all((entry > 0.99 * after(2)).all() for entry in results[rank])
+        assert all((entry < 0.99 * after(4)).all() for entry in results[rank])
 
 
 def test_entries_that_the_base_does_not_have_are_refused() -> None:

@@ -528,6 +528,7 @@ def join(rank: int) -> list[list[float]]:
     return [row.tolist() for row in sums(optimizer.state_dict()["gossip"]["tracked"])]
 
 
+@pytest.mark.slow
 def test_join_leaves_the_estimates_of_a_rank_that_has_ended_in_the_rounds() -> None:
     results = torch.tensor(run_processes(4, join), dtype=torch.float64)
     y, g = results.sum(0)
