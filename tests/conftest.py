@@ -29,8 +29,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 # The files that take longest, longest first: those that wait and those that compute run beside
 # each other from the start, and no worker is left alone with one at the end.
 LONGEST = (
-    *("test_soak", "test_recovery", "test_examples", "test_mesh", "test_fault_injection"),
-    *("test_mesh_checkpoint", "test_losses", "test_store", "test_mesh_faults", "test_schedules"),
+    *("test_soak", "test_recovery", "test_cifar10", "test_examples", "test_mesh"),
+    *("test_fault_injection", "test_mesh_checkpoint", "test_losses", "test_store"),
+    *("test_mesh_faults", "test_schedules"),
     *("test_partitions", "test_ddp", "test_auto", "test_faults", "test_properties", "test_guides"),
     *("test_from_decent_dp", "test_processes", "test_mesh_errors", "test_lightning"),
     *("test_transformers", "test_accelerate", "test_coded_rounds", "test_tracking"),
