@@ -148,10 +148,10 @@ class KeptRanks:
             while waiting := [pipe for pipe, rank in ranks.items() if rank not in results]:
                 remaining = deadline - time.monotonic()
                 assert remaining > 0, f"only ranks {sorted(results)} of {len(ranks)} have finished"
-                for pipe in wait(waiting, timeout=remaining):
-                    assert isinstance(pipe, Connection)
-                    results[ranks[pipe]], error = pipe.recv()
-                    assert error is None, f"rank {ranks[pipe]} raised:\n{error}"
+                for ready in wait(waiting, timeout=remaining):
+                    assert isinstance(ready, Connection)
+                    results[ranks[ready]], error = ready.recv()
+                    assert error is None, f"rank {ranks[ready]} raised:\n{error}"
         except BaseException:
             self.end()
             raise
