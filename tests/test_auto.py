@@ -66,6 +66,7 @@ def check_that_the_mean_stays(results: list[tuple[Tensor, Tensor]]) -> None:
     assert (ours - alone).abs().max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["ring", "complete"])
 @pytest.mark.parametrize("views", [True, False])
 def test_the_mean_is_that_of_the_local_updates(topology: str, views: bool) -> None:

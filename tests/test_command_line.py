@@ -64,6 +64,7 @@ def test_the_table_of_topologies_names_those_that_fit_and_why_others_do_not(
     assert {"name": "ring", "needs": "an even world size"} in data["misfits"]
 
 
+@pytest.mark.slow
 def test_show_draws_in_text_and_in_pictures(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

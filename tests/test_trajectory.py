@@ -30,11 +30,11 @@ CASES = [
     ("complete", 3, 1),
     ("ring", 2, 1),
     ("ring", 4, 1),
-    ("ring", 8, 1),
+    pytest.param("ring", 8, 1, marks=pytest.mark.slow),
     ("one-peer-exp", 4, 1),
-    ("one-peer-exp", 8, 1),
+    pytest.param("one-peer-exp", 8, 1, marks=pytest.mark.slow),
     ("alternating-exp-ring", 4, 2),
-    ("alternating-exp-ring", 8, 2),
+    pytest.param("alternating-exp-ring", 8, 2, marks=pytest.mark.slow),
     ("alternating-exp-ring", 4, 1),
 ]
 
