@@ -77,6 +77,8 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.noted: list[Noted] = []
+        # The host's memory to and from which a GPU copies by itself.
+        self._pinned: list[Tensor] = []
         # While the peers are played.
         self.muted = False
         # Counts the steps: an event of an earlier one is over by now.
@@ -99,7 +101,8 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        kwargs.pop("pin_memory", None)
+        if kwargs.pop("pin_memory", None):
+            return self._pin(func, args, kwargs)
         leaves = tree_leaves((args, kwargs))
         device = kwargs.get("device")
         on_gpu = any(map(is_cuda, leaves))
@@ -120,6 +123,19 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.note("call", func.name())
         return func(*args, **kwargs)
 
+    def _pin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            raise RuntimeError("Only dense CPU tensors can be pinned")
+        with unset_fake_temporarily():
+            made: Tensor = func(*args, **kwargs)
+        self._pinned.append(made)
+        return made
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a GPU copies to and from this memory by itself."""
+        start = tensor.untyped_storage().data_ptr()
+        return any(start == each.untyped_storage().data_ptr() for each in self._pinned)
+
     def _copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         if func is aten.copy_.default:
@@ -131,6 +147,9 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def copy(self, target: Tensor, source: Tensor, waits: bool) -> Tensor:
         """Copy between devices; what comes from a GPU are ones."""
+        there = source if is_cuda(target) else target
+        # Torch cannot copy to and from other memory while the host goes on.
+        waits = waits or not self.is_pinned(there)
         self.note("copy" if waits else "call", "copy_")
         if not is_cuda(target):
             with unset_fake_temporarily():
@@ -142,7 +161,8 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return device is not None and (torch.device(device).type == "cuda") != is_cuda(source)
 
     def _move(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        self.note("call" if kwargs.get("non_blocking") else "copy", "to")
+        free = kwargs.get("non_blocking") and not is_cuda(source) and self.is_pinned(source)
+        self.note("call" if free else "copy", "to")
         dtype = kwargs.get("dtype") or source.dtype
         if is_cuda(source):
             with unset_fake_temporarily():
@@ -216,15 +236,21 @@ class FakeGroup(dist.ProcessGroup):
         """Where communicators are built."""
         return self._store
 
+    @property
+    def _nccl(self) -> str:
+        """What torch calls its newest implementation of NCCL."""
+        return "nccl2"
+
     def _get_backend(self, device: torch.device) -> Any:
         if torch.device(device).type == "cpu" and "gloo" not in self.kind:
             raise RuntimeError("No backend type associated with device type cpu")
         on_nccl = torch.device(device).type == "cuda" and "nccl" in self.kind
         return SimpleNamespace(
-            name=lambda: "nccl" if on_nccl else "gloo",
+            name=lambda: self._nccl if on_nccl else "gloo",
             supports_coalescing=on_nccl,
             options=SimpleNamespace(_timeout=timedelta(minutes=1)),
-            abort=lambda: None,
+            abort=lambda: self.calls.append(("abort", "cuda")),
+            shutdown=lambda: self.calls.append(("shutdown", "cuda")),
             rank=lambda: 0,
             size=lambda: 1,
         )
@@ -240,7 +266,7 @@ class FakeGroup(dist.ProcessGroup):
         if backend.name() == "gloo" and device.type == "cuda":
             raise RuntimeError(f"{call} of CUDA tensors over gloo makes the host wait")
         self.calls.append((call, device.type))
-        return FakeWork(self._mode, backend.name() == "nccl")
+        return FakeWork(self._mode, backend.name() == self._nccl)
 
     def _play(self, target: Tensor, source: Tensor) -> None:
         self._mode.muted = True
@@ -332,11 +358,13 @@ def fake_cuda(kind: str, size: int = 2) -> Iterator[tuple[FakeCuda, FakeGroup]]:
     with (
         warnings.catch_warnings(),
         mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.synchronize", return_value=None),
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
         mock.patch("torch.tensor", tensor),
         mock.patch.object(torch.Tensor, "__getitem__", indexed),
         mock.patch.object(torch.Tensor, "copy_", copied),
         mock.patch.object(torch.Tensor, "item", read),
+        mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: mode.is_pinned(tensor)),
         mock.patch.object(torch.Tensor, "__float__", read),
         mock.patch.object(optimizer, "_accelerator_graph_capture_health_check", return_value=None),
         mock.patch.object(transport, "new_communicator", communicator),

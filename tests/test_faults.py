@@ -52,12 +52,12 @@ def in_the_middle_of_packing(fault: Callable[[], None]) -> None:
     """Arrange for the fault to come when the second bucket of a round is packed."""
     pack, packed = Bucket.pack, 0
 
-    def pack_or_fail(bucket: Bucket, flat: object, *others: object) -> object:
+    def pack_or_fail(bucket: Bucket, flat: object, *others: object, **options: object) -> object:
         nonlocal packed
         packed += 1
         if packed == 2:
             fault()
-        return pack(bucket, flat, *others)  # type: ignore[arg-type]
+        return pack(bucket, flat, *others, **options)  # type: ignore[arg-type]
 
     Bucket.pack = pack_or_fail  # type: ignore[method-assign, assignment]
 

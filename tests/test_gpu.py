@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -190,6 +191,53 @@ def test_nccl_has_communicators_of_its_own_whose_first_call_all_ranks_make() -> 
         assert on_gpu[0] == "allreduce"
         assert "exchange" in on_gpu
         assert "send" in [call for call, device in own.calls if device == "cpu"]
+
+
+def test_a_wrapper_that_is_dropped_waits_for_nccl_and_shuts_it_down() -> None:
+    with fake_cuda("nccl", 4) as (_, group):
+        params = [nn.Parameter(torch.empty(1000, device="cuda")) for _ in range(PARAMETERS)]
+        for param in params:
+            param.grad = torch.empty_like(param)
+        optimizer = DecentOptimWrapper(SGD(params), topology="ring", process_group=group)
+        optimizer.step()
+        (own,) = group.made
+        assert ("shutdown", "cuda") not in own.calls
+        del optimizer
+        gc.collect()
+        assert ("shutdown", "cuda") in own.calls
+        assert ("abort", "cuda") not in own.calls
+
+
+def test_one_rank_needs_no_communicator() -> None:
+    with fake_cuda("nccl", 1) as (mode, group):
+        params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+        for param in params:
+            param.grad = torch.ones(3)
+        optimizer = DecentOptimWrapper(optim.SGD(params, lr=0.1), process_group=group)
+        optimizer.step()
+        assert params[0].eq(-0.1).all()
+        assert mode.step == 0
+
+
+def test_flags_travel_to_the_gpu_of_their_bucket() -> None:
+    with fake_cuda(NCCL) as (mode, group):
+        params = [nn.Parameter(torch.empty(1000, device=f"cuda:{i % 2}")) for i in range(8)]
+        for param in params:
+            param.grad = torch.empty_like(param)
+        optimizer = DecentOptimWrapper(
+            SGD(params), topology="ring", process_group=group, bucket_cap_mb=CAP_MB
+        )
+        for _ in range(SETTLED):
+            mode.step += 1
+            mode.noted.clear()
+            optimizer.step()
+        assert len(optimizer.buckets) == 2
+        assert not waits(mode.noted)
+
+
+def test_a_default_device_pins_nothing_on_the_gpu() -> None:
+    with wrapped(NCCL) as setup, torch.device("cuda"):
+        assert not waits(setup.noted())
 
 
 def test_large_groups_send_small_messages_on_the_cpu() -> None:

@@ -42,7 +42,7 @@ def break_at(optimizer: DecentOptimWrapper, bucket: int) -> None:
     buckets = optimizer.buckets
     assert len(buckets) > bucket
 
-    def pack(flat: object, *others: object) -> object:
+    def pack(flat: object, *others: object, **options: object) -> object:
         raise OutOfMemoryError("expected 25 MiB, but they are not there")
 
     buckets[bucket].pack = pack  # type: ignore[method-assign, assignment]

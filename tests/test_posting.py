@@ -61,7 +61,9 @@ def crossing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "mark", lambda device: Late())
 
 
-def train(rank: int, group: dist.ProcessGroup, steps: int = 7, **options: Any) -> list[Tensor]:
+def train(
+    rank: int, group: dist.ProcessGroup, steps: int = 7, averages: bool = True, **options: Any
+) -> list[Tensor]:
     params = make_params(dtype=torch.float32)
     wrapper = DecentOptimWrapper(
         sgd(params), process_group=group, bucket_cap_mb=TINY_CAP_MB, **options
@@ -71,8 +73,14 @@ def train(rank: int, group: dist.ProcessGroup, steps: int = 7, **options: Any) -
         backward(params, rank, step)
         wrapper.step()
         rows.append(flatten(params))
+        assert step != 1 or wrapper.stats().bytes_sent > 0 or "schedule" in options
+        if averages and step % 3 == 1:
+            # Collectives on the communicator on which a thread may still post.
+            rows.append(torch.tensor([wrapper.consensus_distance()]))
+            with wrapper.averaged():
+                rows.append(flatten(params))
     wrapper.synchronize()
-    return [*rows, flatten(params)]
+    return [torch.cat(rows), flatten(params)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -80,13 +88,14 @@ def test_what_is_posted_by_a_thread_is_mixed_as_what_is_posted_at_once(
     form: str, request: pytest.FixtureRequest
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
-        return torch.stack(train(rank, group, **FORMS[form]))
+        return torch.cat(train(rank, group, **FORMS[form]))
 
     expected = run_threads(4, main)
     request.getfixturevalue("crossing")
     for one, other in zip(run_threads(4, main), expected, strict=True):
         assert torch.equal(one, other)
-    assert not torch.equal(expected[0][0], expected[0][-1])
+    numel = len(flatten(make_params()))
+    assert not torch.equal(expected[0][:numel], expected[0][-numel:])
 
 
 @pytest.mark.usefixtures("crossing")
@@ -143,7 +152,7 @@ def test_values_that_are_not_finite_are_found_before_they_are_mixed(form: str) -
 def test_a_lost_peer_is_an_error_within_the_timeout(form: str) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> float:
         if rank == 1:
-            train(rank, group, 3, timeout=5.0, **FORMS[form])
+            train(rank, group, 3, averages=False, timeout=5.0, **FORMS[form])
             return 0.0
         params = make_params(dtype=torch.float32)
         wrapper = DecentOptimWrapper(

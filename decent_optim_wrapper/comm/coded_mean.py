@@ -59,12 +59,20 @@ class CodedMean:
         self._tags = tags
         # What the thread writes is new memory: after a loss a new round may use the old one before
         # the thread has noticed.
-        own = torch.empty_like(outgoing[self.position])
+        pinned = room.is_pinned()
+        own = torch.empty(
+            outgoing[self.position].numel(),
+            dtype=torch.uint8,
+            device=room.device,
+            pin_memory=pinned,
+        )
         rooms = room.view(self._size, -1)
         self.means = [rooms[place, : each.numel()] for place, each in enumerate(outgoing)]
         self.means[self.position] = own
         # The owner's mean less the mean that it sends.
-        self.error = torch.zeros(sizes[self.position], dtype=dtype, device=own.device)
+        self.error = torch.zeros(
+            sizes[self.position], dtype=dtype, device=own.device, pin_memory=pinned
+        )
         self._arriving = [row[: own.numel()] for row in rooms]
         self._arriving[self.position] = outgoing[self.position]
         # Chunks of a small vector may be empty: nothing is sent for them.

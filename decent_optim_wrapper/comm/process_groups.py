@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 from decent_optim_wrapper.comm.background import within
 
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
+_NCCL = "nccl"
 # The tag of a receive without a matching send.
 _ABORT_TAG = (1 << 20) - 1
 # How much later than its timeout gloo may report which rank is missing.
@@ -93,7 +95,7 @@ def new_communicator(like: Any, store: Any, rank: int, size: int, timeout: timed
         TimeoutError: a link is dead, or the store does not answer.
     """
     kind = backend_of(like, exchange_device(like)).name()
-    if kind not in ("gloo", "nccl"):
+    if kind != "gloo" and not is_nccl(kind):
         raise ValueError(
             f"rank {rank} of {size}: expected a gloo or nccl backend for a communicator of some "
             f"ranks, got {kind}; use a topology of pairs, or complete, and no timeout"
@@ -106,7 +108,7 @@ def new_communicator(like: Any, store: Any, rank: int, size: int, timeout: timed
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     # It connects in its first collective.
-    nccl = dist.ProcessGroupNCCL(prefixed("nccl", store), rank, size, options)
+    nccl = dist.ProcessGroupNCCL(prefixed(_NCCL, store), rank, size, options)
     group = dist.ProcessGroup(store, rank, size)
     kinds = dist.ProcessGroup.BackendType
     group._register_backend(_CPU, kinds.GLOO, gloo)
@@ -139,6 +141,35 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return group
 
 
+def is_nccl(name: str) -> bool:
+    """Whether a backend of this name is NCCL: torch has several, such as "nccl2"."""
+    return name.startswith(_NCCL)
+
+
+def close(communicator: Any, devices: Iterable[torch.device], seconds: float) -> None:
+    """Release a communicator made by `new_communicator`; with gloo, that is its last reference.
+
+    NCCL aborts what is under way when it is released: others would mix what has half arrived.
+
+    Args:
+        communicator: the communicator.
+        devices: the GPUs that use it.
+        seconds: bound of the wait for what is under way there.
+    """
+    if not isinstance(communicator, dist.ProcessGroup):
+        return
+
+    def end() -> None:
+        for device in devices:
+            torch.cuda.synchronize(device)
+        backend_of(communicator, _CUDA).shutdown()
+
+    try:
+        within(seconds, end)
+    except (RuntimeError, TimeoutError):
+        abort(communicator)
+
+
 def abort(communicator: Any) -> None:
     """Abort everything in flight on a communicator made here, on this rank and on the peers.
 
@@ -150,7 +181,9 @@ def abort(communicator: Any) -> None:
             abort(backend_of(communicator, device))
         return
     if communicator.name() != "gloo":
-        communicator.abort()
+        # Its own error would hide the one for which it is aborted.
+        with suppress(RuntimeError):
+            communicator.abort()
         return
     for peer in range(communicator.size()):
         # Try each peer: a connection that is closed already does not affect the others.

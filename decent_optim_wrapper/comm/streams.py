@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -58,7 +59,9 @@ class LateValues:
         self._values = values
         self._copied: torch.cuda.Event | None = None
         if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = torch.empty(
+                values.shape, dtype=values.dtype, device="cpu", pin_memory=True
+            )
             self._values.copy_(values, non_blocking=True)
             self._copied = mark(values.device)
 
@@ -82,6 +85,7 @@ class InOrder:
 
     def __init__(self) -> None:
         self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: int | None = None
         # Done when the last action is.
         self.future: Future[None] = in_background(self._run)
 
@@ -89,6 +93,11 @@ class InOrder:
     def is_over(self) -> bool:
         """Whether all actions are done, or one has failed."""
         return self.future.done()
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether an action asks."""
+        return threading.get_ident() == self._thread
 
     def add(self, device: torch.device, action: Callable[[], None]) -> None:
         """Run an action once the GPU has finished what its current stream holds now."""
@@ -107,6 +116,7 @@ class InOrder:
         self._actions.put(None)
 
     def _run(self) -> None:
+        self._thread = threading.get_ident()
         while (action := self._actions.get()) is not None:
             action()
 

@@ -24,7 +24,9 @@ from decent_optim_wrapper.comm.losses import Loss, Losses
 from decent_optim_wrapper.comm.process_groups import (
     abort,
     backend_of,
+    close,
     exchange_device,
+    is_nccl,
     is_registered,
     new_communicator,
     prefixed,
@@ -33,7 +35,7 @@ from decent_optim_wrapper.comm.process_groups import (
     timeout_of,
 )
 from decent_optim_wrapper.comm.store import cloned
-from decent_optim_wrapper.comm.streams import OnStream, Waitable
+from decent_optim_wrapper.comm.streams import InOrder, OnStream, Waitable
 from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.topo import Group
 
@@ -191,9 +193,14 @@ class Transport:
         self._registered = user_group is not None and is_registered(user_group)
         self._peer_lost = peer_lost
         self._subgroups: dict[tuple[int, ...], Any] = {}
+        # That exchange over NCCL.
+        self._gpus: list[torch.device] = []
         # Small messages travel on the CPU. A world without a backend for it is replaced when it is
         # first used.
         self._connects_cpu = world is None or serves(world, CPU)
+        # Posts what a GPU still packs. Collectives must wait for it: those of one communicator come
+        # in the same order on all ranks.
+        self.posting: InOrder | None = None
         # By type of device: a backend tells slowly.
         self._coalescing: dict[str, bool] = {}
         # A closed transport is not a world of one rank: what needs the others raises.
@@ -244,10 +251,11 @@ class Transport:
         """
         if self.world_size > 1 and self._world is self._user_group and self._wants_own_world():
             self._world = self._new_communicator(tuple(range(self.world_size)))
-        for device in devices:
+        if self.world_size > 1:
+            self._gpus = [device for device in devices if self._coalesces(self._world, device)]
+        for device in self._gpus:
             # A first exchange between some of the ranks only is undefined on NCCL.
-            if self.world_size > 1 and self._coalesces(self._world, device):
-                self.sum_(torch.zeros(1, device=device))
+            self.sum_(torch.zeros(1, device=device))
         for group in schedule:
             if group.size == self.world_size:
                 self._subgroups[group.ranks] = self._world
@@ -378,13 +386,19 @@ class Transport:
                 abort(group)
 
     def close(self) -> None:
-        """Drop the communicators made here and release the user's process group."""
+        """Close the communicators made here and release the user's process group."""
+        made = {id(group): group for group in (*self._subgroups.values(), self._world)}
         self._subgroups.clear()
+        for group in made.values():
+            if group is not None and group is not self._user_group:
+                close(group, self._gpus, self._timeout.total_seconds())
         self._user_group = self._world = None
 
     def wire_device(self, device: torch.device) -> torch.device:
         """The device on which tensors of `device` are exchanged: with gloo, the CPU."""
-        if self._world is None or backend_of(self._world, device).name() != "gloo":
+        if self._world is None or self.world_size == 1:
+            return device
+        if backend_of(self._world, device).name() != "gloo":
             return device
         return CPU
 
@@ -470,7 +484,7 @@ class Transport:
         peers = tuple(rank for rank in ranks if rank != self.rank)
         if len(peers) > _MOST_SENT_ONE_BY_ONE:
             rows = {rank: torch.empty_like(message) for rank in ranks}
-            self._communicator()
+            self._for_collective()
             works = [self._subgroups[ranks].allgather([list(rows.values())], [message])]
             return [PendingMessage(rank, works, rows[rank], peers) for rank in peers]
         pending = []
@@ -524,7 +538,7 @@ class Transport:
     def sum_(self, tensor: Tensor) -> None:
         """Sum `tensor` in place over all ranks; collective."""
         if self.world_size > 1:
-            world = self._communicator()
+            world = self._for_collective()
             self._finish(self._waitable(world, tensor, world.allreduce([tensor])))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -533,7 +547,7 @@ class Transport:
             return
         options = dist.BroadcastOptions()
         options.rootRank = source
-        world = self._communicator()
+        world = self._for_collective()
         work = world.broadcast([tensor.view(torch.uint8)], options)
         self._finish(self._waitable(world, tensor, work))
 
@@ -547,7 +561,7 @@ class Transport:
         if self.world_size == 1:
             return tensor.unsqueeze(0)
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        self._finish(self._communicator().allgather([gathered], [tensor]))
+        self._finish(self._for_collective().allgather([gathered], [tensor]))
         return torch.stack(gathered)
 
     @property
@@ -578,6 +592,16 @@ class Transport:
             self._world = self._new_communicator(tuple(range(self.world_size)))
             self._connects_cpu = True
         return self._world
+
+    def _for_collective(self) -> Any:
+        """The communicator of all ranks, once nothing else is being posted there."""
+        posting, self.posting = self.posting, None
+        if posting is not None and posting.runs_here:
+            self.posting = posting
+        elif posting is not None:
+            # Whether it has failed is told by the round.
+            wait_for_any([posting.future], self._timeout.total_seconds(), self._peer_lost)
+        return self._communicator()
 
     def _raise_closed(self, closed: _Closed) -> NoReturn:
         kind = RuntimeError if closed.broken else PeerError
@@ -627,7 +651,7 @@ class Transport:
         With NCCL, the rounds would queue behind the user's own collectives.
         """
         kind = backend_of(self._world, self.exchange_device).name()
-        return kind in ("gloo", "nccl") and self._store is not None
+        return (kind == "gloo" or is_nccl(kind)) and self._store is not None
 
     def _new_communicator(self, ranks: tuple[int, ...]) -> Any:
         if self._store is None:
@@ -679,9 +703,11 @@ def _starting(start: Callable[[], Started]) -> Started:
 def _exchange_coalesced(group: Any, outgoing: Tensor, incoming: Tensor, peer: int) -> Waitable:
     # As dist.batch_isend_irecv, which takes registered groups only.
     group._start_coalescing(outgoing.device)
-    group.send([outgoing], peer, 0)
-    group.recv([incoming], peer, 0)
-    work: Waitable = group._end_coalescing(outgoing.device)
+    try:
+        group.send([outgoing], peer, 0)
+        group.recv([incoming], peer, 0)
+    finally:
+        work: Waitable = group._end_coalescing(outgoing.device)
     return work
 
 

@@ -390,10 +390,11 @@ class Bucket:
 
     def _difference(self, theirs: Tensor, ours: Tensor) -> Tensor:
         """The difference of two rounded vectors, on the tensors' device and in their dtype."""
+        theirs, ours = (each.to(self.device, non_blocking=True) for each in (theirs, ours))
         if self.wire_dtype == torch.float16:
             # Of two large numbers it would overflow.
             theirs, ours = theirs.to(self.dtype), ours.to(self.dtype)
-        return theirs.sub(ours).to(self.device, non_blocking=True).to(self.dtype)
+        return theirs.sub(ours).to(self.dtype)
 
     def _as_own(self, flat: Flat) -> Flat:
         """The flat vector on the tensors' device, in their dtype."""

@@ -31,10 +31,13 @@ class CheckedOnGpu:
 
     def usable(self, exchange: Exchange) -> Usable:
         """What of an exchange may be mixed."""
+        for work in self.works:
+            # On the stream that mixes.
+            work.wait()
         if not self._usable:
             self._late = LateValues(self._rows)
             self._usable = self._choose(exchange.sums)
-        return self._usable[exchange]
+        return self._usable[exchange].on(exchange.device)
 
     def _choose(self, sums: bool) -> dict[Exchange, Usable]:
         group, transport = self._wire.group, self._wire.transport

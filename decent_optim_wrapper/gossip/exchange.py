@@ -62,6 +62,18 @@ class Usable(NamedTuple):
     present: Tensor | int
     own: Tensor | None = None
 
+    def on(self, device: torch.device) -> Usable:
+        """The same on another GPU."""
+        if self.arrived.device == device:
+            return self
+        return Usable(
+            arrived=self.arrived.to(device, non_blocking=True),
+            present=self.present
+            if isinstance(self.present, int)
+            else self.present.to(device, non_blocking=True),
+            own=None if self.own is None else self.own.to(device, non_blocking=True),
+        )
+
 
 class Exchange(ABC):
     """A bucket that is on its way, from its packing to its mixing.

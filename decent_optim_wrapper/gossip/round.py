@@ -158,7 +158,8 @@ class Round:
             if not self._freezes:
                 self._posted += bucket.versions()
             if exchange.crosses:
-                self._posting = self._posting or InOrder()
+                if self._posting is None:
+                    self._posting = self._transport.posting = InOrder()
                 self._posting.add(exchange.device, partial(self._start, exchange))
             else:
                 self._start(exchange)
@@ -171,7 +172,13 @@ class Round:
         except WireError as error:
             self._failure, self._failed_bucket = error, exchange.position
         if not exchange.crosses:
+            self._count_bytes([exchange])
+
+    def _count_bytes(self, exchanges: Iterable[Exchange]) -> None:
+        """Count what they have sent, once; on the thread of the steps."""
+        for exchange in exchanges:
             self._meter.bytes_sent += exchange.bytes_sent
+            exchange.bytes_sent = 0
 
     def seal(self) -> None:
         """Tell the group which buckets had finite values, once all are posted."""
@@ -245,15 +252,13 @@ class Round:
             posting, self._posting = self._posting, None
             if posting is not None:
                 self._wait_for_arrival(posting)
-            # Known only now.
-            crossed = (each for each in self._exchanges.values() if each.crosses)
-            self._meter.bytes_sent += sum(each.bytes_sent for each in crossed)
             if self._failure:
                 raise self._lost(
                     self._failed_bucket, self._peers, self._failure.silent
                 ) from self._failure
             if self._arrival is not None:
                 self._wait_for_arrival(self._arrival)
+            self._count_bytes(self._exchanges.values())
             for rank, message in self._receive_control(self._headers, 0).items():
                 if message != [*self._header]:
                     self._compare(message, rank)
@@ -318,6 +323,9 @@ class Round:
             self._rules.identical.end_round()
 
     def _mix(self, bucket: Bucket, exchange: Exchange) -> None:
+        # The stream that mixes need not be the one that has received.
+        for work in exchange.works if exchange.on_gpu else ():
+            work.wait()
         rate, flags = self._rate * bucket.rate, self._finite_of.items()
         left_out = [rank for rank, finite in flags if not finite[exchange.position]]
         if self._watches_for_identical and not left_out:
@@ -325,9 +333,6 @@ class Round:
             if compared is not None:
                 self._rules.identical.note(*compared, bucket.wire_dtype)
         if self._checked_on_gpu is not None and exchange.on_gpu:
-            # On the stream that mixes, which need not be the one that has received.
-            for work in (*exchange.works, *self._checked_on_gpu.works):
-                work.wait()
             exchange.mix_usable(rate, self._checked_on_gpu.usable(exchange))
         elif len(left_out) < self._size:
             present, takes_part = self._size - len(left_out), self._transport.rank not in left_out

@@ -456,6 +456,7 @@ class Rounds:
         return flying.has_arrived or self._age >= self.cadence.staleness
 
     def _receive(self) -> Round | None:
+        self.check_on_gpu()
         arrived = self._take()
         if arrived is not None:
             arrived.check_finite()
