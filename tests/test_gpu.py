@@ -5,16 +5,23 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from covering import pairwise
 from fake_cuda import FakeCuda, FakeGroup, Noted, fake_cuda
+from ranks import run_threads
 from torch import nn, optim
+from torch._C._distributed_c10d import HashStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
+from decent_optim_wrapper.comm.process_groups import abort, backend_of, new_communicator
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
 
@@ -246,3 +253,54 @@ def test_large_groups_send_small_messages_on_the_cpu() -> None:
         own = setup.group.made[0]
         assert ("allgather", "cpu") in own.calls
         assert ("allreduce", "cuda") in own.calls
+
+
+class Options:
+    """Those of NCCL."""
+
+    _timeout = timedelta(0)
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl2"])
+def test_a_communicator_has_gloo_for_the_cpu_and_nccl_next_to_it(name: str) -> None:
+    """With gloo in the place of NCCL, which needs a GPU."""
+    like = SimpleNamespace(name=lambda: name)
+    store, timeout = HashStore(), timedelta(seconds=30)
+    ended: list[str] = []
+
+    def nccl(store: Any, rank: int, size: int, options: Options) -> Any:
+        assert options._timeout == timeout
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def main(rank: int, group: dist.ProcessGroup) -> float:
+        made = new_communicator(like, store, rank, 2, timeout)
+        cpu, cuda = torch.device("cpu"), torch.device("cuda")
+        assert backend_of(made, cpu) is not backend_of(made, cuda)
+        sent = torch.full((3,), float(rank + 1))
+        made.allreduce([sent]).wait(timeout)
+        waiting = made.recv([torch.empty(3)], 1 - rank, 7)
+        abort(made)
+        try:
+            waiting.wait(timeout)
+        except RuntimeError:
+            ended.append("closed")
+        return float(sent.sum())
+
+    class Nccl:
+        Options = Options
+
+        def __new__(cls, *args: Any) -> Any:
+            return nccl(*args)
+
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch.object(dist, "ProcessGroupNCCL", Nccl),
+    ):
+        assert run_threads(2, main) == [9.0, 9.0]
+    assert ended == ["closed"] * 2
+
+
+def test_another_backend_is_refused() -> None:
+    like = SimpleNamespace(name=lambda: "mpi")
+    with pytest.raises(ValueError, match="expected a gloo or nccl backend"):
+        new_communicator(like, HashStore(), 0, 2, timedelta(seconds=1))
