@@ -364,7 +364,6 @@ def fake_cuda(kind: str, size: int = 2) -> Iterator[tuple[FakeCuda, FakeGroup]]:
         mock.patch.object(torch.Tensor, "__getitem__", indexed),
         mock.patch.object(torch.Tensor, "copy_", copied),
         mock.patch.object(torch.Tensor, "item", read),
-        mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: mode.is_pinned(tensor)),
         mock.patch.object(torch.Tensor, "__float__", read),
         mock.patch.object(optimizer, "_accelerator_graph_capture_health_check", return_value=None),
         mock.patch.object(transport, "new_communicator", communicator),

@@ -16,7 +16,7 @@ from torch import Tensor
 from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, PeerError, Schedule
 from decent_optim_wrapper.comm import streams
 from decent_optim_wrapper.gossip import bucket as buckets
-from decent_optim_wrapper.gossip import storage
+from decent_optim_wrapper.gossip import coded, storage
 from decent_optim_wrapper.gossip.bucket import Bucket
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -57,6 +57,7 @@ def crossing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(storage, "new_vector", unpinned)
     monkeypatch.setattr(buckets, "new_vector", unpinned)
+    monkeypatch.setattr(coded, "new_vector", unpinned)
     monkeypatch.setattr(Bucket, "crosses", True)
     monkeypatch.setattr(streams, "mark", lambda device: Late())
 

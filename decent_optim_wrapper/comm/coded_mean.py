@@ -27,11 +27,12 @@ class CodedMean:
         transport: connects the ranks.
         ranks: the group, each of which owns a chunk.
         codec: that of the messages.
-        sizes: elements of each chunk.
-        dtype: in which means are computed.
         outgoing: this rank's message of each chunk.
         room: memory for as many messages of the largest chunk as there are ranks. It first takes
             the others' messages of this rank's chunk, and then the means of theirs.
+        own: memory for the message of this rank's mean. Like `error`, no other round uses it: after
+            a loss a new one may begin before the thread has noticed.
+        error: zeros, for this rank's mean less the one that it sends; in the dtype of means.
         tags: of the messages to the owners, and of those from them.
 
     Raises:
@@ -44,10 +45,10 @@ class CodedMean:
         ranks: Sequence[int],
         codec: Codec,
         *,
-        sizes: Sequence[int],
-        dtype: torch.dtype,
         outgoing: Sequence[Tensor],
         room: Tensor,
+        own: Tensor,
+        error: Tensor,
         tags: tuple[int, int],
     ) -> None:
         self._transport = transport
@@ -57,22 +58,10 @@ class CodedMean:
         self._others = [place for place in range(self._size) if place != self.position]
         self._ranks = ranks
         self._tags = tags
-        # What the thread writes is new memory: after a loss a new round may use the old one before
-        # the thread has noticed.
-        pinned = room.is_pinned()
-        own = torch.empty(
-            outgoing[self.position].numel(),
-            dtype=torch.uint8,
-            device=room.device,
-            pin_memory=pinned,
-        )
         rooms = room.view(self._size, -1)
         self.means = [rooms[place, : each.numel()] for place, each in enumerate(outgoing)]
         self.means[self.position] = own
-        # The owner's mean less the mean that it sends.
-        self.error = torch.zeros(
-            sizes[self.position], dtype=dtype, device=own.device, pin_memory=pinned
-        )
+        self.error = error
         self._arriving = [row[: own.numel()] for row in rooms]
         self._arriving[self.position] = outgoing[self.position]
         # Chunks of a small vector may be empty: nothing is sent for them.

@@ -21,6 +21,7 @@ from decent_optim_wrapper.comm.codec import Codec, wide
 from decent_optim_wrapper.comm.coded_mean import CodedMean
 from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.exchange import Exchange, Usable, Wire
+from decent_optim_wrapper.gossip.storage import new_vector
 
 # A slice of a vector, and values there.
 Part = tuple[slice, Tensor]
@@ -209,16 +210,23 @@ class CodedGroup(CodedExchange):
         chunks = _shares(bucket.flat_numel, codec.block, wire.group.size)
         super().__init__(wire, bucket, codec, starts, chunks, position)
         self._tags = tags
+        owned = wire.group.ranks.index(wire.transport.rank)
+        self._own = self._new_vector(self._outgoing[owned].numel(), torch.uint8)
+        self._error = self._new_vector(_length(chunks[owned]), wide(bucket.dtype)).zero_()
+
+    def _new_vector(self, numel: int, dtype: torch.dtype) -> Tensor:
+        bucket = self._bucket
+        return new_vector(numel, dtype, bucket.wire_device, bucket.crosses)
 
     def _send(self) -> None:
         self._mean = CodedMean(
             self._wire.transport,
             self._wire.group.ranks,
             self._codec,
-            sizes=[*map(_length, self._chunks)],
-            dtype=wide(self._bucket.dtype),
             outgoing=self._outgoing,
             room=self._room,
+            own=self._own,
+            error=self._error,
             tags=self._tags,
         )
         self.works.append(self._mean)
