@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 from typing import Any
 
@@ -196,3 +197,98 @@ def test_a_rank_that_is_left_out_takes_the_values_of_the_others(world: str, form
     assert ranks[1][-1].isfinite().all() or form == "late"
     for rank in {*range(size)} - {1}:
         assert all(row.isfinite().all() for row in ranks[rank])
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("rule", ["raise", "skip"])
+@pytest.mark.parametrize("size", [40_000.0, 70_000.0])
+def test_what_half_precision_cannot_hold_makes_no_nan(rule: str, size: float) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[list[float], str]:
+        # The difference of the two is more than float16 has; the larger values are, too.
+        params = [torch.full((4,), size if rank else -size).requires_grad_() for _ in range(2)]
+        wrapper = DecentOptimWrapper(
+            torch.optim.SGD(params, lr=0.0),
+            process_group=group,
+            topology="ring",
+            bucket_cap_mb=10 / 2**20,
+            comm_dtype=torch.float16,
+            on_nonfinite=rule,  # type: ignore[arg-type]
+            sync_at_start=False,
+        )
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.zeros(4)
+            try:
+                wrapper.step()
+            except NonFiniteError as error:
+                return params[0].tolist(), str(error)
+        return params[0].tolist(), ""
+
+    for rank, (values, error) in enumerate(run_threads(2, main)):
+        fits = size < 65_504
+        assert values == [0.0 if fits else (size if rank else -size)] * 4
+        assert bool(error) == (rule == "raise" and not fits)
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("views", [True, False])
+def test_a_caught_error_drops_the_round_that_follows_from_it(views: bool) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[int]:
+        params = make_params(dtype=torch.float32)
+        wrapper = DecentOptimWrapper(
+            torch.optim.SGD(params, lr=0.05),
+            process_group=group,
+            topology="complete",
+            bucket_cap_mb=TINY_CAP_MB,
+            param_as_bucket_view=views,
+        )
+        raised = []
+        for step in range(8):
+            backward(params, rank, step)
+            if (rank, step) == (1, 1):
+                params[0].grad[0] = torch.nan  # type: ignore[index]
+            try:
+                wrapper.step()
+            except NonFiniteError:
+                raised.append(step)
+                with torch.no_grad():
+                    for param in params:
+                        param.fill_(1.0)
+        assert flatten(params).isfinite().all()
+        return raised
+
+    assert run_threads(3, main) == [[3]] * 3
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_nothing_is_told_of_a_round_before_the_state_was_loaded() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> bool:
+        params = make_params(dtype=torch.float32)
+        wrapper = DecentOptimWrapper(
+            torch.optim.SGD(params, lr=0.05),
+            process_group=group,
+            topology="complete",
+            bucket_cap_mb=TINY_CAP_MB,
+        )
+
+        def go_on(step: int, spoils: bool = False) -> None:
+            backward(params, rank, step)
+            if spoils and rank == 1:
+                params[0].grad[0] = torch.nan  # type: ignore[index]
+            wrapper.step()
+
+        go_on(0)
+        go_on(1)
+        state = copy.deepcopy(wrapper.state_dict())
+        values = [param.detach().clone() for param in params]
+        go_on(2, spoils=True)
+        go_on(3)
+        with torch.no_grad():
+            for param, value in zip(params, values, strict=True):
+                param.copy_(value)
+        wrapper.load_state_dict(state)
+        go_on(4)
+        go_on(5)
+        return bool(flatten(params).isfinite().all())
+
+    assert run_threads(3, main) == [True] * 3

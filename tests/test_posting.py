@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from typing import Any
@@ -40,9 +41,10 @@ class Late:
     """An event that comes late, and at another time on every rank."""
 
     draws = random.Random(0)
+    delays: tuple[float, ...] = (0.0, 0.001, 0.005)
 
     def synchronize(self) -> None:
-        time.sleep(self.draws.choice((0.0, 0.001, 0.005)))
+        time.sleep(self.draws.choice(self.delays))
 
 
 @pytest.fixture
@@ -169,3 +171,55 @@ def test_a_lost_peer_is_an_error_within_the_timeout(form: str) -> None:
         raise AssertionError("the loss was not noticed")
 
     assert max(run_threads(2, main)) < 60
+
+
+def test_sums_come_in_the_same_order_whatever_a_thread_posts(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params(dtype=torch.float32) + make_params(seed=1)
+        wrapper = DecentOptimWrapper(
+            sgd(params), process_group=group, topology="complete", bucket_cap_mb=TINY_CAP_MB
+        )
+        for step in range(5):
+            backward(params, rank, step)
+            wrapper.step()
+        wrapper.synchronize()
+        return flatten(params)
+
+    expected = run_threads(4, main)
+    request.getfixturevalue("crossing")
+    # As of a model with parameters on the GPU and on the CPU.
+    monkeypatch.setattr(Bucket, "crosses", property(lambda each: each.dtype == torch.float32))
+    for one, other in zip(run_threads(4, main), expected, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(expected[0], flatten(make_params(dtype=torch.float32) + make_params()))
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_a_checkpoint_holds_what_was_sent_although_a_thread_still_posts(
+    topology: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[dict[str, Any]]:
+        params = make_params(dtype=torch.float32)
+        wrapper = DecentOptimWrapper(
+            sgd(params),
+            process_group=group,
+            topology=topology,
+            bucket_cap_mb=TINY_CAP_MB,
+            schedule=Schedule(gossip_every=2, staleness=2),
+        )
+        saved = []
+        for step in range(5):
+            backward(params, rank, step)
+            wrapper.step()
+            saved.append(copy.deepcopy(wrapper.state_dict()))
+        return saved
+
+    expected = run_threads(4, main)
+    request.getfixturevalue("crossing")
+    monkeypatch.setattr(Late, "draws", random.Random(1))
+    monkeypatch.setattr(Late, "delays", (0.02,))
+    for one, other in zip(run_threads(4, main), expected, strict=True):
+        for state, wanted in zip(one, other, strict=True):
+            torch.testing.assert_close(state, wanted, rtol=0, atol=0)

@@ -95,16 +95,27 @@ class InOrder:
         return self.future.done()
 
     @property
+    def ended_well(self) -> bool:
+        """Whether all actions are done, and none has failed."""
+        return self.is_over and self.future.exception() is None
+
+    @property
     def runs_here(self) -> bool:
         """Whether an action asks."""
         return threading.get_ident() == self._thread
 
-    def add(self, device: torch.device, action: Callable[[], None]) -> None:
-        """Run an action once the GPU has finished what its current stream holds now."""
-        packed = mark(device)
+    def add(self, action: Callable[[], None], device: torch.device | None = None) -> None:
+        """Run an action, once the GPU has finished what its current stream holds now.
+
+        Args:
+            action: the action.
+            device: the GPU; None waits for none.
+        """
+        packed = None if device is None else mark(device)
 
         def run() -> None:
-            packed.synchronize()
+            if packed is not None:
+                packed.synchronize()
             action()
 
         self._actions.put(run)

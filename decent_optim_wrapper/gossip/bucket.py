@@ -292,13 +292,13 @@ class Bucket:
         The peer adds the exact opposite, so the mean of the two does not move.
         """
         if self._storage is None:
-            whole = self.view(self._difference(theirs.data, ours.data))
+            whole = self.view(self.difference(theirs.data, ours.data))
             torch._foreach_add_(self._tensors(), whole.views, alpha=weight)
             return
         # Slice by slice, or the difference would take another copy of the bucket for a while.
         for start in range(0, self.flat_numel, _SLICE):
             part = slice(start, start + _SLICE)
-            away = self._difference(theirs.data[part], ours.data[part])
+            away = self.difference(theirs.data[part], ours.data[part])
             self._storage.data[part].add_(away, alpha=weight)
         self._notify_autograd()
 
@@ -388,7 +388,7 @@ class Bucket:
             memory.flats[key] = tuple(self.view(vector) for vector in vectors)
         return memory.flats[key]
 
-    def _difference(self, theirs: Tensor, ours: Tensor) -> Tensor:
+    def difference(self, theirs: Tensor, ours: Tensor) -> Tensor:
         """The difference of two rounded vectors, on the tensors' device and in their dtype."""
         theirs, ours = (each.to(self.device, non_blocking=True) for each in (theirs, ours))
         if self.wire_dtype == torch.float16:

@@ -208,15 +208,19 @@ class PlainExchange(Exchange):
     def mix_usable(self, rate: float, usable: Usable) -> None:
         """Mix in what has arrived if it may be, which only the GPU knows."""
         bucket, arrived, own = self._bucket, self._mean(usable.present), self._sent()
+        refused = usable.arrived.logical_not()
         # Values that are not finite would spread even with a weight of 0.
-        if usable.own is None:
+        if usable.own is None and self.start is None:
             torch.where(usable.arrived, arrived.data, own.data, out=arrived.data)
-            self._move(arrived, rate)
+            bucket.mix_(arrived, self._weight * rate)
             return
-        target = torch.where(usable.arrived, arrived.data, own.data)
+        change = bucket.difference(arrived.data, own.data).masked_fill_(refused, 0)
+        if usable.own is None:
+            bucket.add_(bucket.view(change), self._weight * rate)
+            return
         now = bucket.pack(bucket.spare(bucket.dtype))
-        moved = now.data.add(target.sub_(own.data).to(bucket.dtype), alpha=self._weight * rate)
-        keeps = usable.own.logical_or(usable.arrived.logical_not())
+        moved = now.data.add(change, alpha=self._weight * rate)
+        keeps = usable.own.logical_or(refused)
         torch.where(keeps, moved, arrived.data.to(bucket.dtype), out=now.data)
         bucket.unpack_(now)
 

@@ -157,12 +157,15 @@ class Round:
             self._moves_references |= exchange.refers
             if not self._freezes:
                 self._posted += bucket.versions()
-            if exchange.crosses:
-                if self._posting is None:
-                    self._posting = self._transport.posting = InOrder()
-                self._posting.add(exchange.device, partial(self._start, exchange))
-            else:
+            if exchange.crosses and self._posting is None:
+                self._posting = self._transport.posting = InOrder()
+            if self._posting is None:
                 self._start(exchange)
+                self._count_bytes([exchange])
+            else:
+                # What comes behind, too: sums must have the same order on all ranks.
+                device = exchange.device if exchange.crosses else None
+                self._posting.add(partial(self._start, exchange), device)
 
     def _start(self, exchange: Exchange) -> None:
         if self._failure:
@@ -171,8 +174,6 @@ class Round:
             exchange.post()
         except WireError as error:
             self._failure, self._failed_bucket = error, exchange.position
-        if not exchange.crosses:
-            self._count_bytes([exchange])
 
     def _count_bytes(self, exchanges: Iterable[Exchange]) -> None:
         """Count what they have sent, once; on the thread of the steps."""
@@ -206,7 +207,6 @@ class Round:
             self._arrival = Arrival(self._watched_works(waits + self._waits()))
         else:
             posting = self._posting
-            self._posting = None
             works = self._watched_works(waits)
 
             def further() -> list[Awaited]:
@@ -249,9 +249,7 @@ class Round:
             CallOrderError: a peer is in another method or round.
         """
         with self._meter.wait:
-            posting, self._posting = self._posting, None
-            if posting is not None:
-                self._wait_for_arrival(posting)
+            self._wait_for_posting()
             if self._failure:
                 raise self._lost(
                     self._failed_bucket, self._peers, self._failure.silent
@@ -415,6 +413,7 @@ class Round:
 
     def start_of(self, bucket: Bucket) -> Flat | None:
         """The bucket's parameters when the round was launched, if they may have changed since."""
+        self._wait_for_posting()
         exchange = self._exchanges.get(bucket)
         return exchange.start if exchange is not None and self._freezes else None
 
@@ -428,6 +427,10 @@ class Round:
             return True
         self._wait_for_arrival(self._arrival, other)
         return self._arrival.is_over
+
+    def _wait_for_posting(self) -> None:
+        if self._posting is not None and not self._posting.ended_well:
+            self._wait_for_arrival(self._posting)
 
     def _wait_for_arrival(self, ongoing: Ongoing, other: Ongoing | None = None) -> None:
         try:

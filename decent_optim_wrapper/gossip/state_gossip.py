@@ -128,7 +128,7 @@ class StateBucket(Bucket):
             here = self.pack(away)
             torch.sub(self._as_own(theirs).data, here.data, out=away.data)
         else:
-            away.data.copy_(self._difference(theirs.data, ours.data))
+            away.data.copy_(self.difference(theirs.data, ours.data))
         # Of what this rank has, the others have it if the flags do not differ; of a group the mean
         # arrives. No flag is read on the host, which would wait for a GPU.
         shared = self._spread(away.views[-1] == 0)

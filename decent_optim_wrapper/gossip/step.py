@@ -422,7 +422,12 @@ class Rounds:
         Raises:
             NonFiniteError: the round must not be mixed, and is dropped.
         """
-        self.check_on_gpu()
+        try:
+            self.check_on_gpu()
+        except NonFiniteError:
+            # As a round that is refused when it arrives: what is in flight follows from it.
+            self.discard()
+            raise
         self._relaunch()
         due = self._is_due()
         for companion in self._companions:
@@ -596,6 +601,7 @@ class Rounds:
     def discard(self) -> None:
         """Wait for the round in flight, if there is one, and drop it without mixing."""
         self._pending = False
+        self._mixed = None
         self.surviving(self._take)
 
     def check_parameters(self) -> None:
