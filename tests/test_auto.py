@@ -559,12 +559,16 @@ def test_the_mean_stays_if_a_run_is_resumed_with_another_staleness(
 
 
 def test_a_peer_lost_before_a_call_is_named() -> None:
+    stepped = threading.Barrier(4)
+
     def main(rank: int, group: dist.ProcessGroup) -> str:
         params = make_params()
         optimizer = wrap(params, group, timeout=5)
         for step in range(3):
             draw_gradients(params, rank, step)
             optimizer.step()
+        # Or a slow rank would meet the loss in a step.
+        stepped.wait(30)
         if rank == 1:
             with pytest.raises(ZeroDivisionError):
                 optimizer.step(lambda: 1 / 0)
