@@ -140,7 +140,7 @@ class BlockCodec(Codec):
 
     def is_finite(self, message: Tensor) -> Tensor:
         """Whether the coded values were finite: a block that is not has no finite scale."""
-        return largest(self._split(message)[1]) < torch.inf
+        return is_finite_on_device(self._split(message)[1])
 
     def _write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:
         codes, scales = self._parts(message, place, values.numel())
@@ -199,7 +199,7 @@ class CastCodec(Codec):
 
     def is_finite(self, message: Tensor) -> Tensor:
         """Whether the values are finite after the cast."""
-        return largest(message.view(self._dtype)) < torch.inf
+        return is_finite_on_device(message.view(self._dtype))
 
     def _write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:
         message.view(self._dtype)[place].copy_(values)
@@ -214,12 +214,12 @@ def codec_of(comm_dtype: torch.dtype) -> Codec:
     return CastCodec(comm_dtype) if bits is None else BlockCodec(bits)
 
 
-def largest(values: Tensor) -> Tensor:
-    """The largest absolute value, of shape (); NaN if there is one, and 0 of nothing."""
+def is_finite_on_device(values: Tensor) -> Tensor:
+    """Whether all elements are finite, as a bool of shape () that the host has not read."""
     if not values.numel():
-        return values.new_zeros(())
-    norm: Tensor = torch.linalg.vector_norm(values, torch.inf)
-    return norm
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    largest: Tensor = torch.linalg.vector_norm(values.detach(), torch.inf)
+    return largest < torch.inf
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -377,22 +377,24 @@ class Transport:
         """
         if self._closed is None:
             self._closed = _Closed(reason=reason, broken=broken)
-        made = {id(group): group for group in (*self._subgroups.values(), self._world)}
-        self._subgroups.clear()
+        made = self._release()
         if self._world is not self._user_group:
             self._world = None
-        for group in made.values():
-            if group is not None and group is not self._user_group:
-                abort(group)
+        for group in made:
+            abort(group)
 
     def close(self) -> None:
         """Close the communicators made here and release the user's process group."""
-        made = {id(group): group for group in (*self._subgroups.values(), self._world)}
-        self._subgroups.clear()
-        for group in made.values():
-            if group is not None and group is not self._user_group:
-                close(group, self._gpus, self._timeout.total_seconds())
+        for group in self._release():
+            close(group, self._gpus, self._timeout.total_seconds())
         self._user_group = self._world = None
+
+    def _release(self) -> list[Any]:
+        """Forget the groups, and return the communicators made here, each once."""
+        known = {id(group): group for group in (*self._subgroups.values(), self._world)}
+        self._subgroups.clear()
+        users = (None, self._user_group)
+        return [group for group in known.values() if all(group is not each for each in users)]
 
     def wire_device(self, device: torch.device) -> torch.device:
         """The device on which tensors of `device` are exchanged: with gloo, the CPU."""

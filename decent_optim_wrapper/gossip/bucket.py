@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from decent_optim_wrapper.comm.codec import codec_of, largest, wide
+from decent_optim_wrapper.comm.codec import codec_of, wide
 from decent_optim_wrapper.gossip.storage import Arena, Flat, move_together, new_vector
 from decent_optim_wrapper.optim.shards import largest_shard_bytes, local
 
@@ -341,8 +341,9 @@ class Bucket:
 
     def is_finite(self) -> bool:
         """Whether the tensors contain neither NaN nor infinity."""
-        return all_finite([self]) == [True]
+        return bool(self.are_finite())
 
+    @torch.no_grad()
     def are_finite(self) -> Tensor:
         """The same as a bool of shape () on their device, which the host has not read."""
         held = [tensor for tensor in self._tensors() if tensor.numel()]
@@ -429,7 +430,6 @@ def is_finite(data: Tensor) -> bool:
     return bool(data.sum().isfinite()) or bool(data.isfinite().all())
 
 
-@torch.no_grad()
 def all_finite(buckets: Sequence[Bucket]) -> list[bool]:
     """Whether the tensors of each bucket are finite; what is on a GPU is read once."""
     found = [bucket.are_finite() for bucket in buckets]
@@ -440,11 +440,6 @@ def all_finite(buckets: Sequence[Bucket]) -> list[bool]:
         for index, value in zip(own, read, strict=True):
             found[index] = value
     return [bool(each) for each in found]
-
-
-def is_finite_on_device(data: Tensor) -> Tensor:
-    """Whether all elements are finite, as a bool of shape () that the host has not read."""
-    return largest(data.detach()) < torch.inf
 
 
 def extend_plan(

@@ -9,9 +9,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from decent_optim_wrapper.comm.codec import is_finite_on_device
 from decent_optim_wrapper.comm.streams import Waitable
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.gossip.bucket import Bucket, is_finite, is_finite_on_device
+from decent_optim_wrapper.gossip.bucket import Bucket, is_finite
 from decent_optim_wrapper.gossip.references import Edge
 from decent_optim_wrapper.gossip.storage import Flat
 from decent_optim_wrapper.topo import Group

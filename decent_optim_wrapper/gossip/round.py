@@ -367,9 +367,8 @@ class Round:
         """Whether a bucket travels as codes."""
         if self._edge is None or self.plan.kind is Kind.AVERAGE:
             return False
-        return bucket.codes_pairs if self._size == 2 else self._sends_alone(bucket)
-
-    def _sends_alone(self, bucket: Bucket) -> bool:
+        if self._size == 2:
+            return bucket.codes_pairs
         return self._transport.sends_alone(bucket.wire_device)
 
     def _nonfinite_ranks(self) -> list[int]:
