@@ -16,8 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.comm.process_groups import serves
-from decent_optim_wrapper.comm.transport import CPU
+from decent_optim_wrapper.comm.process_groups import CPU, serves
 from decent_optim_wrapper.config import (
     Elastic,
     OnNonfinite,

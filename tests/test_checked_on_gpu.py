@@ -64,6 +64,18 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Transport, "sends_alone", lambda self, device: False)
 
 
+def wrap(
+    params: list[Tensor], group: dist.ProcessGroup, topology: str, **options: Any
+) -> DecentOptimWrapper:
+    return DecentOptimWrapper(
+        torch.optim.SGD(params, lr=0.05),
+        process_group=group,
+        topology=topology,
+        bucket_cap_mb=TINY_CAP_MB,
+        **options,
+    )
+
+
 def train(
     rank: int,
     group: dist.ProcessGroup,
@@ -83,13 +95,7 @@ def train(
         options: of the wrapper.
     """
     params = make_params(dtype=torch.float32)
-    wrapper = DecentOptimWrapper(
-        torch.optim.SGD(params, lr=0.05),
-        process_group=group,
-        topology=topology,
-        bucket_cap_mb=TINY_CAP_MB,
-        **options,
-    )
+    wrapper = wrap(params, group, topology, **options)
     rows: list[Tensor] = []
     for step in range(steps):
         backward(params, rank, step)
@@ -159,12 +165,7 @@ def test_nothing_is_mixed_that_is_not_finite_and_the_next_step_says_so(
 def test_synchronize_tells_of_the_last_round() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> str:
         params = make_params(dtype=torch.float32)
-        wrapper = DecentOptimWrapper(
-            torch.optim.SGD(params, lr=0.05),
-            process_group=group,
-            topology="ring",
-            bucket_cap_mb=TINY_CAP_MB,
-        )
+        wrapper = wrap(params, group, "ring")
         for step in range(3):
             backward(params, rank, step)
             if (rank, step) == (1, 2):
@@ -235,13 +236,7 @@ def test_what_half_precision_cannot_hold_makes_no_nan(rule: str, size: float) ->
 def test_a_caught_error_drops_the_round_that_follows_from_it(views: bool) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> list[int]:
         params = make_params(dtype=torch.float32)
-        wrapper = DecentOptimWrapper(
-            torch.optim.SGD(params, lr=0.05),
-            process_group=group,
-            topology="complete",
-            bucket_cap_mb=TINY_CAP_MB,
-            param_as_bucket_view=views,
-        )
+        wrapper = wrap(params, group, "complete", param_as_bucket_view=views)
         raised = []
         for step in range(8):
             backward(params, rank, step)
@@ -264,12 +259,7 @@ def test_a_caught_error_drops_the_round_that_follows_from_it(views: bool) -> Non
 def test_nothing_is_told_of_a_round_before_the_state_was_loaded() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> bool:
         params = make_params(dtype=torch.float32)
-        wrapper = DecentOptimWrapper(
-            torch.optim.SGD(params, lr=0.05),
-            process_group=group,
-            topology="complete",
-            bucket_cap_mb=TINY_CAP_MB,
-        )
+        wrapper = wrap(params, group, "complete")
 
         def go_on(step: int, spoils: bool = False) -> None:
             backward(params, rank, step)

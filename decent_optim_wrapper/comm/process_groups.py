@@ -13,7 +13,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 
 from decent_optim_wrapper.comm.background import within
 
-_CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
+# Where small messages travel, whatever torch.set_default_device says.
+CPU = torch.device("cpu")
+_CUDA = torch.device("cuda")
 _NCCL = "nccl"
 # The tag of a receive without a matching send.
 _ABORT_TAG = (1 << 20) - 1
@@ -41,7 +43,7 @@ def serves(group: Any, device: torch.device) -> bool:
 
 def exchange_device(group: Any) -> torch.device:
     """The kind of device whose tensors are exchanged: the GPU if the group serves it."""
-    return _CUDA if torch.cuda.is_available() and serves(group, _CUDA) else _CPU
+    return _CUDA if torch.cuda.is_available() and serves(group, _CUDA) else CPU
 
 
 def timeout_of(group: Any) -> timedelta:
@@ -111,7 +113,7 @@ def new_communicator(like: Any, store: Any, rank: int, size: int, timeout: timed
     nccl = dist.ProcessGroupNCCL(prefixed(_NCCL, store), rank, size, options)
     group = dist.ProcessGroup(store, rank, size)
     kinds = dist.ProcessGroup.BackendType
-    group._register_backend(_CPU, kinds.GLOO, gloo)
+    group._register_backend(CPU, kinds.GLOO, gloo)
     group._register_backend(_CUDA, kinds.NCCL, nccl)
     return group
 
@@ -177,7 +179,7 @@ def abort(communicator: Any) -> None:
     ranks: works that wait on them raise at once, also on other threads.
     """
     if isinstance(communicator, dist.ProcessGroup):
-        for device in (_CPU, _CUDA):
+        for device in (CPU, _CUDA):
             abort(backend_of(communicator, device))
         return
     if communicator.name() != "gloo":

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.comm.transport import CPU, Transport
+from decent_optim_wrapper.comm.process_groups import CPU
+from decent_optim_wrapper.comm.transport import Transport
 
 # A longer text cannot be the description of an optimizer's state.
 _LONGEST_TEXT = 1 << 28

@@ -22,6 +22,7 @@ from torch.distributed import DistError
 from decent_optim_wrapper.comm.background import in_background, wait_for_any, within
 from decent_optim_wrapper.comm.losses import Loss, Losses
 from decent_optim_wrapper.comm.process_groups import (
+    CPU,
     abort,
     backend_of,
     close,
@@ -40,9 +41,6 @@ from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.topo import Group
 
 Started = TypeVar("Started")
-
-# Where small messages travel, whatever torch.set_default_device says.
-CPU = torch.device("cpu")
 
 # Tags below are left to the user's own point-to-point traffic on the same process group.
 _FIRST_TAG = 1 << 20
