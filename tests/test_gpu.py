@@ -200,6 +200,32 @@ def test_nccl_has_communicators_of_its_own_whose_first_call_all_ranks_make() -> 
         assert "send" in [call for call, device in own.calls if device == "cpu"]
 
 
+def test_all_ranks_make_the_first_call_also_on_a_gpu_that_comes_later() -> None:
+    with fake_cuda(NCCL, 4) as (_, group):
+        optimizer = DecentOptimWrapper(
+            SGD([make_trained("cpu"), make_trained("cpu")]),
+            topology="ring",
+            process_group=group,
+            sync_at_start=False,
+        )
+        optimizer.step()
+        (own,) = group.made
+        assert "cuda" not in [device for _, device in own.calls]
+        for _ in range(2):
+            optimizer.add_param_group({"params": [make_trained("cuda"), make_trained("cuda")]})
+        optimizer.step()
+        on_gpu = [call for call, device in own.calls if device == "cuda"]
+        assert on_gpu[0] == "allreduce"
+        assert on_gpu.count("allreduce") == 1
+        assert "exchange" in on_gpu
+
+
+def make_trained(device: str) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros(1000, device=device))
+    param.grad = torch.zeros_like(param)
+    return param
+
+
 def test_a_wrapper_that_is_dropped_waits_for_nccl_and_shuts_it_down() -> None:
     with fake_cuda("nccl", 4) as (_, group):
         params = [nn.Parameter(torch.empty(1000, device="cuda")) for _ in range(PARAMETERS)]

@@ -249,16 +249,23 @@ class Transport:
         """
         if self.world_size > 1 and self._world is self._user_group and self._wants_own_world():
             self._world = self._new_communicator(tuple(range(self.world_size)))
-        if self.world_size > 1:
-            self._gpus = [device for device in devices if self._coalesces(self._world, device)]
-        for device in self._gpus:
-            # A first exchange between some of the ranks only is undefined on NCCL.
-            self.sum_(torch.zeros(1, device=device))
+        self.begin_on(devices)
         for group in schedule:
             if group.size == self.world_size:
                 self._subgroups[group.ranks] = self._world
             elif group.size > 2 and group.ranks not in self._subgroups:
                 self._subgroups[group.ranks] = self._new_communicator(group.ranks)
+
+    def begin_on(self, devices: Collection[torch.device]) -> None:
+        """Make the first exchange on each GPU that has made none; collective.
+
+        A first exchange between some of the ranks only is undefined on NCCL.
+        """
+        for device in devices:
+            new = self.world_size > 1 and device not in self._gpus
+            if new and self._coalesces(self._world, device):
+                self._gpus.append(device)
+                self.sum_(torch.zeros(1, device=device))
 
     def check_open(self) -> None:
         """Check that this rank can still reach the others.

@@ -92,6 +92,7 @@ class Agreement:
                 check_tensors(parameters)
             self.check(parameters, transport)
         replica.connect(named.tensor for named in parameters)
+        transport.begin_on([named.tensor.device for named in parameters])
         if self._sync_at_start and late:
             broadcast(late, transport, self._layout)
         gossip.buckets = extend_plan(gossip.buckets, (p.tensor for p in parameters), self._layout)
