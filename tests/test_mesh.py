@@ -30,6 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
+from decent_optim_wrapper.comm.codec import INT4
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.optim import QGSGD, AccumAdamW
 
@@ -247,6 +248,60 @@ def test_half_the_bytes_stay_within_their_rounding() -> None:
             assert sent > 0
             # Values are below 2, and rounded in each of the rounds.
             assert 1e-6 < difference(found, expected) < STEPS * 4 * torch.finfo(torch.bfloat16).eps
+
+
+Codes = tuple[str, torch.dtype]
+
+
+class Coded(NamedTuple):
+    """What became of one rank's part, with the last round in flight and mixed."""
+
+    replica: int
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+def send_codes(case: Codes) -> Coded:
+    layout, dtype = case
+    spread = Spread(LAYOUTS[layout])
+    optimizer = spread.wrap(sgd, comm_dtype=dtype)
+    for step in range(STEPS):
+        spread.backward(step)
+        optimizer.step()
+    before = spread.full()
+    optimizer.synchronize()
+    return Coded(spread.replica, before, spread.full())
+
+
+def mean_of(parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Of the replicas, each of which has a parameter on equally many ranks."""
+    held: dict[str, list[Tensor]] = {}
+    for part in parts:
+        for name, value in part.items():
+            held.setdefault(name, []).append(torch.from_numpy(value))
+    return {name: torch.stack(values).mean(0) for name, values in held.items()}
+
+
+def test_codes_keep_the_mean_of_replicas_and_what_the_ranks_of_one_share() -> None:
+    """A scale for many elements must not cover some that are shared and some that are not."""
+    cases = [
+        ("tp inside", torch.int8),
+        ("fsdp and tp", INT4),
+        ("fsdp with empty shards", torch.int8),
+        ("pipeline 1f1b", INT4),
+    ]
+    for case, ranks in zip(cases, zip(*on_all(send_codes, cases), strict=True), strict=True):
+        layout, dtype = case
+        exact = oracle(LAYOUTS[layout].replicas, "sgd", "plain", True)
+        mean = mean_of([rank.before for rank in ranks])
+        for rank in ranks:
+            shared = mean_of([other.after for other in ranks if other.replica == rank.replica])
+            error = difference(rank.after, exact.parameters(rank.replica))
+            assert difference(rank.after, shared) == 0, case
+            assert 1e-6 < error < {torch.int8: 0.02, INT4: 0.2}[dtype], case
+            assert difference(rank.after, mean_of([rank.before])) > 1e-4, case
+        after = mean_of([rank.after for rank in ranks])
+        assert max((after[name] - mean[name]).abs().max() for name in mean) < EXACT, case
 
 
 def end_early(layout: str) -> tuple[int, dict[str, Any]]:
