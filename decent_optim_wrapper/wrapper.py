@@ -551,9 +551,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         return self._parts.process_group
 
     @contextmanager
-    def _step(self) -> Iterator[Step]:
+    def _step(self, in_backward: bool = False) -> Iterator[Step]:
         Join.notify_join_context(self)
-        with Step(self._gossip) as step:
+        with Step(self._gossip, in_backward) as step:
             yield step
             self._gossip.meter.skipped = self._local_update.skipped
         self._notify_change()
@@ -578,11 +578,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @contextmanager
     def _in_parts(
-        self, scaling: Scaling, apply: Apply = apply_update
+        self, scaling: Scaling, apply: Apply = apply_update, in_backward: bool = False
     ) -> Iterator[Callable[[Bucket], None]]:
         """A step in parts: yields a function that mixes, updates and launches one bucket."""
         with (
-            self._step() as step,
+            self._step(in_backward) as step,
             self._local_update.by_bucket(scaling, step.buckets, apply) as update,
         ):
             yield lambda bucket: step.advance([bucket], partial(update, bucket))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 import time
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, PeerError, Schedule
 from decent_optim_wrapper.comm import streams
+from decent_optim_wrapper.comm.codec import Codec
+from decent_optim_wrapper.comm.streams import InOrder
 from decent_optim_wrapper.gossip import bucket as buckets
 from decent_optim_wrapper.gossip import coded, storage
 from decent_optim_wrapper.gossip.bucket import Bucket
@@ -223,3 +226,76 @@ def test_a_checkpoint_holds_what_was_sent_although_a_thread_still_posts(
     for one, other in zip(run_threads(4, main), expected, strict=True):
         for state, wanted in zip(one, other, strict=True):
             torch.testing.assert_close(state, wanted, rtol=0, atol=0)
+
+
+CODED: dict[str, dict[str, Any]] = {
+    "copies": {"topology": "ring"},
+    "views": {"topology": "ring", "param_as_bucket_view": True},
+    "group": {"topology": "complete"},
+    "tracking": {"topology": "ring", "gradient_tracking": True},
+    "late": {"topology": "ring", "schedule": Schedule(gossip_every=2, staleness=2)},
+    "whole": {"topology": "ring", "overlap": False},
+}
+
+
+@pytest.mark.parametrize("form", CODED)
+def test_what_a_thread_still_codes_is_dropped_and_saved_as_what_was_coded_at_once(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params(dtype=torch.float32)
+        wrapper = DecentOptimWrapper(
+            sgd(params),
+            process_group=group,
+            bucket_cap_mb=TINY_CAP_MB,
+            comm_dtype=torch.int8,
+            **CODED[form],
+        )
+        rows, saved, at = [], copy.deepcopy(wrapper.state_dict()), params
+        for step in (0, 1, 2, 3, 4, 3, 4, 5):
+            backward(params, rank, step)
+            wrapper.step()
+            rows.append(flatten(params))
+            if step == 2:
+                saved = copy.deepcopy(wrapper.state_dict())
+                at = [param.detach().clone() for param in params]
+            if step == 4 and len(rows) == 5:
+                with torch.no_grad():
+                    wrapper.load_state_dict(saved)
+                    torch._foreach_copy_(params, at)
+        wrapper.synchronize()
+        return torch.cat([*rows, flatten(params)])
+
+    expected = run_threads(4, main)
+    encode, draws = Codec.encode, random.Random(0)
+
+    def encode_late(self: Codec, *args: Any) -> None:
+        time.sleep(draws.choice((0.0, 0.002, 0.01)))
+        encode(self, *args)
+
+    monkeypatch.setattr(Codec, "encode", encode_late)
+    for one, other in zip(run_threads(4, main), expected, strict=True):
+        assert torch.equal(one, other)
+    numel = len(flatten(make_params()))
+    rows = torch.split(expected[0], numel)
+    assert torch.equal(rows[4], rows[6])
+    assert not torch.equal(rows[3], rows[4])
+
+
+def test_a_drop_waits_for_the_action_that_has_begun_and_runs_no_other() -> None:
+    done: list[int] = []
+    began, go_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        began.set()
+        go_on.wait(60)
+        done.append(0)
+
+    posting = InOrder()
+    posting.add(first)
+    posting.add(lambda: done.append(1))
+    assert began.wait(60)
+    threading.Timer(0.05, go_on.set).start()
+    posting.drop()
+    assert done == [0]
+    assert posting.is_over

@@ -67,8 +67,6 @@ class CodedMean:
         # Chunks of a small vector may be empty: nothing is sent for them.
         self._owners = [place for place in self._others if outgoing[place].numel()]
         senders = self._others if own.numel() else []
-        self.bytes_sent = sum(outgoing[place].nbytes for place in self._owners)
-        self.bytes_sent += own.nbytes * len(senders)
         # The receives first: their notices let the data start.
         receive, send = transport.receive, transport.send
         self._coming = {p: receive(self._arriving[p], ranks[p], tags[0]) for p in senders}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -85,6 +85,7 @@ class InOrder:
 
     def __init__(self) -> None:
         self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._dropped = False
         self._thread: int | None = None
         # Done when the last action is.
         self.future: Future[None] = in_background(self._run)
@@ -126,9 +127,15 @@ class InOrder:
             self._actions.put(last)
         self._actions.put(None)
 
+    def drop(self) -> None:
+        """Run no more actions, and wait for the one that has begun."""
+        self._dropped = True
+        self.end()
+        wait([self.future])
+
     def _run(self) -> None:
         self._thread = threading.get_ident()
-        while (action := self._actions.get()) is not None:
+        while (action := self._actions.get()) is not None and not self._dropped:
             action()
 
 

@@ -65,7 +65,7 @@ class BackwardOptimizer(DecentOptimWrapper):
 
     def in_parts(self, apply: Apply) -> AbstractContextManager[Callable[[Bucket], None]]:
         """A step in parts: yields a function that mixes, updates and launches one bucket."""
-        return self._in_parts(Scaling(None, None), apply)
+        return self._in_parts(Scaling(None, None), apply, in_backward=True)
 
     def notify_change(self) -> None:
         """Call the user's callback if the members have changed."""

@@ -55,21 +55,33 @@ class CodedExchange(Exchange):
         self.refers = self._reference is not None
         group = wire.group
         self._weight = group.size * (1 - group.self_weight) / (group.size - 1)
-        values = bucket.values(starts, wire.freezes)
-        self.start = values if wire.freezes else None
+        self._values = bucket.values(starts, wire.freezes)
+        self.start = self._values if wire.freezes else None
         room = codec.nbytes(max(map(_length, chunks))) * len(chunks)
         self._messages, self._room = bucket.messages(room)
         places = (slice(*map(codec.nbytes, (chunk.start, chunk.stop))) for chunk in chunks)
         self._outgoing = [self._messages[place] for place in places]
-        for chunk, message in zip(chunks, self._outgoing, strict=True):
-            near = torch.empty_like(message, device=bucket.device) if bucket.crosses else message
+        if not self.codes_late:
+            # On the stream that has computed the values.
+            self._encode()
+
+    @property
+    def codes_late(self) -> bool:
+        """Whether `post` codes the values: on the CPU."""
+        return self.device.type == "cpu"
+
+    def _encode(self) -> None:
+        for chunk, message in zip(self._chunks, self._outgoing, strict=True):
+            near = torch.empty_like(message, device=self.device) if self.crosses else message
             reference = None if self._reference is None else self._reference[chunk]
-            codec.encode(values.data[chunk], near, reference)
-            if bucket.crosses:
+            self._codec.encode(self._values.data[chunk], near, reference)
+            if self.crosses:
                 message.copy_(near, non_blocking=True)
 
     def post(self) -> None:
-        """Check the values and start the exchange."""
+        """Code the values on the CPU, check them and start the exchange."""
+        if self.codes_late:
+            self._encode()
         if self._wire.checks:
             finite = torch.stack([self._codec.is_finite(each) for each in self._outgoing]).all()
             self.finite = finite if self.on_gpu else bool(finite)
@@ -119,7 +131,7 @@ class CodedExchange(Exchange):
 
     @abstractmethod
     def _changes(self, present: int) -> Iterator[Part]:
-        """mean(q) - q_i, slice by slice; moves the reference if all ranks are present."""
+        """What the weight is for, slice by slice; moves the reference if all ranks are present."""
 
     @abstractmethod
     def _means(self, present: int) -> Iterator[Part]:
@@ -160,11 +172,13 @@ class CodedPair(CodedExchange):
     ) -> None:
         super().__init__(wire, bucket, codec, starts, [slice(0, bucket.flat_numel)], position)
         self._tag = tag
+        # For q_j - q_i, which is twice mean(q) - q_i: a pass less over the values.
+        self._weight /= 2
+        self.bytes_sent = self._messages.nbytes
 
     def _send(self) -> None:
         exchange, peer = self._wire.transport.exchange, self._wire.peer
         self.works += exchange(self._messages, self._room, peer, self._tag)
-        self.bytes_sent = self._messages.nbytes
 
     @property
     def _arrived(self) -> list[Tensor]:
@@ -175,8 +189,8 @@ class CodedPair(CodedExchange):
         for place, (theirs, ours) in self._decode(chunk, self._room, *self._outgoing):
             if self._reference is not None:
                 # The same bits at both ends: a sum of two does not depend on their order.
-                self._reference[place].add_(torch.add(theirs, ours).mul_(0.5))
-            yield place, theirs.sub_(ours).mul_(0.5)
+                self._reference[place].add_(torch.add(theirs, ours), alpha=0.5)
+            yield place, theirs.sub_(ours)
 
     def _means(self, present: int) -> Iterator[Part]:
         (chunk,) = self._chunks
@@ -213,6 +227,8 @@ class CodedGroup(CodedExchange):
         owned = wire.group.ranks.index(wire.transport.rank)
         self._own = self._new_vector(self._outgoing[owned].numel(), torch.uint8)
         self._error = self._new_vector(_length(chunks[owned]), wide(bucket.dtype)).zero_()
+        others = sum(message.nbytes for message in self._outgoing) - self._own.nbytes
+        self.bytes_sent = others + (wire.group.size - 1) * self._own.nbytes
 
     def _new_vector(self, numel: int, dtype: torch.dtype) -> Tensor:
         bucket = self._bucket
@@ -230,7 +246,6 @@ class CodedGroup(CodedExchange):
             tags=self._tags,
         )
         self.works.append(self._mean)
-        self.bytes_sent = self._mean.bytes_sent
 
     @property
     def _arrived(self) -> list[Tensor]:

@@ -107,6 +107,11 @@ class Exchange(ABC):
         return self._bucket.crosses
 
     @property
+    def codes_late(self) -> bool:
+        """Whether `post` codes the values, which takes long."""
+        return False
+
+    @property
     def on_gpu(self) -> bool:
         """Whether the works belong to a GPU, for which a stream waits."""
         return self._bucket.on_gpu
@@ -118,9 +123,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def post(self) -> None:
-        """Check the values and start the exchange.
-
-        If the values cross to the CPU, on a thread, once they are there.
+        """Check the values and start the exchange; on the CPU, once they are there.
 
         Raises:
             WireError: the connection is closed already.
@@ -269,6 +272,7 @@ class PlainPair(PlainExchange):
         self._tag = tag
         self._outgoing = bucket.pack(outgoing, starts, waits=False)
         self.start = outgoing if bucket.quantised or wire.freezes else None
+        self.bytes_sent = outgoing.data.nbytes
 
     def post(self) -> None:
         """Check the values and start the exchange."""
@@ -277,7 +281,6 @@ class PlainPair(PlainExchange):
         self.works += self._wire.transport.exchange(
             outgoing, self._arriving.data, self._wire.peer, self._tag
         )
-        self.bytes_sent = outgoing.nbytes
 
     def mix(self, rate: float, present: int, takes_part: bool) -> None:
         """Mix in what has arrived."""
@@ -319,6 +322,7 @@ class PlainGroup(PlainExchange):
         bucket.pack(summed, starts, waits=False)
         self._kept = kept[0] if kept else None
         self.start = self._kept if wire.freezes else None
+        self.bytes_sent = int(group.copies_sent * summed.data.nbytes)
 
     def post(self) -> None:
         """Check the values and start the sum."""
@@ -329,7 +333,6 @@ class PlainGroup(PlainExchange):
         if wire.on_nonfinite == "skip":
             self._leave_out(summed)
         self.works += wire.transport.all_reduce(summed, wire.group.ranks)
-        self.bytes_sent = int(wire.group.copies_sent * summed.nbytes)
 
     def mix(self, rate: float, present: int, takes_part: bool) -> None:
         """Mix in what has arrived."""

@@ -109,8 +109,10 @@ class Round:
         self._finite_of: dict[int, list[float]] = {}
         # The same where a GPU checks them.
         self._checked_on_gpu: CheckedOnGpu | None = None
-        # Posts what has to reach the CPU before.
+        # Posts what has to reach the CPU, or to be coded there, before.
         self._posting: InOrder | None = None
+        self._holds_back = False
+        self._held_back: list[Exchange] = []
         # What a thread waits for, work by work, if the round may take several steps.
         self._arrival: Arrival | None = None
         self._watched: list[_Wait] = []
@@ -128,6 +130,13 @@ class Round:
     def unmixed(self) -> list[Bucket]:
         """The buckets that were posted and are not mixed yet."""
         return list(self._unmixed)
+
+    def hold_back(self) -> None:
+        """Let a thread code all buckets but the first, once the round is sealed.
+
+        For buckets that are posted one right after the other, if the wire has time to spare.
+        """
+        self._holds_back = True
 
     def post(
         self,
@@ -157,15 +166,17 @@ class Round:
             self._moves_references |= exchange.refers
             if not self._freezes:
                 self._posted += bucket.versions()
+            self._meter.bytes_sent += exchange.bytes_sent
             if exchange.crosses and self._posting is None:
                 self._posting = self._transport.posting = InOrder()
-            if self._posting is None:
-                self._start(exchange)
-                self._count_bytes([exchange])
-            else:
+            if self._posting is not None:
                 # What comes behind, too: sums must have the same order on all ranks.
                 device = exchange.device if exchange.crosses else None
                 self._posting.add(partial(self._start, exchange), device)
+            elif self._holds_back and exchange.codes_late and exchange.position > 0:
+                self._held_back.append(exchange)
+            else:
+                self._start(exchange)
 
     def _start(self, exchange: Exchange) -> None:
         if self._failure:
@@ -175,14 +186,13 @@ class Round:
         except WireError as error:
             self._failure, self._failed_bucket = error, exchange.position
 
-    def _count_bytes(self, exchanges: Iterable[Exchange]) -> None:
-        """Count what they have sent, once; on the thread of the steps."""
-        for exchange in exchanges:
-            self._meter.bytes_sent += exchange.bytes_sent
-            exchange.bytes_sent = 0
-
     def seal(self) -> None:
         """Tell the group which buckets had finite values, once all are posted."""
+        if self._held_back:
+            self._posting = self._posting or InOrder()
+            self._transport.posting = self._posting
+            for exchange in self._held_back:
+                self._posting.add(partial(self._start, exchange))
         if self._posting is None:
             self._send_flags()
         else:
@@ -256,7 +266,6 @@ class Round:
                 ) from self._failure
             if self._arrival is not None:
                 self._wait_for_arrival(self._arrival)
-            self._count_bytes(self._exchanges.values())
             for rank, message in self._receive_control(self._headers, 0).items():
                 if message != [*self._header]:
                     self._compare(message, rank)
@@ -342,12 +351,13 @@ class Round:
 
     def abandon(self) -> None:
         """Drop everything on the wire without waiting for it."""
+        if self._posting is not None:
+            # What it still codes would otherwise be read from, and written to, memory of others.
+            self._posting.drop()
         self._unmixed.clear()
         self._exchanges.clear()
         self._posted.clear()
         self._headers = self._flags = []
-        if self._posting is not None:
-            self._posting.end()
 
     def _exchange(self, bucket: Bucket, starts: Mapping[Tensor, Tensor]) -> Exchange:
         """Pack a bucket in the form in which it travels."""

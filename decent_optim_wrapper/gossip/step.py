@@ -53,6 +53,8 @@ Result = TypeVar("Result")
 
 # How long a wrapper that is dropped waits for peers that still have to launch its last round.
 _CLOSE_TIMEOUT = timedelta(seconds=5)
+# A round that lets a step wait no longer than this has time to spare on the wire.
+_SHORT_WAIT_SECONDS = 0.01
 
 
 class Step:
@@ -65,10 +67,13 @@ class Step:
 
     Args:
         gossip: the rounds, one of which may be in flight.
+        in_backward: whether the parts come in the course of a backward pass, and not one right
+            after the other.
     """
 
-    def __init__(self, gossip: Rounds) -> None:
+    def __init__(self, gossip: Rounds, in_backward: bool = False) -> None:
         self._gossip = gossip
+        self._in_backward = in_backward
         self._arrived: Round | None = None
         self._launched: Round | None = None
         self._entered = False
@@ -96,6 +101,8 @@ class Step:
                 if bucket not in self.buckets:
                     self._gossip.mix(self._arrived, bucket)
         self._launched = self._gossip.begin_round()
+        if self._launched and not self._in_backward and self._gossip.has_time:
+            self._launched.hold_back()
 
     def advance(self, buckets: Sequence[Bucket], update: Callable[[], Result]) -> Result:
         """Mix some buckets, update their parameters, and send them.
@@ -311,6 +318,12 @@ class Rounds:
     def params(self) -> list[Tensor]:
         """All parameters of the base, in the order of its groups."""
         return self._local_update.params
+
+    @property
+    def has_time(self) -> bool:
+        """Whether the round of this step may leave later: the last one was not waited for."""
+        # The slowest rank waits for nobody, but the others for it: soon, if twice as much travels.
+        return not self._companions and self.meter.wait.seconds < _SHORT_WAIT_SECONDS
 
     def check_idle(self) -> None:
         """Check that a state may be loaded.

@@ -18,7 +18,8 @@ class StepStats(NamedTuple):
     Args:
         bytes_sent: bytes sent; for an all-reduce, those of a ring.
         wait_seconds: waiting for communication that was not hidden.
-        mix_seconds: mixing what has arrived, and packing what is sent.
+        mix_seconds: mixing what has arrived, and packing what is sent. On the CPU, codes of int8
+            and int4 are made by another thread, whose time is not counted.
         update_seconds: the base optimizer's local update.
         buckets: number of buckets.
         rounds: number of rounds so far, idle ones included.

@@ -44,7 +44,7 @@ def row(name: str, mib: float, repeats: int) -> str:
         messages = codec.decode(incoming, outgoing, numel=numel, dtype=values.dtype)
         for place, (arrived, sent) in messages:
             if shared is not None:
-                shared[place].add_(torch.add(arrived, sent).mul_(0.5))
+                shared[place].add_(torch.add(arrived, sent), alpha=0.5)
             values[place].add_(arrived.sub_(sent), alpha=0.5)
 
     coding = seconds_of(lambda: codec.encode(values, outgoing, shared), repeats)

@@ -222,6 +222,7 @@ METHODS: dict[str, Callable[[nn.Module], Step]] = {
     "ours, bf16": partial(gossip, comm_dtype=torch.bfloat16),
     "ours, bf16, views": partial(gossip, comm_dtype=torch.bfloat16, param_as_bucket_view=True),
     "ours, int8": partial(gossip, comm_dtype=torch.int8),
+    "ours, int8, views": partial(gossip, comm_dtype=torch.int8, param_as_bucket_view=True),
     "ours, int4": partial(gossip, comm_dtype=INT4),
     "ours, tracking": partial(gossip, gradient_tracking=True),
     "ours, tracking, int8": partial(gossip, gradient_tracking=True, comm_dtype=torch.int8),
