@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     table = add("topologies", _topologies, "the topologies that fit, and why others do not")
-    table.add_argument("--world-size", type=int, default=8)
+    table.add_argument("--world-size", type=int, default=8, help="8 by default")
     table.add_argument("--local-world-size", type=int, default=1)
     table.add_argument("--topology", nargs="+", metavar="NAME", help="only these")
 

@@ -1,4 +1,4 @@
-"""What the library costs on GPUs, in about ten minutes; ranks are processes on this machine.
+"""What the library costs on GPUs; ranks are processes on this machine.
 
     python examples/benchmark/gpu.py                # every part that this machine can run
     python examples/benchmark/gpu.py --parts b e --size-mib 512

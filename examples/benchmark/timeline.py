@@ -1,6 +1,6 @@
 """Where the time of a step goes: what every rank does, and when its link is idle.
 
-    sudo python examples/benchmark/timeline.py --methods ours decent-dp --sizes 40
+    sudo python examples/benchmark/timeline.py --methods ours decent-dp --size 40
 
 Runs methods of `step_time.py` in the network lab and records two things on one clock: what the
 training thread of each rank is in (ranges of torch's profiler), and the bytes on each link, read

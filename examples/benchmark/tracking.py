@@ -98,7 +98,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--topologies", nargs="+", default=["ring", "one-peer-exp"])
     parser.add_argument("--bases", nargs="+", choices=list(BASES), default=list(BASES))
-    parser.add_argument("--methods", nargs="+", help="names of rows; all by default")
+    rows = sorted({name for base in BASES.values() for name in base.rows()})
+    text = f"all by default, of: {'; '.join(rows)}"
+    parser.add_argument("--methods", nargs="+", choices=rows, metavar="ROW", help=text)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--lrs", type=float, nargs="+", help="in place of four for each base")
     parser.add_argument("--epochs", type=int, default=20)
