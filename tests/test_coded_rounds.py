@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -452,6 +453,44 @@ def test_references_follow_parameters_into_other_buckets() -> None:
 
     # A reference of zeros would round the values themselves: by hundredths, where ranks differ.
     assert max(run_threads(2, main)) < 1e-9
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("rebuilds", [False, True])
+def test_a_run_resumes_bit_for_bit_from_a_checkpoint_behind_new_buckets(
+    rebuilds: bool, views: bool
+) -> None:
+    """The round in flight still moves the references of the old ones."""
+    saved: dict[int, list[Any]] = {}
+
+    def train(rank: int, group: dist.ProcessGroup, resumes: bool) -> Tensor:
+        # One without elements has no address in a view.
+        params = [*make_params(seed=rank), torch.zeros(0, dtype=torch.float64, requires_grad=True)]
+        optimizer = wrap(
+            params, group, Case("ring", 2), comm_dtype=torch.int8, param_as_bucket_view=views
+        )
+        stop = 5
+        for step in range(stop if resumes else 0, stop + 3):
+            if step == stop:
+                if rebuilds:
+                    optimizer.rebuild_buckets()
+                if resumes:
+                    with torch.no_grad():
+                        torch._foreach_copy_(params, saved[rank][0])
+                    optimizer.load_state_dict(saved[rank][1])
+                else:
+                    saved[rank] = copy.deepcopy(
+                        [[param.detach() for param in params], optimizer.state_dict()]
+                    )
+            draw_gradients(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(params)
+
+    whole = run_threads(2, partial(train, resumes=False))
+    for one, other in zip(run_threads(2, partial(train, resumes=True)), whole, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(whole[0][:4], saved[0][0][0].flatten()[:4])
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)

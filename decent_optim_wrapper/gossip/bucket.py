@@ -267,7 +267,10 @@ class Bucket:
             return flat.views
         start, first = self._storage.data.data_ptr(), flat.data.storage_offset()
         reals = [as_real(member) for member in self._members]
-        offsets = [(real.data_ptr() - start) // real.itemsize for real in reals]
+        # A tensor without elements has no address.
+        offsets = [
+            (real.data_ptr() - start) // real.itemsize if real.numel() else 0 for real in reals
+        ]
         return [
             flat.data.as_strided(real.shape, real.stride(), first + offset)
             for real, offset in zip(reals, offsets, strict=True)

@@ -45,6 +45,8 @@ class Edge:
         # How many rounds have been coded: two ranks with different numbers decode garbage.
         self.meetings = 0
         self._vectors: dict[Bucket, Tensor] = {}
+        # Those that a round in flight will still move, of buckets that were replaced since.
+        self._replaced: dict[Bucket, Tensor] = {}
 
     def reference(self, bucket: Bucket) -> Tensor | None:
         """The reference of a bucket; None if its values themselves are coded."""
@@ -74,7 +76,7 @@ class Edge:
 
     def fill(self, buckets: Sequence[Bucket], parts: Mapping[Tensor, Tensor]) -> None:
         """Replace all references by these, for these buckets; the others start at zero."""
-        self._vectors = {}
+        self._vectors, self._replaced = {}, {}
         for bucket in buckets:
             if any(member in parts for member in bucket.members):
                 vector = self.reference(bucket)
@@ -82,6 +84,26 @@ class Edge:
                 for member, part in zip(bucket.members, own, strict=False):
                     if member in parts:
                         part.copy_(parts[member])
+
+    def replan(self, buckets: Sequence[Bucket], in_flight: bool) -> None:
+        """Keep what is known of the parameters when their buckets are replaced.
+
+        Args:
+            buckets: the new ones.
+            in_flight: whether a round with the old ones is still to be mixed.
+        """
+        old = self._vectors
+        self.fill(buckets, self.parts())
+        self._replaced = old if in_flight else {}
+
+    def settle(self, bucket: Bucket) -> None:
+        """Take over what the mixing of a bucket has moved that was replaced in flight."""
+        vector = self._replaced.pop(bucket, None)
+        if vector is not None:
+            parts, moved = self.parts(), bucket.parts(bucket.view(vector))
+            for member, part in zip(bucket.members, moved, strict=True):
+                if member in parts:
+                    parts[member].copy_(part)
 
 
 class References:
@@ -141,10 +163,10 @@ class References:
             edge.fill(buckets, params)
 
     @torch.no_grad()
-    def replan(self, buckets: Sequence[Bucket]) -> None:
-        """Keep what is known of the parameters when their buckets are replaced."""
+    def replan(self, buckets: Sequence[Bucket], in_flight: bool) -> None:
+        """As `Edge.replan`."""
         for edge in self.edges.values():
-            edge.fill(buckets, edge.parts())
+            edge.replan(buckets, in_flight)
 
 
 def referring(buckets: Iterable[Bucket]) -> set[Tensor]:
