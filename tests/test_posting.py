@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from decent_optim_wrapper.comm.streams import InOrder
 from decent_optim_wrapper.gossip import bucket as buckets
 from decent_optim_wrapper.gossip import coded, storage
 from decent_optim_wrapper.gossip.bucket import Bucket
+from decent_optim_wrapper.gossip.timing import SpareTime
 
 FORMS: dict[str, dict[str, Any]] = {
     "pair": {"topology": "ring"},
@@ -268,8 +271,10 @@ def test_what_a_thread_still_codes_is_dropped_and_saved_as_what_was_coded_at_onc
 
     expected = run_threads(4, main)
     encode, draws = Codec.encode, random.Random(0)
+    threads: list[str] = []
 
     def encode_late(self: Codec, *args: Any) -> None:
+        threads.append(threading.current_thread().name)
         time.sleep(draws.choice((0.0, 0.002, 0.01)))
         encode(self, *args)
 
@@ -278,8 +283,169 @@ def test_what_a_thread_still_codes_is_dropped_and_saved_as_what_was_coded_at_onc
         assert torch.equal(one, other)
     numel = len(flatten(make_params()))
     rows = torch.split(expected[0], numel)
+    # With estimates, and where the step waits for its own round, nobody has time.
+    assert ("decent-background" in threads) == (form not in ("tracking", "whole"))
     assert torch.equal(rows[4], rows[6])
     assert not torch.equal(rows[3], rows[4])
+
+
+def make_coded(group: dist.ProcessGroup, timeout: float) -> tuple[DecentOptimWrapper, list[Tensor]]:
+    params = make_params(dtype=torch.float32)
+    wrapper = DecentOptimWrapper(
+        sgd(params),
+        process_group=group,
+        bucket_cap_mb=TINY_CAP_MB,
+        topology="ring",
+        comm_dtype=torch.int8,
+        timeout=timeout,
+    )
+    assert len(wrapper.buckets) > 1
+    return wrapper, params
+
+
+def patch_encode(monkeypatch: pytest.MonkeyPatch, run: Callable[[], None]) -> None:
+    """Run this before every coding on another thread."""
+    encode = Codec.encode
+
+    def patched(self: Codec, *args: Any) -> None:
+        if threading.current_thread().name == "decent-background":
+            run()
+        encode(self, *args)
+
+    monkeypatch.setattr(Codec, "encode", patched)
+
+
+def test_what_fails_in_the_coding_of_a_rank_is_its_own_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failing: list[bool] = []
+
+    def fail() -> None:
+        if failing and failing.pop():
+            raise ValueError("no memory for codes")
+
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        wrapper, params = make_coded(group, timeout=60.0)
+        for step in range(10):
+            backward(params, rank, step)
+            if (rank, step) == (0, 3):
+                failing.append(True)
+            try:
+                wrapper.step()
+            except (ValueError, PeerError) as error:
+                return f"{type(error).__name__}: {error}"
+        raise AssertionError("nothing has failed")
+
+    patch_encode(monkeypatch, fail)
+    own, peer = sorted(run_threads(2, main), reverse=True)
+    assert own == "ValueError: no memory for codes"
+    assert peer.startswith("PeerError")
+    assert "ValueError: no memory for codes" in peer
+
+
+def test_a_collective_does_not_wait_longer_for_codes_than_for_a_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on = threading.Event()
+
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        wrapper, params = make_coded(group, timeout=1.0)
+        backward(params, rank, 0)
+        wrapper.step()
+        try:
+            wrapper.all_gather(torch.zeros(1))
+        except PeerError as error:
+            return str(error)
+        finally:
+            go_on.set()
+        raise AssertionError("the codes have never come")
+
+    def wait() -> None:
+        go_on.wait(60)
+
+    patch_encode(monkeypatch, wait)
+    assert any("no answer within 0:00:01" in text for text in run_threads(2, main))
+
+
+def test_a_round_that_is_given_up_is_not_coded_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped: list[int] = []
+    drop = InOrder.drop
+
+    def noted(self: InOrder) -> None:
+        drop(self)
+        dropped.append(1)
+
+    def main(rank: int, group: dist.ProcessGroup) -> bool:
+        wrapper, params = make_coded(group, timeout=5.0)
+        for step in range(20 if rank == 0 else 3):
+            backward(params, rank, step)
+            try:
+                wrapper.step()
+            except PeerError:
+                return bool(dropped)
+        return rank == 1
+
+    monkeypatch.setattr(InOrder, "drop", noted)
+    assert all(run_threads(2, main))
+
+
+def test_a_wrapper_that_is_collected_by_the_thread_that_codes_still_sends_its_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dropped = threading.Event()
+
+    def main(rank: int, group: dist.ProcessGroup) -> bool:
+        wrapper, params = make_coded(group, timeout=20.0)
+        for step in range(4):
+            backward(params, rank, step)
+            wrapper.step()
+        if rank == 1:
+            # Raises if the round of the other rank does not come.
+            wrapper.synchronize()
+            return True
+        cycle: list[Any] = [wrapper]
+        cycle.append(cycle)
+        del wrapper, cycle
+        dropped.set()
+        return True
+
+    def collect() -> None:
+        if dropped.wait(0.3):
+            gc.collect()
+
+    patch_encode(monkeypatch, collect)
+    monkeypatch.setattr(SpareTime, "begin_round", lambda self: True)
+    assert run_threads(2, main) == [True, True]
+
+
+def test_rounds_leave_at_once_for_longer_and_longer_after_one_was_waited_for() -> None:
+    spare = SpareTime()
+    held: list[int] = []
+    for step in range(40):
+        if spare.begin_round():
+            held.append(step)
+            spare.note(0.02 if step else 0.001)
+    assert held == [0, 1, 10, 27]
+
+
+def test_a_drop_does_not_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    began, go_on = threading.Event(), threading.Event()
+
+    class Stuck:
+        def synchronize(self) -> None:
+            began.set()
+            go_on.wait(60)
+
+    monkeypatch.setattr(streams, "mark", lambda device: Stuck())
+    posting = InOrder()
+    posting.add(lambda: done.append(0), torch.device("cpu"))
+    assert began.wait(60)
+    posting.drop()
+    assert not posting.is_over
+    go_on.set()
+    posting.future.result(60)
+    assert not done
 
 
 def test_a_drop_waits_for_the_action_that_has_begun_and_runs_no_other() -> None:
@@ -298,4 +464,5 @@ def test_a_drop_waits_for_the_action_that_has_begun_and_runs_no_other() -> None:
     threading.Timer(0.05, go_on.set).start()
     posting.drop()
     assert done == [0]
-    assert posting.is_over
+    posting.future.result(60)
+    assert done == [0]

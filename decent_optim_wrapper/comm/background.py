@@ -16,6 +16,14 @@ _LOOK_SECONDS = 0.05
 _LONGEST_LOOK_SECONDS = 0.25
 
 
+_here = threading.local()
+
+
+def is_background() -> bool:
+    """Whether this thread was started by `in_background`."""
+    return getattr(_here, "is_background", False)
+
+
 def in_background(action: Callable[[], Result]) -> Future[Result]:
     """Run an action on a daemon thread, which does not hold up the end of the process."""
     future: Future[Result] = Future()
@@ -74,6 +82,7 @@ def within(
 
 
 def _run(future: Future[Result], action: Callable[[], Result]) -> None:
+    _here.is_background = True
     try:
         future.set_result(action())
     except BaseException as error:

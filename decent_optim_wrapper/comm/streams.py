@@ -1,11 +1,12 @@
-"""What the host does for a GPU without waiting for it; on the CPU, the same at once."""
+"""What the host does later, or for a GPU without waiting for it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -78,7 +79,7 @@ class LateValues:
 
 
 class InOrder:
-    """Runs actions one after the other on a thread of its own, each behind work of a GPU.
+    """Runs actions one after the other on a thread of its own, if need be behind work of a GPU.
 
     The first one that fails is the last.
     """
@@ -86,6 +87,8 @@ class InOrder:
     def __init__(self) -> None:
         self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._dropped = False
+        # Held while an action runs, but not while it waits for the GPU.
+        self._acting = threading.Lock()
         self._thread: int | None = None
         # Done when the last action is.
         self.future: Future[None] = in_background(self._run)
@@ -117,26 +120,32 @@ class InOrder:
         def run() -> None:
             if packed is not None:
                 packed.synchronize()
-            action()
+            self._act(action)
 
         self._actions.put(run)
 
     def end(self, last: Callable[[], None] | None = None) -> None:
         """Accept no more actions, and run this one at the end."""
         if last is not None:
-            self._actions.put(last)
+            self._actions.put(partial(self._act, last))
         self._actions.put(None)
 
     def drop(self) -> None:
-        """Run no more actions, and wait for the one that has begun."""
+        """Run no more actions, and wait for the one that has begun, but for no GPU."""
         self._dropped = True
         self.end()
-        wait([self.future])
+        with self._acting:
+            pass
 
     def _run(self) -> None:
         self._thread = threading.get_ident()
         while (action := self._actions.get()) is not None and not self._dropped:
             action()
+
+    def _act(self, action: Callable[[], None]) -> None:
+        with self._acting:
+            if not self._dropped:
+                action()
 
 
 def mark(device: torch.device) -> torch.cuda.Event:

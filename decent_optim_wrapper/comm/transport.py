@@ -196,8 +196,8 @@ class Transport:
         # Small messages travel on the CPU. A world without a backend for it is replaced when it is
         # first used.
         self._connects_cpu = world is None or serves(world, CPU)
-        # Posts what a GPU still packs. Collectives must wait for it: those of one communicator come
-        # in the same order on all ranks.
+        # Posts what is still packed or coded. Collectives must wait for it: those of one
+        # communicator come in the same order on all ranks.
         self.posting: InOrder | None = None
         # By type of device: a backend tells slowly.
         self._coalescing: dict[str, bool] = {}
@@ -312,16 +312,24 @@ class Transport:
         Raises:
             WireError: a peer is gone, or the wait timed out.
         """
+        self.wait_for_any(ongoing, other)
+        try:
+            if ongoing.is_over:
+                ongoing.future.result()
+        except RuntimeError as error:
+            raise WireError(str(error)) from error
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def wait_for_any(self, ongoing: Ongoing, other: Ongoing | None = None) -> None:
+        """As `finish`, without asking whether it has failed."""
         futures = [each.future for each in (ongoing, other) if each is not None]
         try:
             wait_for_any(futures, self._timeout.total_seconds(), self._peer_lost)
-            if ongoing.is_over:
-                ongoing.future.result()
         except TimeoutError as error:
             silent = self._peer_lost is None or not self._peer_lost()
             raise WireError(f"no answer within {self._timeout}", silent) from error
-        except RuntimeError as error:
-            raise WireError(str(error)) from error
         except BaseException as error:
             self.fail(error)
             raise
@@ -602,12 +610,14 @@ class Transport:
 
     def _for_collective(self) -> Any:
         """The communicator of all ranks, once nothing else is being posted there."""
-        posting, self.posting = self.posting, None
-        if posting is not None and posting.runs_here:
-            self.posting = posting
-        elif posting is not None:
+        posting = self.posting
+        if posting is not None and not posting.runs_here:
+            self.posting = None
             # Whether it has failed is told by the round.
-            wait_for_any([posting.future], self._timeout.total_seconds(), self._peer_lost)
+            try:
+                self.wait_for_any(posting)
+            except WireError as error:
+                raise self._lost_in_collective(self._others, error) from error
         return self._communicator()
 
     def _raise_closed(self, closed: _Closed) -> NoReturn:
@@ -622,8 +632,11 @@ class Transport:
         try:
             self.wait([work])
         except WireError as error:
-            peers = tuple(rank for rank in range(self.world_size) if rank != self.rank)
-            raise self._lost_in_collective(peers, error) from error
+            raise self._lost_in_collective(self._others, error) from error
+
+    @property
+    def _others(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.world_size) if rank != self.rank)
 
     def _lost_in_collective(self, suspects: tuple[int, ...], error: WireError) -> PeerError:
         loss = self.lose(suspects, error.silent)

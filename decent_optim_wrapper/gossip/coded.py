@@ -67,7 +67,7 @@ class CodedExchange(Exchange):
 
     @property
     def codes_late(self) -> bool:
-        """Whether `post` codes the values: on the CPU."""
+        """Whether the values are coded in `post`, as they are on the CPU."""
         return self.device.type == "cpu"
 
     def _encode(self) -> None:
@@ -96,6 +96,8 @@ class CodedExchange(Exchange):
             self._bucket.absorb_(self._absolute(self._means(present)), None)
         elif present > 1:
             self._bucket.absorb_(self._changes(present), self._weight * rate)
+            if self._wire.edge is not None:
+                self._wire.edge.settle(self._bucket)
 
     def mix_usable(self, rate: float, usable: Usable) -> None:
         """Mix in what has arrived if the values of both are finite, which only the GPU knows.

@@ -108,7 +108,7 @@ class Exchange(ABC):
 
     @property
     def codes_late(self) -> bool:
-        """Whether `post` codes the values, which takes long."""
+        """Whether the values are coded in `post`, which then takes long."""
         return False
 
     @property
@@ -123,7 +123,9 @@ class Exchange(ABC):
 
     @abstractmethod
     def post(self) -> None:
-        """Check the values and start the exchange; on the CPU, once they are there.
+        """Check the values and start the exchange.
+
+        Values that travel over the CPU are there already.
 
         Raises:
             WireError: the connection is closed already.

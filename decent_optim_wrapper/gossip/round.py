@@ -134,9 +134,14 @@ class Round:
     def hold_back(self) -> None:
         """Let a thread code all buckets but the first, once the round is sealed.
 
-        For buckets that are posted one right after the other, if the wire has time to spare.
+        For buckets that are posted one right after the other.
         """
         self._holds_back = True
+
+    @property
+    def was_held_back(self) -> bool:
+        """Whether `hold_back` was called."""
+        return self._holds_back
 
     def post(
         self,
@@ -187,12 +192,13 @@ class Round:
             self._failure, self._failed_bucket = error, exchange.position
 
     def seal(self) -> None:
-        """Tell the group which buckets had finite values, once all are posted."""
+        """Post what was held back, and then tell the group which buckets had finite values."""
         if self._held_back:
             self._posting = self._posting or InOrder()
             self._transport.posting = self._posting
             for exchange in self._held_back:
                 self._posting.add(partial(self._start, exchange))
+            self._held_back = []
         if self._posting is None:
             self._send_flags()
         else:
@@ -350,10 +356,11 @@ class Round:
         return self._rules.identical.rounds_left > 0 and self._size > 1
 
     def abandon(self) -> None:
-        """Drop everything on the wire without waiting for it."""
+        """Drop everything on the wire without waiting for the peers."""
         if self._posting is not None:
-            # What it still codes would otherwise be read from, and written to, memory of others.
+            # What a thread still codes lies in memory that the next round uses.
             self._posting.drop()
+        self._held_back = []
         self._unmixed.clear()
         self._exchanges.clear()
         self._posted.clear()
@@ -438,15 +445,27 @@ class Round:
         return self._arrival.is_over
 
     def _wait_for_posting(self) -> None:
-        if self._posting is not None and not self._posting.ended_well:
-            self._wait_for_arrival(self._posting)
+        """Wait until everything is on the wire.
 
-    def _wait_for_arrival(self, ongoing: Ongoing, other: Ongoing | None = None) -> None:
+        Raises:
+            PeerError: that took too long, or a peer was lost.
+            Exception: what has failed on the thread, unless that was the wire: an error of this
+                rank, as if it had posted here.
+        """
+        if self._posting is None or self._posting.ended_well:
+            return
+        try:
+            self._transport.wait_for_any(self._posting)
+        except WireError as error:
+            raise self._lost(0, self._peers, error.silent) from error
+        self._posting.future.result()
+
+    def _wait_for_arrival(self, ongoing: Arrival, other: Ongoing | None = None) -> None:
         try:
             self._transport.finish(ongoing, other)
         except WireError as error:
             lost = _Wait([], 0, self._peers)
-            if self._watched and isinstance(ongoing, Arrival):
+            if self._watched:
                 # The last work may have ended since the wait was given up.
                 lost = self._watched[min(ongoing.finished, len(self._watched) - 1)]
             raise self._lost(lost.bucket, lost.suspects, error.silent) from error

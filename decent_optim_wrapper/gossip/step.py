@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -32,6 +33,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 
+from decent_optim_wrapper.comm.background import in_background, is_background
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.average import WorldAverage
@@ -46,15 +48,13 @@ from decent_optim_wrapper.gossip.references import Meetings
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.round import Round, Rules
 from decent_optim_wrapper.gossip.schedule import Cadence, Kind, RoundPlan, Session
-from decent_optim_wrapper.gossip.timing import Meter
+from decent_optim_wrapper.gossip.timing import Meter, SpareTime
 from decent_optim_wrapper.gossip.tracking import Tracking
 
 Result = TypeVar("Result")
 
 # How long a wrapper that is dropped waits for peers that still have to launch its last round.
 _CLOSE_TIMEOUT = timedelta(seconds=5)
-# A round that lets a step wait no longer than this has time to spare on the wire.
-_SHORT_WAIT_SECONDS = 0.01
 
 
 class Step:
@@ -101,7 +101,7 @@ class Step:
                 if bucket not in self.buckets:
                     self._gossip.mix(self._arrived, bucket)
         self._launched = self._gossip.begin_round()
-        if self._launched and not self._in_backward and self._gossip.has_time:
+        if self._launched and not self._in_backward and self._gossip.has_time():
             self._launched.hold_back()
 
     def advance(self, buckets: Sequence[Bucket], update: Callable[[], Result]) -> Result:
@@ -221,6 +221,7 @@ class Rounds:
         self._overlap = overlap
         self.post_mix = post_mix
         self._companions = tuple(companions)
+        self._spare_time = SpareTime()
         # Set if ranks may be lost and come back.
         self.members: Members | None = None
         self._buckets: tuple[Bucket, ...] = ()
@@ -270,7 +271,7 @@ class Rounds:
         self._buckets = tuple(buckets)
         for companion in self._companions:
             companion.plan(self._buckets)
-        self.session.references.replan(self._buckets)
+        self.session.references.replan(self._buckets, self.in_flight is not None)
         for index, bucket in enumerate(buckets):
             logger.info(
                 "rank {} bucket {}: {!r}", self.session.transport.initial_rank, index, bucket
@@ -319,11 +320,10 @@ class Rounds:
         """All parameters of the base, in the order of its groups."""
         return self._local_update.params
 
-    @property
     def has_time(self) -> bool:
-        """Whether the round of this step may leave later: the last one was not waited for."""
-        # The slowest rank waits for nobody, but the others for it: soon, if twice as much travels.
-        return not self._companions and self.meter.wait.seconds < _SHORT_WAIT_SECONDS
+        """Whether the round of this step may leave later; ask once in a step."""
+        # With companions twice as much travels, and the wire soon has no time to spare.
+        return self._overlap and not self._companions and self._spare_time.begin_round()
 
     def check_idle(self) -> None:
         """Check that a state may be loaded.
@@ -660,7 +660,10 @@ class Rounds:
         """
         flying, self._connected.in_flight = self._connected.in_flight, None
         if flying is not None:
+            before = self.meter.wait.seconds
             flying.receive()
+            if flying.was_held_back:
+                self._spare_time.note(self.meter.wait.seconds - before)
         return flying
 
     def round_of(self, call: Call, plan: RoundPlan) -> Round:
@@ -671,7 +674,16 @@ class Rounds:
 
 
 def _close(connected: _Connected) -> None:
-    """Wait for a round in flight, which nobody will mix, and release the process group.
+    """Wait for a round in flight, which nobody will mix, and release the process group."""
+    if is_background():
+        # The garbage collector runs on any thread, also on one that this would wait for.
+        in_background(partial(_end, connected))
+    else:
+        _end(connected)
+
+
+def _end(connected: _Connected) -> None:
+    """As `_close`.
 
     The peers launch the same round sooner or later, unless they are gone. A script that ends, or a
     wrapper that is replaced, does not wait for them as long as a step would.

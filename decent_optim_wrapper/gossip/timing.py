@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.profiler import record_function
 
+# A wait that counts as none.
+_SHORT_WAIT_SECONDS = 0.01
+_MOST_AT_ONCE = 1024
+
 
 class StepStats(NamedTuple):
     """Bytes, seconds and counts of the last `step()` on this rank.
@@ -18,8 +22,8 @@ class StepStats(NamedTuple):
     Args:
         bytes_sent: bytes sent; for an all-reduce, those of a ring.
         wait_seconds: waiting for communication that was not hidden.
-        mix_seconds: mixing what has arrived, and packing what is sent. On the CPU, codes of int8
-            and int4 are made by another thread, whose time is not counted.
+        mix_seconds: mixing what has arrived, and packing and coding what is sent, unless another
+            thread codes it.
         update_seconds: the base optimizer's local update.
         buckets: number of buckets.
         rounds: number of rounds so far, idle ones included.
@@ -60,6 +64,25 @@ class Clock:
     def __exit__(self, *error: Any) -> None:
         self.seconds += perf_counter() - self._start
         self._range.__exit__(*error)
+
+
+class SpareTime:
+    """Finds out whether rounds may leave later without a step that waits for them."""
+
+    def __init__(self) -> None:
+        # Rounds that leave at once, before another one is tried; twice as many after each failure.
+        self._at_once = 0
+        self._next = 8
+
+    def begin_round(self) -> bool:
+        """Whether this round may leave later."""
+        self._at_once -= 1
+        return self._at_once < 0
+
+    def note(self, wait: float) -> None:
+        """Take note of how many seconds a step has waited for a round that has left later."""
+        if wait > _SHORT_WAIT_SECONDS:
+            self._at_once, self._next = self._next, min(2 * self._next, _MOST_AT_ONCE)
 
 
 class Meter:
