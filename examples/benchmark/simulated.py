@@ -46,6 +46,7 @@ METHODS = {
     "ours, bf16": Method(bytes_share=0.5),
     "ours, bf16, views": Method(bytes_share=0.5),
     "ours, int8": Method(bytes_share=INT8),
+    "ours, int8, views": Method(bytes_share=INT8),
     "ours, int4": Method(bytes_share=INT8 / 2),
     "ours, tracking": Method(bytes_share=2.0),
     "ours, tracking, int8": Method(bytes_share=2 * INT8),
