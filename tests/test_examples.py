@@ -180,8 +180,8 @@ def test_the_benchmarks_run_without_a_network_lab(tmp_path: Path) -> None:
 def test_tracking_is_compared_with_ddp_for_every_base(tmp_path: Path) -> None:
     script = EXAMPLES / "benchmark" / "tracking.py"
     small = ("--world-sizes", "4", "--topologies", "ring", "--epochs", "1")
-    one = ("--bases", "SGD", "--methods", "DDP", "--seeds", "0", "1", "--lrs", "0.001", "0.1")
-    assert "| 0.1 |" in run_script(script, *small, *one, cwd=tmp_path)
+    one = ("--bases", "SGD", "--methods", "DDP", "--seeds", "0", "1", "--lrs", "1e-6", "0.02")
+    assert "| 0.02 |" in run_script(script, *small, *one, cwd=tmp_path)
     out = run_script(script, *small, "--seeds", "0", "--lrs", "0.01", cwd=tmp_path)
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines()]
     sent = {(row[0], row[3]): float(row[-1]) for row in cells[2:]}

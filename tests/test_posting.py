@@ -304,8 +304,9 @@ def make_coded(group: dist.ProcessGroup, timeout: float) -> tuple[DecentOptimWra
 
 
 def patch_encode(monkeypatch: pytest.MonkeyPatch, run: Callable[[], None]) -> None:
-    """Run this before every coding on another thread."""
+    """Run this before every coding on another thread, which has time also on a busy machine."""
     encode = Codec.encode
+    monkeypatch.setattr(SpareTime, "begin_round", lambda self: True)
 
     def patched(self: Codec, *args: Any) -> None:
         if threading.current_thread().name == "decent-background":
@@ -349,7 +350,7 @@ def test_a_collective_does_not_wait_longer_for_codes_than_for_a_peer(
     go_on = threading.Event()
 
     def main(rank: int, group: dist.ProcessGroup) -> str:
-        wrapper, params = make_coded(group, timeout=1.0)
+        wrapper, params = make_coded(group, timeout=5.0)
         backward(params, rank, 0)
         wrapper.step()
         try:
@@ -364,7 +365,7 @@ def test_a_collective_does_not_wait_longer_for_codes_than_for_a_peer(
         go_on.wait(60)
 
     patch_encode(monkeypatch, wait)
-    assert any("no answer within 0:00:01" in text for text in run_threads(2, main))
+    assert any("no answer within 0:00:05" in text for text in run_threads(2, main))
 
 
 def test_a_round_that_is_given_up_is_not_coded_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,6 +387,7 @@ def test_a_round_that_is_given_up_is_not_coded_any_more(monkeypatch: pytest.Monk
         return rank == 1
 
     monkeypatch.setattr(InOrder, "drop", noted)
+    monkeypatch.setattr(SpareTime, "begin_round", lambda self: True)
     assert all(run_threads(2, main))
 
 
@@ -414,7 +416,6 @@ def test_a_wrapper_that_is_collected_by_the_thread_that_codes_still_sends_its_ro
             gc.collect()
 
     patch_encode(monkeypatch, collect)
-    monkeypatch.setattr(SpareTime, "begin_round", lambda self: True)
     assert run_threads(2, main) == [True, True]
 
 
