@@ -241,19 +241,28 @@ CODED: dict[str, dict[str, Any]] = {
 }
 
 
+def make_coded(
+    group: dist.ProcessGroup, topology: str = "ring", **options: Any
+) -> tuple[DecentOptimWrapper, list[Tensor]]:
+    params = make_params(dtype=torch.float32)
+    wrapper = DecentOptimWrapper(
+        sgd(params),
+        process_group=group,
+        bucket_cap_mb=TINY_CAP_MB,
+        topology=topology,
+        comm_dtype=torch.int8,
+        **options,
+    )
+    assert len(wrapper.buckets) > 1
+    return wrapper, params
+
+
 @pytest.mark.parametrize("form", CODED)
 def test_what_a_thread_still_codes_is_dropped_and_saved_as_what_was_coded_at_once(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
-        params = make_params(dtype=torch.float32)
-        wrapper = DecentOptimWrapper(
-            sgd(params),
-            process_group=group,
-            bucket_cap_mb=TINY_CAP_MB,
-            comm_dtype=torch.int8,
-            **CODED[form],
-        )
+        wrapper, params = make_coded(group, **CODED[form])
         rows, saved, at = [], copy.deepcopy(wrapper.state_dict()), params
         for step in (0, 1, 2, 3, 4, 3, 4, 5):
             backward(params, rank, step)
@@ -289,24 +298,15 @@ def test_what_a_thread_still_codes_is_dropped_and_saved_as_what_was_coded_at_onc
     assert not torch.equal(rows[3], rows[4])
 
 
-def make_coded(group: dist.ProcessGroup, timeout: float) -> tuple[DecentOptimWrapper, list[Tensor]]:
-    params = make_params(dtype=torch.float32)
-    wrapper = DecentOptimWrapper(
-        sgd(params),
-        process_group=group,
-        bucket_cap_mb=TINY_CAP_MB,
-        topology="ring",
-        comm_dtype=torch.int8,
-        timeout=timeout,
-    )
-    assert len(wrapper.buckets) > 1
-    return wrapper, params
+@pytest.fixture
+def spare_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds are coded by a thread also on a busy machine, where they are waited for."""
+    monkeypatch.setattr(SpareTime, "begin_round", lambda self: True)
 
 
 def patch_encode(monkeypatch: pytest.MonkeyPatch, run: Callable[[], None]) -> None:
-    """Run this before every coding on another thread, which has time also on a busy machine."""
+    """Run this before every coding on another thread."""
     encode = Codec.encode
-    monkeypatch.setattr(SpareTime, "begin_round", lambda self: True)
 
     def patched(self: Codec, *args: Any) -> None:
         if threading.current_thread().name == "decent-background":
@@ -316,6 +316,7 @@ def patch_encode(monkeypatch: pytest.MonkeyPatch, run: Callable[[], None]) -> No
     monkeypatch.setattr(Codec, "encode", patched)
 
 
+@pytest.mark.usefixtures("spare_time")
 def test_what_fails_in_the_coding_of_a_rank_is_its_own_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -344,6 +345,7 @@ def test_what_fails_in_the_coding_of_a_rank_is_its_own_error(
     assert "ValueError: no memory for codes" in peer
 
 
+@pytest.mark.usefixtures("spare_time")
 def test_a_collective_does_not_wait_longer_for_codes_than_for_a_peer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -368,6 +370,7 @@ def test_a_collective_does_not_wait_longer_for_codes_than_for_a_peer(
     assert any("no answer within 0:00:05" in text for text in run_threads(2, main))
 
 
+@pytest.mark.usefixtures("spare_time")
 def test_a_round_that_is_given_up_is_not_coded_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     dropped: list[int] = []
     drop = InOrder.drop
@@ -387,10 +390,10 @@ def test_a_round_that_is_given_up_is_not_coded_any_more(monkeypatch: pytest.Monk
         return rank == 1
 
     monkeypatch.setattr(InOrder, "drop", noted)
-    monkeypatch.setattr(SpareTime, "begin_round", lambda self: True)
     assert all(run_threads(2, main))
 
 
+@pytest.mark.usefixtures("spare_time")
 def test_a_wrapper_that_is_collected_by_the_thread_that_codes_still_sends_its_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
