@@ -90,7 +90,7 @@ def train_on_threads(row: Row, world_size: int, epochs: int, seed: int) -> list[
     model, store = build_model(), dist.HashStore()
 
     def run(rank: int) -> list[Epoch]:
-        group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(minutes=5))
+        group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(minutes=1))
         return _train(row, epochs, seed, deepcopy(model), group)
 
     with ThreadPoolExecutor(world_size) as pool:
