@@ -24,18 +24,26 @@ from decent_optim_wrapper import DecentOptimWrapper, Schedule
 from decent_optim_wrapper.comm.process_groups import abort, backend_of, new_communicator
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
+from decent_optim_wrapper.gossip import identical_ranks
 
 NCCL = "cpu:gloo,cuda:nccl"
 # Four parameters of 4,000 bytes fit into a bucket.
 CAP_MB = 0.016
 PARAMETERS = 8
 BUCKETS = 2
-# Steps after which nothing is compared any more to find ranks that are the same.
-SETTLED = 24
+# Steps after which nothing is compared any more to find ranks that are the same, in half as many
+# rounds, and every kind of round was made.
+SETTLED = 8
 # Calls of a round, whatever the number of its buckets.
 PER_ROUND = 8
 SGD = partial(optim.SGD, lr=0.1, momentum=0.9)
 WAITS = ("read", "copy", "spin", "wait")
+
+
+@pytest.fixture(autouse=True)
+def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identical_ranks, "LONGEST_SEARCH", SETTLED // 2 - 1)
+
 
 FORMS: dict[str, dict[str, Any]] = {
     "copies": {},

@@ -12,7 +12,7 @@ from decent_optim_wrapper.comm.streams import LateValues
 # Rounds of changed parameters that are the same on all ranks before there is a warning.
 _SUSPICIOUS = 3
 # The search ends after these rounds if parameters do not change, as at a learning rate of 0.
-_LONGEST_SEARCH = 20
+LONGEST_SEARCH = 20
 
 
 class IdenticalRanks:
@@ -27,7 +27,7 @@ class IdenticalRanks:
 
     def __init__(self, rank: int) -> None:
         # Number of rounds that are still compared.
-        self.rounds_left = _LONGEST_SEARCH if rank == 0 else 0
+        self.rounds_left = LONGEST_SEARCH if rank == 0 else 0
         self._suspicious = 0
         # Whether each bucket was the same, and a checksum of it as it was sent: in the round
         # before, which the host reads only now, and so far in this one.
