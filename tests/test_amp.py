@@ -94,6 +94,7 @@ def test_gradients_are_unscaled_exactly_once(
         assert (scaled - flat(make_model())).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("mode", MODES)

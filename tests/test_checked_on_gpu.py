@@ -17,6 +17,8 @@ from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, Schedule
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.bucket import Bucket
 
+pytestmark = pytest.mark.slow
+
 FORMS: dict[str, dict[str, Any]] = {
     **MODES,
     **CODED,

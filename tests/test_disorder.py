@@ -234,6 +234,7 @@ AVERAGES: dict[str, Callable[[DecentOptimWrapper], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 @pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize(("world_size", "topology"), [(3, "complete"), (2, "ring")])

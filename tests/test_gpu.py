@@ -26,6 +26,8 @@ from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
 from decent_optim_wrapper.gossip import identical_ranks
 
+pytestmark = pytest.mark.slow
+
 NCCL = "cpu:gloo,cuda:nccl"
 # Four parameters of 4,000 bytes fit into a bucket.
 CAP_MB = 0.016

@@ -290,6 +290,7 @@ def test_a_dropped_wrapper_waits_a_few_seconds_and_leaves_the_users_connections_
     assert 4 < results[0][0] < 15
 
 
+@pytest.mark.slow
 def test_after_a_loss_nothing_takes_this_rank_for_a_world_of_one() -> None:
     stopped = threading.Event()
 

@@ -26,6 +26,8 @@ from decent_optim_wrapper.gossip import coded, storage
 from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.timing import SpareTime
 
+pytestmark = pytest.mark.slow
+
 FORMS: dict[str, dict[str, Any]] = {
     "pair": {"topology": "ring"},
     "views": {"topology": "ring", "param_as_bucket_view": True},

@@ -308,6 +308,7 @@ def check(
     assert (plain - expected).abs().max() > 1e-4, "the schedule made no difference"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "name", "overlap"),
     pairwise(PLANS, {"ring": "ring", "one-peer-exp": "one-peer-exp"}, OVERLAP),

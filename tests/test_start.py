@@ -62,6 +62,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad_rank", [0, 2])
 @pytest.mark.parametrize("case", BAD)
 def test_an_error_of_one_rank_ends_the_start_on_all_of_them(case: str, bad_rank: int) -> None:

@@ -176,6 +176,7 @@ def check(topology: Topology, schedule: Schedule, name: str, overlap: bool, view
     assert (rows - untracked).abs().max() > 1e-3, "tracking made no difference"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:gradient_tracking")
 @pytest.mark.parametrize(("name", "topology"), pairwise({n: n for n in BASES}, TOPOLOGIES))
 def test_follows_the_oracle(name: str, topology: Topology) -> None:
@@ -225,6 +226,7 @@ def test_the_sum_of_the_estimates_is_that_of_the_gradients_in_every_step() -> No
         assert all((history[step][0] - y / 4).abs().max() > 1e-4 for history in histories)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "mode"), pairwise(TOPOLOGIES, {"bf16-views": MODES["bf16-views"], **CODED})
 )

@@ -39,6 +39,7 @@ class Row(NamedTuple):
         mixing_power: the power with which the mixing rate follows the learning rate; None for a
             constant one.
         options: further options of the wrapper.
+        batch: images in a batch of one rank.
         by_digit: shards by digit, or shuffled ones.
         every_epoch: evaluate after each epoch, or only after the last one. An evaluation brings the
             ranks to the same round.
@@ -51,6 +52,7 @@ class Row(NamedTuple):
     decay: bool = False
     mixing_power: float | None = None
     options: dict[str, Any] | None = None
+    batch: int = 16
     by_digit: bool = True
     every_epoch: bool = True
 
@@ -116,12 +118,12 @@ def _train(row: Row, epochs: int, seed: int, model: nn.Module, group: Any) -> li
             process_group=group,
             **(row.options or {}),
         )
-    steps = epochs * -(-len(shard.labels) // 16)
+    steps = epochs * -(-len(shard.labels) // row.batch)
     decay = LambdaLR(base, lambda step: 1 - step / steps if row.decay else 1.0)
     generator = torch.Generator().manual_seed(1000 * seed + group.rank())
     history, traffic = [], torch.zeros(3, dtype=torch.float64)
     for epoch in range(1, epochs + 1):
-        for images, labels in batches(shard, 16, generator):
+        for images, labels in batches(shard, row.batch, generator):
             optimizer.zero_grad()
             cross_entropy(network(images), labels).backward()
             if row.topology is None and network is model:

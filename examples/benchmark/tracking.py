@@ -104,6 +104,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--lrs", type=float, nargs="+", help="in place of four for each base")
     parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=128, help="images of all ranks in a step")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     return parser.parse_args()
 
@@ -165,7 +166,7 @@ def _cells(args: argparse.Namespace) -> Iterator[Cell]:
             for topology in args.topologies if row.topology else [None]:
                 yield Cell(
                     label=f"| {name} | {size} | {topology or 'all'} | {method} |",
-                    row=row._replace(topology=topology),
+                    row=row._replace(topology=topology, batch=max(1, args.batch // size)),
                     lrs=args.lrs or base.lrs,
                     world_size=size,
                 )
