@@ -83,6 +83,7 @@ def parse_arguments() -> argparse.Namespace:
         "--comm-dtype", choices=dtypes, nargs="*", default=["float32"], help="one run for each"
     )
     parser.add_argument("--gradient-tracking", action="store_true")
+    parser.add_argument("--no-overlap", action="store_true", help="finish each round in its step")
     parser.add_argument("--ddp", action="store_true", help="compare with DistributedDataParallel")
     parser.add_argument("--shards", choices=("shuffled", "topics"), default="shuffled")
     parser.add_argument("--inner", choices=("fsdp", "tp", "none"), default="none")
@@ -144,6 +145,7 @@ def wrap(
         topology=args.topology,
         comm_dtype=None if comm_dtype == "float32" else getattr(torch, comm_dtype),
         gradient_tracking=args.gradient_tracking,
+        overlap=not args.no_overlap,
         mesh=mesh,
         gossip_dim="gossip",
         model=model,
@@ -153,7 +155,8 @@ def wrap(
 def name_of(args: argparse.Namespace, comm_dtype: str | None) -> str:
     if comm_dtype is None:
         return "DDP"
-    return f"{args.topology}, {comm_dtype}" + ", tracking" * args.gradient_tracking
+    options = ", tracking" * args.gradient_tracking + ", no overlap" * args.no_overlap
+    return f"{args.topology}, {comm_dtype}{options}"
 
 
 def train(args: argparse.Namespace, device: torch.device, comm_dtype: str | None) -> list[Point]:
