@@ -71,7 +71,10 @@ BASES = {
     "SGD": Base(
         optimizer=partial(torch.optim.SGD, momentum=0.9),
         lrs=(0.02, 0.05, 0.1, 0.2),
-        others=(("QGSGD", Row(optimizer=QGSGD)),),
+        others=(
+            ("QGSGD", Row(optimizer=QGSGD)),
+            ("QGSGD, int8", Row(optimizer=QGSGD, options={"comm_dtype": torch.int8})),
+        ),
     ),
     "AdamW": Base(
         optimizer=AdamW,
@@ -176,7 +179,7 @@ def _line(cell: Cell, lr: float, ends: list[Epoch]) -> str:
     hits = [end.averaged_accuracy for end in ends]
     sent = statistics.mean(end.sent_bytes for end in ends) / MIB
     span = f"{min(hits):.1%} to {max(hits):.1%}"
-    return f"{cell.label} {lr:g} | {statistics.mean(hits):.1%} ({span}) | {sent:.1f} |"
+    return f"{cell.label} {lr:g} | {statistics.mean(hits):.1%} ({span}) | {sent:.2f} |"
 
 
 if __name__ == "__main__":
