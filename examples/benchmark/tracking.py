@@ -73,7 +73,7 @@ BASES = {
         lrs=(0.02, 0.05, 0.1, 0.2),
         others=(
             ("QGSGD", Row(optimizer=QGSGD)),
-            ("QGSGD, int8", Row(optimizer=QGSGD, options={"comm_dtype": torch.int8})),
+            ("QGSGD, int8", _with_dtype(Row(optimizer=QGSGD), torch.int8)),
         ),
     ),
     "AdamW": Base(
