@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import numbers
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 from torch._C._distributed_c10d import Store
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.codec import INT4
-from decent_optim_wrapper.gossip.exchange import OnNonfinite as OnNonfinite
-from decent_optim_wrapper.gossip.outer import MakeOptimizer
+from decent_optim_wrapper.extensions import (
+    GradientTracking,
+    IdenticalRanks,
+    OuterOptimizer,
+    StateAverage,
+    StateGossip,
+)
+from decent_optim_wrapper.extensions.outer_optimizer import MakeOptimizer
+from decent_optim_wrapper.gossip.extension import Extension, Extensions
+from decent_optim_wrapper.gossip.nonfinite import OnNonfinite as OnNonfinite
 from decent_optim_wrapper.gossip.schedule import Cadence, check_mixing_rate
+from decent_optim_wrapper.optim.closures import evaluates_inside_step
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.topo.base import did_you_mean
 
@@ -233,11 +241,6 @@ class Settings:
         is_schedule = isinstance(self.schedule, Schedule)
         _expect(is_schedule, "schedule expects a Schedule", self.schedule)
         self._check_staleness()
-        if self.gradient_tracking and self.on_nonfinite == "skip":
-            raise ValueError(
-                'gradient_tracking=True expects on_nonfinite="raise" or "ignore": with "skip" the '
-                "sum of the estimates would no longer be that of the gradients, for good"
-            )
 
     def _check_staleness(self) -> None:
         """Check that the options work with rounds that travel under several steps."""
@@ -266,6 +269,28 @@ class Settings:
         return [*_lines(self, without="schedule"), *_lines(self.schedule, without="outer")]
 
 
+def build_extensions(settings: Settings, own: Sequence[Extension]) -> Extensions:
+    """The extensions for these settings, and the user's own behind them.
+
+    Raises:
+        TypeError: one of the user's own is no extension.
+        ValueError: two have the same name.
+    """
+    for each in own:
+        _expect(isinstance(each, Extension), "extensions expects instances of Extension", each)
+    schedule = settings.schedule
+    built: list[Extension] = []
+    if settings.gradient_tracking:
+        built.append(GradientTracking())
+    if isinstance(schedule.average_state, tuple):
+        built.append(StateGossip(schedule.average_state))
+    if schedule.outer is not None:
+        built.append(OuterOptimizer(schedule.outer))
+    if schedule.average_state == "average":
+        built.append(StateAverage())
+    return Extensions([*built, *own, IdenticalRanks()])
+
+
 def read_timeout(timeout: Any) -> timedelta | None:
     """The timeout as a timedelta; None stands for that of the process group.
 
@@ -285,13 +310,12 @@ def read_timeout(timeout: Any) -> timedelta | None:
     return timedelta(seconds=float(seconds))
 
 
-def check_base(optimizer: Any, overlap: bool, gradient_tracking: bool = False) -> None:
+def check_base(optimizer: Any, overlap: bool) -> None:
     """Check that the optimizer can be wrapped.
 
     Raises:
         TypeError: it is not an optimizer, or is a wrapper itself.
-        ValueError: it has no parameters, exchanges them itself, or does not work with `overlap` or
-            `gradient_tracking`.
+        ValueError: it has no parameters, exchanges them itself, or does not work with `overlap`.
     """
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DelegatingOptimizer):
         raise TypeError(
@@ -310,34 +334,12 @@ def check_base(optimizer: Any, overlap: bool, gradient_tracking: bool = False) -
             f"{kind.__name__}, with which each rank updates a part of them and broadcasts it; that "
             f"would undo the gossip; wrap the plain optimizer"
         )
-    reason = _reason_against_overlap(optimizer)
+    reason = evaluates_inside_step(optimizer)
     if overlap and reason:
         raise ValueError(
             f"{kind.__name__} {reason}, which does not work with overlap=True: the gradient "
             f"belongs to the parameters before the mixing; pass overlap=False"
         )
-    if gradient_tracking and reason:
-        raise ValueError(
-            f"{kind.__name__} {reason}, which does not work with gradient_tracking=True: the "
-            f"gradient is corrected before the step; pass gradient_tracking=False"
-        )
-
-
-def _reason_against_overlap(optimizer: Optimizer) -> str | None:
-    """What the optimizer does that needs the parameters as they were before the mixing."""
-    kind = type(optimizer)
-    if isinstance(optimizer, LBFGS):
-        return "evaluates its closure several times per step"
-    if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
-        # The interface of SAM (Foret et al., 2021) and its variants.
-        return "evaluates its closure at parameters that it has moved"
-    second_order = bool(getattr(optimizer, "is_second_order", False))
-    if second_order or kind.__name__.lower() == "adahessian":
-        return "differentiates the gradient once more in its step"
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        return "evaluates its closure inside its step"
-    return None
 
 
 def _expect(condition: bool, text: str, value: Any) -> None:

@@ -22,10 +22,13 @@ from decent_optim_wrapper.config import (
     OnNonfinite,
     Schedule,
     Settings,
+    build_extensions,
     check_base,
 )
+from decent_optim_wrapper.extensions import GradientTracking
 from decent_optim_wrapper.gossip.batch_norms import recalibrated
 from decent_optim_wrapper.gossip.bucket import MIB, Bucket
+from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.header import Call
 from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling, apply_update
 from decent_optim_wrapper.gossip.parameters import Named, named_parameters
@@ -117,6 +120,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         gossip_dim: the name of the mesh's dimension along which replicas gossip.
         model: that of the parameters, needed where they are sharded, and by
             `gossip_state_dict()` of an outer optimizer.
+        extensions: instances of `Extension`, which take part in the rounds.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -156,6 +160,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         mesh: DeviceMesh | None = None,
         gossip_dim: str | None = None,
         model: nn.Module | None = None,
+        extensions: Sequence[Extension] = (),
     ) -> None:
         start = Start(
             Arguments(
@@ -181,12 +186,21 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 on_nonfinite=on_nonfinite,
                 schedule=schedule,
             )
-            check_base(optimizer, overlap, gradient_tracking)
+            check_base(optimizer, overlap)
             super().__init__(optimizer)
-            self._local_update = LocalUpdate(optimizer)
+            parts = build_extensions(settings, extensions)
+            self._local_update = LocalUpdate(optimizer, parts)
         self._settings = settings
         self._parts = open_session(
-            self._local_update, optimizer, settings, start, topology, buffers, self._extras, model
+            self._local_update,
+            optimizer,
+            parts,
+            settings,
+            start,
+            topology,
+            buffers,
+            self._extras,
+            model,
         )
         self._gossip = self._parts.gossip
         Joinable.__init__(self)
@@ -227,7 +241,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
         Setting it to False is collective, and frees what it costs; it cannot be set to True again.
         """
-        return self._local_update.tracking is not None
+        return self._tracking is not None
 
     @gradient_tracking.setter
     def gradient_tracking(self, tracks: bool) -> None:
@@ -236,9 +250,16 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 f"rank {self.rank}: gradient_tracking expects False during the training, got "
                 f"{tracks}; pass gradient_tracking=True to the constructor"
             )
-        if not tracks and self.gradient_tracking:
-            self._gossip.meet(Call.STOP_TRACKING, self._gossip.drop_tracking)
+        if not tracks and self._tracking is not None:
+            # A round in flight still mixes what was tracked.
+            drop = partial(self._gossip.extensions.drop, self._tracking)
+            self._gossip.meet(Call.DROP_EXTENSION, drop)
             self._notify_change()
+
+    @property
+    def _tracking(self) -> GradientTracking | None:
+        found = (e for e in self._gossip.extensions.all if isinstance(e, GradientTracking))
+        return next(found, None)
 
     @property
     def rank(self) -> int:
@@ -284,8 +305,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """
         splits = self._local_update.splits
         loss = None
-        evaluates = self._settings.overlap or splits or self._settings.gradient_tracking
-        if closure is not None and evaluates:
+        if closure is not None and (splits or self._evaluates_first):
             try:
                 with torch.enable_grad():
                     loss, closure = closure(), None
@@ -304,6 +324,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             update = partial(self._local_update.whole, closure, self._scaling())
             result = step.advance(step.buckets, update)
         return result if loss is None else loss
+
+    @property
+    def _evaluates_first(self) -> bool:
+        """Whether a closure is evaluated before the base's step."""
+        return self._settings.overlap or self._gossip.extensions.corrects_gradients
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base and gossip its parameters from the next round on.

@@ -24,7 +24,7 @@ from decent_optim_wrapper import DecentOptimWrapper, Schedule
 from decent_optim_wrapper.comm.process_groups import abort, backend_of, new_communicator
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
-from decent_optim_wrapper.gossip import identical_ranks
+from decent_optim_wrapper.extensions import identical_ranks
 
 pytestmark = pytest.mark.slow
 

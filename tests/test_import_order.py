@@ -26,7 +26,8 @@ TESTS = Path(__file__).parent
 # level of the package.
 _COMM = {"topo", "errors"}
 _GOSSIP = {*_COMM, "comm", "optim"}
-_CONFIG = {*_GOSSIP, "gossip"}
+_EXTENSIONS = {*_GOSSIP, "gossip"}
+_CONFIG = {*_EXTENSIONS, "extensions"}
 _MEMBERSHIP = {*_CONFIG, "config"}
 _WRAPPER = {*_MEMBERSHIP, "membership"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -35,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": set(),
     "comm": _COMM,
     "gossip": _GOSSIP,
+    "extensions": _EXTENSIONS,
     "config": _CONFIG,
     "membership": _MEMBERSHIP,
     "utils": {"membership"},

@@ -69,7 +69,7 @@ def test_the_published_arguments_keep_names_and_order() -> None:
         *("optimizer", "rank", "world_size", "local_world_size", "topology", "bucket_cap_mb"),
         *("overlap", "process_group", "buffers", "sync_at_start"),
         *("comm_dtype", "param_as_bucket_view", "gradient_tracking", "timeout", "on_nonfinite"),
-        *("schedule", "elastic", "mesh", "gossip_dim", "model"),
+        *("schedule", "elastic", "mesh", "gossip_dim", "model", "extensions"),
     ]
     wrapper = DecentOptimWrapper(
         optimizer=sgd(make_params()),

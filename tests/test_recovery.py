@@ -71,7 +71,7 @@ def train(
         if optimizer.round % 10 == 0:
             report(f"round {optimizer.round}", optimizer.members)
         time.sleep(STEP)
-    outer = optimizer.state_dict()["gossip"].get("outer")
+    outer = optimizer.state_dict()["gossip"].get("extensions", {}).get("outer_optimizer")
     rate = optimizer.mixing_rate
     optimizer.global_avg(may_revert=False)
     return {

@@ -224,8 +224,12 @@ def outer_of(params: list[Tensor]) -> dict[str, Any]:
         torch.optim.SGD([{"params": params}, {"params": [torch.zeros(2, requires_grad=True)]}]),
         schedule=Schedule(outer=nesterov(0.5)),
     )
-    state: dict[str, Any] = run.state_dict()["gossip"]["outer"]
-    return {name: part[:-1] if isinstance(part, list) else part for name, part in state.items()}
+    state: dict[str, Any] = run.state_dict()["gossip"]["extensions"]
+    return {"outer_optimizer": {"params": state["outer_optimizer"]["params"][:-1]}}
+
+
+def without_settings(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"outer_optimizer": {"params": [{**row, "settings": None} for row in rows]}}
 
 
 BROKEN: dict[str, dict[str, Any]] = {
@@ -238,10 +242,12 @@ BROKEN: dict[str, dict[str, Any]] = {
     "half a round": {"round": 1.5},
     "negative round": {"round": -1},
     "in flight before the first round": {"round": 0, "in_flight": True},
-    "no outer state": {"outer": None},
-    "outer state of fewer parameters": {"outer": outer_of([])},
-    "outer state without the optimizer's": {"outer": {**outer_of(make_params()), "optimizer": {}}},
-    "outer state of other parameters": {"outer": outer_of([torch.zeros(1) for _ in range(5)])},
+    "no outer state": {"extensions": {"outer_optimizer": {}}},
+    "outer state of fewer parameters": {"extensions": outer_of([])},
+    "outer state without the optimizer's": {
+        "extensions": without_settings(outer_of(make_params())["outer_optimizer"]["params"])
+    },
+    "outer state of other parameters": {"extensions": outer_of([torch.zeros(1) for _ in range(5)])},
 }
 
 

@@ -36,7 +36,7 @@ from decent_optim_wrapper import (
     TopologyFactory,
 )
 from decent_optim_wrapper.config import AverageState
-from decent_optim_wrapper.gossip.outer import MakeOptimizer as MakeOuter
+from decent_optim_wrapper.extensions.outer_optimizer import MakeOptimizer as MakeOuter
 from decent_optim_wrapper.optim import mixing_rate_from_lr
 
 STEPS = 10
@@ -261,6 +261,13 @@ def train(
     return flatten(params)
 
 
+def outer_of(optimizer: DecentOptimWrapper) -> list[dict[str, Any]]:
+    """What a checkpoint holds of the outer optimizer."""
+    saved = optimizer.state_dict()["gossip"]["extensions"]["outer_optimizer"]
+    rows: list[dict[str, Any]] = saved["params"]
+    return rows
+
+
 def wrap(
     base: Optimizer,
     group: dist.ProcessGroup | None,
@@ -417,7 +424,7 @@ def test_an_average_that_is_kept_is_where_the_next_outer_step_starts() -> None:
         for _ in range(4):
             optimizer.step()
         optimizer.synchronize()
-        assert optimizer.state_dict()["gossip"]["outer"]["anchors"][0].shape == params[0].shape
+        assert outer_of(optimizer)[0]["anchor"].shape == params[0].shape
         return flatten(params)
 
     # Were the anchors still those of before, the ranks would be pulled apart again.
@@ -646,9 +653,9 @@ def test_parameters_that_are_added_or_unfrozen_get_outer_steps_and_resume(name: 
             backward([p for p in params if p.requires_grad], rank, step)
             optimizer.step()
         optimizer.synchronize()
-        outer = optimizer.state_dict()["gossip"]["outer"]
-        assert all([*outer["started"], *outer["stepped"]])
-        assert len(outer["started"]) == len(params)
+        rows = outer_of(optimizer)
+        assert all(row["started"] and row["stepped"] for row in rows)
+        assert len(rows) == len(params)
         return flatten(params)
 
     whole = run_threads(2, partial(main, stop=None))
@@ -668,4 +675,4 @@ def test_an_outer_state_that_nobody_wants_is_dropped_with_a_warning() -> None:
     finally:
         logger.disable("decent_optim_wrapper")
         logger.remove(sink)
-    assert any("outer optimizer is dropped" in line for line in lines)
+    assert any("the state of outer_optimizer is dropped" in line for line in lines)

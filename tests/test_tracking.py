@@ -195,6 +195,13 @@ def test_schedules_follow_the_oracle(
     check(TOPOLOGIES["ring"], schedule, name, overlap or schedule.staleness > 1, views)
 
 
+def tracked_of(optimizer: DecentOptimWrapper) -> list[dict[str, Any]]:
+    """What a checkpoint holds of each parameter."""
+    saved = optimizer.state_dict()["gossip"]["extensions"]["gradient_tracking"]
+    rows: list[dict[str, Any]] = saved["params"]
+    return rows
+
+
 def sums(rows: Sequence[dict[str, Any]]) -> tuple[Tensor, Tensor]:
     """What a rank adds to the sums of y and of the means."""
     return flatten([row["y"] for row in rows]), flatten([row["mean"] for row in rows])
@@ -215,7 +222,7 @@ def test_the_sum_of_the_estimates_is_that_of_the_gradients_in_every_step() -> No
             vars(optimizer).update(found_inf=overflow, grad_scale=None)
             optimizer.step()
             assert (params[0].grad is None) == ((rank, step) == (1, 2))
-            history.append(sums(optimizer.state_dict()["gossip"]["tracked"]))
+            history.append(sums(tracked_of(optimizer)))
         optimizer.synchronize()
         return history
 
@@ -248,7 +255,7 @@ def test_rounding_on_the_wire_moves_neither_the_mean_nor_the_sum_of_the_correcti
         if optimizer is None:
             return (flatten(params),)
         optimizer.synchronize()
-        return flatten(params), *sums(optimizer.state_dict()["gossip"]["tracked"])
+        return flatten(params), *sums(tracked_of(optimizer))
 
     x, y, means = map(torch.stack, zip(*run_threads(4, partial(main, meets=True)), strict=True))
     (alone,) = map(torch.stack, zip(*run_threads(4, partial(main, meets=False)), strict=True))
@@ -359,9 +366,11 @@ def test_a_checkpoint_without_estimates_starts_them_again() -> None:
             optimizer.step()
         optimizer.synchronize()
         state = optimizer.state_dict()
-        before = flatten([row["y"] for row in state["gossip"].pop("tracked")])
+        before = flatten(
+            [row["y"] for row in state["gossip"]["extensions"].pop("gradient_tracking")["params"]]
+        )
         optimizer.load_state_dict(state)
-        after = [row["y"] for row in optimizer.state_dict()["gossip"]["tracked"]]
+        after = [row["y"] for row in tracked_of(optimizer)]
         return before, flatten(after)
 
     for before, after in run_threads(4, main):
@@ -387,7 +396,7 @@ def test_the_state_of_another_rank_starts_the_estimates_again_on_all_ranks(takes
             backward(params, rank, step)
             optimizer.step()
         optimizer.synchronize()
-        return sums(optimizer.state_dict()["gossip"]["tracked"])
+        return sums(tracked_of(optimizer))
 
     results = run_threads(4, main)
     y, means = (sum(result[k] for result in results) for k in range(2))
@@ -425,11 +434,13 @@ def test_a_checkpoint_of_other_parameters_is_refused() -> None:
     params = make_params()
     optimizer = DecentOptimWrapper(adamw(params), 0, 1, gradient_tracking=True)
     state = optimizer.state_dict()
-    rows = state["gossip"]["tracked"]
+    rows = tracked_of(optimizer)
     others: list[Any] = [[], [{**rows[0], "y": torch.zeros(3)}, *rows[1:]], [{}] * len(rows)]
     for bad in others:
+        tracked = {"gradient_tracking": {"params": bad}}
+        broken = {**state, "gossip": {**state["gossip"], "extensions": tracked}}
         with pytest.raises(ValueError, match="nothing was loaded"):
-            optimizer.load_state_dict({**state, "gossip": {**state["gossip"], "tracked": bad}})
+            optimizer.load_state_dict(broken)
 
 
 def test_added_and_unfrozen_parameters_are_tracked_from_then_on() -> None:
@@ -470,7 +481,7 @@ def test_tracking_that_is_given_up_frees_its_memory_and_trains_on() -> None:
             optimizer.step()
             sent.append(optimizer.stats().bytes_sent)
         optimizer.synchronize()
-        assert "tracked" not in optimizer.state_dict()["gossip"]
+        assert "extensions" not in optimizer.state_dict()["gossip"]
         with pytest.raises(ValueError, match="expects False during the training"):
             optimizer.gradient_tracking = True
         return sent[3], sent[4], flatten(params)
@@ -490,7 +501,7 @@ def test_half_precision_parameters_have_estimates_in_single_precision() -> None:
             optimizer.step()
         optimizer.synchronize()
         assert all(p.dtype == torch.bfloat16 for p in params)
-        return [row["y"].dtype for row in optimizer.state_dict()["gossip"]["tracked"]]
+        return [row["y"].dtype for row in tracked_of(optimizer)]
 
     for dtypes in run_threads(4, main):
         assert set(dtypes) == {torch.float32}
@@ -507,7 +518,7 @@ def test_automatic_rounds_keep_the_sum() -> None:
             optimizer.step()
         optimizer.synchronize()
         assert optimizer.round > 2
-        rows = optimizer.state_dict()["gossip"]["tracked"]
+        rows = tracked_of(optimizer)
         closed = [row["y"] + row["mean"] * row["is_open"] for row in rows]
         return flatten(closed), flatten([row["mean"] for row in rows])
 
@@ -527,7 +538,7 @@ def join(rank: int) -> list[list[float]]:
             backward(params, rank, step)
             optimizer.step()
     optimizer.synchronize()
-    return [row.tolist() for row in sums(optimizer.state_dict()["gossip"]["tracked"])]
+    return [row.tolist() for row in sums(tracked_of(optimizer))]
 
 
 @pytest.mark.slow
@@ -552,7 +563,7 @@ def train_elastic(
         if optimizer.round % 10 == 0:
             report(f"round {optimizer.round}", optimizer.members)
         time.sleep(0.005)
-    rows = optimizer.state_dict()["gossip"]["tracked"]
+    rows = tracked_of(optimizer)
     optimizer.global_avg(may_revert=False)
     return [row.tolist() for row in (*sums(rows), flatten(params))]
 

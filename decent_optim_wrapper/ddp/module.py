@@ -135,11 +135,9 @@ class DecentralizedDataParallel(Module):
             if update_in_backward:
                 raise _not_in_parts(base)
             warnings.warn(f"rank {wrapper.rank}: {_not_in_parts(base)}", stacklevel=2)
-        # Tracked gradients of a rank that skips differ from its own.
-        skips = getattr(base, "_step_supports_amp_scaling", False) and not wrapper.gradient_tracking
         self._stepper = BackwardStepper(
             wrapper,
-            UnscaleAndClip(scaler, float(grad_clip_norm), base if skips else None),
+            UnscaleAndClip(scaler, float(grad_clip_norm), base if wrapper.scales_itself else None),
             self.lr_scheduler,
             update_in_backward is not False,
         )

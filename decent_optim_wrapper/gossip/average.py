@@ -10,8 +10,8 @@ from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.bucket import Bucket, all_finite
+from decent_optim_wrapper.gossip.nonfinite import NonFinitePolicy, nonfinite_error
 from decent_optim_wrapper.gossip.replica import Replica
-from decent_optim_wrapper.gossip.round import Rules, nonfinite_error
 from decent_optim_wrapper.gossip.storage import Flat
 
 
@@ -20,13 +20,13 @@ class WorldAverage:
 
     Args:
         rank: this rank, for errors.
-        rules: what happens to values that are not finite.
+        nonfinite: what happens to values that are not finite.
         extra: buckets of further tensors to average.
     """
 
-    def __init__(self, rank: int, rules: Rules, extra: Iterable[Bucket]) -> None:
+    def __init__(self, rank: int, nonfinite: NonFinitePolicy, extra: Iterable[Bucket]) -> None:
         self._rank = rank
-        self._rules = rules
+        self._nonfinite = nonfinite
         self._extra = tuple(extra)
         # What was before the average that is in place, if it can still be reverted.
         self.snapshot: list[tuple[Bucket, Flat]] | None = None
@@ -54,7 +54,7 @@ class WorldAverage:
             self.revert()
         buckets = [*parameters, *self._extra]
         finite = finite_shares(
-            buckets, transport, self._rules, "global_avg()", "parameters", replica
+            buckets, transport, self._nonfinite, "global_avg()", "parameters", replica
         )
         if may_revert:
             self.snapshot = [(bucket, bucket.pack(bucket.new_flat())) for bucket in buckets]
@@ -100,7 +100,7 @@ class WorldAverage:
 def finite_shares(
     buckets: Sequence[Bucket],
     transport: Transport,
-    rules: Rules,
+    nonfinite: NonFinitePolicy,
     where: str,
     what: str,
     replica: Replica,
@@ -110,16 +110,16 @@ def finite_shares(
     Args:
         buckets: the buckets to average, the same on every rank.
         transport: connects the ranks.
-        rules: what happens to values that are not finite.
+        nonfinite: what happens to values that are not finite.
         where: the name of the average in errors.
         what: the name of the values in errors.
         replica: none of its ranks counts unless the values of all are finite.
 
     Raises:
-        NonFiniteError: on every rank, if a rank has values that are not finite and the rules do not
-            allow it.
+        NonFiniteError: on every rank, if a rank has values that are not finite and the policy does
+            not allow it.
     """
-    if not rules.checks:
+    if not nonfinite.checks:
         return [[True] * transport.world_size for _ in buckets]
     finite = all_finite(buckets)
     if replica.dimensions:
@@ -131,7 +131,7 @@ def finite_shares(
     own = torch.tensor(finite, dtype=torch.uint8, device="cpu")
     told = transport.all_gather(own).bool()
     places = (~told.all(dim=1)).nonzero().flatten().tolist()
-    if places and rules.on_nonfinite == "raise":
+    if places and nonfinite.on_nonfinite == "raise":
         bad = [transport.members[place] for place in places]
         raise nonfinite_error(bad, transport.initial_rank, where, what)
     return told.T.tolist()

@@ -496,6 +496,11 @@ def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...
     return tuple(Bucket(members, layout) for members in filled)
 
 
+def members_of(buckets: Iterable[Bucket]) -> list[Tensor]:
+    """The members of all buckets, in their order."""
+    return [member for bucket in buckets for member in bucket.members]
+
+
 def as_real(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds, as reals; it shares the tensor's memory."""
     tensor = local(tensor).detach()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +13,10 @@ from decent_optim_wrapper.comm.codec import is_finite_on_device
 from decent_optim_wrapper.comm.streams import Waitable
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.bucket import Bucket, is_finite
+from decent_optim_wrapper.gossip.nonfinite import OnNonfinite
 from decent_optim_wrapper.gossip.references import Edge
 from decent_optim_wrapper.gossip.storage import Flat
 from decent_optim_wrapper.topo import Group
-
-OnNonfinite = Literal["raise", "skip", "ignore"]
 
 
 class Wire(NamedTuple):

@@ -20,12 +20,12 @@ class Call(IntEnum):
     KEEP_AVERAGE = 5
     SYNCHRONIZE = 6
     ALL_GATHER = 7
-    STOP_TRACKING = 8
+    DROP_EXTENSION = 8
 
     def __str__(self) -> str:
         if self is Call.REGROUP:
             return "add_param_group() or rebuild_buckets()"
-        if self is Call.STOP_TRACKING:
+        if self is Call.DROP_EXTENSION:
             return "gradient_tracking = False"
         if self is Call.KEEP_AVERAGE:
             return "step() after an average"

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from decent_optim_wrapper.gossip.bucket import Bucket
+from decent_optim_wrapper.gossip.extension import Extensions
 from decent_optim_wrapper.gossip.parameters import Named, sparse_gradient_error
-from decent_optim_wrapper.gossip.tracking import Tracking
 from decent_optim_wrapper.optim import QGSGD, AccumAdam, AccumAdamW
 from decent_optim_wrapper.optim.shards import local
 
@@ -68,12 +68,12 @@ class LocalUpdate:
 
     Args:
         optimizer: the base.
+        extensions: may change what an update reads; None for none.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, extensions: Extensions | None = None) -> None:
         self._optimizer: Any = optimizer
-        # Corrects every update; None without gradient tracking.
-        self.tracking: Tracking | None = None
+        self._extensions = extensions or Extensions()
         # The names in errors of the parameters that the base had when their buckets were planned.
         self._names_of: dict[int, str] = {}
         # Whether an overflow has skipped any part of the last update. As a tensor, its value may
@@ -159,7 +159,7 @@ class LocalUpdate:
         with self._scaled(scaling) as applies:
             if not applies:
                 return None
-            with self._corrected(self.params):
+            with self._correcting(self.params):
                 result: float | None = self._call_step(*(() if closure is None else (closure,)))
             return result
 
@@ -187,7 +187,7 @@ class LocalUpdate:
                 def make() -> None:
                     made.append(True)
                     self._note_overflow(getattr(self._optimizer, "found_inf", None))
-                    with self._corrected(params):
+                    with self._correcting(params):
                         self._step_part(groups, part)
 
                 apply(params, make)
@@ -208,8 +208,8 @@ class LocalUpdate:
             known = self.skipped if isinstance(self.skipped, Tensor) else found
             self.skipped = torch.maximum(known, found)
 
-    def _corrected(self, params: Sequence[Tensor]) -> AbstractContextManager[None]:
-        return self.tracking.correcting(params) if self.tracking else nullcontext()
+    def _correcting(self, params: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        return self._extensions.updating(params) if self._extensions.all else nullcontext()
 
     def _step_part(self, groups: list[dict[str, Any]], part: list[list[Tensor]]) -> None:
         """Step with these parameters only, group by group, and restore the groups."""
@@ -254,10 +254,10 @@ class LocalUpdate:
         return not by_scheduler or own.__wrapped__ is not type(self._optimizer).step
 
     @property
-    def _scales_itself(self) -> bool:
-        """Whether the base takes scaled gradients; the tracked ones have no scale."""
-        scales = getattr(self._optimizer, "_step_supports_amp_scaling", False)
-        return scales and self.tracking is None
+    def scales_itself(self) -> bool:
+        """Whether the base takes scaled gradients; what extensions make of them has no scale."""
+        scales = bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
+        return scales and not self._extensions.corrects_gradients
 
     @contextmanager
     def _scaled(self, scaling: Scaling) -> Iterator[bool]:
@@ -265,7 +265,7 @@ class LocalUpdate:
         self.skipped = False
         if scaling.found_inf is None:
             yield True
-        elif self._scales_itself:
+        elif self.scales_itself:
             # A fused kernel unscales and skips by itself, from these two attributes.
             self._optimizer.found_inf, self._optimizer.grad_scale = scaling
             self.skipped = scaling.found_inf

@@ -18,20 +18,19 @@ from decent_optim_wrapper.comm.transport import (
     PendingMessage,
     WireError,
 )
-from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
+from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.checked_on_gpu import CheckedOnGpu
 from decent_optim_wrapper.gossip.coded import CodedGroup, CodedPair
 from decent_optim_wrapper.gossip.exchange import (
     Exchange,
     KeptStart,
-    OnNonfinite,
     PlainGroup,
     PlainPair,
     Wire,
 )
 from decent_optim_wrapper.gossip.header import Header
-from decent_optim_wrapper.gossip.identical_ranks import IdenticalRanks
+from decent_optim_wrapper.gossip.nonfinite import NonFinitePolicy, nonfinite_error
 from decent_optim_wrapper.gossip.schedule import Kind, RoundPlan, Session
 from decent_optim_wrapper.gossip.storage import Flat
 from decent_optim_wrapper.gossip.timing import Meter
@@ -40,23 +39,6 @@ from decent_optim_wrapper.gossip.timing import Meter
 _HEADER_TAG, _FLAGS_TAG, _FIRST_BUCKET_TAG = 0, 1, 2
 # For each bucket again: the means of coded buckets.
 _FIRST_MEAN_TAG = 1 << 18
-
-
-class Rules(NamedTuple):
-    """What every round checks.
-
-    Args:
-        on_nonfinite: what happens to parameters that are not finite: "raise", "skip" or "ignore".
-        identical: notices ranks that stay the same.
-    """
-
-    on_nonfinite: OnNonfinite
-    identical: IdenticalRanks
-
-    @property
-    def checks(self) -> bool:
-        """Whether parameters are checked before they are mixed."""
-        return self.on_nonfinite != "ignore"
 
 
 class _Wait(NamedTuple):
@@ -75,12 +57,17 @@ class Round:
         header: the method that launches it, and its number; the same on all ranks.
         plan: the ranks that mix, and the mixing rate.
         session: connects them.
-        rules: what is checked.
+        nonfinite: what happens to values that are not finite.
         meter: counts every wait, every copy and all bytes.
     """
 
     def __init__(
-        self, header: Header, plan: RoundPlan, session: Session, rules: Rules, meter: Meter
+        self,
+        header: Header,
+        plan: RoundPlan,
+        session: Session,
+        nonfinite: NonFinitePolicy,
+        meter: Meter,
     ) -> None:
         self.plan = plan
         self._group = plan.group
@@ -95,9 +82,9 @@ class Round:
         # Whether the parameters may change before they are mixed.
         self._auto, self._freezes = session.schedule.cadence.auto, session.schedule.cadence.freezes
         self._wire = Wire(
-            self._transport, self._group, self._edge, self._freezes, rules.on_nonfinite
+            self._transport, self._group, self._edge, self._freezes, nonfinite.on_nonfinite
         )
-        self._rules = rules
+        self._nonfinite = nonfinite
         self._meter = meter
         # An exact average is the same on all ranks, even on two, and is not rounded: it is a sum.
         self._sums = self._size > 2 or plan.kind is Kind.AVERAGE
@@ -205,7 +192,7 @@ class Round:
             self._posting.end(self._send_flags)
 
     def _send_flags(self) -> None:
-        if not self._exchanges or not self._rules.checks or self._failure or self._size == 1:
+        if not self._exchanges or not self._wire.checks or self._failure or self._size == 1:
             return
         on_gpu = [each for each in self._exchanges.values() if each.on_gpu]
         if on_gpu:
@@ -295,7 +282,8 @@ class Round:
         """Check that what has arrived may be mixed.
 
         Raises:
-            NonFiniteError: parameters are not finite, and the rules do not allow it; at every call.
+            NonFiniteError: parameters are not finite, and the policy does not allow it;
+                raised at every call.
         """
         self._raise_of(self._nonfinite_ranks())
 
@@ -317,7 +305,7 @@ class Round:
             self._warn_of(bad)
 
     def _raise_of(self, bad: list[int]) -> None:
-        if bad and self._rules.on_nonfinite == "raise":
+        if bad and self._nonfinite.on_nonfinite == "raise":
             raise nonfinite_error(bad, self._transport.initial_rank, f"round {self._header.round}")
 
     def changed_in_flight(self) -> list[Tensor]:
@@ -332,28 +320,32 @@ class Round:
             if exchange is not None:
                 with self._meter.mix:
                     self._mix(each, exchange)
-        if not self._unmixed and self._rules.identical.rounds_left:
-            self._rules.identical.end_round()
 
     def _mix(self, bucket: Bucket, exchange: Exchange) -> None:
         # The stream that mixes need not be the one that has received.
         for work in exchange.works if exchange.on_gpu else ():
             work.wait()
-        rate, flags = self._rate * bucket.rate, self._finite_of.items()
-        left_out = [rank for rank, finite in flags if not finite[exchange.position]]
-        if self._watches_for_identical and not left_out:
-            compared = exchange.compare()
-            if compared is not None:
-                self._rules.identical.note(*compared, bucket.wire_dtype)
+        rate, left_out = self._rate * bucket.rate, self._left_out(exchange)
         if self._checked_on_gpu is not None and exchange.on_gpu:
             exchange.mix_usable(rate, self._checked_on_gpu.usable(exchange))
         elif len(left_out) < self._size:
             present, takes_part = self._size - len(left_out), self._transport.rank not in left_out
             exchange.mix(rate, present, takes_part)
 
-    @property
-    def _watches_for_identical(self) -> bool:
-        return self._rules.identical.rounds_left > 0 and self._size > 1
+    def compare(self, bucket: Bucket) -> tuple[Tensor, Tensor] | None:
+        """Whether this rank has what has arrived for a bucket, of shape (), and its values.
+
+        Returns:
+            None if that cannot be told, as where a rank is left out.
+        """
+        exchange = self._exchanges.get(bucket)
+        if self._size == 1 or exchange is None or self._left_out(exchange):
+            return None
+        return exchange.compare()
+
+    def _left_out(self, exchange: Exchange) -> list[int]:
+        flags = self._finite_of.items()
+        return [rank for rank, finite in flags if not finite[exchange.position]]
 
     def abandon(self) -> None:
         """Drop everything on the wire without waiting for the peers."""
@@ -393,7 +385,7 @@ class Round:
         return [self._transport.members[place] for place in places]
 
     def _warn_of(self, bad: list[int]) -> None:
-        if bad and self._rules.on_nonfinite == "skip":
+        if bad and self._nonfinite.on_nonfinite == "skip":
             logger.warning(
                 "rank {} round {}: the parameters of ranks {} are not finite and are left out",
                 *(self._transport.initial_rank, self._header.round, bad),
@@ -502,16 +494,3 @@ class Round:
             round=self._header.round,
             bucket=bucket,
         )
-
-
-def nonfinite_error(
-    bad: list[int], own_rank: int, where: str, what: str = "parameters"
-) -> NonFiniteError:
-    """The error on every rank that would have mixed these values in."""
-    return NonFiniteError(
-        f"rank {own_rank}: expected finite {what} in {where}, but those of ranks {bad} hold "
-        f"NaN or infinity, or more than comm_dtype can; none of them were mixed. Look for the "
-        f"overflow there (learning rate, loss scale, data), or leave such ranks out of a round "
-        f'with on_nonfinite="skip"',
-        bad,
-    )

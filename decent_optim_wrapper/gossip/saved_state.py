@@ -10,27 +10,19 @@ from loguru import logger
 from torch import Tensor
 
 from decent_optim_wrapper.gossip.gossip import Gossip
-from decent_optim_wrapper.gossip.outer import Outer
 from decent_optim_wrapper.gossip.references import Meetings, referring
 from decent_optim_wrapper.gossip.schedule import check_mixing_rate
-from decent_optim_wrapper.gossip.state_by_name import by_name, by_place
 from decent_optim_wrapper.gossip.step import GossipState
-from decent_optim_wrapper.gossip.tracking import check_rows
-
-# What a state dict holds for each parameter.
-_BY_PARAMETER = frozenset({"starts", "tracked"})
 
 
 class Arrange(NamedTuple):
     """How to put parts of a state dict into the order of the parameters.
 
     Args:
-        outer: makes what `Outer.load_state_dict` takes.
         by_parameter: makes a list, with an entry for each parameter.
         references: makes a list, a tensor for each parameter that has references.
     """
 
-    outer: Callable[[dict[str, Any]], dict[str, Any]]
     by_parameter: Callable[[Any], list[Any]]
     references: Callable[[Any], list[Tensor]]
 
@@ -41,18 +33,16 @@ class SavedState(NamedTuple):
     Args:
         gossip: the state of the rounds.
         kept: whether an average was in place, which the next step keeps.
-        outer: the outer optimizer with the saved state, if there is one.
+        extensions: continue each extension with its state.
         starts: the parameters with which the round in flight was launched, where they may have
             changed since.
-        tracked: what is tracked of each parameter; None to start again.
         references: to which differences are coded, by group.
     """
 
     gossip: GossipState
     kept: bool
-    outer: Outer | None
+    extensions: list[Callable[[], None]]
     starts: dict[Tensor, Tensor]
-    tracked: list[dict[str, Any]] | None
     references: dict[str, Meetings]
 
 
@@ -69,30 +59,30 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
     elif gossip.cadence.freezes:
         # Also where none is in flight: torch.distributed.checkpoint loads into existing entries.
         state |= {"age": age, "starts": gossip.starts()}
-    if gossip.tracking:
-        transport = gossip.session.transport
-        state["tracked"] = gossip.tracking.rows(gossip.params)
-        state["tracked_by"] = [transport.initial_rank, *transport.members]
+    if extensions := {each.name: each.state_dict() for each in gossip.extensions.all if each.name}:
+        state |= {"extensions": extensions, "saved_by": _saved_by(gossip)}
     if params := _referring(gossip):
         session = gossip.session
         state["references"] = session.references.state(params, session.transport.members)
-    outer = _outer_of(gossip)
-    return state | ({"outer": outer.state_dict()} if outer else {})
+    return state
 
 
 def named_state(gossip: Gossip) -> dict[str, Any]:
     """What to save of the gossip now, with the same keys however the replica is spread.
 
     Raises:
-        ValueError: there is an outer optimizer, and the names of its parameters are not known.
+        ValueError: something is saved of each parameter, and their names are not known.
     """
     state = {"kept": False, **gossip_state(gossip)}
-    outer = _outer_of(gossip)
-    if outer:
-        state["outer"] = by_name(state["outer"], gossip.replica.names_of(outer.params))
-    for key in _BY_PARAMETER & state.keys():
-        names = gossip.replica.names_of(gossip.params)
-        state[key] = dict(zip(names, state[key], strict=True))
+
+    def named(rows: list[Any]) -> dict[str, Any]:
+        return dict(zip(gossip.replica.names_of(gossip.params), rows, strict=True))
+
+    if "starts" in state:
+        state["starts"] = named(state["starts"])
+    for saved in state.get("extensions", {}).values():
+        if "params" in saved:
+            saved["params"] = named(saved["params"])
     if "references" in state:
         names = gossip.replica.names_of(_referring(gossip))
         for edge in state["references"].values():
@@ -116,40 +106,29 @@ def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
         "load_state_dict expects what state_dict() of a DecentOptimWrapper around the same "
         "parameters has returned, but its key 'gossip' holds something else"
     )
-    arrange = Arrange(
-        outer=lambda outer: outer,
-        by_parameter=lambda rows: rows,
-        references=lambda references: references,
-    )
+    arrange = Arrange(by_parameter=lambda rows: rows, references=lambda references: references)
     return _read(gossip, saved, mixing_rate, expected, arrange)
 
 
 def read_named_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
     """As `read_state`, of what `named_state` has returned."""
-    outer = _outer_of(gossip)
-    names = gossip.replica.names_of(outer.params) if outer else []
-    groups = outer.groups if outer else []
     expected = (
         "load_gossip_state_dict expects what gossip_state_dict() of a DecentOptimWrapper around "
         "the same model has returned, but got something else"
     )
-    by_parameter = gossip.cadence.freezes or gossip.tracking is not None
-    own = gossip.replica.names_of(gossip.params) if by_parameter else []
-    referred = gossip.replica.names_of(_referring(gossip))
-    arrange = Arrange(
-        outer=lambda state: by_place(state, names, groups),
-        by_parameter=lambda rows: [rows[name] for name in own],
-        references=lambda values: [values[name] for name in referred],
-    )
+
+    def in_order(params: list[Tensor]) -> Callable[[Any], list[Any]]:
+        return lambda rows: [rows[name] for name in gossip.replica.names_of(params)]
+
+    arrange = Arrange(by_parameter=in_order(gossip.params), references=in_order(_referring(gossip)))
     return _read(gossip, saved, mixing_rate, expected, arrange)
 
 
 def restore(gossip: Gossip, saved: SavedState) -> None:
     """Continue from a saved state."""
     gossip.average.keep()
-    if gossip.post_mix:
-        gossip.post_mix.outer = saved.outer
-    gossip.restore_tracking(saved.tracked)
+    for load in saved.extensions:
+        load()
     gossip.restore(saved.gossip, saved.kept, saved.starts, saved.references)
 
 
@@ -182,36 +161,48 @@ def _read(
         )
         if state.round < state.in_flight * state.age:
             raise ValueError(f"round must be 0 or more, and 1 in flight, got {state.round}")
-        outer = _read_outer(_outer_of(gossip), saved, arrange.outer)
+        extensions = _read_extensions(gossip, saved, arrange.by_parameter)
         starts = _read_starts(gossip, saved, arrange.by_parameter)
-        tracked = _read_tracked(gossip, saved, arrange.by_parameter)
         references = _read_references(gossip, saved, arrange.references)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"rank {gossip.session.transport.initial_rank}: {expected} "
             f"({type(error).__name__}: {error}); nothing was loaded"
         ) from error
-    kept = bool(saved.get("kept", False))
     return SavedState(
         gossip=state,
-        kept=kept,
-        outer=outer,
+        kept=bool(saved.get("kept", False)),
+        extensions=extensions,
         starts=starts,
-        tracked=tracked,
         references=references,
     )
 
 
-def _read_tracked(
-    gossip: Gossip, saved: dict[str, Any], arrange: Callable[[Any], list[Any]]
-) -> list[dict[str, Any]] | None:
-    """What is tracked of each parameter; None if nothing was saved, or that of another rank."""
-    if gossip.tracking is None or "tracked" not in saved:
-        return None
-    rows = check_rows(gossip.params, arrange(saved["tracked"]))
+def _saved_by(gossip: Gossip) -> list[int]:
+    """This rank and the members: a state that belongs to a rank is of use to these only."""
     transport = gossip.session.transport
-    own = [transport.initial_rank, *transport.members]
-    return rows if list(saved.get("tracked_by", [])) == own else None
+    return [transport.initial_rank, *transport.members]
+
+
+def _read_extensions(
+    gossip: Gossip, saved: dict[str, Any], arrange: Callable[[Any], list[Any]]
+) -> list[Callable[[], None]]:
+    """Check the states of the extensions; those that were not saved start again."""
+    states = dict(saved.get("extensions", {}))
+    is_own = list(saved.get("saved_by", [])) == _saved_by(gossip)
+    loads = []
+    for extension in gossip.extensions.all:
+        state = states.pop(extension.name, None)
+        if state is not None and "params" in state:
+            state = {**state, "params": arrange(state["params"])}
+        loads.append(gossip.prepare_load(extension, state, is_own))
+    if states:
+        logger.warning(
+            "the state of {} is dropped: pass the same extensions, or options, as in the run that "
+            "was saved, to go on with it",
+            " and ".join(sorted(states)),
+        )
+    return loads
 
 
 def _read_starts(
@@ -255,24 +246,3 @@ def _read_references(
                 raise ValueError(f"expected a reference of shape {param.shape}, got {value.shape}")
         found[group] = Meetings(number=index(edge["meetings"]), values=values)
     return found
-
-
-def _outer_of(gossip: Gossip) -> Outer | None:
-    return gossip.post_mix.outer if gossip.post_mix else None
-
-
-def _read_outer(
-    outer: Outer | None,
-    saved: dict[str, Any],
-    arrange: Callable[[dict[str, Any]], dict[str, Any]],
-) -> Outer | None:
-    """The outer optimizer that continues; the state may be of a run without one."""
-    restarted = outer and outer.restarted()
-    if restarted is not None and "outer" in saved:
-        restarted.load_state_dict(arrange(saved["outer"]))
-    elif "outer" in saved:
-        logger.warning(
-            "the state of an outer optimizer is dropped: pass Schedule(outer=...), as in the run "
-            "that was saved, to go on with it"
-        )
-    return restarted

@@ -38,18 +38,17 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.bucket import Bucket
-from decent_optim_wrapper.gossip.companion import Companion
+from decent_optim_wrapper.gossip.extension import Extension, Extensions, ReceivedBucket
 from decent_optim_wrapper.gossip.header import Call, Header
 from decent_optim_wrapper.gossip.launch_values import starts_of
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.members import Members
-from decent_optim_wrapper.gossip.post_mix import PostMix
+from decent_optim_wrapper.gossip.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.gossip.references import Meetings
 from decent_optim_wrapper.gossip.replica import Replica
-from decent_optim_wrapper.gossip.round import Round, Rules
+from decent_optim_wrapper.gossip.round import Round
 from decent_optim_wrapper.gossip.schedule import Cadence, Kind, RoundPlan, Session
 from decent_optim_wrapper.gossip.timing import Meter, SpareTime
-from decent_optim_wrapper.gossip.tracking import Tracking
 
 Result = TypeVar("Result")
 
@@ -187,13 +186,12 @@ class Rounds:
         session: the ranks that take part; replaced as a whole when they change.
         local_update: steps the base optimizer and checks its parameters.
         average: puts the world average in place.
-        rules: what every round checks.
+        nonfinite: what happens to values that are not finite.
         meter: counts every wait, every copy and all bytes.
         replica: the ranks that hold one copy of the model together.
         mixing_rate: that of the first rounds.
         overlap: leave a round in flight until the next step.
-        post_mix: what follows the mixing; None for nothing.
-        companions: what travels with the parameters.
+        extensions: what else takes part.
     """
 
     def __init__(
@@ -201,26 +199,24 @@ class Rounds:
         session: Session,
         local_update: LocalUpdate,
         average: WorldAverage,
-        rules: Rules,
+        nonfinite: NonFinitePolicy,
         meter: Meter,
         replica: Replica,
         *,
         mixing_rate: float,
         overlap: bool,
-        post_mix: PostMix | None,
-        companions: Sequence[Companion] = (),
+        extensions: Extensions,
     ) -> None:
         self._connected = _Connected(session)
         self._local_update = local_update
         self.average = average
-        self._rules = rules
+        self._nonfinite = nonfinite
         self.meter = meter
         self.replica = replica
         # Of the rounds that are launched from now on.
         self.mixing_rate = self._last_rate = mixing_rate
         self._overlap = overlap
-        self.post_mix = post_mix
-        self._companions = tuple(companions)
+        self.extensions = extensions
         self._spare_time = SpareTime()
         # Set if ranks may be lost and come back.
         self.members: Members | None = None
@@ -239,7 +235,7 @@ class Rounds:
         self._same_round = True
         # Whether all ranks have launched the same round, and made no step since.
         self._assembled = False
-        # Whether the estimates that were loaded are those of this rank; None if none were.
+        # Whether the states of extensions that were loaded are this rank's own; None if none were.
         self._loaded: Literal["own", "other"] | None = None
         # Whether the loaded state was saved while an average was in place.
         self._kept = False
@@ -256,9 +252,8 @@ class Rounds:
     @session.setter
     def session(self, session: Session) -> None:
         self._connected.session = session
-        # What the ranks have summed up with those that are gone is of no more use.
-        for companion in self._companions:
-            companion.reset()
+        for extension in self.extensions.all:
+            extension.restart()
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -269,8 +264,8 @@ class Rounds:
     def buckets(self, buckets: Sequence[Bucket]) -> None:
         # From the next launch on; the round in flight keeps its own.
         self._buckets = tuple(buckets)
-        for companion in self._companions:
-            companion.plan(self._buckets)
+        for extension in self.extensions.all:
+            extension.plan(self._buckets)
         self.session.references.replan(self._buckets, self.in_flight is not None)
         for index, bucket in enumerate(buckets):
             logger.info(
@@ -304,11 +299,6 @@ class Rounds:
         return self.session.schedule.cadence
 
     @property
-    def tracking(self) -> Tracking | None:
-        """Tracks the gradients, if that is wanted."""
-        return self._local_update.tracking
-
-    @property
     def differs(self) -> bool:
         """Whether a round is in flight while the values in place differ between ranks."""
         if self.session.transport.world_size == 1 or self.average.snapshot is not None:
@@ -322,8 +312,9 @@ class Rounds:
 
     def has_time(self) -> bool:
         """Whether the round of this step may leave later; ask once in a step."""
-        # With companions twice as much travels, and the wire soon has no time to spare.
-        return self._overlap and not self._companions and self._spare_time.begin_round()
+        # With what extensions send the wire soon has no time to spare.
+        sends = any(each.sends for each in self.extensions.all)
+        return self._overlap and not sends and self._spare_time.begin_round()
 
     def check_idle(self) -> None:
         """Check that a state may be loaded.
@@ -374,30 +365,45 @@ class Rounds:
             session = self.session
             session.references.load(references or {}, self._buckets, session.transport.members)
 
-    def restore_tracking(self, rows: list[dict[str, Any]] | None) -> None:
-        """Continue with what was tracked, if all ranks have loaded their own; see `begin_step`.
+    def prepare_load(
+        self, extension: Extension, state: dict[str, Any] | None, is_own: bool
+    ) -> Callable[[], None]:
+        """Check a state of an extension, and return the function that continues with it.
 
         Args:
-            rows: what was saved of each parameter; None to start again.
+            extension: one of this wrapper's.
+            state: None to start again.
+            is_own: whether the state is one of this rank, with the same members.
+
+        Raises:
+            ValueError: the state is that of something else.
         """
-        if self.tracking is None:
-            return
-        self.tracking.reset()
+        if not extension.belongs_to_rank:
+            return extension.prepare_load(state)
         # A rank that comes back, or one that is at another step, loads alone.
-        if self.members is None and not self.cadence.auto:
-            self._loaded = "own" if rows is not None else "other"
-            if rows is not None:
-                self.tracking.load(self.params, rows)
+        loads = self.members is None and not self.cadence.auto
+        load = extension.prepare_load(state)
+        if not (is_own and loads):
+            load = extension.prepare_load(None)
+
+        def run() -> None:
+            load()
+            if loads:
+                self._loaded = "own" if is_own and state is not None else "other"
+
+        return run
 
     def _compare_loaded(self) -> None:
-        """Start the estimates again unless all ranks have loaded their own; collective.
+        """Restart the extensions' states of each rank unless all have loaded their own; collective.
 
-        The corrections would not sum to zero, and pull the training away for good.
+        The corrections of the ranks would not sum to zero, and pull the training away for good.
         """
         own = torch.tensor([self._loaded == "own"], device="cpu")
         self._loaded = None
-        if self.tracking and not self.session.transport.all_gather(own).all():
-            self.tracking.reset()
+        if not self.session.transport.all_gather(own).all():
+            for extension in self.extensions.all:
+                if extension.belongs_to_rank:
+                    extension.restart()
 
     def begin_step(self) -> None:
         """Check parameters, averages and members for changes since the last step."""
@@ -415,8 +421,11 @@ class Rounds:
         if self._loaded:
             with self.failing_together():
                 self.surviving(self._compare_loaded)
-        if self.post_mix:
-            self.post_mix.begin(self._buckets)
+        self._begin_extensions()
+
+    def _begin_extensions(self) -> None:
+        for extension in self.extensions.all:
+            extension.begin_step(self._buckets)
 
     def end_step(self) -> None:
         """End the step; without overlap, finish its round, too."""
@@ -443,8 +452,8 @@ class Rounds:
             raise
         self._relaunch()
         due = self._is_due()
-        for companion in self._companions:
-            companion.begin_step(in_flight=self._connected.in_flight is not None and not due)
+        for extension in self.extensions.all:
+            extension.received(in_flight=self._connected.in_flight is not None and not due)
         if not due:
             return None
         self.meter.staleness = self._age
@@ -464,7 +473,7 @@ class Rounds:
         self, launched: Round, bucket: Bucket, starts: Mapping[Tensor, Tensor] | None = None
     ) -> None:
         """Send a bucket of parameters, and what travels behind it; see `Round.post`."""
-        behind = [each for companion in self._companions for each in companion.launch(bucket)]
+        behind = [each for extension in self.extensions.all for each in extension.launch(bucket)]
         launched.post(bucket, starts, behind)
 
     def _is_due(self) -> bool:
@@ -479,20 +488,31 @@ class Rounds:
         if arrived is not None:
             arrived.check_finite()
             self._mixed = arrived if arrived.is_checked_on_gpu else None
-            if self.post_mix:
-                self.post_mix.arrive(arrived.plan.kind, self._buckets, self.session.transport)
+            for extension in self.extensions.all:
+                extension.arrived(arrived.plan.kind, self._buckets, self.session.transport)
         return arrived
 
     def mix(self, arrived: Round, bucket: Bucket) -> None:
         """Mix what has arrived for a bucket and what travels behind it, if anything has."""
         if bucket in arrived.unmixed:
-            # Local updates since the launch are left out of the outer step.
-            steps_outside = self.post_mix is not None and self.post_mix.steps(arrived.plan.kind)
-            start = arrived.start_of(bucket) if steps_outside else None
-            drift = None if start is None else bucket.drift(start)
+            if self.extensions.all:
+                self._mix_with_extensions(arrived, bucket)
+            else:
+                arrived.mix(bucket)
+
+    def _mix_with_extensions(self, arrived: Round, bucket: Bucket) -> None:
+        kind = arrived.plan.kind
+        received = ReceivedBucket(
+            kind=kind,
+            bucket=bucket,
+            snapshot=partial(arrived.start_of, bucket),
+            compare=partial(arrived.compare, bucket),
+        )
+        with self.extensions.mixing(received):
             arrived.mix(bucket)
-            if self.post_mix:
-                self.post_mix.mix(arrived.plan.kind, bucket, drift)
+        if not arrived.unmixed:
+            for extension in self.extensions.all:
+                extension.end_round(kind)
 
     def begin_round(self) -> Round | None:
         """Begin the next round, to which the buckets are posted one by one.
@@ -527,11 +547,6 @@ class Rounds:
             # As if the step before had launched it.
             self._age = 1
 
-    def drop_tracking(self) -> None:
-        """Track gradients no longer; a round in flight still mixes what was tracked."""
-        self._local_update.tracking = None
-        self._companions = tuple(c for c in self._companions if not isinstance(c, Tracking))
-
     def reshard(self) -> None:
         """Let what is written into shards be seen; see `Replica.reshard`."""
         if self.replica.fsdp_modules:
@@ -543,15 +558,15 @@ class Rounds:
         self.average.keep()
         with self.failing_together():
             self.discard()
-            if self.members and self.post_mix and self.post_mix.collective:
+            if self.members and any(each.collective for each in self.extensions.all):
                 self.members.meet(Call.KEEP_AVERAGE, self.keep_state)
             else:
                 self.keep_state()
 
     def keep_state(self) -> None:
-        """Run what follows the mixing for an average that is kept; collective."""
-        if self.post_mix:
-            self.post_mix.keep(self._buckets, self.session.transport)
+        """Let the extensions follow an average that is kept; collective."""
+        for extension in self.extensions.all:
+            extension.kept(self._buckets, self.session.transport)
 
     def resume_at(self, round: int) -> None:
         """Continue with this round, as all other ranks do; none is in flight."""
@@ -643,8 +658,7 @@ class Rounds:
         if self._pending:
             # synchronize() may come before any step(), and the state may come from a run without an
             # outer optimizer, which would then have no anchors when the round is mixed.
-            if self.post_mix:
-                self.post_mix.begin(self._buckets)
+            self._begin_extensions()
             self._pending = False
             rate, self.mixing_rate = self.mixing_rate, self._last_rate
             round, age = self._round, self._age
@@ -670,7 +684,7 @@ class Rounds:
         """Begin an exchange with the ranks that mix next: headers, and buckets if it has any."""
         self.session.transport.check_open()
         header = Header(call, self._round, plan.mixing_rate)
-        return Round(header, plan, self.session, self._rules, self.meter)
+        return Round(header, plan, self.session, self._nonfinite, self.meter)
 
 
 def _close(connected: _Connected) -> None:

@@ -56,10 +56,12 @@ class HandOver:
         if transport.rank == donor:
             parts = [self._state_of(part) for part in self._parts]
             saved = gossip_state(self._gossip)
-            # The round in flight is dropped, and estimates and references start again.
-            for key in ("starts", "tracked", "references"):
+            # The round in flight is dropped, and references start again.
+            for key in ("starts", "references"):
                 saved.pop(key, None)
-            saved["tracks"] = self._gossip.tracking is not None
+            for each in self._gossip.extensions.all:
+                if each.belongs_to_rank:
+                    saved["extensions"][each.name] = None
             state = [self._optimizer.state_dict(), saved, parts]
             send_state(state, transport)
             return
@@ -67,8 +69,9 @@ class HandOver:
         if takes:
             self.takeovers += 1
             self._optimizer.load_state_dict(base)
-            if self._gossip.tracking and not saved.pop("tracks"):
-                self._gossip.drop_tracking()
+            for each in self._gossip.extensions.all:
+                if each.name and each.name not in saved.get("extensions", {}):
+                    self._gossip.extensions.drop(each)
             saved |= {"in_flight": False, "kept": False}
             restore(self._gossip, read_state(self._gossip, saved, self._gossip.mixing_rate))
             for part, state in zip(self._parts, parts, strict=True):

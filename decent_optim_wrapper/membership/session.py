@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +18,10 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, Settings
 from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.bucket import Layout, extend_plan, plan_buckets
+from decent_optim_wrapper.gossip.extension import ExtensionContext, Extensions
 from decent_optim_wrapper.gossip.gossip import Gossip
-from decent_optim_wrapper.gossip.identical_ranks import IdenticalRanks
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
-from decent_optim_wrapper.gossip.optimizer_state import StateAverage
-from decent_optim_wrapper.gossip.outer import Outer
+from decent_optim_wrapper.gossip.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.gossip.parameters import (
     Named,
     check_dense,
@@ -31,14 +31,10 @@ from decent_optim_wrapper.gossip.parameters import (
     named_buffers,
     named_parameters,
 )
-from decent_optim_wrapper.gossip.post_mix import PostMix
 from decent_optim_wrapper.gossip.references import MOST_REFERENCES
 from decent_optim_wrapper.gossip.replica import Replica
-from decent_optim_wrapper.gossip.round import Rules
-from decent_optim_wrapper.gossip.schedule import Kind, Session
-from decent_optim_wrapper.gossip.state_gossip import StateGossip
+from decent_optim_wrapper.gossip.schedule import Session
 from decent_optim_wrapper.gossip.timing import Meter
-from decent_optim_wrapper.gossip.tracking import Tracking
 from decent_optim_wrapper.membership.arguments import (
     check_arguments,
     check_sizes,
@@ -116,6 +112,7 @@ class _World(NamedTuple):
 def open_session(
     local_update: LocalUpdate,
     optimizer: Optimizer,
+    extensions: Extensions,
     settings: Settings,
     start: Start,
     topology: str | Topology,
@@ -128,6 +125,7 @@ def open_session(
     Args:
         local_update: steps the base.
         optimizer: the base.
+        extensions: what takes part besides the parameters.
         settings: the checked settings.
         start: reaches the other ranks.
         topology: a name or an instance.
@@ -153,7 +151,6 @@ def open_session(
             replica.reshard()
             check_shards([*parameters, *others], replica, settings.param_as_bucket_view)
             check_tensors(parameters)
-            outer = _make_outer(settings, optimizer)
         world = _find_world(start, topology, settings)
         transport, recovery = world.transport, world.recovery
         layout = Layout(
@@ -164,8 +161,23 @@ def open_session(
             extras.order,
             replica.copies,
         )
+        nonfinite, meter = NonFinitePolicy(settings.on_nonfinite), Meter()
         with start.failing_together():
-            lines = [*settings.lines(), f"outer={outer}", f"optimizer {type(optimizer).__name__}"]
+            for each in extensions.all:
+                each.attach(
+                    ExtensionContext(
+                        rank=transport.initial_rank,
+                        optimizer=optimizer,
+                        layout=layout,
+                        cadence=settings.schedule.cadence,
+                        nonfinite=nonfinite,
+                        replica=replica,
+                        meter=meter,
+                        detach=partial(extensions.drop, each),
+                    )
+                )
+            lines = [*settings.lines(), f"optimizer {type(optimizer).__name__}"]
+            lines += [each.describe() for each in extensions.all if each.name or each.sends]
             if start.arguments.elastic is not None:
                 lines.append(f"stale_after={start.arguments.elastic.stale_after}")
             sync = settings.sync_at_start
@@ -185,7 +197,17 @@ def open_session(
     if not sync:
         # Frozen parameters are then not the same everywhere.
         extra += [p.tensor for p in parameters if not p.tensor.requires_grad]
-    gossip = _make_gossip(session, local_update, optimizer, settings, layout, outer, extra, replica)
+    gossip = Gossip(
+        session,
+        local_update,
+        WorldAverage(transport.initial_rank, nonfinite, plan_buckets(extra, layout.plain)),
+        nonfinite,
+        meter,
+        replica,
+        mixing_rate=settings.schedule.mixing_rate,
+        overlap=settings.overlap,
+        extensions=extensions,
+    )
     agreement.start(parameters, transport)
     local_update.know(parameters)
     gossip.buckets = extend_plan((), (p.tensor for p in parameters), layout)
@@ -251,45 +273,6 @@ def _connect(world: _World, settings: Settings, devices: Iterable[torch.device])
     return Session.connect(world.transport, world.topology, cadence, devices=distinct)
 
 
-def _make_gossip(
-    session: Session,
-    local_update: LocalUpdate,
-    optimizer: Optimizer,
-    settings: Settings,
-    layout: Layout,
-    outer: Outer | None,
-    extra: Sequence[Tensor],
-    replica: Replica,
-) -> Gossip:
-    transport, schedule, meter = session.transport, settings.schedule, Meter()
-    rules = Rules(
-        on_nonfinite=settings.on_nonfinite, identical=IdenticalRanks(transport.initial_rank)
-    )
-    state_average = None
-    if schedule.average_state == "average":
-        state_average = StateAverage(optimizer, layout, rules, meter, replica)
-    if settings.gradient_tracking:
-        local_update.tracking = Tracking(optimizer, layout)
-    gossiped = None
-    if isinstance(schedule.average_state, tuple):
-        gossiped = StateGossip(optimizer, schedule.average_state, layout)
-    post_mix = None
-    if outer or state_average:
-        post_mix = PostMix(outer, state_average, heals=rules.on_nonfinite == "skip")
-    return Gossip(
-        session,
-        local_update,
-        WorldAverage(transport.initial_rank, rules, plan_buckets(extra, layout.plain)),
-        rules,
-        meter,
-        replica,
-        mixing_rate=schedule.mixing_rate,
-        overlap=settings.overlap,
-        post_mix=post_mix,
-        companions=[each for each in (local_update.tracking, gossiped) if each is not None],
-    )
-
-
 def _check_cadence(settings: Settings, replica: Replica) -> None:
     if settings.schedule.cadence.auto and replica.size > 1:
         raise ValueError(
@@ -297,14 +280,6 @@ def _check_cadence(settings: Settings, replica: Replica) -> None:
             "would be mixed in different steps; pass a number of steps, and staleness to let a "
             "round travel under several of them"
         )
-
-
-def _make_outer(settings: Settings, base: Optimizer) -> Outer | None:
-    schedule = settings.schedule
-    if schedule.outer is None:
-        return None
-    kind = Kind.GOSSIP if schedule.global_avg_every is None else Kind.AVERAGE
-    return Outer(schedule.outer, base, kind)
 
 
 def _on_cpu(device: torch.device) -> torch.device:

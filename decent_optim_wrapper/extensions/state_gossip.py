@@ -6,37 +6,41 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from decent_optim_wrapper.extensions.state_average import is_like
 from decent_optim_wrapper.gossip.bucket import Bucket, Layout
-from decent_optim_wrapper.gossip.optimizer_state import is_like
+from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
 from decent_optim_wrapper.gossip.storage import Flat
 from decent_optim_wrapper.optim.shards import local
 
 
-class StateGossip:
+class StateGossip(Extension):
     """Gossips entries of the base's state.
 
     Args:
-        optimizer: the base.
-        names: of the entries; each has the shape of its parameter.
-        layout: how they are exchanged.
+        names: of the entries, such as ``("exp_avg_sq",)``; each has the shape of its parameter.
     """
 
-    def __init__(self, optimizer: Optimizer, names: Sequence[str], layout: Layout) -> None:
-        self._optimizer = optimizer
+    sends = True
+
+    def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
-        # Codes of fewer bits would not tell exactly which ranks have an entry.
-        comm_dtype = layout.comm_dtype and torch.bfloat16
-        self._layout = layout._replace(as_view=False, comm_dtype=comm_dtype)
         self._buckets: dict[Bucket, StateBucket] = {}
+
+    def attach(self, context: ExtensionContext) -> None:
+        """Gossip the state of the base."""
+        self._optimizer = context.optimizer
+        # Codes of fewer bits would not tell exactly which ranks have an entry.
+        comm_dtype = context.layout.comm_dtype and torch.bfloat16
+        self._layout = context.layout._replace(as_view=False, comm_dtype=comm_dtype)
+
+    def describe(self) -> str:
+        """The names."""
+        return f"StateGossip({self._names})"
 
     def plan(self, buckets: Sequence[Bucket]) -> None:
         """Forget the buckets that are gone."""
         self._buckets = {b: state for b, state in self._buckets.items() if b in buckets}
-
-    def begin_step(self, in_flight: bool) -> None:
-        """Do nothing: every round is mixed in the next step."""
 
     def launch(self, bucket: Bucket) -> list[Bucket]:
         """The bucket of the state that belongs to a bucket of parameters, to send it."""
@@ -46,9 +50,6 @@ class StateGossip:
             shapes = [param for _ in self._names for param in bucket.members]
             known = self._buckets[bucket] = StateBucket(entries, shapes, self._layout)
         return [known]
-
-    def reset(self) -> None:
-        """Do nothing: the state of a rank is its own."""
 
     def _entry(self, param: Tensor, name: str) -> Tensor | None:
         """An entry of the state; None if there is none yet.

@@ -7,45 +7,41 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.average import average, finite_shares
-from decent_optim_wrapper.gossip.bucket import Layout, plan_buckets
-from decent_optim_wrapper.gossip.replica import Replica
-from decent_optim_wrapper.gossip.round import Rules
-from decent_optim_wrapper.gossip.timing import Meter
+from decent_optim_wrapper.gossip.bucket import Bucket, members_of, plan_buckets
+from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
+from decent_optim_wrapper.gossip.schedule import Kind
 from decent_optim_wrapper.topo import Group
 
 # Counters of torch's optimizers and ours; for a parameter without dimensions they have its shape.
 _COUNTERS = frozenset({"step", "position", "mu_product", "eta", "mu"})
 
 
-class StateAverage:
-    """Averages momenta.
+class StateAverage(Extension):
+    """Averages the base optimizer's momenta with every exact average that is kept or scheduled."""
 
-    Args:
-        optimizer: the base.
-        layout: cap and wire device of the buckets.
-        rules: what happens to values that are not finite.
-        meter: counts all bytes.
-        replica: left out as a whole if one of its ranks has values that are not finite.
-    """
+    collective = True
 
-    def __init__(
-        self, optimizer: Optimizer, layout: Layout, rules: Rules, meter: Meter, replica: Replica
-    ) -> None:
-        self._optimizer = optimizer
-        self._layout = layout.plain
-        self._rules = rules
-        self._meter = meter
-        self._replica = replica
+    def attach(self, context: ExtensionContext) -> None:
+        """Average the state of the base."""
+        self._context = context
 
-    def apply(self, params: Sequence[Tensor], transport: Transport) -> None:
+    def arrived(self, kind: Kind, buckets: Sequence[Bucket], transport: Transport) -> None:
+        """Average with a scheduled exact average; collective."""
+        if kind is Kind.AVERAGE:
+            self._average(members_of(buckets), transport)
+
+    def kept(self, buckets: Sequence[Bucket], transport: Transport) -> None:
+        """Average when an average of the parameters is kept; collective."""
+        self._average(members_of(buckets), transport)
+
+    def _average(self, params: Sequence[Tensor], transport: Transport) -> None:
         """Average the state of these parameters; collective.
 
         Raises:
-            NonFiniteError: the state is not finite on a rank, and the rules do not allow it.
+            NonFiniteError: the state is not finite on a rank, and the policy does not allow it.
         """
         tensors = [list(self._tensors(param)) for param in params]
         # A rank may have no state yet for a parameter that had no gradient there.
@@ -54,26 +50,26 @@ class StateAverage:
         of_all = [
             t for each, is_shared in zip(tensors, shared, strict=True) if is_shared for t in each
         ]
-        buckets = plan_buckets(of_all, self._layout)
+        buckets = plan_buckets(of_all, self._context.layout.plain)
         finite = finite_shares(
             buckets,
             transport,
-            self._rules,
+            self._context.nonfinite,
             'average_state="average"',
             "momenta",
-            self._replica,
+            self._context.replica,
         )
         everyone = Group(range(transport.world_size))
         for bucket, shares in zip(buckets, finite, strict=True):
             if not any(shares):
                 continue
             mean = average(bucket, transport, shares)
-            self._meter.bytes_sent += int(everyone.copies_sent * mean.data.nbytes)
+            self._context.meter.bytes_sent += int(everyone.copies_sent * mean.data.nbytes)
             bucket.unpack_(mean)
 
     def _tensors(self, param: Tensor) -> Iterator[Tensor]:
         """The state per element; counters are not averaged."""
-        state = self._optimizer.state.get(param, {})
+        state = self._context.optimizer.state.get(param, {})
         for name, value in sorted(state.items()):
             if name not in _COUNTERS and is_like(value, param):
                 yield value

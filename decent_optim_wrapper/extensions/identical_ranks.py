@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from decent_optim_wrapper.comm.streams import LateValues
+from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext, ReceivedBucket
+from decent_optim_wrapper.gossip.schedule import Kind
 
 # Rounds of changed parameters that are the same on all ranks before there is a warning.
 _SUSPICIOUS = 3
@@ -15,19 +18,17 @@ _SUSPICIOUS = 3
 LONGEST_SEARCH = 20
 
 
-class IdenticalRanks:
+class IdenticalRanks(Extension):
     """Compares what arrives in the first rounds with this rank's values, until they differ once.
 
     A round counts only if this rank's values have changed since the round before: at a learning
-    rate of 0, or without gradients, ranks stay the same for a good reason.
-
-    Args:
-        rank: this rank; only rank 0 compares, and warns.
+    rate of 0, or without gradients, ranks stay the same for a good reason. Only rank 0 compares,
+    and warns.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self) -> None:
         # Number of rounds that are still compared.
-        self.rounds_left = LONGEST_SEARCH if rank == 0 else 0
+        self._rounds_left = LONGEST_SEARCH
         self._suspicious = 0
         # Whether each bucket was the same, and a checksum of it as it was sent: in the round
         # before, which the host reads only now, and so far in this one.
@@ -35,23 +36,19 @@ class IdenticalRanks:
         self._now: list[Tensor] = []
         self._before: list[int] = []
 
-    def note(self, equal: Tensor, values: Tensor, dtype: torch.dtype) -> None:
-        """Note whether a bucket is the same on all ranks.
+    def attach(self, context: ExtensionContext) -> None:
+        """Compare on rank 0 only."""
+        self._detach = context.detach
+        if context.rank != 0:
+            self._detach()
 
-        Args:
-            equal: whether it is, of shape ().
-            values: this rank's values.
-            dtype: the dtype in which they are compared with those of the round before.
-        """
-        if not equal.is_cuda and not equal:
-            self.rounds_left = 0
-            self._now.clear()
-            return
-        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-        checksum = values.detach().to(dtype).view(bits).sum()
-        self._now.append(torch.stack((equal.to(torch.int64), checksum)))
+    def mixing(self, received: ReceivedBucket) -> AbstractContextManager[None]:
+        """Compare a bucket before it is mixed."""
+        if self._rounds_left and (compared := received.compare()):
+            self._note(*compared, received.bucket.wire_dtype)
+        return nullcontext()
 
-    def end_round(self) -> None:
+    def end_round(self, kind: Kind) -> None:
         """Count the round once all its buckets have been compared; one of a GPU in the next one."""
         last, self._last = self._last, None
         if last is not None:
@@ -64,17 +61,35 @@ class IdenticalRanks:
             if not self._last.waits:
                 self._count(self._last.read())
                 self._last = None
+        if not self._rounds_left:
+            self._detach()
+
+    def _note(self, equal: Tensor, values: Tensor, dtype: torch.dtype) -> None:
+        """Note whether a bucket is the same on all ranks.
+
+        Args:
+            equal: whether it is, of shape ().
+            values: this rank's values.
+            dtype: the dtype in which they are compared with those of the round before.
+        """
+        if not equal.is_cuda and not equal:
+            self._rounds_left = 0
+            self._now.clear()
+            return
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        checksum = values.detach().to(dtype).view(bits).sum()
+        self._now.append(torch.stack((equal.to(torch.int64), checksum)))
 
     def _count(self, buckets: list[list[int]]) -> None:
         if not all(equal for equal, _ in buckets):
-            self.rounds_left = 0
+            self._rounds_left = 0
             return
-        self.rounds_left -= 1
+        self._rounds_left -= 1
         sums = [checksum for _, checksum in buckets]
         self._suspicious += sums != self._before
         self._before = sums
         if self._suspicious == _SUSPICIOUS:
-            self.rounds_left = 0
+            self._rounds_left = 0
             warnings.warn(
                 f"rank 0: in {_SUSPICIOUS} rounds of training the peers have sent what this rank "
                 f"has itself, so that gossip does nothing: remove DistributedDataParallel from "

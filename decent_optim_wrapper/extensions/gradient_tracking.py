@@ -19,7 +19,7 @@ y travels in the same round as the parameters. Between two rounds c stays as it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import index
@@ -30,6 +30,8 @@ from torch import Tensor
 from torch.optim import Adam, Adamax, AdamW, Optimizer, RAdam
 
 from decent_optim_wrapper.gossip.bucket import HALF_DTYPES, Bucket, Layout
+from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
+from decent_optim_wrapper.optim.closures import evaluates_inside_step
 from decent_optim_wrapper.optim.shards import local, local_grad
 
 # How far a round mixes y, and the weight of a new gradient in the mean.
@@ -132,27 +134,47 @@ class _Tracked:
             self.is_open = False
 
 
-class Tracking:
-    """Tracks the gradients of a base optimizer's parameters.
+class GradientTracking(Extension):
+    """Tracks the gradients of the base optimizer's parameters.
 
     It costs two copies of the parameters, and what y needs on the wire.
-
-    Args:
-        optimizer: the base.
-        layout: how y is exchanged.
     """
 
-    def __init__(self, optimizer: Optimizer, layout: Layout) -> None:
-        self._optimizer: Any = optimizer
-        # Rounding errors of y end up in the corrections, and with these in the next y.
-        self._layout = layout._replace(refers=False)
-        # Whether the base takes y for its momentum.
-        self._replaces = type(optimizer) in _WITH_MOMENTS
+    name = "gradient_tracking"
+    sends = True
+    corrects_gradients = True
+    belongs_to_rank = True
+
+    def __init__(self) -> None:
         self._tracked: dict[Bucket, _Tracked] = {}
         # By parameter: the bucket's, and its own.
         self._of: dict[int, tuple[_Tracked, Estimate]] = {}
         # Whether a round is in flight during the updates.
         self._in_flight = False
+
+    def attach(self, context: ExtensionContext) -> None:
+        """Track the gradients of the base.
+
+        Raises:
+            ValueError: the base or ``on_nonfinite="skip"`` does not go with it.
+        """
+        optimizer = context.optimizer
+        if context.nonfinite.replaces:
+            raise ValueError(
+                'gradient_tracking=True expects on_nonfinite="raise" or "ignore": with "skip" the '
+                "sum of the estimates would no longer be that of the gradients, for good"
+            )
+        if reason := evaluates_inside_step(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} {reason}, which does not work with "
+                f"gradient_tracking=True: the gradient is corrected before the step; pass "
+                f"gradient_tracking=False"
+            )
+        self._optimizer: Any = optimizer
+        # Rounding errors of y end up in the corrections, and with these in the next y.
+        self._layout = context.layout._replace(refers=False)
+        # Whether the base takes y for its momentum.
+        self._replaces = type(optimizer) in _WITH_MOMENTS
 
     def plan(self, buckets: Sequence[Bucket]) -> None:
         """Track the members of these buckets; what is known of them is kept."""
@@ -173,7 +195,7 @@ class Tracking:
         """That of a parameter; a new one if it is in no bucket yet."""
         return self._of[id(param)][1] if id(param) in self._of else Estimate.of(param)
 
-    def begin_step(self, in_flight: bool) -> None:
+    def received(self, in_flight: bool) -> None:
         """Take note of whether y is in flight during the updates of a step."""
         self._in_flight = in_flight
 
@@ -184,7 +206,7 @@ class Tracking:
         return [tracked.bucket]
 
     @torch.no_grad()
-    def reset(self) -> None:
+    def restart(self) -> None:
         """Start again, on all ranks together."""
         for each in self._tracked.values():
             torch._foreach_zero_([*each.y, *each.means])
@@ -192,9 +214,13 @@ class Tracking:
             for estimate in each.estimates:
                 estimate.steps = 0
 
-    def rows(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
-        """Copies of what is tracked of each parameter, to save them."""
-        return [self._row(param) for param in params]
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of what is tracked of each parameter."""
+        return {"params": [self._row(param) for param in self._params]}
+
+    @property
+    def _params(self) -> list[Tensor]:
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
 
     def _row(self, param: Tensor) -> dict[str, Any]:
         estimate = self._estimate_of(param)
@@ -205,11 +231,25 @@ class Tracking:
             "is_open": id(param) in self._of and self._of[id(param)][0].is_open,
         }
 
+    def prepare_load(self, state: dict[str, Any] | None) -> Callable[[], None]:
+        """Check a state, and return the function that loads it.
+
+        Raises:
+            ValueError: it is that of something else.
+        """
+        for param, row in zip(self._params, state["params"], strict=True) if state else ():
+            shapes = {row["y"].shape, row["mean"].shape}
+            if shapes != {param.shape}:
+                raise ValueError(f"expected estimates of shape {param.shape}, got {shapes}")
+            if index(row["steps"]) < 0 or not isinstance(row["is_open"], bool):
+                raise ValueError(f"expected a number of steps and a bool, got {row}")
+        return super().prepare_load(state)
+
     @torch.no_grad()
-    def load(self, params: Sequence[Tensor], rows: Sequence[dict[str, Any]]) -> None:
-        """Continue with what was saved; `check_rows` has checked it."""
-        self.reset()
-        for param, row in zip(params, rows, strict=True):
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue with what was saved."""
+        self.restart()
+        for param, row in zip(self._params, state["params"], strict=True) if state else ():
             if id(param) in self._of:
                 tracked, estimate = self._of[id(param)]
                 estimate.y.copy_(row["y"])
@@ -217,7 +257,7 @@ class Tracking:
                 estimate.steps, tracked.is_open = index(row["steps"]), row["is_open"]
 
     @contextmanager
-    def correcting(self, params: Sequence[Tensor]) -> Iterator[None]:
+    def updating(self, params: Sequence[Tensor]) -> Iterator[None]:
         """Correct the gradients for the update that the body makes.
 
         Args:
@@ -273,18 +313,3 @@ class Tracking:
         finally:
             for group, betas in zip(groups, before, strict=True):
                 group["betas"] = betas
-
-
-def check_rows(params: Sequence[Tensor], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Check what `Tracking.rows` has returned for these parameters.
-
-    Raises:
-        ValueError: it is that of something else.
-    """
-    for param, row in zip(params, rows, strict=True):
-        shapes = {row["y"].shape, row["mean"].shape}
-        if shapes != {param.shape}:
-            raise ValueError(f"expected estimates of shape {param.shape}, got {shapes}")
-        if index(row["steps"]) < 0 or not isinstance(row["is_open"], bool):
-            raise ValueError(f"expected a number of steps and a bool, got {row}")
-    return list(rows)

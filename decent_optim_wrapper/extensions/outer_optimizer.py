@@ -3,30 +3,112 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.gossip.bucket import is_finite
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.gossip.bucket import Bucket, is_finite, members_of
+from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext, ReceivedBucket
 from decent_optim_wrapper.gossip.schedule import Kind
 from decent_optim_wrapper.optim.shards import local
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
 
-class Outer:
+class OuterOptimizer(Extension):
     """Steps an optimizer over anchors, the parameters after the previous outer step.
 
     With φ the anchors and x̄ the parameters after a round was mixed, the gradient is g = φ - x̄;
     after the step x <- φ. An anchor starts as a copy of its parameter at the beginning of a step.
+    There is an outer step after every exact average if the schedule has any, and otherwise after
+    every round of gossip (DiLoCo, Douillard et al. 2023; SlowMo, Wang et al. 2020).
+
+    Args:
+        make: makes the optimizer from the anchors.
+    """
+
+    name = "outer_optimizer"
+
+    def __init__(self, make: MakeOptimizer) -> None:
+        self._make = make
+
+    def attach(self, context: ExtensionContext) -> None:
+        """Make the optimizer over the parameters of the base.
+
+        Raises:
+            TypeError: `make` does not make an optimizer.
+            ValueError: the optimizer is one of other tensors.
+        """
+        self._base = context.optimizer
+        averages = context.cadence.global_avg_every is not None
+        self._kind = Kind.AVERAGE if averages else Kind.GOSSIP
+        # Mixing replaces parameters that are not finite, and these must not get into its state.
+        self._heals = context.nonfinite.replaces
+        self._anchors = _Anchors(self._make, self._base)
+
+    def describe(self) -> str:
+        """The optimizer and its settings."""
+        return f"outer={self._anchors}"
+
+    def begin_step(self, buckets: Sequence[Bucket]) -> None:
+        """Start anchors of new parameters."""
+        self._anchors.start(members_of(buckets))
+
+    @contextmanager
+    def mixing(self, received: ReceivedBucket) -> Iterator[None]:
+        """Take the outer step after the mixing, without the local updates since the launch."""
+        bucket, steps = received.bucket, received.kind is self._kind
+        snapshot = received.snapshot() if steps else None
+        drift = None if snapshot is None else bucket.drift(snapshot)
+        yield
+        if self._heals and not bucket.is_finite():
+            self._anchors.forget(bucket.members)
+        elif steps:
+            if drift is not None:
+                bucket.add_(drift, -1.0)
+            self._anchors.step(bucket.members)
+            if drift is not None:
+                bucket.add_(drift, 1.0)
+
+    def kept(self, buckets: Sequence[Bucket], transport: Transport) -> None:
+        """Start the anchors again from the average."""
+        self._anchors.rebase()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The anchors and the state of their optimizer, by parameter."""
+        return {"params": self._anchors.rows()}
+
+    def prepare_load(self, state: dict[str, Any] | None) -> Callable[[], None]:
+        """Check a state, and return the function that loads it.
+
+        Raises:
+            ValueError: it is that of other parameters.
+        """
+        anchors = _Anchors(self._make, self._base)
+        if state is not None:
+            anchors.load(state["params"])
+
+        def replace() -> None:
+            self._anchors = anchors
+
+        return replace
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue from a state."""
+        self.prepare_load(state)()
+
+
+class _Anchors:
+    """The anchors, and the optimizer that steps them.
 
     Args:
         make: makes the optimizer from the anchors.
         base: the optimizer of the parameters.
-        kind: the kind of rounds after which there is an outer step.
 
     Raises:
         TypeError: `make` does not make an optimizer.
@@ -35,10 +117,9 @@ class Outer:
 
     # Tensors made under inference_mode could not be changed outside of it.
     @torch.inference_mode(False)
-    def __init__(self, make: MakeOptimizer, base: Optimizer, kind: Kind) -> None:
+    def __init__(self, make: MakeOptimizer, base: Optimizer) -> None:
         self._make = make
         self._base = base
-        self.kind = kind
         # By parameter, in the order of the groups. An anchor that never started shares its
         # parameter's memory: it costs nothing, and the optimizer sees its shape.
         self._anchors = {param: param.detach() for param in self._params()}
@@ -56,25 +137,12 @@ class Outer:
                 "all of them and nothing else, such as partial(torch.optim.SGD, lr=0.7)"
             )
 
-    @property
-    def params(self) -> Sequence[Tensor]:
-        """The parameters that have anchors, in the order of `state_dict`."""
-        self._add_new()
-        return [*self._anchors]
-
-    @property
-    def groups(self) -> Sequence[dict[str, Any]]:
-        """The optimizer's groups, their parameters by place."""
-        self._add_new()
-        groups: Sequence[dict[str, Any]] = self._optimizer.state_dict()["param_groups"]
-        return groups
-
     def __repr__(self) -> str:
         return f"{type(self._optimizer).__name__}({self._optimizer.defaults})"
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def anchor(self, params: Iterable[Tensor]) -> None:
+    def start(self, params: Iterable[Tensor]) -> None:
         """Start the anchors that have not started, if their parameters are finite."""
         self._add_new()
         for param in params:
@@ -96,17 +164,14 @@ class Outer:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def step(self, params: Sequence[Tensor], kind: Kind) -> None:
-        """Take the outer step, if this kind of round has one.
+    def step(self, params: Sequence[Tensor]) -> None:
+        """Take the outer step.
 
         Args:
             params: the parameters after the mixing; changed in place.
-            kind: the kind of the round.
         """
-        if kind is not self.kind:
-            return
         known = [param for param in params if param in self._started]
-        self.anchor(params)
+        self.start(params)
         if not known:
             return
         anchors = [self._anchors[param] for param in known]
@@ -118,53 +183,64 @@ class Outer:
             anchor.grad = None
         torch._foreach_copy_([*map(local, known)], [*map(local, anchors)])
 
-    def state_dict(self) -> dict[str, Any]:
-        """The anchors, in the order of the groups, and the optimizer's own state dict.
+    def rows(self) -> list[dict[str, Any]]:
+        """What to save of each parameter, in the order of the groups.
 
-        Both cover all parameters, since torch.distributed.checkpoint loads only into existing
-        entries. The two lists say which of them are mere placeholders.
+        Every row is complete, since torch.distributed.checkpoint loads only into existing entries;
+        it says of what is a mere placeholder.
         """
         self._add_new()
-        values = [a if p in self._started else p for p, a in self._anchors.items()]
         own = self._optimizer.state_dict()
-        stepped = [place in own["state"] for place in range(len(values))]
-        blank = {at: self._blank_state(v) for at, v in enumerate(values) if not stepped[at]}
-        return {
-            "anchors": [value.detach().clone() for value in values],
-            "started": [param in self._started for param in self._anchors],
-            "stepped": stepped,
-            "optimizer": {**own, "state": {**blank, **own["state"]}},
+        settings = {
+            place: {key: value for key, value in group.items() if key != "params"}
+            for group in own["param_groups"]
+            for place in group["params"]
         }
-
-    def restarted(self) -> Outer:
-        """A new outer optimizer that starts from the parameters of the next step."""
-        return Outer(self._make, self._base, self.kind)
+        rows = []
+        for place, (param, anchor) in enumerate(self._anchors.items()):
+            started, stepped = param in self._started, place in own["state"]
+            value = anchor if started else param
+            rows.append(
+                {
+                    "anchor": value.detach().clone(),
+                    "started": started,
+                    "stepped": stepped,
+                    "state": own["state"][place] if stepped else self._blank_state(value),
+                    "settings": settings[place],
+                }
+            )
+        return rows
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state dict.
+    def load(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Continue from what `rows` has returned.
+
+        Each group takes the settings of its first parameter; one without parameters, as a pipeline
+        stage may have, keeps its own.
 
         Raises:
-            ValueError: the state dict is that of other parameters.
+            ValueError: the rows are those of other parameters.
         """
-        found = [tensor.shape for tensor in state["anchors"]]
+        self._add_new()
+        found = [row["anchor"].shape for row in rows]
         expected = [param.shape for param in self._anchors]
         if found != expected:
             raise ValueError(
                 f"the anchors of the outer optimizer are of the shapes {[*map(tuple, found)]}, not "
                 f"{[*map(tuple, expected)]}; load the state of a wrapper around the same model"
             )
-        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        rows = zip(
-            *(self._anchors.items(), state["anchors"], state["started"], state["stepped"]),
-            strict=True,
-        )
-        for (param, anchor), value, started, stepped in rows:
-            if started:
-                local(anchor).data = local(torch.empty_like(param).copy_(value))
+        groups = [
+            {**group, **rows[group["params"][0]]["settings"]} if group["params"] else group
+            for group in self._optimizer.state_dict()["param_groups"]
+        ]
+        state = {place: row["state"] for place, row in enumerate(rows)}
+        self._optimizer.load_state_dict(copy.deepcopy({"state": state, "param_groups": groups}))
+        for (param, anchor), row in zip(self._anchors.items(), rows, strict=True):
+            if row["started"]:
+                local(anchor).data = local(torch.empty_like(param).copy_(row["anchor"]))
                 self._started.add(param)
-            if not stepped:
+            if not row["stepped"]:
                 self._reset(anchor)
 
     def _add_new(self) -> None:

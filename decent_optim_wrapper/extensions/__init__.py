@@ -1,0 +1,15 @@
+"""What takes part in rounds besides the parameters: each feature in a file of its own."""
+
+from decent_optim_wrapper.extensions.gradient_tracking import GradientTracking
+from decent_optim_wrapper.extensions.identical_ranks import IdenticalRanks
+from decent_optim_wrapper.extensions.outer_optimizer import OuterOptimizer
+from decent_optim_wrapper.extensions.state_average import StateAverage
+from decent_optim_wrapper.extensions.state_gossip import StateGossip
+
+__all__ = [
+    "GradientTracking",
+    "IdenticalRanks",
+    "OuterOptimizer",
+    "StateAverage",
+    "StateGossip",
+]

@@ -1,0 +1,51 @@
+"""What happens to values that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from decent_optim_wrapper.errors import NonFiniteError
+
+OnNonfinite = Literal["raise", "skip", "ignore"]
+
+
+class NonFinitePolicy(NamedTuple):
+    """What happens to parameters that are not finite.
+
+    Args:
+        on_nonfinite: "raise" an error on all ranks of the group, "skip" these ranks in the round,
+            or "ignore" it.
+    """
+
+    on_nonfinite: OnNonfinite
+
+    @property
+    def checks(self) -> bool:
+        """Whether values are checked before they are mixed."""
+        return self.on_nonfinite != "ignore"
+
+    @property
+    def replaces(self) -> bool:
+        """Whether mixing replaces parameters that are not finite."""
+        return self.on_nonfinite == "skip"
+
+
+def nonfinite_error(
+    bad: Sequence[int], own_rank: int, where: str, what: str = "parameters"
+) -> NonFiniteError:
+    """The error on every rank that would have mixed these values in.
+
+    Args:
+        bad: the ranks that have them.
+        own_rank: this rank.
+        where: the round or the average.
+        what: the name of the values.
+    """
+    return NonFiniteError(
+        f"rank {own_rank}: expected finite {what} in {where}, but those of ranks {[*bad]} hold "
+        f"NaN or infinity, or more than comm_dtype can; none of them were mixed. Look for the "
+        f"overflow there (learning rate, loss scale, data), or leave such ranks out of a round "
+        f'with on_nonfinite="skip"',
+        [*bad],
+    )
