@@ -25,7 +25,15 @@ from decent_optim_wrapper.extensions import (
 from decent_optim_wrapper.extensions.outer_optimizer import MakeOptimizer
 from decent_optim_wrapper.gossip.extension import Extension, Extensions
 from decent_optim_wrapper.gossip.nonfinite import OnNonfinite as OnNonfinite
-from decent_optim_wrapper.gossip.schedule import Cadence, check_mixing_rate
+from decent_optim_wrapper.gossip.schedule import (
+    AsItArrives,
+    Delayed,
+    Intervals,
+    Late,
+    Pacing,
+    WithinStep,
+    check_mixing_rate,
+)
 from decent_optim_wrapper.optim.closures import evaluates_inside_step
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.topo.base import did_you_mean
@@ -110,7 +118,7 @@ class Schedule:
             self.outer,
         )
         self._check_staleness()
-        if isinstance(self.average_state, tuple) and self.cadence.freezes:
+        if isinstance(self.average_state, tuple) and self.pacing.needs_snapshot:
             raise ValueError(
                 f"average_state={self.average_state!r} expects rounds that are mixed in the next "
                 f'step, not staleness above 1 or gossip_every="auto": second moments that have '
@@ -150,15 +158,17 @@ class Schedule:
             )
 
     @property
-    def cadence(self) -> Cadence:
-        """When rounds are launched and mixed."""
-        auto = self.gossip_every == "auto"
-        return Cadence(
-            gossip_every=1 if isinstance(self.gossip_every, str) else self.gossip_every,
-            global_avg_every=self.global_avg_every,
-            staleness=self.max_staleness if auto else self.staleness,
-            auto=auto,
-        )
+    def intervals(self) -> Intervals:
+        """How often rounds are launched."""
+        every = 1 if isinstance(self.gossip_every, str) else self.gossip_every
+        return Intervals(gossip_every=every, global_avg_every=self.global_avg_every)
+
+    @property
+    def pacing(self) -> Pacing:
+        """When a round is mixed, with overlap."""
+        if self.gossip_every == "auto":
+            return AsItArrives(self.max_staleness)
+        return Delayed() if self.staleness == 1 else Late(self.staleness)
 
 
 @dataclass(frozen=True)
@@ -208,7 +218,7 @@ class Settings:
 
     _: KW_ONLY
     bucket_cap_mb: float
-    overlap: bool
+    overlap: bool | Pacing
     sync_at_start: bool
     comm_dtype: torch.dtype | None
     param_as_bucket_view: bool
@@ -219,13 +229,17 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in (
-            "overlap",
             "sync_at_start",
             "param_as_bucket_view",
             "gradient_tracking",
         ):
             flag = getattr(self, name)
             _expect(isinstance(flag, bool), f"{name} expects a bool", flag)
+        _expect(
+            isinstance(self.overlap, (bool, Pacing)),
+            "overlap expects a bool or a Pacing",
+            self.overlap,
+        )
         cap_mb = _positive("bucket_cap_mb", "MiB", self.bucket_cap_mb)
         object.__setattr__(self, "bucket_cap_mb", cap_mb)
         read_timeout(self.timeout)
@@ -244,9 +258,9 @@ class Settings:
 
     def _check_staleness(self) -> None:
         """Check that the options work with rounds that travel under several steps."""
-        if not self.schedule.cadence.freezes:
+        if not self.schedule.pacing.needs_snapshot:
             return
-        if not self.overlap:
+        if self.overlap is not True:
             raise ValueError(
                 'staleness above 1 and gossip_every="auto" expect overlap=True: without overlap a '
                 "round is mixed in the step that launches it"
@@ -258,6 +272,13 @@ class Settings:
                 f'gossip_every="auto" only the rounded ones are kept; drop '
                 f"comm_dtype={self.comm_dtype} or the outer optimizer"
             )
+
+    @property
+    def pacing(self) -> Pacing:
+        """When a round is mixed."""
+        if isinstance(self.overlap, Pacing):
+            return self.overlap
+        return self.schedule.pacing if self.overlap else WithinStep()
 
     @property
     def patience(self) -> timedelta | None:
@@ -310,12 +331,12 @@ def read_timeout(timeout: Any) -> timedelta | None:
     return timedelta(seconds=float(seconds))
 
 
-def check_base(optimizer: Any, overlap: bool) -> None:
+def check_base(optimizer: Any, pacing: Pacing) -> None:
     """Check that the optimizer can be wrapped.
 
     Raises:
         TypeError: it is not an optimizer, or is a wrapper itself.
-        ValueError: it has no parameters, exchanges them itself, or does not work with `overlap`.
+        ValueError: it has no parameters, exchanges them itself, or does not work with this pacing.
     """
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DelegatingOptimizer):
         raise TypeError(
@@ -335,7 +356,7 @@ def check_base(optimizer: Any, overlap: bool) -> None:
             f"would undo the gossip; wrap the plain optimizer"
         )
     reason = evaluates_inside_step(optimizer)
-    if overlap and reason:
+    if reason and not isinstance(pacing, WithinStep):
         raise ValueError(
             f"{kind.__name__} {reason}, which does not work with overlap=True: the gradient "
             f"belongs to the parameters before the mixing; pass overlap=False"

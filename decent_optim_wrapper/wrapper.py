@@ -40,7 +40,7 @@ from decent_optim_wrapper.gossip.saved_state import (
     read_state,
     restore,
 )
-from decent_optim_wrapper.gossip.schedule import check_mixing_rate
+from decent_optim_wrapper.gossip.schedule import Pacing, check_mixing_rate
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import StepStats
 from decent_optim_wrapper.membership.arguments import Arguments
@@ -82,7 +82,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             numbers of ranks, or ranks that are not consecutive, every rank counts as a node.
         topology: a name known to `TopologyFactory`, or an instance.
         bucket_cap_mb: upper bound of a bucket in MiB.
-        overlap: exchange during the next forward and backward pass, as above.
+        overlap: exchange during the next forward and backward pass, as above; or a `Pacing` of your
+            own, with the defaults of `staleness` and a number for `gossip_every`.
         process_group: the ranks that gossip; None means the default group.
         buffers: tensors such as ``model.buffers()``; `global_avg` also averages the floating-point
             ones.
@@ -146,7 +147,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         topology: str | Topology = "complete",
         bucket_cap_mb: float = 25,
         *,
-        overlap: bool = True,
+        overlap: bool | Pacing = True,
         process_group: dist.ProcessGroup | None = None,
         buffers: Iterable[Tensor] = (),
         sync_at_start: bool = True,
@@ -186,7 +187,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 on_nonfinite=on_nonfinite,
                 schedule=schedule,
             )
-            check_base(optimizer, overlap)
+            check_base(optimizer, settings.pacing)
             super().__init__(optimizer)
             parts = build_extensions(settings, extensions)
             self._local_update = LocalUpdate(optimizer, parts)
@@ -328,7 +329,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def _evaluates_first(self) -> bool:
         """Whether a closure is evaluated before the base's step."""
-        return self._settings.overlap or self._gossip.extensions.corrects_gradients
+        gossip = self._gossip
+        in_step = gossip.pacing.mixes_in_step(gossip.round)
+        return not in_step or gossip.extensions.corrects_gradients
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base and gossip its parameters from the next round on.
@@ -546,7 +549,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             ValueError: with ``gossip_every="auto"``, which needs no Join.
         """
-        if self._gossip.cadence.auto:
+        if not self._gossip.pacing.synchronous:
             raise ValueError(
                 'gossip_every="auto" does not go with Join, in which ranks wait for each other in '
                 "every step and take no part in rounds meanwhile; ranks may make different numbers "

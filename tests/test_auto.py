@@ -158,7 +158,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
         mix(round, bucket)
         script.note(round)
 
-    monkeypatch.setattr(Round, "has_arrived", property(script.arrives))
+    monkeypatch.setattr(Round, "has_arrived", lambda round: script.arrives(round))
     monkeypatch.setattr(Round, "mix", mix_and_note)
     return script
 

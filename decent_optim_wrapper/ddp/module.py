@@ -20,6 +20,7 @@ from decent_optim_wrapper.ddp.autograd_hooks import AutogradHooks
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
 from decent_optim_wrapper.gossip.local_update import SPLITTABLE
+from decent_optim_wrapper.gossip.schedule import Delayed
 from decent_optim_wrapper.membership.arguments import Arguments
 from decent_optim_wrapper.membership.start import Start
 from decent_optim_wrapper.topo import Topology
@@ -112,7 +113,7 @@ class DecentralizedDataParallel(Module):
             _check(model, grad_clip_norm, update_in_backward)
             _check_parts(optim_fn, scaler, options)
             base = optim_fn([(n, p) for n, p in model.named_parameters() if p.requires_grad])
-            check_base(base, overlap=True)
+            check_base(base, Delayed())
             if update_in_backward and type(base) not in SPLITTABLE:
                 raise _not_in_parts(base)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(base)

@@ -45,7 +45,7 @@ class OuterOptimizer(Extension):
             ValueError: the optimizer is one of other tensors.
         """
         self._base = context.optimizer
-        averages = context.cadence.global_avg_every is not None
+        averages = context.intervals.global_avg_every is not None
         self._kind = Kind.AVERAGE if averages else Kind.GOSSIP
         # Mixing replaces parameters that are not finite, and these must not get into its state.
         self._heals = context.nonfinite.replaces

@@ -14,7 +14,7 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.bucket import Bucket, Layout
 from decent_optim_wrapper.gossip.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.gossip.replica import Replica
-from decent_optim_wrapper.gossip.schedule import Cadence, Kind
+from decent_optim_wrapper.gossip.schedule import Intervals, Kind, Pacing
 from decent_optim_wrapper.gossip.storage import Flat
 from decent_optim_wrapper.gossip.timing import Meter
 
@@ -26,7 +26,8 @@ class ExtensionContext(NamedTuple):
         rank: this rank, as numbered at the start.
         optimizer: the base optimizer.
         layout: how tensors are put into buckets.
-        cadence: when rounds are launched and mixed.
+        intervals: how often rounds are launched.
+        pacing: when they are mixed.
         nonfinite: what happens to values that are not finite.
         replica: the ranks that hold one copy of the model together.
         meter: counts the bytes sent.
@@ -36,7 +37,8 @@ class ExtensionContext(NamedTuple):
     rank: int
     optimizer: Optimizer
     layout: Layout
-    cadence: Cadence
+    intervals: Intervals
+    pacing: Pacing
     nonfinite: NonFinitePolicy
     replica: Replica
     meter: Meter

@@ -29,7 +29,7 @@ class Gossip(Rounds):
     def global_avg(self, may_revert: bool) -> None:
         """Put the average in place; collective."""
         self.check_parameters()
-        if not self.cadence.auto:
+        if self.pacing.synchronous:
             with self.failing_together():
                 self.surviving(self._arrive)
         self.meet(Call.GLOBAL_AVG, lambda: self.apply_average(may_revert))
@@ -116,7 +116,7 @@ class Gossip(Rounds):
         """
         transport = self.session.transport
         # While an average is in place, no rank makes steps.
-        together = not self.cadence.auto or self.average.snapshot is not None
+        together = self.pacing.synchronous or self.average.snapshot is not None
         if together or transport.world_size == 1:
             return
         self.agree_on_round()

@@ -47,15 +47,17 @@ class Header(NamedTuple):
     mixing_rate: float
     meetings: int = 0
 
-    def check(self, message: Sequence[float], rank: int, own_rank: int, auto: bool = False) -> None:
+    def check(
+        self, message: Sequence[float], rank: int, own_rank: int, same_rate: bool = True
+    ) -> None:
         """Compare with the message of another rank.
 
         Args:
             message: that of the other rank, number by number.
             rank: the other rank.
             own_rank: this rank.
-            auto: whether ranks may be at different steps, and so have different mixing rates: the
-                group mixes with the lowest.
+            same_rate: whether the mixing rates must be the same. Ranks that are at different steps
+                may have different ones: the group mixes with the lowest.
 
         Raises:
             CallOrderError: the rank is in another method or round, or has another rate or other
@@ -71,7 +73,7 @@ class Header(NamedTuple):
                 f"rank, and step() equally often (torch.distributed.algorithms.Join for uneven "
                 f"data). Is one of the calls inside an `if rank == 0` branch?"
             )
-        if rate != self.mixing_rate and not auto:
+        if same_rate and rate != self.mixing_rate:
             raise CallOrderError(
                 f"rank {own_rank}: expected rank {rank} to mix round {self.round} with "
                 f"mixing_rate={self.mixing_rate}, as here, but it has {rate}; set the same "

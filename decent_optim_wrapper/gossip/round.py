@@ -31,7 +31,7 @@ from decent_optim_wrapper.gossip.exchange import (
 )
 from decent_optim_wrapper.gossip.header import Header
 from decent_optim_wrapper.gossip.nonfinite import NonFinitePolicy, nonfinite_error
-from decent_optim_wrapper.gossip.schedule import Kind, RoundPlan, Session
+from decent_optim_wrapper.gossip.schedule import Kind, Pacing, RoundPlan, Session
 from decent_optim_wrapper.gossip.storage import Flat
 from decent_optim_wrapper.gossip.timing import Meter
 
@@ -57,6 +57,7 @@ class Round:
         header: the method that launches it, and its number; the same on all ranks.
         plan: the ranks that mix, and the mixing rate.
         session: connects them.
+        pacing: when the round is mixed.
         nonfinite: what happens to values that are not finite.
         meter: counts every wait, every copy and all bytes.
     """
@@ -66,6 +67,7 @@ class Round:
         header: Header,
         plan: RoundPlan,
         session: Session,
+        pacing: Pacing,
         nonfinite: NonFinitePolicy,
         meter: Meter,
     ) -> None:
@@ -80,7 +82,8 @@ class Round:
         self._transport = session.transport
         self._peers = tuple(rank for rank in self._group.ranks if rank != self._transport.rank)
         # Whether the parameters may change before they are mixed.
-        self._auto, self._freezes = session.schedule.cadence.auto, session.schedule.cadence.freezes
+        self._freezes = pacing.needs_snapshot
+        self._same_rate = pacing.synchronous
         self._wire = Wire(
             self._transport, self._group, self._edge, self._freezes, nonfinite.on_nonfinite
         )
@@ -237,7 +240,6 @@ class Round:
                 each.works.clear()
         return awaited
 
-    @property
     def has_arrived(self) -> bool:
         """Whether nothing is left to wait for, as far as a thread has watched."""
         return self._arrival is not None and self._arrival.is_over
@@ -412,7 +414,9 @@ class Round:
     def _compare(self, message: list[float], rank: int) -> None:
         try:
             transport = self._transport
-            self._header.check(message, transport.members[rank], transport.initial_rank, self._auto)
+            self._header.check(
+                message, transport.members[rank], transport.initial_rank, self._same_rate
+            )
         except CallOrderError as error:
             # This rank takes no further part: the others must notice, or they would wait for it.
             self.abandon()

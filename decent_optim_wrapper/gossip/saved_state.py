@@ -53,10 +53,10 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
     if gossip.average.snapshot is not None:
         # The next step() would keep the average, which is what is saved now.
         state |= {"in_flight": False, "kept": True}
-    if gossip.cadence.auto:
+    if not gossip.pacing.synchronous:
         # Others may have mixed it, or not have launched it yet.
         state["in_flight"] = False
-    elif gossip.cadence.freezes:
+    elif gossip.pacing.needs_snapshot:
         # Also where none is in flight: torch.distributed.checkpoint loads into existing entries.
         state |= {"age": age, "starts": gossip.starts()}
     if extensions := {each.name: each.state_dict() for each in gossip.extensions.all if each.name}:
@@ -154,7 +154,7 @@ def _read(
         state = GossipState(
             round=index(saved["round"]),
             # Others may have mixed it already, or count rounds in another way.
-            in_flight=bool(saved["in_flight"]) and not gossip.cadence.auto,
+            in_flight=bool(saved["in_flight"]) and gossip.pacing.synchronous,
             mixing_rate=rate,
             last_rate=check_mixing_rate(saved.get("last_rate", rate)),
             age=max(1, index(saved.get("age", 1))),
@@ -223,7 +223,7 @@ def _referring(gossip: Gossip) -> list[Tensor]:
 
     With automatic rounds each rank may have mixed others, and all start again from zero.
     """
-    if gossip.cadence.auto or not gossip.session.references.keeps:
+    if not gossip.pacing.synchronous or not gossip.session.references.keeps:
         return []
     members = referring(gossip.buckets)
     return [param for param in gossip.params if param in members]

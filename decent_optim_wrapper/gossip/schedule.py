@@ -1,12 +1,12 @@
-"""The rounds of a rank: phases of the topology, idle rounds and exact averages."""
+"""When rounds are launched, of which kind and with whom, and when they are mixed (the pacing)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -37,27 +37,96 @@ class RoundPlan(NamedTuple):
     mixing_rate: float
 
 
-class Cadence(NamedTuple):
-    """When rounds are launched and mixed; the same on all ranks.
+class Intervals(NamedTuple):
+    """How often rounds are launched; the same on all ranks.
 
     Args:
         gossip_every: rounds from one phase to the next; the rank is idle in between.
         global_avg_every: rounds from one exact average to the next, each in place of what would
             be due; None for none.
-        staleness: how many steps after its launch a round is mixed, or is mixed at the latest.
-        auto: mix a round in the first step that finds it arrived, and launch the next one then.
-            Rounds are counted apart from steps, of which each has one round otherwise.
     """
 
     gossip_every: int = 1
     global_avg_every: int | None = None
-    staleness: int = 1
-    auto: bool = False
 
-    @property
-    def freezes(self) -> bool:
-        """Whether parameters may change between the launch of a round and its mixing."""
-        return self.auto or self.staleness > 1
+
+class Pacing:
+    """Mixes a round at the start of the step after the one that launched it; the same on all ranks.
+
+    One round is in flight at a time: the next one is launched in the step that mixes it, or later.
+
+    Attributes:
+        synchronous: whether all ranks mix a round in the same step. Otherwise rounds are counted
+            apart from steps, a thread waits for them, and ranks may make different numbers of
+            steps.
+        needs_snapshot: whether local updates may change the parameters between the launch of a
+            round and its mixing. The values of the launch are then kept, in one copy of the
+            parameters, and what is mixed is their change.
+    """
+
+    synchronous: ClassVar[bool] = True
+    needs_snapshot: ClassVar[bool] = False
+
+    def mixes_in_step(self, round: int) -> bool:
+        """Whether the step that launches this round also mixes it; nothing then overlaps."""
+        return False
+
+    def is_due(self, age: int, has_arrived: Callable[[], bool]) -> bool:
+        """Whether the step that begins now mixes the round in flight.
+
+        Args:
+            age: steps since it was launched, at least 1.
+            has_arrived: returns whether nothing is left to wait for; only known to a pacing that is
+                not synchronous.
+        """
+        return True
+
+
+@dataclass(frozen=True)
+class Delayed(Pacing):
+    """``x <- W x - u(x)``: a round travels under one forward and backward pass."""
+
+
+@dataclass(frozen=True)
+class WithinStep(Pacing):
+    """``x <- W (x - u(x))``: a step waits for the round that it has launched."""
+
+    def mixes_in_step(self, round: int) -> bool:
+        """Always."""
+        return True
+
+
+@dataclass(frozen=True)
+class Late(Pacing):
+    """``x <- x + (W s - s) - u(x)``, with s the parameters some steps ago.
+
+    Args:
+        steps: from the launch of a round to its mixing, above 1.
+    """
+
+    needs_snapshot: ClassVar[bool] = True
+    steps: int
+
+    def is_due(self, age: int, has_arrived: Callable[[], bool]) -> bool:
+        """Whether so many steps were made."""
+        return age >= self.steps
+
+
+@dataclass(frozen=True)
+class AsItArrives(Pacing):
+    """As `Late`, in the first step that finds the round arrived; no step waits before the last.
+
+    Args:
+        max_steps: the step after the launch that waits for the round.
+    """
+
+    synchronous: ClassVar[bool] = False
+    needs_snapshot: ClassVar[bool] = True
+    max_steps: int
+
+    def is_due(self, age: int, has_arrived: Callable[[], bool]) -> bool:
+        """Whether the round has arrived, or is too old."""
+        return has_arrived() or age >= self.max_steps
 
 
 class RoundSchedule(NamedTuple):
@@ -67,7 +136,7 @@ class RoundSchedule(NamedTuple):
         phases: the rank's groups, phase by phase.
         rank: this rank.
         world_size: number of ranks.
-        cadence: when rounds are launched and mixed.
+        intervals: how often rounds are launched.
         first_round: rounds before it are idle: they belong to ranks that were ahead when another
             one was lost.
     """
@@ -75,18 +144,18 @@ class RoundSchedule(NamedTuple):
     phases: tuple[Group, ...]
     rank: int
     world_size: int
-    cadence: Cadence = Cadence()
+    intervals: Intervals = Intervals()
     first_round: int = 0
 
     def kind(self, round: int) -> Kind:
         """The kind of a round, counted from 0."""
         count = round + 1
-        average_every = self.cadence.global_avg_every
+        average_every = self.intervals.global_avg_every
         if round < self.first_round:
             return Kind.IDLE
         if average_every is not None and count % average_every == 0:
             return Kind.AVERAGE
-        return Kind.IDLE if count % self.cadence.gossip_every else Kind.GOSSIP
+        return Kind.IDLE if count % self.intervals.gossip_every else Kind.GOSSIP
 
     def plan(self, round: int, mixing_rate: float) -> RoundPlan:
         """What this rank does in a round; the mixing rate of an exact average is 1."""
@@ -96,7 +165,7 @@ class RoundSchedule(NamedTuple):
             case Kind.AVERAGE:
                 return RoundPlan(Kind.AVERAGE, self._everyone, 1.0)
             case Kind.GOSSIP:
-                phase = round // self.cadence.gossip_every % len(self.phases)
+                phase = round // self.intervals.gossip_every % len(self.phases)
                 return RoundPlan(Kind.GOSSIP, self.phases[phase], mixing_rate)
 
     def next_plan(self, round: int, mixing_rate: float) -> RoundPlan:
@@ -112,7 +181,7 @@ class RoundSchedule(NamedTuple):
     @property
     def groups(self) -> tuple[Group, ...]:
         """All groups in which this rank ever mixes."""
-        if self.cadence.global_avg_every is None:
+        if self.intervals.global_avg_every is None:
             return self.phases
         return (*self.phases, self._everyone)
 
@@ -142,7 +211,7 @@ class Session:
         cls,
         transport: Transport,
         topology: Topology,
-        cadence: Cadence,
+        intervals: Intervals,
         first_round: int = 0,
         devices: Collection[torch.device] = (),
     ) -> Session:
@@ -151,7 +220,7 @@ class Session:
         Args:
             transport: the members.
             topology: of as many ranks.
-            cadence: as in `RoundSchedule`.
+            intervals: as in `RoundSchedule`.
             first_round: as in `RoundSchedule`.
             devices: those of the tensors to exchange.
         """
@@ -159,7 +228,7 @@ class Session:
             phases=topology.schedule(transport.rank),
             rank=transport.rank,
             world_size=transport.world_size,
-            cadence=cadence,
+            intervals=intervals,
             first_round=first_round,
         )
         transport.connect(schedule.groups, devices)

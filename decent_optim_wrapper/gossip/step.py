@@ -47,7 +47,7 @@ from decent_optim_wrapper.gossip.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.gossip.references import Meetings
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.round import Round
-from decent_optim_wrapper.gossip.schedule import Cadence, Kind, RoundPlan, Session
+from decent_optim_wrapper.gossip.schedule import Kind, Pacing, RoundPlan, Session
 from decent_optim_wrapper.gossip.timing import Meter, SpareTime
 
 Result = TypeVar("Result")
@@ -190,7 +190,7 @@ class Rounds:
         meter: counts every wait, every copy and all bytes.
         replica: the ranks that hold one copy of the model together.
         mixing_rate: that of the first rounds.
-        overlap: leave a round in flight until the next step.
+        pacing: when a round is mixed.
         extensions: what else takes part.
     """
 
@@ -204,7 +204,7 @@ class Rounds:
         replica: Replica,
         *,
         mixing_rate: float,
-        overlap: bool,
+        pacing: Pacing,
         extensions: Extensions,
     ) -> None:
         self._connected = _Connected(session)
@@ -215,7 +215,7 @@ class Rounds:
         self.replica = replica
         # Of the rounds that are launched from now on.
         self.mixing_rate = self._last_rate = mixing_rate
-        self._overlap = overlap
+        self.pacing = pacing
         self.extensions = extensions
         self._spare_time = SpareTime()
         # Set if ranks may be lost and come back.
@@ -294,11 +294,6 @@ class Rounds:
         )
 
     @property
-    def cadence(self) -> Cadence:
-        """When rounds are launched and mixed."""
-        return self.session.schedule.cadence
-
-    @property
     def differs(self) -> bool:
         """Whether a round is in flight while the values in place differ between ranks."""
         if self.session.transport.world_size == 1 or self.average.snapshot is not None:
@@ -314,7 +309,9 @@ class Rounds:
         """Whether the round of this step may leave later; ask once in a step."""
         # With what extensions send the wire soon has no time to spare.
         sends = any(each.sends for each in self.extensions.all)
-        return self._overlap and not sends and self._spare_time.begin_round()
+        if sends or self.pacing.mixes_in_step(self._round):
+            return False
+        return self._spare_time.begin_round()
 
     def check_idle(self) -> None:
         """Check that a state may be loaded.
@@ -325,7 +322,7 @@ class Rounds:
         transport = self.session.transport
         flying = self.in_flight is not None and not transport.is_closed
         flying = flying and transport.world_size > 1
-        if self.cadence.auto and flying and not self._assembled:
+        if not self.pacing.synchronous and flying and not self._assembled:
             raise RuntimeError(
                 f"rank {self.session.transport.initial_rank}: load_state_dict() expects no "
                 f'round in flight with gossip_every="auto", since other ranks may be at '
@@ -359,9 +356,9 @@ class Rounds:
         finally:
             self._round, self._pending, self.mixing_rate, self._last_rate, _ = state
             # Where nothing may change in flight, what is sent is what is mixed into.
-            self._starts = dict(starts or {}) if self.cadence.freezes else {}
-            self._age = state.age if self.cadence.freezes else 1
-            self._same_round = not self.cadence.auto
+            self._starts = dict(starts or {}) if self.pacing.needs_snapshot else {}
+            self._age = state.age if self.pacing.needs_snapshot else 1
+            self._same_round = self.pacing.synchronous
             session = self.session
             session.references.load(references or {}, self._buckets, session.transport.members)
 
@@ -381,7 +378,7 @@ class Rounds:
         if not extension.belongs_to_rank:
             return extension.prepare_load(state)
         # A rank that comes back, or one that is at another step, loads alone.
-        loads = self.members is None and not self.cadence.auto
+        loads = self.members is None and self.pacing.synchronous
         load = extension.prepare_load(state)
         if not (is_own and loads):
             load = extension.prepare_load(None)
@@ -432,9 +429,10 @@ class Rounds:
         if self.members:
             self.members.end_step()
         self._age += 1
-        if not self.cadence.auto:
+        mixes_now = self.pacing.mixes_in_step(self._round)
+        if self.pacing.synchronous:
             self._round += 1
-        if not self._overlap:
+        if mixes_now:
             self.surviving(self.finish)
         self.meter.close(len(self._buckets), self._round)
 
@@ -480,7 +478,7 @@ class Rounds:
         flying = self._connected.in_flight
         if flying is None:
             return False
-        return flying.has_arrived or self._age >= self.cadence.staleness
+        return self.pacing.is_due(self._age, flying.has_arrived)
 
     def _receive(self) -> Round | None:
         self.check_on_gpu()
@@ -534,7 +532,7 @@ class Rounds:
         self._connected.in_flight = launched
         self._last_rate = self.mixing_rate
         self._age = 0
-        if self.cadence.auto:
+        if not self.pacing.synchronous:
             self._round += 1
             launched.watch()
 
@@ -684,7 +682,7 @@ class Rounds:
         """Begin an exchange with the ranks that mix next: headers, and buckets if it has any."""
         self.session.transport.check_open()
         header = Header(call, self._round, plan.mixing_rate)
-        return Round(header, plan, self.session, self._nonfinite, self.meter)
+        return Round(header, plan, self.session, self.pacing, self._nonfinite, self.meter)
 
 
 def _close(connected: _Connected) -> None:

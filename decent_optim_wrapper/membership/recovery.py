@@ -99,7 +99,7 @@ class Recovery:
     def open_session(self, first_round: int = 0) -> Session:
         """Connect the groups of the members; collective."""
         topology = fitting(self._full, self.members)
-        return Session.connect(self.transport, topology, self._schedule.cadence, first_round)
+        return Session.connect(self.transport, topology, self._schedule.intervals, first_round)
 
     def begin(self, gossip: Gossip, hand_over: HandOver) -> None:
         """Manage the members of the gossip from now on; a rank that joins receives its state."""
@@ -267,14 +267,14 @@ class Recovery:
             # From a rank that is at this round already: others still have steps to make until then.
             donor = next(p for p in donors if self._notes[p].round == self._resume)
             self._hand_over(donor, self.joins)
-        auto = session.schedule.cadence.auto
-        if self.joins or auto:
+        synchronous = self._gossip.pacing.synchronous
+        if self.joins or not synchronous:
             self._gossip.resume_at(self._resume)
         if self.joins:
             self._calls_made = self._calls_of_all
         # Where ranks may be at different steps, the others' calls wait for those of a newcomer.
-        self._newcomers = newcomers and not auto
-        if auto:
+        self._newcomers = newcomers and synchronous
+        if not synchronous:
             self._note = self._note._replace(needs_state=False)
         logger.warning(
             "rank {}: {} of {} ranks go on with round {}: {}, {!r}",

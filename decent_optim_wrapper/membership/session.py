@@ -33,7 +33,7 @@ from decent_optim_wrapper.gossip.parameters import (
 )
 from decent_optim_wrapper.gossip.references import MOST_REFERENCES
 from decent_optim_wrapper.gossip.replica import Replica
-from decent_optim_wrapper.gossip.schedule import Session
+from decent_optim_wrapper.gossip.schedule import Pacing, Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.membership.arguments import (
     check_arguments,
@@ -147,7 +147,7 @@ def open_session(
             check_dense(others)
             parameters = named_parameters(optimizer.param_groups)
             replica = Replica(start.dimensions, check_model(model), start.gossip_ranks)
-            _check_cadence(settings, replica)
+            _check_pacing(settings.pacing, replica)
             replica.reshard()
             check_shards([*parameters, *others], replica, settings.param_as_bucket_view)
             check_tensors(parameters)
@@ -169,7 +169,8 @@ def open_session(
                         rank=transport.initial_rank,
                         optimizer=optimizer,
                         layout=layout,
-                        cadence=settings.schedule.cadence,
+                        intervals=settings.schedule.intervals,
+                        pacing=settings.pacing,
                         nonfinite=nonfinite,
                         replica=replica,
                         meter=meter,
@@ -205,7 +206,7 @@ def open_session(
         meter,
         replica,
         mixing_rate=settings.schedule.mixing_rate,
-        overlap=settings.overlap,
+        pacing=settings.pacing,
         extensions=extensions,
     )
     agreement.start(parameters, transport)
@@ -269,12 +270,12 @@ def _in_store(
 def _connect(world: _World, settings: Settings, devices: Iterable[torch.device]) -> Session:
     if world.recovery:
         return world.recovery.open_session()
-    cadence, distinct = settings.schedule.cadence, tuple(dict.fromkeys(devices))
-    return Session.connect(world.transport, world.topology, cadence, devices=distinct)
+    intervals, distinct = settings.schedule.intervals, tuple(dict.fromkeys(devices))
+    return Session.connect(world.transport, world.topology, intervals, devices=distinct)
 
 
-def _check_cadence(settings: Settings, replica: Replica) -> None:
-    if settings.schedule.cadence.auto and replica.size > 1:
+def _check_pacing(pacing: Pacing, replica: Replica) -> None:
+    if not pacing.synchronous and replica.size > 1:
         raise ValueError(
             'gossip_every="auto" expects a whole replica on every rank: the shards of a replica '
             "would be mixed in different steps; pass a number of steps, and staleness to let a "
