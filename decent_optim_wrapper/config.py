@@ -14,7 +14,7 @@ import torch
 from torch._C._distributed_c10d import Store
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.comm.codec import INT4
+from decent_optim_wrapper.codecs import Codec, codec_of
 from decent_optim_wrapper.extensions import (
     GradientTracking,
     IdenticalRanks,
@@ -43,7 +43,6 @@ OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
 AverageState = Literal["keep", "average"] | tuple[str, ...]
 
 _MAX_STALENESS = 16
-_CASTS = (torch.bfloat16, torch.float16)
 # What torch's stores and backends can wait for: whole milliseconds, counted in 32 bits.
 _SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 0.001, 2_000_000
 
@@ -220,7 +219,7 @@ class Settings:
     bucket_cap_mb: float
     overlap: bool | Pacing
     sync_at_start: bool
-    comm_dtype: torch.dtype | None
+    comm_dtype: torch.dtype | Codec | None
     param_as_bucket_view: bool
     gradient_tracking: bool
     timeout: timedelta | float | None
@@ -244,13 +243,9 @@ class Settings:
         object.__setattr__(self, "bucket_cap_mb", cap_mb)
         read_timeout(self.timeout)
         if self.comm_dtype is not None:
-            is_dtype = isinstance(self.comm_dtype, torch.dtype)
-            _expect(is_dtype, "comm_dtype expects a torch.dtype or None", self.comm_dtype)
-            if self.comm_dtype not in (*_CASTS, torch.int8, INT4):
-                raise ValueError(
-                    f"comm_dtype expects torch.bfloat16, torch.float16, torch.int8, torch.int4 or "
-                    f"None, got {self.comm_dtype}"
-                )
+            known = isinstance(self.comm_dtype, (torch.dtype, Codec))
+            _expect(known, "comm_dtype expects a torch.dtype, a Codec or None", self.comm_dtype)
+            codec_of(self.comm_dtype)
         _check_choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "ignore"))
         is_schedule = isinstance(self.schedule, Schedule)
         _expect(is_schedule, "schedule expects a Schedule", self.schedule)
@@ -265,13 +260,11 @@ class Settings:
                 'staleness above 1 and gossip_every="auto" expect overlap=True: without overlap a '
                 "round is mixed in the step that launches it"
             )
-        rounded = self.comm_dtype in _CASTS and self.schedule.global_avg_every is None
-        if self.schedule.outer is not None and rounded:
-            raise ValueError(
-                "outer expects the exact parameters of the launch, and with staleness above 1 or "
-                f'gossip_every="auto" only the rounded ones are kept; drop '
-                f"comm_dtype={self.comm_dtype} or the outer optimizer"
-            )
+
+    @property
+    def codec(self) -> Codec | None:
+        """How values travel; None for as they are."""
+        return None if self.comm_dtype is None else codec_of(self.comm_dtype)
 
     @property
     def pacing(self) -> Pacing:

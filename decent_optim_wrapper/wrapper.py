@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm.process_groups import CPU, serves
 from decent_optim_wrapper.config import (
     Elastic,
@@ -90,9 +91,10 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         sync_at_start: broadcast parameters and buffers from rank 0; weights that only another rank
             has loaded are lost.
         comm_dtype: bytes per parameter: 2 with torch.bfloat16 or torch.float16, 1.016 with
-            torch.int8, 0.516 with torch.int4. A rank's own parameters are not rounded: in a pair
+            torch.int8 or torch.float8_e4m3fn, 0.516 with torch.int4; or a `Codec`, such as
+            ``TopKCodec(16)`` with 0.313. A rank's own parameters are not rounded: in a pair
             x_i + (1 - w) (q(x_j) - q(x_i)), with q the rounding, and no rounding moves the mean.
-            int8 and int4 round the difference to a reference, which costs a copy of the parameters
+            What is rounded is the difference to a reference, which costs a copy of the parameters
             for each group of the rank; with more than 4 groups, the parameters themselves. Exact
             averages are not rounded.
         param_as_bucket_view: make the parameters views of the buckets, which saves a copy in time
@@ -151,7 +153,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         process_group: dist.ProcessGroup | None = None,
         buffers: Iterable[Tensor] = (),
         sync_at_start: bool = True,
-        comm_dtype: torch.dtype | None = None,
+        comm_dtype: torch.dtype | Codec | None = None,
         param_as_bucket_view: bool = False,
         gradient_tracking: bool = False,
         timeout: timedelta | float | None = None,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.comm.codec import INT4
+from decent_optim_wrapper.codecs import INT4
 
 # Shapes that fill three buckets of TINY_CAP_MB: two of them with two parameters each, one with a
 # parameter beyond the cap. More buckets would test nothing more, and take twice the time.

@@ -10,11 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decent_optim_wrapper.comm.codec import INT4, BlockCodec, CastCodec, Codec, codec_of, wide
+from decent_optim_wrapper.codecs import (
+    INT4,
+    CastCodec,
+    Codec,
+    Int4Codec,
+    Int8Codec,
+    TopKCodec,
+    codec_of,
+    wide,
+)
 
 LEVELS = {torch.int8: 127, INT4: 7}
 # Less than a block, whole blocks, more than a slice of 2^17.
 SIZES = [1, 255, 256, 257, 1000, (1 << 17) + 300]
+
+
+ALL = [
+    *map(codec_of, (torch.int8, INT4, torch.bfloat16, torch.float16, torch.float8_e4m3fn)),
+    TopKCodec(16),
+]
 
 
 def coded(codec: Codec, values: Tensor, reference: Tensor | None = None) -> Tensor:
@@ -98,12 +113,11 @@ def test_blocks_of_zeros_are_read_as_zeros(kind: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 700, 1 << 17])
-@pytest.mark.parametrize("kind", [torch.int8, INT4, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("codec", ALL, ids=str)
 def test_a_message_tells_of_one_value_that_is_not_finite(
-    kind: torch.dtype, place: int, bad: float
+    codec: Codec, place: int, bad: float
 ) -> None:
     values = torch.ones((1 << 17) + 1)
-    codec = codec_of(kind)
     assert codec.is_finite(coded(codec, values))
     values[place] = bad
     assert not codec.is_finite(coded(codec, values))
@@ -115,7 +129,7 @@ def test_what_no_scale_can_stand_for_is_not_finite(kind: torch.dtype) -> None:
     assert not codec.is_finite(coded(codec, torch.full((3,), 1e300, dtype=torch.float64)))
 
 
-@pytest.mark.parametrize("codec", [BlockCodec(8), BlockCodec(4), CastCodec(torch.float32)])
+@pytest.mark.parametrize("codec", [Int8Codec(), Int4Codec(), CastCodec(torch.float32)])
 def test_the_difference_to_a_reference_is_coded(codec: Codec) -> None:
     generator = torch.Generator().manual_seed(0)
     values, reference = torch.randn(2, 1000, generator=generator)
@@ -126,7 +140,7 @@ def test_the_difference_to_a_reference_is_coded(codec: Codec) -> None:
 
 def test_messages_are_decoded_side_by_side() -> None:
     one, two = torch.randn(2, (1 << 17) + 9, generator=torch.Generator().manual_seed(0))
-    codec = BlockCodec(4)
+    codec = Int4Codec()
     messages = [coded(codec, one), coded(codec, two)]
     places = []
     for place, (first, second) in codec.decode(*messages, numel=len(one), dtype=one.dtype):
@@ -137,3 +151,39 @@ def test_messages_are_decoded_side_by_side() -> None:
         (0, 1 << 17),
         (1 << 17, len(one)),
     ]
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_float8_keeps_three_bits_of_what_is_large_in_a_block(numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    values = torch.randn(numel, generator=generator) * 100
+    codec = codec_of(torch.float8_e4m3fn)
+    assert codec.nbytes(512) == 520
+    read = decoded(codec, coded(codec, values), values)
+    scales = torch.cat([b.abs().max().expand(b.numel()) for b in torch.split(values, 256)])
+    # Half a step of the mantissa, or of what is below the smallest exponent.
+    bound = torch.maximum(values.abs() / 16, scales / 448 * 2.0**-10)
+    assert ((read - values).abs() <= bound * (1 + 1e-5)).all()
+    assert numel == 1 or not torch.equal(read, values)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("k", [4, 256])
+def test_the_largest_elements_of_each_block_are_sent_as_they_are(k: int, numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    values = torch.randn(numel, generator=generator)
+    codec = TopKCodec(k)
+    assert codec.nbytes(512) == 2 * 5 * k
+    read = decoded(codec, coded(codec, values), values)
+    for block, part in zip(torch.split(values, 256), torch.split(read, 256), strict=True):
+        kept = part != 0
+        assert int(kept.sum()) == min(k, block.numel())
+        assert torch.equal(part[kept], block[kept])
+        if not kept.all():
+            assert block.abs()[kept].min() >= block.abs()[~kept].max()
+
+
+@pytest.mark.parametrize("k", [0, 3, 260])
+def test_a_number_of_elements_that_no_message_can_hold_is_refused(k: int) -> None:
+    with pytest.raises(ValueError, match="k expects a multiple of 4"):
+        TopKCodec(k)

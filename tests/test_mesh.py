@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
-from decent_optim_wrapper.comm.codec import INT4
+from decent_optim_wrapper.codecs import INT4
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.optim import QGSGD, AccumAdamW
 

@@ -18,8 +18,8 @@ from ranks import run_threads
 from torch import Tensor
 
 from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, PeerError, Schedule
+from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm import streams
-from decent_optim_wrapper.comm.codec import Codec
 from decent_optim_wrapper.comm.streams import InOrder
 from decent_optim_wrapper.gossip import bucket as buckets
 from decent_optim_wrapper.gossip import coded, storage

@@ -28,7 +28,7 @@ from decent_optim_wrapper import (
     Schedule,
     Topology,
 )
-from decent_optim_wrapper.comm.codec import INT4
+from decent_optim_wrapper.codecs import INT4
 from decent_optim_wrapper.config import AverageState
 from decent_optim_wrapper.membership.recovery import fitting
 

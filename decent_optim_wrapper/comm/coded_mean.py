@@ -15,8 +15,8 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm.background import in_background
-from decent_optim_wrapper.comm.codec import Codec
 from decent_optim_wrapper.comm.transport import LONGEST_WAIT, Transport
 
 

@@ -172,7 +172,7 @@ class GradientTracking(Extension):
             )
         self._optimizer: Any = optimizer
         # Rounding errors of y end up in the corrections, and with these in the next y.
-        self._layout = context.layout._replace(refers=False)
+        self._layout = context.layout._replace(uses_reference=False)
         # Whether the base takes y for its momentum.
         self._replaces = type(optimizer) in _WITH_MOMENTS
 

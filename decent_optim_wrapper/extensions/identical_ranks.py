@@ -45,7 +45,7 @@ class IdenticalRanks(Extension):
     def mixing(self, received: ReceivedBucket) -> AbstractContextManager[None]:
         """Compare a bucket before it is mixed."""
         if self._rounds_left and (compared := received.compare()):
-            self._note(*compared, received.bucket.wire_dtype)
+            self._note(*compared, received.bucket.dtype)
         return nullcontext()
 
     def end_round(self, kind: Kind) -> None:

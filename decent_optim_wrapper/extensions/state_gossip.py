@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from decent_optim_wrapper.codecs import CastCodec
 from decent_optim_wrapper.extensions.state_average import is_like
 from decent_optim_wrapper.gossip.bucket import Bucket, Layout
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
@@ -31,8 +32,8 @@ class StateGossip(Extension):
         """Gossip the state of the base."""
         self._optimizer = context.optimizer
         # Codes of fewer bits would not tell exactly which ranks have an entry.
-        comm_dtype = context.layout.comm_dtype and torch.bfloat16
-        self._layout = context.layout._replace(as_view=False, comm_dtype=comm_dtype)
+        codec = context.layout.codec and CastCodec(torch.bfloat16, uses_reference=False)
+        self._layout = context.layout._replace(as_view=False, codec=codec)
 
     def describe(self) -> str:
         """The names."""
@@ -96,7 +97,7 @@ class StateBucket(Bucket):
         super().__init__([*tensors, self._present], layout)
         self._counts = torch.tensor(self._sizes[:-1], device=self.device)
         # Larger groups sum: the mean of ones must be one.
-        self.codec = None
+        self.group_codec = None
 
     def holds(self, entries: Sequence[Tensor | None]) -> bool:
         """Whether these are its entries."""
@@ -111,6 +112,17 @@ class StateBucket(Bucket):
     def shift_(self, theirs: Flat, ours: Flat, weight: float) -> None:
         """As `Bucket.shift_`, of the entries that all ranks of the group have."""
         self._mix_shared(theirs, weight, ours)
+
+    @torch.no_grad()
+    def absorb_(self, parts: Iterable[tuple[slice, Tensor]], weight: float | None) -> None:
+        """As `Bucket.absorb_`, of the entries that all ranks of the group have."""
+        whole = self.new_flat()
+        for place, part in parts:
+            whole.data[place].copy_(part)
+        if weight is None:
+            self.unpack_(whole)
+        else:
+            self._add_shared(whole, weight)
 
     @torch.no_grad()
     def unpack_(self, flat: Flat) -> None:
@@ -130,6 +142,9 @@ class StateBucket(Bucket):
             torch.sub(self._as_own(theirs).data, here.data, out=away.data)
         else:
             away.data.copy_(self.difference(theirs.data, ours.data))
+        self._add_shared(away, weight)
+
+    def _add_shared(self, away: Flat, weight: float) -> None:
         # Of what this rank has, the others have it if the flags do not differ; of a group the mean
         # arrives. No flag is read on the host, which would wait for a GPU.
         shared = self._spread(away.views[-1] == 0)

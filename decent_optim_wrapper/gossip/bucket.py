@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from decent_optim_wrapper.comm.codec import codec_of, wide
+from decent_optim_wrapper.codecs import Codec, wide
 from decent_optim_wrapper.gossip.storage import Arena, Flat, move_together, new_vector
 from decent_optim_wrapper.optim.shards import largest_shard_bytes, local
 
@@ -29,22 +29,21 @@ class Layout(NamedTuple):
     Args:
         cap_mb: upper bound of a bucket in MiB; a larger tensor gets a bucket of its own.
         wire_device: maps a tensor's device to the device that the transport exchanges on.
-        comm_dtype: the dtype to which wider values are rounded on the wire, or that of their codes;
-            None keeps them.
+        codec: how values travel where that takes fewer bytes; None sends them as they are.
         as_view: make the tensors views of the bucket's own storage.
         order: the tensors that go first into buckets, in this order.
         copies: how many ranks of a replica hold the same values of a tensor.
-        refers: whether codes may be those of differences to a reference, at the cost of a copy for
-            each group; without, they are those of the values.
+        uses_reference: whether codes may be those of differences to a reference, at the cost of a
+            copy for each group; without, they are those of the values.
     """
 
     cap_mb: float
     wire_device: Callable[[torch.device], torch.device] = lambda device: device
-    comm_dtype: torch.dtype | None = None
+    codec: Codec | None = None
     as_view: bool = False
     order: tuple[Tensor, ...] = ()
     copies: Callable[[Tensor], int] = lambda tensor: 1
-    refers: bool = True
+    uses_reference: bool = True
 
     @property
     def plain(self) -> Layout:
@@ -131,13 +130,10 @@ class Bucket:
         first = as_real(self._members[0])
         self.device, self.dtype = first.device, first.dtype
         self.wire_device = layout.wire_device(self.device)
-        self.codec = None if layout.comm_dtype is None else codec_of(layout.comm_dtype)
-        # Pairs send codes if these are more than casts; larger groups, wherever there is a codec.
-        self.codes_pairs = self.codec is not None and self.codec.refers
-        self.refers = self.codes_pairs and layout.refers
-        self.wire_dtype = self.dtype
-        if layout.comm_dtype is not None and not self.codes_pairs:
-            self.wire_dtype = self.dtype if self.dtype in HALF_DTYPES else layout.comm_dtype
+        # Larger groups would sum half precision in float32.
+        self.pair_codec = saving(layout.codec, self.dtype)
+        self.group_codec = saving(layout.codec, wide(self.dtype))
+        self._uses_reference = layout.uses_reference
         self._shapes = [as_real(member).shape for member in self._members]
         self._sizes = [shape.numel() for shape in self._shapes]
         self.numel = sum(self._sizes)
@@ -155,6 +151,15 @@ class Bucket:
             f"{self.nbytes / MIB:.3f} MiB"
         )
 
+    def codec(self, size: int) -> Codec | None:
+        """The codec with which it travels in a group of this size; None for none."""
+        return self.pair_codec if size == 2 else self.group_codec
+
+    def uses_reference(self, size: int) -> bool:
+        """Whether the difference to a reference travels in a group of this size."""
+        codec = self.codec(size)
+        return codec is not None and codec.uses_reference and self._uses_reference
+
     @property
     def members(self) -> tuple[Tensor, ...]:
         """The tensors themselves."""
@@ -170,11 +175,6 @@ class Bucket:
         """Whether a GPU exchanges it."""
         return self.wire_device.type == "cuda"
 
-    @property
-    def quantised(self) -> bool:
-        """Whether the values are rounded on the wire."""
-        return self.wire_dtype != self.dtype
-
     def pair(self, freezes: bool = False) -> Pair:
         """The wire buffers for one peer; `pair` and `summing` share their memory.
 
@@ -184,9 +184,9 @@ class Bucket:
             freezes: whether the tensors may change in flight.
         """
         near = self.wire_device == self.device
-        if self._storage is not None and near and not self.quantised and not freezes:
-            return Pair(self._storage, *self._flats(self._wire, 1, self.wire_dtype))
-        return Pair(*self._flats(self._wire, 2, self.wire_dtype))
+        if self._storage is not None and near and not freezes:
+            return Pair(self._storage, *self._flats(self._wire, 1, self.dtype))
+        return Pair(*self._flats(self._wire, 2, self.dtype))
 
     def summing(self, count: int = 1) -> tuple[Flat, ...]:
         """Wire buffers of which one is summed over a group.
@@ -393,11 +393,8 @@ class Bucket:
         return memory.flats[key]
 
     def difference(self, theirs: Tensor, ours: Tensor) -> Tensor:
-        """The difference of two rounded vectors, on the tensors' device and in their dtype."""
+        """The difference of two vectors, on the tensors' device and in their dtype."""
         theirs, ours = (each.to(self.device, non_blocking=True) for each in (theirs, ours))
-        if self.wire_dtype == torch.float16:
-            # Of two large numbers it would overflow.
-            theirs, ours = theirs.to(self.dtype), ours.to(self.dtype)
         return theirs.sub(ours).to(self.dtype)
 
     def _as_own(self, flat: Flat) -> Flat:
@@ -425,6 +422,13 @@ class Bucket:
     def _move_together(self) -> Flat:
         data = move_together(self._members)
         return Flat(data, (data,))
+
+
+def saving(codec: Codec | None, dtype: torch.dtype) -> Codec | None:
+    """The codec, if its messages take fewer bytes than values of this dtype."""
+    if codec is None or codec.nbytes(codec.block) >= codec.block * dtype.itemsize:
+        return None
+    return codec
 
 
 def is_finite(data: Tensor) -> bool:

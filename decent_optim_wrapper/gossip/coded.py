@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.comm.codec import Codec, wide
+from decent_optim_wrapper.codecs import Codec, wide
 from decent_optim_wrapper.comm.coded_mean import CodedMean
 from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.exchange import Exchange, Usable, Wire
@@ -52,7 +52,7 @@ class CodedExchange(Exchange):
         self._codec = codec
         self._chunks = chunks
         self._reference = None if wire.edge is None else wire.edge.reference(bucket)
-        self.refers = self._reference is not None
+        self.uses_reference = self._reference is not None
         group = wire.group
         self._weight = group.size * (1 - group.self_weight) / (group.size - 1)
         self._values = bucket.values(starts, wire.freezes)
@@ -116,7 +116,7 @@ class CodedExchange(Exchange):
         Returns:
             None where a mean has scales of its own: equal values do not arrive as the same bits.
         """
-        if self._wire.group.size > 2 and self._codec.refers:
+        if self._wire.group.size > 2 and self._codec.block > 1:
             return None
         pairs = zip(self._arrived, self._outgoing, strict=True)
         equal = torch.stack([(theirs == ours).all() for theirs, ours in pairs]).all()

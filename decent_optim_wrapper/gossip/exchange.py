@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.comm.codec import is_finite_on_device
+from decent_optim_wrapper.codecs import is_finite_on_device
 from decent_optim_wrapper.comm.streams import Waitable
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.bucket import Bucket, is_finite
@@ -87,7 +87,7 @@ class Exchange(ABC):
     # Whether the mean of all ranks arrives, and not the values of the peer.
     sums = False
     # Whether what arrives moves a reference.
-    refers = False
+    uses_reference = False
 
     def __init__(self, wire: Wire, bucket: Bucket, position: int) -> None:
         self.position = position
@@ -272,7 +272,7 @@ class PlainPair(PlainExchange):
         super().__init__(wire, bucket, position, incoming, 1 - wire.group.self_weight)
         self._tag = tag
         self._outgoing = bucket.pack(outgoing, starts, waits=False)
-        self.start = outgoing if bucket.quantised or wire.freezes else None
+        self.start = outgoing if wire.freezes else None
         self.bytes_sent = outgoing.data.nbytes
 
     def post(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.comm.codec import wide
+from decent_optim_wrapper.codecs import wide
 from decent_optim_wrapper.gossip.bucket import Bucket, as_real
 from decent_optim_wrapper.topo import Topology
 
@@ -37,10 +37,12 @@ class Edge:
     """The references of one group, the same on all its ranks.
 
     Args:
+        size: number of its ranks.
         keeps: whether there are any; otherwise the values themselves are coded.
     """
 
-    def __init__(self, keeps: bool) -> None:
+    def __init__(self, size: int, keeps: bool) -> None:
+        self._size = size
         self.keeps = keeps
         # How many rounds have been coded: two ranks with different numbers decode garbage.
         self.meetings = 0
@@ -50,7 +52,7 @@ class Edge:
 
     def reference(self, bucket: Bucket) -> Tensor | None:
         """The reference of a bucket; None if its values themselves are coded."""
-        if not (self.keeps and bucket.refers):
+        if not (self.keeps and bucket.uses_reference(self._size)):
             return None
         if bucket not in self._vectors:
             self._vectors[bucket] = bucket.new_reference()
@@ -118,7 +120,7 @@ class References:
 
     def __init__(self, groups: Iterable[tuple[int, ...]], keeps: bool) -> None:
         self.keeps = keeps
-        self.edges = {ranks: Edge(keeps) for ranks in groups if len(ranks) > 1}
+        self.edges = {ranks: Edge(len(ranks), keeps) for ranks in groups if len(ranks) > 1}
 
     @classmethod
     def of(cls, topology: Topology, rank: int) -> References:
@@ -171,7 +173,8 @@ class References:
 
 def referring(buckets: Iterable[Bucket]) -> set[Tensor]:
     """The parameters that have references."""
-    return {member for bucket in buckets if bucket.refers for member in bucket.members}
+    coded = [b for b in buckets if b.uses_reference(2) or b.uses_reference(3)]
+    return {member for bucket in coded for member in bucket.members}
 
 
 def _name(ranks: tuple[int, ...], members: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 
+from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm.streams import InOrder, Waitable
 from decent_optim_wrapper.comm.transport import (
     Arrival,
@@ -158,7 +159,7 @@ class Round:
         with self._meter.launch:
             exchange = self._exchange(bucket, starts)
             self._exchanges[bucket] = exchange
-            self._moves_references |= exchange.refers
+            self._moves_references |= exchange.uses_reference
             if not self._freezes:
                 self._posted += bucket.versions()
             self._meter.bytes_sent += exchange.bytes_sent
@@ -366,21 +367,22 @@ class Round:
         tag, mean_tag = _FIRST_BUCKET_TAG + position, _FIRST_MEAN_TAG + position
         if self._size == 1:
             return KeptStart(self._wire, bucket, starts, position)
-        if bucket.codec is not None and self._codes(bucket):
-            if self._size == 2:
-                return CodedPair(self._wire, bucket, bucket.codec, starts, position, tag)
-            return CodedGroup(self._wire, bucket, bucket.codec, starts, position, (tag, mean_tag))
+        codec = self._codec_of(bucket)
+        if codec is not None and self._size == 2:
+            return CodedPair(self._wire, bucket, codec, starts, position, tag)
+        if codec is not None:
+            return CodedGroup(self._wire, bucket, codec, starts, position, (tag, mean_tag))
         if self._sums:
             return PlainGroup(self._wire, bucket, starts, position)
         return PlainPair(self._wire, bucket, starts, position, tag)
 
-    def _codes(self, bucket: Bucket) -> bool:
-        """Whether a bucket travels as codes."""
+    def _codec_of(self, bucket: Bucket) -> Codec | None:
+        """The codec with which a bucket travels; None for its values as they are."""
         if self._edge is None or self.plan.kind is Kind.AVERAGE:
-            return False
-        if self._size == 2:
-            return bucket.codes_pairs
-        return self._transport.sends_alone(bucket.wire_device)
+            return None
+        if self._size > 2 and not self._transport.sends_alone(bucket.wire_device):
+            return None
+        return bucket.codec(self._size)
 
     def _nonfinite_ranks(self) -> list[int]:
         places = sorted(rank for rank, finite in self._finite_of.items() if not all(finite))

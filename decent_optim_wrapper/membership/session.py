@@ -13,7 +13,6 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.comm.codec import codec_of
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, Settings
 from decent_optim_wrapper.gossip.average import WorldAverage
@@ -156,7 +155,7 @@ def open_session(
         layout = Layout(
             settings.bucket_cap_mb,
             transport.wire_device if recovery is None else _on_cpu,
-            settings.comm_dtype,
+            settings.codec,
             settings.param_as_bucket_view,
             extras.order,
             replica.copies,
@@ -290,7 +289,7 @@ def _on_cpu(device: torch.device) -> torch.device:
 
 def _warn_of_codes(settings: Settings, layout: Layout, session: Session) -> None:
     """Warn where `comm_dtype` saves nothing, or errs more than users may expect."""
-    if settings.comm_dtype is None:
+    if settings.codec is None:
         return
     transport, device = session.transport, session.transport.exchange_device
     widest = max(group.size for group in session.schedule.phases)
@@ -300,11 +299,11 @@ def _warn_of_codes(settings: Settings, layout: Layout, session: Session) -> None
             "has",
             *(transport.initial_rank, settings.comm_dtype, session.topology),
         )
-    if codec_of(settings.comm_dtype).refers and not session.references.keeps:
+    if settings.codec.uses_reference and not session.references.keeps:
         logger.warning(
             "rank {}: with comm_dtype={}, {!r} has more than {} groups per rank, too many to keep "
             "a reference for each: the parameters themselves are rounded, and replicas stay "
-            "further apart; take a topology of fewer partners, such as ring, or torch.bfloat16",
+            "further apart; take a topology of fewer partners, such as ring",
             *(transport.initial_rank, settings.comm_dtype, session.topology, MOST_REFERENCES),
         )
 

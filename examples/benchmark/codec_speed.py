@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from decent_optim_wrapper.comm.codec import INT4, codec_of
+from decent_optim_wrapper.codecs import INT4, codec_of
 from decent_optim_wrapper.gossip.bucket import MIB
 
 COMM_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8, "int4": INT4}
@@ -35,7 +35,7 @@ def row(name: str, mib: float, repeats: int) -> str:
     codec, numel = codec_of(COMM_DTYPES[name]), int(mib * MIB) // 4
     generator = torch.Generator().manual_seed(0)
     values, theirs, reference = (torch.randn(numel, generator=generator) for _ in range(3))
-    shared = reference if codec.refers else None
+    shared = reference if codec.uses_reference else None
     outgoing = torch.empty(codec.nbytes(numel), dtype=torch.uint8)
     incoming = outgoing.clone()
     codec.encode(theirs, incoming, shared)

@@ -44,7 +44,7 @@ from decent_optim_wrapper import (
     TopologyFactory,
 )
 from decent_optim_wrapper.checkpoint import Checkpoints
-from decent_optim_wrapper.comm.codec import is_finite_on_device
+from decent_optim_wrapper.codecs import is_finite_on_device
 
 MIB = 1024 * 1024
 LAYERS = 24

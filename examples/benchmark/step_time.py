@@ -37,7 +37,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
-from decent_optim_wrapper.comm.codec import INT4
+from decent_optim_wrapper.codecs import INT4
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.utils import init_distributed
 

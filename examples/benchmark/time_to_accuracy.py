@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
-from decent_optim_wrapper.comm.codec import INT4
+from decent_optim_wrapper.codecs import INT4
 from decent_optim_wrapper.utils import init_distributed
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

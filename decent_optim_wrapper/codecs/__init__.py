@@ -1,0 +1,49 @@
+"""How values travel: each code in a file of its own."""
+
+import torch
+
+from decent_optim_wrapper.codecs.base import Codec, is_finite_on_device, wide
+from decent_optim_wrapper.codecs.cast import CastCodec
+from decent_optim_wrapper.codecs.float8 import Float8Codec
+from decent_optim_wrapper.codecs.scaled import Int4Codec, Int8Codec, ScaledCodec
+from decent_optim_wrapper.codecs.top_k import TopKCodec
+
+__all__ = [
+    "INT4",
+    "CastCodec",
+    "Codec",
+    "Float8Codec",
+    "Int4Codec",
+    "Int8Codec",
+    "ScaledCodec",
+    "TopKCodec",
+    "codec_of",
+    "is_finite_on_device",
+    "wide",
+]
+
+# Missing in torch's stubs.
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
+_CODECS: dict[torch.dtype, Codec] = {
+    torch.bfloat16: CastCodec(torch.bfloat16),
+    torch.float16: CastCodec(torch.float16),
+    torch.float8_e4m3fn: Float8Codec(),
+    torch.int8: Int8Codec(),
+    INT4: Int4Codec(),
+}
+
+
+def codec_of(comm_dtype: torch.dtype | Codec) -> Codec:
+    """The codec of a `comm_dtype`.
+
+    Raises:
+        ValueError: there is none for this dtype.
+    """
+    if isinstance(comm_dtype, Codec):
+        return comm_dtype
+    if comm_dtype not in _CODECS:
+        *names, last = map(str, _CODECS)
+        raise ValueError(
+            f"comm_dtype expects {', '.join(names)}, {last}, a Codec or None, got {comm_dtype}"
+        )
+    return _CODECS[comm_dtype]

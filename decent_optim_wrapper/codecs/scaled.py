@@ -1,0 +1,118 @@
+"""Codes of 8 and 4 bits, with a scale for each block of 256 elements."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from decent_optim_wrapper.codecs.base import Codec, is_finite_on_device
+
+_BLOCK = 256
+# Below this the reciprocal of a scale may overflow: such a block is coded as zeros.
+_SMALLEST_SCALE = 2.0**-126
+
+
+class ScaledCodec(Codec):
+    """Codes d / s for each block d, with the scale s = max|d| / largest.
+
+    A message is the codes and then the float32 scales. Every operation on values is one
+    multiplication or addition, rounded once, so that all ranks decode the same bits.
+
+    Attributes:
+        bits: of a code.
+        largest: absolute value of the largest code.
+    """
+
+    block = _BLOCK
+    bits: int
+    largest: float
+
+    @abstractmethod
+    def pack(self, values: Tensor, codes: Tensor) -> None:
+        """Write scaled values of whole blocks as codes.
+
+        Args:
+            values: of -largest to largest; may be overwritten.
+            codes: int8, `bits` for each value.
+        """
+
+    @abstractmethod
+    def unpack(self, codes: Tensor, values: Tensor) -> None:
+        """Read codes as scaled values; as in `pack`."""
+
+    @property
+    def _code_bytes(self) -> int:
+        return _BLOCK * self.bits // 8
+
+    def nbytes(self, numel: int) -> int:
+        """The codes of whole blocks, and their scales."""
+        return -(-numel // _BLOCK) * (self._code_bytes + torch.float32.itemsize)
+
+    def is_finite(self, message: Tensor) -> Tensor:
+        """Whether the coded values were finite: a block that is not has no finite scale."""
+        return is_finite_on_device(self._split(message)[1])
+
+    def write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:
+        """Scale a slice, and code it."""
+        codes, scales = self._parts(message, place, values.numel())
+        rows = values.view(-1, _BLOCK)
+        torch.abs(rows, out=spare.view(-1, _BLOCK))
+        scales.copy_(spare.view(-1, _BLOCK).amax(1).div_(self.largest))
+        # Of the scale as it travels, which is rounded.
+        inverse = scales.to(values.dtype).reciprocal().masked_fill_(scales < _SMALLEST_SCALE, 0)
+        rows.mul_(inverse.unsqueeze(1))
+        self.pack(values, codes)
+
+    def read(self, message: Tensor, place: slice, values: Tensor) -> None:
+        """Decode a slice, and scale it back."""
+        codes, scales = self._parts(message, place, values.numel())
+        self.unpack(codes, values)
+        values.view(-1, _BLOCK).mul_(scales.to(values.dtype).unsqueeze(1))
+
+    def _parts(self, message: Tensor, place: slice, numel: int) -> tuple[Tensor, Tensor]:
+        """The codes and the scales of a slice of so many elements in whole blocks."""
+        codes, scales = self._split(message)
+        first, last = place.start // _BLOCK, (place.start + numel) // _BLOCK
+        return codes[first * self._code_bytes : last * self._code_bytes], scales[first:last]
+
+    def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = message.numel() // (self._code_bytes + torch.float32.itemsize)
+        codes, scales = message[: blocks * self._code_bytes], message[blocks * self._code_bytes :]
+        return codes.view(torch.int8), scales.view(torch.float32)
+
+
+class Int8Codec(ScaledCodec):
+    """Rounds to 255 steps: 1.016 bytes per element."""
+
+    bits, largest = 8, 127
+
+    def pack(self, values: Tensor, codes: Tensor) -> None:
+        """One code in each byte."""
+        codes.copy_(values.round_())
+
+    def unpack(self, codes: Tensor, values: Tensor) -> None:
+        """One code in each byte."""
+        values.copy_(codes)
+
+
+class Int4Codec(ScaledCodec):
+    """Rounds to 15 steps: 0.516 bytes per element.
+
+    A byte holds a code k of the first half of a slice and one of the second, as k + 16 k'.
+    """
+
+    bits, largest = 4, 7
+
+    def pack(self, values: Tensor, codes: Tensor) -> None:
+        """Two codes in each byte."""
+        low, high = values.round_().view(2, -1)
+        codes.copy_(high.mul_(16).add_(low))
+
+    def unpack(self, codes: Tensor, values: Tensor) -> None:
+        """Two codes in each byte."""
+        low, high = values.view(2, -1)
+        low.copy_(codes)
+        torch.mul(low, 1 / 16, out=high).round_()
+        low.sub_(high, alpha=16)
