@@ -24,7 +24,7 @@ TESTS = Path(__file__).parent
 
 # What each layer may import of the package besides itself: a folder, or a module at the top
 # level of the package.
-_COMM = {"topo", "errors", "codecs"}
+_COMM = {"topo", "errors", "codecs", "warn"}
 _GOSSIP = {*_COMM, "comm", "optim"}
 _EXTENSIONS = {*_GOSSIP, "gossip"}
 _CONFIG = {*_EXTENSIONS, "extensions"}
@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "topo": set(),
     "codecs": set(),
     "errors": set(),
+    "warn": set(),
     "optim": set(),
     "comm": _COMM,
     "gossip": _GOSSIP,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +23,7 @@ from decent_optim_wrapper.gossip.schedule import Delayed
 from decent_optim_wrapper.membership.arguments import Arguments
 from decent_optim_wrapper.membership.start import Start
 from decent_optim_wrapper.topo import Topology
+from decent_optim_wrapper.warn import warn
 
 __all__ = ["DecentralizedDataParallel", "LRSchedulerFn", "OptimFn"]
 
@@ -135,7 +135,7 @@ class DecentralizedDataParallel(Module):
         if update_in_backward is not False and not wrapper.splits:
             if update_in_backward:
                 raise _not_in_parts(base)
-            warnings.warn(f"rank {wrapper.rank}: {_not_in_parts(base)}", stacklevel=2)
+            warn(f"rank {wrapper.rank}: {_not_in_parts(base)}")
         self._stepper = BackwardStepper(
             wrapper,
             UnscaleAndClip(scaler, float(grad_clip_norm), base if wrapper.scales_itself else None),

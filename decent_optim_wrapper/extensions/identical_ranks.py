@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from decent_optim_wrapper.comm.streams import LateValues
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext, ReceivedBucket
 from decent_optim_wrapper.gossip.schedule import Kind
+from decent_optim_wrapper.warn import warn
 
 # Rounds of changed parameters that are the same on all ranks before there is a warning.
 _SUSPICIOUS = 3
@@ -90,9 +90,8 @@ class IdenticalRanks(Extension):
         self._before = sums
         if self._suspicious == _SUSPICIOUS:
             self._rounds_left = 0
-            warnings.warn(
+            warn(
                 f"rank 0: in {_SUSPICIOUS} rounds of training the peers have sent what this rank "
                 f"has itself, so that gossip does nothing: remove DistributedDataParallel from "
-                f"the model, and give every rank its own part of the data, or its own seed",
-                stacklevel=2,
+                f"the model, and give every rank its own part of the data, or its own seed"
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from decent_optim_wrapper.comm.process_groups import is_closed, is_registered, store_of, timeout_of
 from decent_optim_wrapper.config import Elastic
 from decent_optim_wrapper.topo import Topology, TopologyFactory
+from decent_optim_wrapper.warn import warn
 
 
 @dataclass(frozen=True)
@@ -252,10 +252,9 @@ def _check_alone(rank: int | None, world_size: int | None) -> None:
         raise ValueError(f"rank={rank} contradicts a world of one rank without a process group")
     launched = os.environ.get("WORLD_SIZE", "1")
     if world_size is None and launched not in ("", "1"):
-        warnings.warn(
+        warn(
             f"WORLD_SIZE={launched}, but there is no process group: this rank trains alone; call "
             f"torch.distributed.init_process_group() or "
             f"decent_optim_wrapper.utils.init_distributed() before building the wrapper, or pass "
-            f"world_size=1",
-            stacklevel=7,
+            f"world_size=1"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -13,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+
+from decent_optim_wrapper.warn import warn
 
 # In the order of the fields of `Ranks`.
 _RANK_VARIABLES = {
@@ -254,11 +255,10 @@ def _default_backend(ranks: Ranks) -> str:
     if devices >= ranks.local_world_size and dist.is_nccl_available():
         return "nccl"
     if devices:
-        warnings.warn(
+        warn(
             f"rank {ranks.rank} sees {devices} CUDA device(s) for the {ranks.local_world_size} "
             f"ranks of its node and uses gloo and the CPU; if every rank sees only its own device, "
-            f'call init_distributed(backend="nccl")',
-            stacklevel=3,
+            f'call init_distributed(backend="nccl")'
         )
     return "gloo"
 

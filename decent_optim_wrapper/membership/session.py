@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +51,7 @@ from decent_optim_wrapper.membership.recovery import Recovery
 from decent_optim_wrapper.membership.rendezvous import Rendezvous
 from decent_optim_wrapper.membership.start import Start
 from decent_optim_wrapper.topo import Topology
+from decent_optim_wrapper.warn import warn
 
 
 @dataclass(frozen=True)
@@ -312,15 +312,13 @@ def _warn_of_rare_rounds(settings: Settings, optimizer: Optimizer) -> None:
     """Warn of options with which ranks drift apart."""
     schedule = settings.schedule
     if settings.gradient_tracking and schedule.gossip_every != 1:
-        warnings.warn(
+        warn(
             f"gradient_tracking gains less with gossip_every={schedule.gossip_every!r}, since the "
-            f"estimates are older; mix in every step, and send fewer bytes with comm_dtype",
-            stacklevel=2,
+            f"estimates are older; mix in every step, and send fewer bytes with comm_dtype"
         )
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     if any("ScheduleFree" in kind for kind in kinds) and "z" not in schedule.average_state:
-        warnings.warn(
+        warn(
             f"{kinds[0]} keeps an iterate of its own in the state, which drifts apart where only "
-            f'parameters are mixed; pass Schedule(average_state=("z",))',
-            stacklevel=2,
+            f'parameters are mixed; pass Schedule(average_state=("z",))'
         )

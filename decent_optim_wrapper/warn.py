@@ -1,0 +1,32 @@
+"""Warnings that point at the user's line."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+
+# Between the user's line and this package: a scheduler's step, a backward pass, a training loop.
+_LIBRARIES = {
+    *("decent_optim_wrapper", "torch", "contextlib", "threading"),
+    *("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "transformers"),
+}
+
+
+def warn(text: str) -> None:
+    """Issue a UserWarning for the innermost line on the stack that is the user's own.
+
+    Python shows a text once for each line. If no line is the user's, as on a thread of autograd,
+    it is the outermost one.
+
+    Args:
+        text: what happens, on which rank, and what to do.
+    """
+    level, frame = 2, sys._getframe(1)
+    while _in_library(frame) and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
+def _in_library(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES

@@ -1,0 +1,152 @@
+"""A warning names the line of the user's script that has to be changed."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problem import TINY_CAP_MB, backward, make_params
+from ranks import run_threads
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from decent_optim_wrapper import DecentOptimWrapper, DecentralizedDataParallel, Schedule
+
+SAME = "the peers have sent what this rank has itself"
+
+
+@contextmanager
+def caught(words: str) -> Iterator[list[warnings.WarningMessage]]:
+    """The warnings that contain these words; those of all threads, after the body."""
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        found: list[warnings.WarningMessage] = []
+        yield found
+    found += [each for each in record if words in str(each.message)]
+
+
+def line_of(function: Callable[..., Any], text: str) -> int:
+    """The number of the function's only line that contains the text."""
+    lines, first = inspect.getsourcelines(function)
+    (found,) = [first + place for place, line in enumerate(lines) if text in line]
+    return found
+
+
+def in_module(name: str, source: str, **names: Any) -> Any:
+    """What a library's `function` would be."""
+    namespace = {"__name__": name, **names}
+    exec(compile(source, f"{name}.py", "exec"), namespace)
+    return namespace["function"]
+
+
+def by_hand(rank: int, group: dist.ProcessGroup) -> None:
+    params = make_params()
+    base = torch.optim.SGD(params, lr=0.05)
+    optimizer = DecentOptimWrapper(base, process_group=group, bucket_cap_mb=TINY_CAP_MB)
+    for step in range(5):
+        backward(params, 0, step)
+        optimizer.step()
+
+
+def with_a_scheduler(rank: int, group: dist.ProcessGroup) -> None:
+    params = make_params()
+    base = torch.optim.SGD(params, lr=0.05)
+    optimizer = DecentOptimWrapper(base, process_group=group, bucket_cap_mb=TINY_CAP_MB)
+    LambdaLR(optimizer, lambda step: 1.0)
+    for step in range(5):
+        backward(params, 0, step)
+        optimizer.step()
+
+
+def in_a_training_loop(rank: int, group: dist.ProcessGroup) -> None:
+    params = make_params()
+    base = torch.optim.SGD(params, lr=0.05)
+    optimizer = DecentOptimWrapper(base, process_group=group, bucket_cap_mb=TINY_CAP_MB)
+    source = "def function(step):\n    step()\n"
+    fit = in_module("lightning.pytorch.loops", source)
+    for step in range(5):
+        backward(params, 0, step)
+        fit(optimizer.step)
+
+
+def in_a_backward_pass(rank: int, group: dist.ProcessGroup) -> None:
+    torch.manual_seed(0)
+    model = DecentralizedDataParallel(
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
+        lambda named: torch.optim.SGD([param for _, param in named], lr=0.05),
+        process_group=group,
+        bucket_size_in_mb=TINY_CAP_MB,
+    )
+    for _ in range(5):
+        model(torch.ones(2, 3)).square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    ("main", "text"),
+    [
+        (by_hand, "optimizer.step()"),
+        (with_a_scheduler, "optimizer.step()"),
+        (in_a_training_loop, "fit(optimizer.step)"),
+        (in_a_backward_pass, ".backward()"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_warning_of_identical_ranks_points_at_the_line_of_the_step(
+    main: Callable[[int, dist.ProcessGroup], None], text: str
+) -> None:
+    with caught(SAME) as found:
+        run_threads(2, main)
+    (warning,) = found
+    assert Path(warning.filename).name == Path(__file__).name
+    assert warning.lineno == line_of(main, text)
+
+
+def build_with_rare_rounds() -> None:
+    DecentOptimWrapper(
+        torch.optim.SGD(make_params(), lr=0.05),
+        bucket_cap_mb=TINY_CAP_MB,
+        gradient_tracking=True,
+        schedule=Schedule(gossip_every=2),
+    )
+
+
+def build_alone() -> None:
+    DecentOptimWrapper(torch.optim.SGD(make_params(), lr=0.05), bucket_cap_mb=TINY_CAP_MB)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [(build_with_rare_rounds, "gradient_tracking gains less"), (build_alone, "WORLD_SIZE=4")],
+    ids=["rare rounds", "alone"],
+)
+def test_a_warning_of_the_constructor_points_at_the_line_that_calls_it(
+    build: Callable[[], None], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with caught(words) as found:
+        build()
+    (warning,) = found
+    assert Path(warning.filename).name == Path(__file__).name
+    assert warning.lineno == line_of(build, "DecentOptimWrapper(")
+
+
+def test_a_warning_without_a_line_of_the_user_points_at_the_outermost_line() -> None:
+    from threading import Thread
+
+    warn = in_module(
+        "decent_optim_wrapper.comm",
+        "from decent_optim_wrapper.warn import warn\ndef function():\n    warn('nobody called')\n",
+    )
+    with caught("nobody called") as found:
+        thread = Thread(target=warn)
+        thread.start()
+        thread.join()
+    (warning,) = found
+    assert Path(warning.filename).name == "threading.py"
