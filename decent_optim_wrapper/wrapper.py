@@ -35,6 +35,7 @@ from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling
 from decent_optim_wrapper.gossip.parameters import Named, named_parameters
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.saved_state import (
+    check_state_dict,
     gossip_state,
     named_state,
     read_named_state,
@@ -494,8 +495,10 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             RuntimeError: with ``gossip_every="auto"``, a round is in flight that other ranks may
                 not have launched yet; call `synchronize()` on all ranks before.
+            TypeError: `state_dict` is no dict; nothing was loaded.
             ValueError: the state dict is that of something else; nothing of it was loaded.
         """
+        check_state_dict(state_dict, type(self).__name__, self.rank)
         rate = self._settings.schedule.mixing_rate
         saved = read_state(self._gossip, state_dict.get(_STATE_KEY), rate)
         before = self.state, self.param_groups

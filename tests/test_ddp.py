@@ -395,3 +395,65 @@ def test_real_processes_with_uneven_data_train_together() -> None:
     assert rounds == 5
     assert one == pytest.approx(other, rel=1e-12)
     assert (torch.tensor(one) - flat(make_model())).abs().max() > 1e-2
+
+
+SMALL_CAP_MB = 24 / 2**20
+
+
+def own_names() -> DecentralizedDataParallel:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    return wrap(model, None, bucket_size_in_mb=SMALL_CAP_MB)
+
+
+def test_parameters_and_buffers_are_found_by_the_names_under_which_they_are_listed() -> None:
+    model = own_names()
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    assert set(params) | set(buffers) == set(model.state_dict()["model"])
+    assert params
+    assert buffers
+    for name, param in params.items():
+        assert model.get_parameter(name) is param
+        # As named_modules() calls them, for code that puts the two together.
+        assert model.get_parameter(f"module.{name}") is param
+    for name, buffer in buffers.items():
+        assert model.get_buffer(name) is buffer
+        assert model.get_buffer(f"module.{name}") is buffer
+    with pytest.raises(AttributeError, match="missing"):
+        model.get_parameter("missing.weight")
+    with pytest.raises(AttributeError, match="missing"):
+        model.get_buffer("missing")
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_functional_call_says_that_it_takes_the_model(nested: bool) -> None:
+    model = own_names() if nested else wrap(nn.Linear(3, 2), None, bucket_size_in_mb=SMALL_CAP_MB)
+    before, inputs = flat(model), torch.ones(4, 3)
+    zeros = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
+    with pytest.raises(AttributeError) as error:
+        torch.func.functional_call(model, zeros, inputs)
+    # Torch puts an error of its own before ours.
+    texts = [str(each) for each in (error.value, error.value.__cause__)]
+    assert any("use .module" in text for text in texts)
+    assert torch.equal(flat(model), before)
+    assert not torch.func.functional_call(model.module, zeros, inputs).any()
+    model(inputs).square().mean().backward()
+    assert not torch.equal(flat(model), before)
+
+
+def test_an_attribute_of_the_model_is_looked_for_in_the_module() -> None:
+    model: Any = own_names()
+    model.module.note = "mine"
+    assert not hasattr(model, "note")
+    with pytest.raises(AttributeError, match=r"'note', but its model has: use \.module"):
+        _ = model.note
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        _ = model.nothing
+
+
+def test_a_state_that_is_no_dict_is_refused_with_what_is_expected() -> None:
+    model = own_names()
+    nothing: Any = None
+    with pytest.raises(
+        TypeError, match=r"rank 0: .* state_dict\(\) of a DecentralizedDataParallel .* got None"
+    ):
+        model.load_state_dict(nothing)

@@ -754,6 +754,18 @@ def test_public_attributes_of_the_base_are_reached_through_the_wrapper() -> None
     assert not hasattr(lookahead, "note")
 
 
+@pytest.mark.parametrize("state", [None, [], "checkpoint.pt"])
+def test_a_state_that_is_no_dict_is_refused_with_what_is_expected(state: Any) -> None:
+    params = make_params()
+    wrapper = DecentOptimWrapper(sgd(params), bucket_cap_mb=TINY_CAP_MB)
+    backward(params, 0, 0)
+    wrapper.step()
+    expected = r"rank 0: .* expects the dict that state_dict\(\) of a DecentOptimWrapper .* got "
+    with pytest.raises(TypeError, match=expected):
+        wrapper.load_state_dict(state)
+    assert wrapper.round == 1
+
+
 def test_underscore_names_and_unknown_names_do_not_reach_the_base() -> None:
     params = make_params()
     base: Any = Lookahead(sgd(params))
@@ -761,7 +773,8 @@ def test_underscore_names_and_unknown_names_do_not_reach_the_base() -> None:
     assert "_steps" in vars(base)
     for name in ("_steps", "_base_optimizer", "__fspath__", "anything_else"):
         assert not hasattr(wrapper, name)
-    with pytest.raises(AttributeError, match="anything_else"):
+    both = "neither 'DecentOptimWrapper' object nor its base optimizer, a Lookahead, has"
+    with pytest.raises(AttributeError, match=f"{both} attribute 'anything_else'"):
         _ = wrapper.anything_else
     # GradScaler's flag is the wrapper's own, whatever the base says.
     base._step_supports_amp_scaling = False

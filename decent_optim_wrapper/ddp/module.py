@@ -19,6 +19,7 @@ from decent_optim_wrapper.ddp.autograd_hooks import AutogradHooks
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
 from decent_optim_wrapper.gossip.local_update import SPLITTABLE
+from decent_optim_wrapper.gossip.saved_state import check_state_dict
 from decent_optim_wrapper.gossip.schedule import Delayed
 from decent_optim_wrapper.membership.arguments import Arguments
 from decent_optim_wrapper.membership.start import Start
@@ -220,6 +221,37 @@ class DecentralizedDataParallel(Module):
         """The model's own buffers and names; `buffers()` follows it."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """A parameter by its name in `named_parameters()`, or by its path below this module."""
+        try:
+            return self.module.get_parameter(target)
+        except AttributeError:
+            return super().get_parameter(target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        """A buffer by its name in `named_buffers()`, or by its path below this module."""
+        try:
+            return self.module.get_buffer(target)
+        except AttributeError:
+            return super().get_buffer(target)
+
+    def __getattr__(self, name: str) -> Any:
+        """Say that an attribute is the model's, and where that is."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if hasattr(self.__dict__.get("_modules", {}).get("module"), name):
+                raise _of_the_model(name) from None
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # functional_call() would call the model with its own tensor instead, and nobody would know.
+        if isinstance(value, Tensor):
+            model = self.__dict__.get("_modules", {}).get("module")
+            if isinstance(getattr(model, name, None), Tensor):
+                raise _of_the_model(name)
+        super().__setattr__(name, value)
+
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
@@ -250,8 +282,10 @@ class DecentralizedDataParallel(Module):
         """Continue where `state_dict()` was taken; communicates nothing.
 
         Raises:
+            TypeError: `state_dict` is no dict.
             ValueError: the state dict does not have the same parts.
         """
+        check_state_dict(state_dict, type(self).__name__, self.optimizer.rank)
         self._stepper.check()
         parts = {name: part for name, part in self._parts.items() if part is not None}
         saved = {name for name, state in state_dict.items() if state is not None}
@@ -272,6 +306,13 @@ class DecentralizedDataParallel(Module):
             "scheduler": self.lr_scheduler,
             "scaler": self.scaler,
         }
+
+
+def _of_the_model(name: str) -> AttributeError:
+    return AttributeError(
+        f"a DecentralizedDataParallel has no attribute {name!r}, but its model has: use .module, "
+        f"as in torch.func.functional_call(wrapped.module, ...)"
+    )
 
 
 def wants_views(model: Any, mesh: Any) -> bool:

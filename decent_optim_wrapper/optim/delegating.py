@@ -73,7 +73,13 @@ class DelegatingOptimizer(Optimizer):
         """Forward public names only: the base's private flags for GradScaler must not leak."""
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._base, name)
+        try:
+            return getattr(self._base, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"neither {type(self).__name__!r} object nor its base optimizer, a "
+                f"{type(self._base).__name__}, has attribute {name!r}"
+            ) from error
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
