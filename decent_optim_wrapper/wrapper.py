@@ -46,7 +46,7 @@ from decent_optim_wrapper.gossip.schedule import Pacing, check_mixing_rate
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import StepStats
 from decent_optim_wrapper.membership.arguments import Arguments
-from decent_optim_wrapper.membership.dcp_warning import warn_of_mixtures
+from decent_optim_wrapper.membership.dcp_warning import warn_of_checkpoints
 from decent_optim_wrapper.membership.session import Extras, open_session
 from decent_optim_wrapper.membership.start import Start
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
@@ -208,7 +208,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         )
         self._gossip = self._parts.gossip
         Joinable.__init__(self)
-        warn_of_mixtures(self, self._gossip)
+        warn_of_checkpoints(self, self._gossip)
         logger.info("{!r}", self)
 
     @property

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
+    set_state_dict,
 )
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule, TopologyFactory
@@ -200,6 +202,99 @@ def test_distributed_checkpoint_resumes_every_rank_bit_for_bit(
     assert len({tuple(whole) for whole, _ in rows}) == 4
 
 
+def go_back(rank: int, folder: str) -> list[list[float]]:
+    """The same recipe in a run that goes on, by the dict and as an object, with all warnings."""
+    dist.init_process_group("gloo")
+    run = fresh(seed=0)
+    run.advance(rank, range(3))
+    seen = [parameters(run).tolist()]
+    with warnings.catch_warnings(action="error"):
+        dcp.state_dict_saver.save({f"rank_{rank}": states(run)}, checkpoint_id=f"{folder}/dict")
+        dcp.state_dict_saver.save({f"rank_{rank}": Whole(run)}, checkpoint_id=f"{folder}/object")
+        for name in ("dict", "object"):
+            run.advance(rank, range(3, 6))
+            seen.append(parameters(run).tolist())
+            get_optimizer_state_dict(run.model, run.optimizer.optimizer)
+            if name == "dict":
+                saved = states(run)
+                dcp.state_dict_loader.load({f"rank_{rank}": saved}, checkpoint_id=f"{folder}/dict")
+                Whole(run).load_state_dict(saved)
+            else:
+                place = {f"rank_{rank}": Whole(run)}
+                dcp.state_dict_loader.load(place, checkpoint_id=f"{folder}/object")
+            assert run.optimizer.round == 3
+            seen.append(parameters(run).tolist())
+        # To load into, by keys that are the same on all ranks: what is loaded is the same anyway.
+        with run.optimizer.averaged():
+            dcp.state_dict_saver.save({"app": App(run)}, checkpoint_id=f"{folder}/average")
+        dcp.state_dict_loader.load({"app": App(run)}, checkpoint_id=f"{folder}/average")
+        seen.append(parameters(run).tolist())
+    dist.destroy_process_group()
+    return seen
+
+
+def test_loading_is_not_warned_of_while_a_round_is_in_flight(tmp_path: Path) -> None:
+    rows = run_processes(2, go_back, str(tmp_path))
+    for saved, *later, average in rows:
+        assert later[1] == later[3] == saved
+        assert later[0] == later[2] != saved
+        assert average != saved
+    assert rows[0][0] != rows[1][0]
+    assert rows[0][-1] == rows[1][-1]
+
+
+NO_ROUND = r"get_state_dict\(\) leaves out .* starts at round 0.*gossip_state_dict"
+
+
+def save_without_the_round(rank: int, folder: str) -> list[int]:
+    """The rounds at which runs continue from what torch's function takes from the wrapper."""
+    dist.init_process_group("gloo")
+    run = fresh(seed=0)
+    run.advance(rank, range(3))
+    key, rounds = f"rank_{rank}", []
+    with pytest.warns(UserWarning, match=NO_ROUND) as caught:
+        model, optim = get_state_dict(run.model, run.optimizer)
+    assert {Path(each.filename).name for each in caught} == {Path(__file__).name}
+    dcp.state_dict_saver.save({key: {"model": model, "optim": optim}}, checkpoint_id=folder)
+    with pytest.warns(UserWarning, match=NO_ROUND):
+        # Also in an object that is saved.
+        dcp.state_dict_saver.save({key: ByTorch(run)}, checkpoint_id=f"{folder}/object")
+    with warnings.catch_warnings(action="error"):
+        saved = with_the_round(run)
+        dcp.state_dict_saver.save({key: saved}, checkpoint_id=f"{folder}/round")
+    own = parameters(run)
+    for name in (folder, f"{folder}/object", f"{folder}/round"):
+        resumed = fresh(seed=1)
+        get_optimizer_state_dict(resumed.model, resumed.optimizer.optimizer)
+        state = with_the_round(resumed)
+        if name != f"{folder}/round":
+            del state["gossip"]
+        dcp.state_dict_loader.load({key: state}, checkpoint_id=name)
+        gossip = state.pop("gossip", None)
+        set_state_dict(
+            resumed.model,
+            resumed.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
+        if gossip is not None:
+            resumed.optimizer.load_gossip_state_dict(gossip)
+        assert torch.equal(parameters(resumed), own)
+        rounds.append(resumed.optimizer.round)
+    dist.destroy_process_group()
+    return rounds
+
+
+def test_a_state_without_the_round_is_warned_of(tmp_path: Path) -> None:
+    for rounds in run_processes(2, save_without_the_round, str(tmp_path)):
+        assert rounds == [0, 0, 3]
+
+
+def with_the_round(run: Trained) -> dict[str, Any]:
+    model, optim = get_state_dict(run.model, run.optimizer.optimizer)
+    return {"model": model, "optim": optim, "gossip": run.optimizer.gossip_state_dict()}
+
+
 def plain_states(run: Trained) -> dict[str, Any]:
     """What torch's manual saves."""
     base = run.optimizer.optimizer
@@ -214,7 +309,7 @@ def save_with_equal_keys(rank: int, folder: str) -> dict[str, list[float]]:
     run = fresh(seed=0)
     run.advance(rank, range(3))
     seen = {"own": parameters(run).tolist()}
-    with pytest.warns(UserWarning, match=r"it would store a mixture .* inside `with"):
+    with pytest.warns(UserWarning, match=r"inside `with .* would store a mixture"):
         dcp.state_dict_saver.save(plain_states(run), checkpoint_id=f"{folder}/own")
     with warnings.catch_warnings(action="error"), run.optimizer.averaged():
         dcp.state_dict_saver.save(plain_states(run), checkpoint_id=f"{folder}/average")
@@ -249,6 +344,32 @@ class App(NamedTuple):
 
     def state_dict(self) -> dict[str, Any]:
         return plain_states(self.run)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_model_state_dict(self.run.model, state["model"])
+
+
+class Whole(NamedTuple):
+    """An object that holds the wrapper, as the guide saves it."""
+
+    run: Trained
+
+    def state_dict(self) -> dict[str, Any]:
+        return states(self.run)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.run.model.load_state_dict(state["model"])
+        self.run.optimizer.load_state_dict(state["optimizer"])
+
+
+class ByTorch(NamedTuple):
+    """An object that takes from the wrapper what torch's function finds."""
+
+    run: Trained
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optim = get_state_dict(self.run.model, self.run.optimizer)
+        return {"model": model, "optim": optim}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise NotImplementedError

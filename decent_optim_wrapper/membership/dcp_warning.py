@@ -1,31 +1,54 @@
-"""A warning if torch.distributed.checkpoint would mix values that differ between ranks.
+"""Warnings of checkpoints that torch.distributed.checkpoint makes without the ranks' own values.
 
-It stores a tensor whose key is the same on several ranks only once, from any of them.
+It stores a tensor whose key is the same on several ranks only once, from any of them. Its functions
+for state dicts take from an optimizer only what torch's own optimizers have.
 """
 
 from __future__ import annotations
 
+import dis
 import re
 import sys
-import warnings
 import weakref
-from typing import Any
+from types import FrameType
 
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.gossip.gossip import Gossip
+from decent_optim_wrapper.warn import warn
 
 _PACKAGE = "torch.distributed.checkpoint."
 _SAVERS = ("save", "async_save")
+_LOADERS = ("load",)
 _GETTERS = ("get_optimizer_state_dict", "get_state_dict")
 
+_MIXTURE = (
+    "torch.distributed.checkpoint takes equal keys on several ranks for replicas of one value, but "
+    "the ranks' values differ: it would store a mixture of them, without the round in flight. Save "
+    "the average, inside `with optimizer.averaged():`, or save each rank's values under a key of "
+    'its own: dcp.save({f"rank_{rank}": {"model": model.state_dict(), "optimizer": '
+    "optimizer.state_dict()}}); for replicas that are spread over a mesh, one key for each of "
+    "them, with optimizer.gossip_state_dict() beside the base's state"
+)
+_NO_ROUND = (
+    "{}() leaves out what the wrapper adds to the optimizer's state: a run that loads it starts at "
+    "round 0, without the round in flight. Save optimizer.gossip_state_dict() beside it and load "
+    "that with optimizer.load_gossip_state_dict(), or save optimizer.state_dict() instead"
+)
+_SAME_KEYS = (
+    ". Save it under a key for each rank, or inside `with optimizer.averaged():`. Under keys that "
+    "are the same on all ranks torch.distributed.checkpoint would store a mixture of their values, "
+    "which differ"
+)
 
-def warn_of_mixtures(optimizer: Optimizer, gossip: Gossip) -> None:
-    """Warn when the state dict of `optimizer` is requested for a checkpoint that mixes the ranks.
 
-    The caller of `state_dict()` is inspected. A model that is saved alone, or a dict that was made
-    before, is therefore not noticed. A function that also takes `gossip_state_dict()`
-    saves each replica under a key of its own.
+def warn_of_checkpoints(optimizer: Optimizer, gossip: Gossip) -> None:
+    """Warn when the state dict of `optimizer` is requested for a checkpoint that is not the ranks'.
+
+    Such a checkpoint mixes the ranks, or lacks the round. The caller of `state_dict()` is
+    inspected. A model that is saved alone, or a dict that was made before, is therefore not
+    noticed. A function that also takes `gossip_state_dict()` saves each replica under a key of its
+    own, with the round.
 
     Args:
         optimizer: the optimizer whose `state_dict()` is watched.
@@ -33,34 +56,41 @@ def warn_of_mixtures(optimizer: Optimizer, gossip: Gossip) -> None:
     """
     alive = weakref.ref(gossip)
 
-    def warn(_: Optimizer) -> None:
+    def inspect(_: Optimizer) -> None:
         gossip = alive()
-        if gossip is not None and gossip.differs and _takes_one_for_all():
-            warnings.warn(
-                "torch.distributed.checkpoint takes equal keys on several ranks for replicas of "
-                "one value, but the ranks' values differ: it would store a mixture of them, "
-                "without the round in flight. Save the average, inside `with "
-                "optimizer.averaged():`, or save each rank's values under a key of its own: "
-                'dcp.save({f"rank_{rank}": {"model": model.state_dict(), "optimizer": '
-                "optimizer.state_dict()}}); for replicas that are spread over a mesh, one key for "
-                "each of them, with optimizer.gossip_state_dict() beside the base's state",
-                stacklevel=2,
-            )
+        if gossip is not None and gossip.differs and (text := _what_is_wrong()):
+            warn(text)
 
-    handle = optimizer.register_state_dict_pre_hook(warn)
+    handle = optimizer.register_state_dict_pre_hook(inspect)
     weakref.finalize(gossip, handle.remove)
 
 
-def _takes_one_for_all() -> bool:
-    """Whether the caller is torch.distributed.checkpoint, with no rank number in its keys."""
-    gets = False
-    by_replica = False
-    frame: Any = sys._getframe()
-    while (frame := frame.f_back) is not None:
+def _what_is_wrong() -> str:
+    """What is wrong with the checkpoint that the caller makes; empty if nothing, or if none."""
+    getter, by_replica = "", False
+    frame = sys._getframe().f_back
+    while frame is not None:
         function = frame.f_code.co_name
         if str(frame.f_globals.get("__name__")).startswith(_PACKAGE):
+            if function in _LOADERS:
+                return ""
             if function in _SAVERS:
-                return not any(re.search(r"\d", str(key)) for key in frame.f_locals["state_dict"])
-            gets = gets or function in _GETTERS
+                if not any(re.search(r"\d", str(key)) for key in frame.f_locals["state_dict"]):
+                    return _MIXTURE
+                return _NO_ROUND.format(getter) if getter and not by_replica else ""
+            if function in _GETTERS:
+                if _is_discarded(frame):
+                    return ""
+                getter = function
         by_replica = by_replica or "gossip_state_dict" in frame.f_code.co_names
-    return gets and not by_replica
+        frame = frame.f_back
+    return _NO_ROUND.format(getter) + _SAME_KEYS if getter and not by_replica else ""
+
+
+def _is_discarded(call: FrameType) -> bool:
+    """Whether the caller throws the result away, as one who only lets torch create the state."""
+    caller = call.f_back
+    if caller is None:
+        return False
+    following = (i for i in dis.get_instructions(caller.f_code) if i.offset > caller.f_lasti)
+    return next(following).opname == "POP_TOP"
