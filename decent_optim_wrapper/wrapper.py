@@ -90,7 +90,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         buffers: tensors such as ``model.buffers()``; `global_avg` also averages the floating-point
             ones.
         sync_at_start: broadcast parameters and buffers from rank 0; weights that only another rank
-            has loaded are lost.
+            has loaded are lost, with a warning.
         comm_dtype: bytes per parameter: 2 with torch.bfloat16 or torch.float16, 1.016 with
             torch.int8 or torch.float8_e4m3fn, 0.516 with torch.int4; or a `Codec`, such as
             ``TopKCodec(16)`` with 0.313. A rank's own parameters are not rounded: in a pair

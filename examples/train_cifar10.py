@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from loguru import logger
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
@@ -214,16 +213,16 @@ def print_once(text: str, world: DistInfo) -> None:
 
 def main() -> None:
     args = parse_arguments()
-    logger.enable("decent_optim_wrapper.checkpoint")
     world = start_world()
-    torch.manual_seed(world.rank)
     train_set, test_set = load_data(args, world)
     sampler = DistributedSampler(train_set, world.world_size, world.rank, drop_last=True)
     test_order = list(DistributedSampler(test_set, world.world_size, world.rank, shuffle=False))
     steps_per_epoch = len(sampler) // args.batch_size
     if not steps_per_epoch:
         raise SystemExit("expected one batch per rank or more: use smaller batches or more data")
+    torch.manual_seed(0)  # the same model on all ranks
     training = build_training(args, world, steps_per_epoch)
+    torch.manual_seed(world.rank)  # other augmentations on each of them
     checkpoints = Checkpoints(args.checkpoints, training.optimizer)
     step = resume(training, checkpoints, args)
     if step:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loguru import logger
 from problem import TINY_CAP_MB, flatten, make_params, sgd
 from ranks import run_threads
 from torch import Tensor, nn
+from warned import warned_texts
 
 from decent_optim_wrapper import DecentOptimWrapper, Group, Topology, TopologyFactory
 
@@ -175,10 +175,7 @@ def test_without_synchronising_the_ranks_keep_their_own() -> None:
 
 
 def lines_of_a_start(change: Callable[[int, list[Tensor]], object]) -> list[str]:
-    """What the log says of values that rank 0's have replaced, when every rank has built."""
-    lines: list[str] = []
-    sink = logger.add(lines.append, level="INFO", format="{message}")
-    logger.enable("decent_optim_wrapper")
+    """What is said of values that rank 0's have replaced, when every rank has built."""
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params()
@@ -187,16 +184,13 @@ def lines_of_a_start(change: Callable[[int, list[Tensor]], object]) -> list[str]
         wrap(params, group, buffers=[frozen])
         return flatten(params)
 
-    try:
+    with warned_texts() as lines:
         rows = run_threads(3, main)
-    finally:
-        logger.disable("decent_optim_wrapper")
-        logger.remove(sink)
     assert all(torch.equal(row, flatten(make_params())) for row in rows)
-    return [line.strip() for line in lines if "have replaced others" in line]
+    return [line for line in lines if "have replaced others" in line]
 
 
-def test_weights_that_one_rank_alone_has_loaded_are_logged_when_they_are_replaced() -> None:
+def test_weights_that_one_rank_alone_has_loaded_are_warned_of_when_they_are_replaced() -> None:
     def load(rank: int, params: list[Tensor]) -> None:
         if rank == 2:
             for param in params[1:4]:
@@ -208,5 +202,5 @@ def test_weights_that_one_rank_alone_has_loaded_are_logged_when_they_are_replace
     )
 
 
-def test_nothing_is_logged_where_ranks_start_from_the_same_values() -> None:
+def test_nobody_is_warned_where_ranks_start_from_the_same_values() -> None:
     assert lines_of_a_start(lambda rank, params: None) == []

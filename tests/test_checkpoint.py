@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from loguru import logger
 from problem import TINY_CAP_MB, adamw, backward, flatten, make_params
 from ranks import run_processes, run_threads
 from restartable_processes import RestartableProcesses
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
+from warned import warned_texts
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
 from decent_optim_wrapper.checkpoint import Checkpoints, sealed_file
@@ -107,13 +107,9 @@ def files(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def log() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(str(message)), level="WARNING")
-    logger.enable("decent_optim_wrapper.checkpoint")
-    yield lines
-    logger.disable("decent_optim_wrapper.checkpoint")
-    logger.remove(sink)
+def warned() -> Iterator[list[str]]:
+    with warned_texts() as texts:
+        yield texts
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -183,50 +179,50 @@ def become_a_folder(path: Path) -> None:
     ],
 )
 def test_a_damaged_file_of_one_rank_makes_all_use_the_previous_set(
-    damage: Callable[[Path], None], tmp_path: Path, log: list[str]
+    damage: Callable[[Path], None], tmp_path: Path, warned: list[str]
 ) -> None:
     train(tmp_path, 4)
     assert resume(tmp_path) == [4, 4]
-    assert log == []
+    assert warned == []
     damage(file_of(tmp_path, 4, rank=1))
     assert resume(tmp_path) == [3, 3]
-    assert "step_00000004/rank_1_of_2.pt cannot be used" in "".join(log)
+    assert "step_00000004/rank_1_of_2.pt cannot be used" in "".join(warned)
 
 
 def test_a_missing_file_of_one_rank_makes_all_use_the_previous_set(
-    tmp_path: Path, log: list[str]
+    tmp_path: Path, warned: list[str]
 ) -> None:
     train(tmp_path, 4)
     file_of(tmp_path, 4, rank=1).unlink()
     assert resume(tmp_path) == [3, 3]
-    assert "step_00000004 is passed over: no whole rank_1_of_2.pt" in "".join(log)
+    assert "step_00000004 is passed over: no whole rank_1_of_2.pt" in "".join(warned)
 
 
 def test_ranks_that_lack_different_sets_start_from_the_beginning(
-    tmp_path: Path, log: list[str]
+    tmp_path: Path, warned: list[str]
 ) -> None:
     train(tmp_path, 4)
     file_of(tmp_path, 4, rank=1).unlink()
     flip_a_bit(file_of(tmp_path, 3, rank=0))
     assert resume(tmp_path) == [0, 0]
-    assert "no complete set of 2 ranks" in "".join(log)
+    assert "no complete set of 2 ranks" in "".join(warned)
 
 
 def test_an_empty_folder_and_one_that_is_not_there_start_from_the_beginning(
-    tmp_path: Path, log: list[str]
+    tmp_path: Path, warned: list[str]
 ) -> None:
     assert resume(tmp_path) == [0, 0]
     assert resume(tmp_path / "none") == [0, 0]
-    assert log == []
+    assert warned == []
 
 
-def test_a_set_of_another_world_size_is_logged_and_left_alone(
-    tmp_path: Path, log: list[str]
+def test_a_set_of_another_world_size_is_warned_of_and_left_alone(
+    tmp_path: Path, warned: list[str]
 ) -> None:
     train(tmp_path, 4, world_size=4)
     before = files(tmp_path)
     assert resume(tmp_path) == [0, 0]
-    assert "has checkpoints, but no complete set of 2 ranks" in "".join(log)
+    assert "has checkpoints, but no complete set of 2 ranks" in "".join(warned)
     train(tmp_path, 6)
     assert set(before) < set(files(tmp_path))
     assert resume(tmp_path, world_size=4) == [4] * 4
@@ -248,14 +244,14 @@ def test_disks_of_their_own_serve_as_well_as_a_shared_one(tmp_path: Path) -> Non
 
 
 def test_files_that_two_savings_of_one_step_have_left_are_not_one_set(
-    tmp_path: Path, log: list[str]
+    tmp_path: Path, warned: list[str]
 ) -> None:
     """A run that was restarted wrote step 4 again, and was killed before both ranks had."""
     train(tmp_path, 4)
     train(tmp_path / "again", 4)
     file_of(tmp_path / "again", 4, rank=0).replace(file_of(tmp_path, 4, rank=0))
     assert resume(tmp_path) == [3, 3]
-    assert "of another set is rank_1_of_2.pt" in "".join(log)
+    assert "of another set is rank_1_of_2.pt" in "".join(warned)
 
 
 def test_the_newest_complete_sets_stay_and_older_ones_go(tmp_path: Path) -> None:
@@ -277,7 +273,7 @@ def test_the_newest_complete_sets_stay_and_older_ones_go(tmp_path: Path) -> None
 
 
 def test_a_rank_that_cannot_write_raises_and_nothing_older_is_removed(
-    tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, warned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace = Path.replace
 
@@ -299,7 +295,7 @@ def test_a_rank_that_cannot_write_raises_and_nothing_older_is_removed(
 
     monkeypatch.setattr(Path, "replace", fail)
     run_threads(WORLD, main)
-    assert "step_00000003 is not complete: could not write rank_1_of_2.pt" in "".join(log)
+    assert "step_00000003 is not complete: could not write rank_1_of_2.pt" in "".join(warned)
     assert files(tmp_path) == [f"step_00000004/rank_{r}_of_2.pt" for r in (0, 1)]
 
 
@@ -387,7 +383,7 @@ def write_and_stall(folder: str, moment: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["write", "flush", "rename"])
 def test_a_process_killed_while_it_writes_leaves_the_previous_set_usable(
-    moment: str, tmp_path: Path, log: list[str]
+    moment: str, tmp_path: Path, warned: list[str]
 ) -> None:
     train(tmp_path, 3)
     worker = multiprocessing.get_context("forkserver").Process(
@@ -646,12 +642,12 @@ def become_a_device(path: Path) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("become", [become_a_fifo, become_a_socket, become_a_device])
 def test_what_is_no_file_under_a_checkpoints_name_is_passed_over(
-    become: Callable[[Path], None], tmp_path: Path, log: list[str]
+    become: Callable[[Path], None], tmp_path: Path, warned: list[str]
 ) -> None:
     train(tmp_path, 4)
     become(file_of(tmp_path, 4, rank=1))
     assert resume(tmp_path) == [3, 3]
-    assert "rank_1_of_2.pt cannot be used: it is not a regular file" in "".join(log)
+    assert "rank_1_of_2.pt cannot be used: it is not a regular file" in "".join(warned)
 
 
 FULL_MB = 2
@@ -673,25 +669,23 @@ def save_without_room(rank: int, folders: list[str], limited: bool) -> tuple[str
     """Rank 1 has no room for the second set; both save a third that is small again."""
     dist.init_process_group("gloo")
     folder = Path(folders[rank])
-    lines: list[str] = []
-    logger.add(lambda message: lines.append(str(message)), level="WARNING")
-    logger.enable("decent_optim_wrapper")
     optimizer = DecentOptimWrapper(adamw(make_params()), bucket_cap_mb=TINY_CAP_MB)
     checkpoints = Checkpoints(folder, optimizer, keep=1)
     state = {"step": torch.ones(100)}
     checkpoints.save(1, state)
     error = ""
-    if rank == 1:
-        if limited:
-            # The next best thing to a full disk that needs no rights.
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_MB << 20, resource.RLIM_INFINITY))
-        with pytest.raises(OSError, match=r"No space left on device|File too large") as caught:
-            checkpoints.save(2, {**state, "large": torch.ones(FULL_MB << 20)})
-        error = errno.errorcode[caught.value.errno or 0]
-        assert caught.value.__cause__ is None
-    else:
-        checkpoints.save(2, state)
+    with warned_texts() as lines:
+        if rank == 1:
+            if limited:
+                # The next best thing to a full disk that needs no rights.
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_MB << 20, resource.RLIM_INFINITY))
+            with pytest.raises(OSError, match=r"No space left on device|File too large") as caught:
+                checkpoints.save(2, {**state, "large": torch.ones(FULL_MB << 20)})
+            error = errno.errorcode[caught.value.errno or 0]
+            assert caught.value.__cause__ is None
+        else:
+            checkpoints.save(2, state)
     assert len(lines) == int(rank == 0)
     assert not list(folder.rglob("*.part"))
     assert torch.load(file_of(folder, 1, rank), weights_only=True)["step"].sum() == 100
@@ -726,7 +720,7 @@ def test_a_file_beyond_the_limit_raises_what_the_system_says_and_leaves_the_set_
 
 
 def test_a_file_that_is_damaged_while_it_is_written_is_noticed_before_older_ones_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     replace = Path.replace
 
@@ -746,7 +740,7 @@ def test_a_file_that_is_damaged_while_it_is_written_is_noticed_before_older_ones
 
     monkeypatch.setattr(Path, "replace", damage)
     run_threads(WORLD, main)
-    assert "step_00000003 is not complete: could not write rank_1_of_2.pt" in "".join(log)
+    assert "step_00000003 is not complete: could not write rank_1_of_2.pt" in "".join(warned)
     assert resume(tmp_path) == [2, 2]
 
 

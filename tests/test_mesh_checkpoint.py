@@ -6,8 +6,7 @@ import errno
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dense import mix, train_densely
-from loguru import logger
 from meshes import Layout, Spread, batch, difference, loss_of, make_model, run_on_mesh
 from ranks import run_processes
 from torch import Tensor, nn
@@ -28,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.optim import Optimizer
+from warned import warned_texts
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError, Schedule, TopologyFactory
 from decent_optim_wrapper.checkpoint import Checkpoints
@@ -383,15 +382,6 @@ def test_a_set_of_another_layout_is_refused_on_every_rank(tmp_path: Path) -> Non
         assert "Shard" in errors["fsdp", "tp"]
 
 
-@contextmanager
-def warnings_of_checkpoints() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(str(message)), level="WARNING")
-    logger.enable("decent_optim_wrapper.checkpoint")
-    yield lines
-    logger.remove(sink)
-
-
 def fail_for(target: Path) -> Callable[[Path, Path], Path]:
     """A `Path.replace` for which the disk is full."""
     replace = Path.replace
@@ -405,7 +395,7 @@ def fail_for(target: Path) -> Callable[[Path, Path], Path]:
 
 
 def meet_trouble(folder: Path, name: str) -> tuple[list[int], list[str]]:
-    """The sets that are found when something is wrong with a single shard, and what is logged."""
+    """The sets that are found when something is wrong with a single shard, and the warnings."""
     first = dist.get_rank() == 0
     saving = Saving(name, folder)
     bad = {step: folder / names_of(step)[1] for step in (2, 3, 4)}
@@ -416,7 +406,7 @@ def meet_trouble(folder: Path, name: str) -> tuple[list[int], list[str]]:
         found.append(Saving(name, folder, seed=1).load())
         dist.barrier()
 
-    with warnings_of_checkpoints() as lines:
+    with warned_texts() as lines:
         saving.save_up_to(3)
         with pytest.raises(ValueError, match=r"above 3, .* got \[5, 4, 4, 4\] by rank"):
             saving.save(4 + first)

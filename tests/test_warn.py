@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from decent_optim_wrapper import DecentOptimWrapper, DecentralizedDataParallel, Schedule
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.gossip.bucket import Layout
+from decent_optim_wrapper.membership import hand_over
 
 SAME = "the peers have sent what this rank has itself"
 
@@ -138,8 +143,6 @@ def test_a_warning_of_the_constructor_points_at_the_line_that_calls_it(
 
 
 def test_a_warning_without_a_line_of_the_user_points_at_the_outermost_line() -> None:
-    from threading import Thread
-
     warn = in_module(
         "decent_optim_wrapper.comm",
         "from decent_optim_wrapper.warn import warn\ndef function():\n    warn('nobody called')\n",
@@ -150,3 +153,69 @@ def test_a_warning_without_a_line_of_the_user_points_at_the_outermost_line() -> 
         thread.join()
     (warning,) = found
     assert Path(warning.filename).name == "threading.py"
+
+
+def build_from_a_seed(rank: int, group: dist.ProcessGroup, seed: int) -> None:
+    params = make_params(seed)
+    base = torch.optim.SGD(params, lr=0.05)
+    DecentOptimWrapper(base, process_group=group, bucket_cap_mb=TINY_CAP_MB)
+
+
+def test_weights_of_other_seeds_are_warned_of_once_and_those_of_one_seed_are_not() -> None:
+    with caught("have replaced others") as found:
+        run_threads(3, lambda rank, group: build_from_a_seed(rank, group, seed=1))
+    assert found == []
+    with caught("have replaced others") as found:
+        run_threads(3, lambda rank, group: build_from_a_seed(rank, group, seed=rank))
+    (warning,) = found
+    assert "tensors by rank: {1: 5, 2: 5} (of 5)" in str(warning.message)
+    assert Path(warning.filename).name == Path(__file__).name
+    assert warning.lineno == line_of(build_from_a_seed, "DecentOptimWrapper(")
+
+
+@pytest.mark.parametrize(("topology", "said"), [("complete", 1), ("ring", 0)])
+def test_codes_that_save_nothing_over_nccl_are_warned_of(
+    topology: str, said: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Transport, "sends_alone", lambda *_: False)
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        DecentOptimWrapper(
+            torch.optim.SGD(make_params(), lr=0.05),
+            process_group=group,
+            topology=topology,
+            bucket_cap_mb=TINY_CAP_MB,
+            comm_dtype=torch.bfloat16,
+        )
+
+    with caught("saves nothing in groups of more than two") as found:
+        run_threads(4, main)
+    assert len(found) == said
+
+
+class Schedule15:
+    """A scheduler that remembers more than can be sent."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {1, 5}}
+
+
+def test_a_part_that_is_not_sent_to_a_rank_that_comes_back_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(hand_over, "broadcast", lambda *_, **__: 0)
+    monkeypatch.setattr(hand_over, "gossip_state", lambda _: {})
+    monkeypatch.setattr(hand_over, "send_state", lambda state, _: sent.append(state))
+    transport = SimpleNamespace(rank=0, initial_rank=0)
+    gossip: Any = SimpleNamespace(session=SimpleNamespace(transport=transport), tracking=None)
+    base = torch.optim.SGD(make_params(), lr=0.05)
+    parts = [LambdaLR(base, lambda step: 1.0), Schedule15()]
+    layout = Layout(TINY_CAP_MB, lambda device: device)
+    with caught("it is not sent to the rank that comes back") as found:
+        hand_over.HandOver(base, gossip, (), parts, layout)(donor=0, takes=False)
+    (warning,) = found
+    assert "the state of Schedule15" in str(warning.message)
+    ((_, _, states),) = sent
+    assert states[0] is not None
+    assert states[1] is None

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from loguru import logger
 from torch import Tensor
 
 from decent_optim_wrapper.checkpoint import sealed_file
@@ -19,6 +18,7 @@ from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.gossip.parameters import named_parameters
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.membership.start import difference
+from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 __all__ = ["Checkpoint", "Checkpoints"]
@@ -98,7 +98,7 @@ class Checkpoints:
             ValueError: on every rank, if `step` is not above the last one or differs between ranks.
             TypeError: `step` is not a whole number, or `state` could not be loaded again with
                 ``weights_only=True``.
-            OSError: this rank could not write; the others log it, and the old sets stay.
+            OSError: this rank could not write; rank 0 warns of it, and the old sets stay.
             PeerError: a rank is lost; the old sets stay. No rank saves alone.
         """
         step = _whole("step", step)
@@ -118,7 +118,7 @@ class Checkpoints:
     def load(self, map_location: torch.device | str | None = None) -> Checkpoint | None:
         """Read this rank's file of the newest complete set; collective.
 
-        If a file is damaged or missing, a warning in the log names it, and the set before is used.
+        If a file is damaged or missing, a warning names it, and the set before is used.
 
         Args:
             map_location: as in `torch.load`, which is called with ``weights_only=True``.
@@ -239,11 +239,9 @@ class Checkpoints:
             try:
                 return _Held(step, sealed_file.read_stamp(self._path(step)))
             except OSError as error:
-                logger.warning(
-                    "rank {}: checkpoint {} cannot be used: {}; looking for an older one",
-                    self._optimizer.rank,
-                    self._path(step),
-                    error,
+                warn(
+                    f"rank {self._optimizer.rank}: checkpoint {self._path(step)} cannot be used: "
+                    f"{error}; looking for an older one"
                 )
         return _NOTHING
 
@@ -253,19 +251,19 @@ class Checkpoints:
         return {int(match[1]): path for match, path in found if match}
 
     def _warn(self, step: int, problem: str, bad: Tensor) -> None:
-        """Log once for all ranks what is wrong with the files of the `bad` rows of `_gather`."""
-        if self._logs:
+        """Warn once for all ranks of the files of the `bad` rows of `_gather`."""
+        if self._warns:
             rows = bad.nonzero().flatten().tolist()
             names = ", ".join(self._name(*divmod(row, self._replica.size)) for row in rows)
-            logger.warning("checkpoint {} {} {}", self._path(step).parent, problem, names)
+            warn(f"checkpoint {self._path(step).parent} {problem} {names}")
 
     def _warn_of_no_set(self) -> None:
         shards = self._replica.size
         size = f"{self._optimizer.world_size} ranks" + (
             f" of {shards} shards" if shards > 1 else ""
         )
-        if self._logs and self._files("rank_*.pt"):
-            logger.warning("{} has checkpoints, but no complete set of {}", self._folder, size)
+        if self._warns and self._files("rank_*.pt"):
+            warn(f"{self._folder} has checkpoints, but no complete set of {size}")
 
     def _prune(self) -> None:
         """Remove this rank's files of incomplete sets and of those older than the sets to keep."""
@@ -291,8 +289,8 @@ class Checkpoints:
         return self._optimizer.replica
 
     @property
-    def _logs(self) -> bool:
-        """Whether this rank writes the log for all of them."""
+    def _warns(self) -> bool:
+        """Whether this rank warns for all of them."""
         return self._optimizer.rank == self._replica.shard == 0
 
     def _own_name(self) -> str:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from operator import index
 from typing import Any, NamedTuple
 
-from loguru import logger
 from torch import Tensor
 
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.references import Meetings, referring
 from decent_optim_wrapper.gossip.schedule import check_mixing_rate
 from decent_optim_wrapper.gossip.step import GossipState
+from decent_optim_wrapper.warn import warn
 
 
 class Arrange(NamedTuple):
@@ -215,10 +215,9 @@ def _read_extensions(
             state = {**state, "params": arrange(state["params"])}
         loads.append(gossip.prepare_load(extension, state, is_own))
     if states:
-        logger.warning(
-            "the state of {} is dropped: pass the same extensions, or options, as in the run that "
-            "was saved, to go on with it",
-            " and ".join(sorted(states)),
+        warn(
+            f"the state of {' and '.join(sorted(states))} is dropped: pass the same extensions, or "
+            f"options, as in the run that was saved, to go on with it"
         )
     return loads
 

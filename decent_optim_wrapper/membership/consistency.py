@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 
 import torch
-from loguru import logger
 from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
@@ -20,6 +19,7 @@ from decent_optim_wrapper.gossip.parameters import Named, check_shards, check_te
 from decent_optim_wrapper.membership.recovery import Recovery
 from decent_optim_wrapper.membership.start import Start, check_same
 from decent_optim_wrapper.topo import Topology
+from decent_optim_wrapper.warn import warn
 
 
 class Agreement:
@@ -147,15 +147,16 @@ def broadcast(
 
 
 def _synchronize(tensors: Sequence[Named], transport: Transport, layout: Layout) -> None:
-    """Take the values of rank 0 on all ranks, and log which ranks had others."""
+    """Take the values of rank 0 on all ranks, and warn of ranks that had others."""
     own = torch.tensor([broadcast(tensors, transport, layout)], device="cpu")
     replaced = transport.all_gather(own).flatten().tolist()
     by_rank = {r: count for r, count in zip(transport.members, replaced, strict=True) if count}
     if by_rank and transport.rank == 0:
-        logger.info(
-            "the values of rank 0 have replaced others, tensors by rank: {} (of {}); load "
-            "weights on rank 0 or on all ranks before the wrapper is built",
-            *(by_rank, len(tensors)),
+        warn(
+            f"the values of rank 0 have replaced others, tensors by rank: {by_rank} (of "
+            f"{len(tensors)}); before the wrapper is built, load weights on rank 0 or on all "
+            f"ranks, and seed all ranks the same for the model; sync_at_start=False lets every "
+            f"rank start from its own values"
         )
 
 

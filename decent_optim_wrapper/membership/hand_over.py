@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loguru import logger
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.state_transfer import receive_state, send_state, sendable
@@ -14,6 +13,7 @@ from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.parameters import Named, named_parameters
 from decent_optim_wrapper.gossip.saved_state import gossip_state, read_state, restore
 from decent_optim_wrapper.membership.consistency import broadcast
+from decent_optim_wrapper.warn import warn
 
 
 class HandOver:
@@ -82,9 +82,10 @@ class HandOver:
         state = part.state_dict()
         if sendable(state):
             return state
-        logger.warning(
-            "rank {}: the state of {} contains more than tensors, numbers and strings; it is not "
-            "sent to the rank that comes back, where it starts from the beginning",
-            *(self._gossip.session.transport.initial_rank, type(part).__name__),
+        rank = self._gossip.session.transport.initial_rank
+        warn(
+            f"rank {rank}: the state of {type(part).__name__} contains more than tensors, numbers "
+            f"and strings; it is not sent to the rank that comes back, where it starts from the "
+            f"beginning"
         )
         return None

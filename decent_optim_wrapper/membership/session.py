@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from loguru import logger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -289,22 +288,22 @@ def _on_cpu(device: torch.device) -> torch.device:
 
 def _warn_of_codes(settings: Settings, layout: Layout, session: Session) -> None:
     """Warn where `comm_dtype` saves nothing, or errs more than users may expect."""
-    if settings.codec is None:
+    # What holds for all ranks is said by one of them.
+    if settings.codec is None or session.transport.initial_rank:
         return
     transport, device = session.transport, session.transport.exchange_device
     widest = max(group.size for group in session.schedule.phases)
     if widest > 2 and not transport.sends_alone(layout.wire_device(device)):
-        logger.warning(
-            "rank {}: comm_dtype={} saves nothing in groups of more than two over NCCL, which {!r} "
-            "has",
-            *(transport.initial_rank, settings.comm_dtype, session.topology),
+        warn(
+            f"comm_dtype={settings.comm_dtype} saves nothing in groups of more than two over NCCL, "
+            f"which {session.topology!r} has; take a topology of pairs, such as ring"
         )
     if settings.codec.uses_reference and not session.references.keeps:
-        logger.warning(
-            "rank {}: with comm_dtype={}, {!r} has more than {} groups per rank, too many to keep "
-            "a reference for each: the parameters themselves are rounded, and replicas stay "
-            "further apart; take a topology of fewer partners, such as ring",
-            *(transport.initial_rank, settings.comm_dtype, session.topology, MOST_REFERENCES),
+        warn(
+            f"with comm_dtype={settings.comm_dtype}, {session.topology!r} has more than "
+            f"{MOST_REFERENCES} groups per rank, too many to keep a reference for each: the "
+            f"parameters themselves are rounded, and replicas stay further apart; take a topology "
+            f"of fewer partners, such as ring"
         )
 
 

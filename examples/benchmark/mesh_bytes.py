@@ -49,10 +49,11 @@ def measured(replicas: int) -> dict[str, float]:
     """Bytes per step that this rank sends to other replicas, for each method."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (replicas, SHARDS), mesh_dim_names=("gossip", "fsdp"))
-    torch.manual_seed(dist.get_rank())
     sent = {}
     for name, (dtype, every) in METHODS.items():
+        torch.manual_seed(0)
         model = build_model()
+        torch.manual_seed(dist.get_rank())
         for module in (*model, model):
             fully_shard(module, mesh=mesh["fsdp"])
         optimizer = DecentOptimWrapper(
