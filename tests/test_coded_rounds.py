@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from covering import VIEWS, named, pairwise
 from problem import flatten, nesterov
 from ranks import run_threads
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from warned import warned_texts
 
 from decent_optim_wrapper import (
@@ -454,6 +457,65 @@ def test_references_follow_parameters_into_other_buckets() -> None:
 
     # A reference of zeros would round the values themselves: by hundredths, where ranks differ.
     assert max(run_threads(2, main)) < 1e-9
+
+
+def add_group(optimizer: DecentOptimWrapper) -> None:
+    optimizer.add_param_group({"params": [torch.ones(5, dtype=torch.float64)]})
+
+
+@pytest.mark.parametrize(
+    ("case", "views", "change", "schedule"),
+    pairwise(
+        {"ring": CASES["ring"], "one-peer-exp": Case("one-peer-exp", 8), "nodes": CASES["nodes"]},
+        VIEWS,
+        {"add_param_group": add_group, "rebuild_buckets": DecentOptimWrapper.rebuild_buckets},
+        {"each step": Schedule(), "late": SCHEDULES["late"]},
+    ),
+)
+def test_replaced_references_are_freed(
+    case: Case,
+    views: bool,
+    change: Callable[[DecentOptimWrapper], None],
+    schedule: Schedule,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also those of groups that were not in flight, and those of two changes in one round."""
+    made: list[tuple[Any, int]] = []
+    new_reference = bucket_module.Bucket.new_reference
+
+    def noting(bucket: bucket_module.Bucket) -> Tensor:
+        vector = new_reference(bucket)
+        weak = StorageWeakRef(vector.untyped_storage())  # type: ignore[no-untyped-call]
+        made.append((weak, vector.nbytes))
+        return vector
+
+    monkeypatch.setattr(bucket_module.Bucket, "new_reference", noting)
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
+        params = make_params(seed=rank)
+        options = {"schedule": schedule, "param_as_bucket_view": views}
+        optimizer = wrap(params, group, case, comm_dtype=torch.int8, **options)
+
+        def train(steps: int) -> None:
+            for step in range(steps):
+                draw_gradients(params, rank, step)
+                optimizer.step()
+
+        train(10)
+        change(optimizer)
+        change(optimizer)
+        train(10)
+        optimizer.synchronize()
+        gc.collect()
+        optimizer.all_gather(torch.zeros(1))
+        held = sum(nbytes for storage, nbytes in made if not storage.expired())
+        optimizer.all_gather(torch.zeros(1))
+        groups = {each.ranks for each in optimizer.topology.schedule(rank) if each.size > 1}
+        return len(groups) * sum(8 * each.flat_numel for each in optimizer.buckets), held
+
+    own, held = zip(*run_threads(case.world_size, main), strict=True)
+    assert set(held) == {sum(own)}
+    assert len(made) > len(own) * 4
 
 
 @pytest.mark.parametrize("views", [False, True])

@@ -96,8 +96,8 @@ class CodedExchange(Exchange):
             self._bucket.absorb_(self._absolute(self._means(present)), None)
         elif present > 1:
             self._bucket.absorb_(self._changes(present), self._weight * rate)
-            if self._wire.edge is not None:
-                self._wire.edge.settle(self._bucket)
+            if self._wire.edge is not None and self._reference is not None:
+                self._wire.edge.settle(self._bucket, self._reference)
 
     def mix_usable(self, rate: float, usable: Usable) -> None:
         """Mix in what has arrived if the values of both are finite, which only the GPU knows.

@@ -47,8 +47,6 @@ class Edge:
         # How many rounds have been coded: two ranks with different numbers decode garbage.
         self.meetings = 0
         self._vectors: dict[Bucket, Tensor] = {}
-        # Those that a round in flight will still move, of buckets that were replaced since.
-        self._replaced: dict[Bucket, Tensor] = {}
 
     def reference(self, bucket: Bucket) -> Tensor | None:
         """The reference of a bucket; None if its values themselves are coded."""
@@ -78,7 +76,7 @@ class Edge:
 
     def fill(self, buckets: Sequence[Bucket], parts: Mapping[Tensor, Tensor]) -> None:
         """Replace all references by these, for these buckets; the others start at zero."""
-        self._vectors, self._replaced = {}, {}
+        self._vectors = {}
         for bucket in buckets:
             if any(member in parts for member in bucket.members):
                 vector = self.reference(bucket)
@@ -87,21 +85,19 @@ class Edge:
                     if member in parts:
                         part.copy_(parts[member])
 
-    def replan(self, buckets: Sequence[Bucket], in_flight: bool) -> None:
-        """Keep what is known of the parameters when their buckets are replaced.
+    def replan(self, buckets: Sequence[Bucket]) -> None:
+        """Keep what is known of the parameters when their buckets are replaced by these."""
+        self.fill(buckets, self.parts())
+
+    def settle(self, bucket: Bucket, vector: Tensor) -> None:
+        """Take over what the mixing of a bucket has moved, if it was replaced in flight.
 
         Args:
-            buckets: the new ones.
-            in_flight: whether a round with the old ones is still to be mixed.
+            bucket: the bucket as it was sent.
+            vector: its reference then. Only the round in flight still holds one that was replaced,
+                so that it is freed with the round.
         """
-        old = self._vectors
-        self.fill(buckets, self.parts())
-        self._replaced = old if in_flight else {}
-
-    def settle(self, bucket: Bucket) -> None:
-        """Take over what the mixing of a bucket has moved that was replaced in flight."""
-        vector = self._replaced.pop(bucket, None)
-        if vector is not None:
+        if self._vectors.get(bucket) is not vector:
             parts, moved = self.parts(), bucket.parts(bucket.view(vector))
             for member, part in zip(bucket.members, moved, strict=True):
                 if member in parts:
@@ -165,10 +161,10 @@ class References:
             edge.fill(buckets, params)
 
     @torch.no_grad()
-    def replan(self, buckets: Sequence[Bucket], in_flight: bool) -> None:
+    def replan(self, buckets: Sequence[Bucket]) -> None:
         """As `Edge.replan`."""
         for edge in self.edges.values():
-            edge.replan(buckets, in_flight)
+            edge.replan(buckets)
 
 
 def referring(buckets: Iterable[Bucket]) -> set[Tensor]:

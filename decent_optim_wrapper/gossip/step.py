@@ -266,7 +266,7 @@ class Rounds:
         self._buckets = tuple(buckets)
         for extension in self.extensions.all:
             extension.plan(self._buckets)
-        self.session.references.replan(self._buckets, self.in_flight is not None)
+        self.session.references.replan(self._buckets)
         for index, bucket in enumerate(buckets):
             logger.info(
                 "rank {} bucket {}: {!r}", self.session.transport.initial_rank, index, bucket
