@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from decent_optim_wrapper import DecentOptimWrapper, DecentralizedDataParallel, Schedule
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.bucket import Layout
+from decent_optim_wrapper.gossip.extension import Extensions
 from decent_optim_wrapper.membership import hand_over
 
 SAME = "the peers have sent what this rank has itself"
@@ -208,7 +209,8 @@ def test_a_part_that_is_not_sent_to_a_rank_that_comes_back_is_warned_of(
     monkeypatch.setattr(hand_over, "gossip_state", lambda _: {})
     monkeypatch.setattr(hand_over, "send_state", lambda state, _: sent.append(state))
     transport = SimpleNamespace(rank=0, initial_rank=0)
-    gossip: Any = SimpleNamespace(session=SimpleNamespace(transport=transport), tracking=None)
+    session = SimpleNamespace(transport=transport)
+    gossip: Any = SimpleNamespace(session=session, extensions=Extensions())
     base = torch.optim.SGD(make_params(), lr=0.05)
     parts = [LambdaLR(base, lambda step: 1.0), Schedule15()]
     layout = Layout(TINY_CAP_MB, lambda device: device)

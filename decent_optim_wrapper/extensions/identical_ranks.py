@@ -45,7 +45,7 @@ class IdenticalRanks(Extension):
     def mixing(self, received: ReceivedBucket) -> AbstractContextManager[None]:
         """Compare a bucket before it is mixed."""
         if self._rounds_left and (compared := received.compare()):
-            self._note(*compared, received.bucket.dtype)
+            self._note(*compared)
         return nullcontext()
 
     def end_round(self, kind: Kind) -> None:
@@ -64,20 +64,19 @@ class IdenticalRanks(Extension):
         if not self._rounds_left:
             self._detach()
 
-    def _note(self, equal: Tensor, values: Tensor, dtype: torch.dtype) -> None:
+    def _note(self, equal: Tensor, sent: Tensor) -> None:
         """Note whether a bucket is the same on all ranks.
 
         Args:
             equal: whether it is, of shape ().
-            values: this rank's values.
-            dtype: the dtype in which they are compared with those of the round before.
+            sent: what this rank has sent; a change below the rounding on the wire is none.
         """
         if not equal.is_cuda and not equal:
             self._rounds_left = 0
             self._now.clear()
             return
-        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-        checksum = values.detach().to(dtype).view(bits).sum()
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[sent.itemsize]
+        checksum = sent.detach().view(bits).sum()
         self._now.append(torch.stack((equal.to(torch.int64), checksum)))
 
     def _count(self, buckets: list[list[int]]) -> None:

@@ -111,7 +111,7 @@ class CodedExchange(Exchange):
         self.mix(rate, self._wire.group.size, takes_part=True)
 
     def compare(self) -> tuple[Tensor, Tensor] | None:
-        """Whether this rank has what has arrived, of shape (), and its values.
+        """Whether this rank has what has arrived, of shape (), and what it has sent.
 
         Returns:
             None where a mean has scales of its own: equal values do not arrive as the same bits.
@@ -120,7 +120,7 @@ class CodedExchange(Exchange):
             return None
         pairs = zip(self._arrived, self._outgoing, strict=True)
         equal = torch.stack([(theirs == ours).all() for theirs, ours in pairs]).all()
-        return equal, self._bucket.pack(self._bucket.new_flat()).data
+        return equal, torch.cat(self._outgoing)
 
     @abstractmethod
     def _send(self) -> None:

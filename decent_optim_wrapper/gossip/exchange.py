@@ -146,7 +146,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def compare(self) -> tuple[Tensor, Tensor] | None:
-        """Whether this rank has what has arrived, of shape (), and its values.
+        """Whether this rank has what has arrived, of shape (), and what it has sent.
 
         Returns:
             None if that cannot be told.
@@ -230,7 +230,7 @@ class PlainExchange(Exchange):
         bucket.unpack_(now)
 
     def compare(self) -> tuple[Tensor, Tensor]:
-        """Whether this rank has what has arrived, of shape (), and its values."""
+        """Whether this rank has what has arrived, of shape (), and what it has sent."""
         sent = self._sent().data
         return (self._arriving.data == sent).all(), sent
 
@@ -344,7 +344,7 @@ class PlainGroup(PlainExchange):
             self._bucket.unpack_(mean)
 
     def compare(self) -> tuple[Tensor, Tensor]:
-        """Whether this rank has what has arrived, of shape (), and its values."""
+        """Whether this rank has what has arrived, of shape (), and what it has sent."""
         sent, size = self._sent().data, self._wire.group.size
         # A sum of more than two values is rounded.
         slack = size * torch.finfo(sent.dtype).eps if size > 2 else 0.0

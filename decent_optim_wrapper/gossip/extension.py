@@ -52,8 +52,8 @@ class ReceivedBucket(NamedTuple):
         kind: the kind of the round.
         bucket: its members are changed in place by the mixing.
         snapshot: returns the values of the launch; None if they cannot have changed since.
-        compare: returns whether this rank has what has arrived, of shape (), and its values; None
-            if that cannot be told.
+        compare: returns whether this rank has what has arrived, of shape (), and what it has sent;
+            None if that cannot be told.
     """
 
     kind: Kind

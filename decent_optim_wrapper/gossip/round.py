@@ -336,7 +336,7 @@ class Round:
             exchange.mix(rate, present, takes_part)
 
     def compare(self, bucket: Bucket) -> tuple[Tensor, Tensor] | None:
-        """Whether this rank has what has arrived for a bucket, of shape (), and its values.
+        """Whether this rank has what has arrived for a bucket, of shape (), and what it has sent.
 
         Returns:
             None if that cannot be told, as where a rank is left out.
