@@ -154,9 +154,9 @@ def _synchronize(tensors: Sequence[Named], transport: Transport, layout: Layout)
     if by_rank and transport.rank == 0:
         warn(
             f"the values of rank 0 have replaced others, tensors by rank: {by_rank} (of "
-            f"{len(tensors)}); before the wrapper is built, load weights on rank 0 or on all "
-            f"ranks, and seed all ranks the same for the model; sync_at_start=False lets every "
-            f"rank start from its own values"
+            f"{len(tensors)}). Load weights on rank 0 or on all ranks before the wrapper is built; "
+            f"sync_at_start=False lets every rank keep its own. If they were random, nothing is "
+            f"lost: call torch.manual_seed(0) on all ranks before the model is built"
         )
 
 
