@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+# What torch writes between the text of an error and its C++ stack.
+_STACK = "\nException raised from "
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error of torch, without the C++ stack that some of them contain."""
+    return str(error).partition(_STACK)[0]
+
 
 class PeerError(RuntimeError):
     """A peer died, stopped or ended, so its part of a round or a collective did not arrive.

@@ -9,14 +9,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from types import ModuleType
 from typing import Any, TypeVar
 from unittest import mock
@@ -260,6 +261,29 @@ def _script(env: dict[str, str], command: tuple[str, ...], cwd: Path, output: Pa
     main.__file__ = command[0]
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     exec(compile(Path(command[0]).read_text(), command[0], "exec"), vars(main))
+
+
+@contextmanager
+def captured_stderr() -> Iterator[Callable[[], str]]:
+    """Yield a function that reads what this process has written to stderr since, also from C++."""
+    with TemporaryFile() as file:
+        own = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lambda: os.pread(file.fileno(), 1 << 20, 0).decode()
+        finally:
+            os.dup2(own, 2)
+            os.close(own)
+
+
+def threads_end(seconds: float) -> bool:
+    """Whether all threads of the library in this process end within that time."""
+    deadline = time.monotonic() + seconds
+    while any(each.name.startswith("decent-") for each in threading.enumerate()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def begin_process() -> None:

@@ -180,12 +180,16 @@ class StoreProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.join()
+        self.kill()
 
     def connect(self) -> TCPStore:
         """A connection of this process."""
         return TCPStore(self._host, self.port, is_master=False, timeout=timedelta(seconds=60))
+
+    def kill(self) -> None:
+        """End the store without a word."""
+        self._process.kill()
+        self._process.join()
 
     def signal(self, number: signal.Signals) -> None:
         """SIGSTOP or SIGCONT."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from covering import OVERLAP, named, pairwise
 from dense import mix, train_densely
 from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
-from ranks import run_processes
+from ranks import run_processes, threads_end
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError, Schedule, TopologyFactory
 from decent_optim_wrapper.gossip.bucket import Bucket
@@ -62,16 +61,6 @@ def in_the_middle_of_packing(fault: Callable[[], None]) -> None:
     Bucket.pack = pack_or_fail  # type: ignore[method-assign, assignment]
 
 
-def threads_end() -> bool:
-    """Whether all threads that wait for peers come to their end."""
-    deadline = time.monotonic() + SLACK
-    while any(each.name == "decent-background" for each in threading.enumerate()):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def survive(
     rank: int, topology: str, overlap: bool, fault: str, comm: torch.dtype | None
 ) -> Outcome | None:
@@ -107,7 +96,7 @@ def survive(
         except PeerError as error:
             untouched = torch.allclose(flatten(params), expected, rtol=0, atol=1e-15)
             seconds = time.monotonic() - start
-            assert threads_end()
+            assert threads_end(SLACK)
             return Outcome(str(error), error.rank, error.round, error.bucket, seconds, untouched)
         assert not torch.equal(flatten(params), expected) or topology == "ring"
     raise AssertionError("nothing failed")

@@ -17,11 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
-from ranks import run_processes, run_threads
+from ranks import captured_stderr, run_processes, run_threads, threads_end
 from restartable_processes import RestartableProcesses
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError, Schedule
+from decent_optim_wrapper.comm.losses import Loss, Losses
+from decent_optim_wrapper.errors import text_of
 from decent_optim_wrapper.membership.rendezvous import Gathering, Note, Rendezvous
 
 # Far beyond what a busy machine, or the end of an earlier test in this process, may take.
@@ -186,33 +188,49 @@ def test_every_survivor_of_a_ring_names_the_rank_that_died() -> None:
         assert seconds < PATIENCE / 2
 
 
-def die_with_the_store(rank: int, port: int) -> str:
+def die_with_the_store(rank: int, port: int) -> tuple[str, str, bool]:
     """Rank 0 holds the store and dies while its bytes are on the wire."""
     store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     params = [torch.zeros(2_500_000).requires_grad_() for _ in range(4)]
     optimizer = DecentOptimWrapper(torch.optim.SGD(params, lr=0.1), timeout=PATIENCE)
-    for step in range(100):
-        for param in params:
-            param.grad = torch.ones_like(param)
-        try:
-            optimizer.step()
-        except PeerError as error:
-            return str(error)
-        if rank == 0 and step == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+    with captured_stderr() as stderr:
+        for step in range(100):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            try:
+                optimizer.step()
+            except PeerError as error:
+                return str(error), stderr(), threads_end(PATIENCE / 4)
+            if rank == 0 and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("nothing failed")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-def test_the_death_of_the_rank_that_holds_the_store_is_a_peer_error() -> None:
+def test_the_death_of_the_rank_that_holds_the_store_is_a_peer_error_and_nothing_else() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    texts = run_processes(4, die_with_the_store, port, lost={0})
-    assert len(texts) == 3
-    assert all("lost" in text and "restart from a checkpoint" in text for text in texts)
+    outcomes = run_processes(4, die_with_the_store, port, lost={0})
+    assert len(outcomes) == 3
+    for text, stderr, threads_ended in outcomes:
+        assert "lost" in text
+        assert "restart from a checkpoint" in text
+        assert "frame #" not in stderr
+        # Otherwise they would go on trying to reach the store.
+        assert threads_ended
+
+
+def test_an_error_of_torch_is_quoted_without_its_stack() -> None:
+    stack = (
+        "\nException raised from doWait at TCPStore.cpp:1 (most recent call first):\nframe #0: x"
+    )
+    notes = HashStore()
+    Losses(notes, 3).note_error(RuntimeError(f"get('0') got error: reset{stack}"))
+    assert Losses(notes, 1).error() == Loss([3], "RuntimeError: get('0') got error: reset")
+    assert text_of(RuntimeError("nothing\nbut text")) == "nothing\nbut text"
 
 
 def slow_rank(

@@ -16,6 +16,7 @@ from modules import flat, make_model
 from modules import train as train_module
 from modules import wrap as wrap_module
 from problem import TINY_CAP_MB, backward, flatten, make_params, nesterov, sgd
+from ranks import threads_end
 from restartable_processes import STEP, RestartableProcesses, wrap_elastic
 from torch._C._distributed_c10d import HashStore, TCPStore
 
@@ -511,7 +512,7 @@ def test_a_rank_that_stood_still_comes_back_as_one_that_was_restarted() -> None:
 
 def train_on_the_store_of_rank_0(
     rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], port: int
-) -> str:
+) -> tuple[str, bool]:
     own = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     params = make_params()
     optimizer = DecentOptimWrapper(
@@ -528,19 +529,21 @@ def train_on_the_store_of_rank_0(
         try:
             optimizer.step()
         except PeerError as error:
-            return str(error)
+            return str(error), threads_end(PATIENCE)
 
 
 @pytest.mark.timeout(60)
-def test_the_death_of_the_store_is_one_clear_error() -> None:
+def test_the_death_of_the_store_is_one_clear_error_and_holds_up_no_end() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with RestartableProcesses(4, train_on_the_store_of_rank_0, port) as processes:
         for rank in (1, 2, 3):
-            text = processes.wait_for(rank, "result")
+            text, threads_ended = processes.wait_for(rank, "result")
             assert f"rank {rank}: the store in which the ranks agree does not answer" in text
             assert "a process that outlives the ranks" in text
+            assert threads_ended
+            assert processes.join(rank, 30) == 0
 
 
 @pytest.mark.timeout(120)

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -117,6 +118,29 @@ def test_a_call_to_a_stopped_store_ends_and_the_next_one_gets_its_own_answer() -
         server.signal(signal.SIGCONT)
         assert store.get("new") == "new"
         assert store.get("old") == "old"
+
+
+@pytest.mark.timeout(60)
+def test_calls_to_a_store_whose_server_has_ended_end_at_once_and_write_no_stack(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    patience = timedelta(seconds=30)
+    with StoreProcess() as server:
+        own = server.connect()
+        stores = [BoundedStore(own, patience), BoundedStore(PrefixStore("part", own), patience)]
+        for store in stores:
+            store.set("key", "value")
+            assert store.get("key") == "value"
+        # One that connects only when the server has ended.
+        stores.append(BoundedStore(own, patience))
+        server.kill()
+        for store in stores:
+            for call in (partial(store.check, ["key"]), partial(store.set, "key", ""), store.clone):
+                start = time.monotonic()
+                with pytest.raises(DistError, match="its server has ended"):
+                    call()
+                assert time.monotonic() - start < SLACK
+    assert "frame #" not in capfd.readouterr().err
 
 
 def train(

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.errors import text_of
 
 Result = TypeVar("Result")
 
@@ -48,17 +49,17 @@ class Losses:
     """Reads and writes the notes for one rank.
 
     Args:
-        store: shared by the ranks of one transport; None if there is none.
+        store: a connection for this transport only, to what its ranks share; None if there is none.
         rank: this rank, as numbered at the start.
     """
 
     def __init__(self, store: Any | None, rank: int) -> None:
-        self._store = None if store is None else BoundedStore(store, _STORE_PATIENCE)
+        self._store = None if store is None else BoundedStore(store, _STORE_PATIENCE, ours=True)
         self._rank = rank
 
     def note_error(self, error: BaseException) -> None:
         """Note that this rank failed by itself; only the first such note counts."""
-        text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+        text = f"{type(error).__name__}: {text_of(error)}"[:_LONGEST_ERROR]
         self._try(lambda store: self._note_error(store, text))
 
     def note(self, suspects: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch.distributed import DistStoreError
 
 from decent_optim_wrapper.comm.background import within
+from decent_optim_wrapper.comm.lifeline import Lifeline
 
 # The least wait for an answer, however long the store has been silent before.
 _LEAST_SECONDS = 1.5
@@ -33,11 +34,13 @@ class BoundedStore:
     Args:
         store: the store; it is cloned, not used itself.
         patience: how long the store may be silent.
+        ours: whether nobody else uses the store, so that it is cloned only after a failure.
     """
 
-    def __init__(self, store: Any, patience: timedelta) -> None:
+    def __init__(self, store: Any, patience: timedelta, ours: bool = False) -> None:
         self._store = store
-        self._connection: Any | None = None
+        self._connection: Any | None = store if ours else None
+        self._lifeline: Lifeline | None = None
         self._patience = patience.total_seconds()
         self._answered = time.monotonic()
 
@@ -72,8 +75,29 @@ class BoundedStore:
         self._call(lambda store: store.compare_set(key, "", value))
 
     def clone(self) -> Any:
-        """Another connection, whose calls have no deadline: for a thread that no one waits for."""
+        """Another connection, whose calls have no deadline: for a thread that no one waits for.
+
+        Raises:
+            DistError: the store is gone.
+        """
+        # Torch would try to connect to a server that has ended until the store's own timeout.
+        self._reach_server()
         return cloned(self._store)
+
+    def check_server(self) -> None:
+        """Check that the server has not ended, as far as this is known without a call.
+
+        Raises:
+            DistError: the server has ended.
+        """
+        if self._lifeline is not None:
+            self._lifeline.check()
+
+    def _reach_server(self) -> None:
+        """As `check_server`, over a connection that it makes at first; it may take long."""
+        if self._lifeline is None:
+            self._lifeline = Lifeline(self._store)
+        self._lifeline.check()
 
     def note_answer(self) -> None:
         """Note that the store has answered over another connection."""
@@ -88,7 +112,8 @@ class BoundedStore:
         known, self._connection = self._connection, None
 
         def connect_and_ask() -> tuple[Any, Any]:
-            connection = self.clone() if known is None else known
+            self._reach_server()
+            connection = cloned(self._store) if known is None else known
             return connection, ask(connection)
 
         silent = time.monotonic() - self._answered

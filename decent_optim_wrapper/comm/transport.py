@@ -37,7 +37,7 @@ from decent_optim_wrapper.comm.process_groups import (
 )
 from decent_optim_wrapper.comm.store import cloned
 from decent_optim_wrapper.comm.streams import InOrder, OnStream, Waitable
-from decent_optim_wrapper.errors import CallOrderError, PeerError
+from decent_optim_wrapper.errors import CallOrderError, PeerError, text_of
 from decent_optim_wrapper.topo import Group
 
 Started = TypeVar("Started")
@@ -299,7 +299,7 @@ class Transport:
             raise
         except RuntimeError as error:
             silent = time.monotonic() - start >= self._timeout.total_seconds()
-            raise WireError(str(error), silent) from error
+            raise WireError(text_of(error), silent) from error
         except BaseException as error:
             # Nobody can wait for the works any more, and what has not arrived must not be mixed.
             # A thread that goes on waiting for them would hold up the end of the process.
@@ -317,7 +317,7 @@ class Transport:
             if ongoing.is_over:
                 ongoing.future.result()
         except RuntimeError as error:
-            raise WireError(str(error)) from error
+            raise WireError(text_of(error)) from error
         except BaseException as error:
             self.fail(error)
             raise
@@ -686,8 +686,8 @@ class Transport:
         except (RuntimeError, TimeoutError) as error:
             raise PeerError(
                 f"rank {self.initial_rank}: ranks {[self.members[rank] for rank in ranks]} "
-                f"could not connect within {self._timeout} ({error}); look there for the first "
-                f"error"
+                f"could not connect within {self._timeout} ({text_of(error)}); look there for "
+                f"the first error"
             ) from error
 
 
@@ -717,7 +717,7 @@ def _starting(start: Callable[[], Started]) -> Started:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise WireError(str(error)) from error
+        raise WireError(text_of(error)) from error
 
 
 def _exchange_coalesced(group: Any, outgoing: Tensor, incoming: Tensor, peer: int) -> Waitable:
@@ -745,6 +745,6 @@ def _own_store(store: Any | None, rank: int, timeout: timedelta) -> Any | None:
         return within(timeout.total_seconds(), connect)
     except (TimeoutError, DistError) as error:
         raise PeerError(
-            f"rank {rank}: the process group's store does not answer ({error}); look at the "
-            f"process that holds it"
+            f"rank {rank}: the process group's store does not answer ({text_of(error)}); look at "
+            f"the process that holds it"
         ) from error

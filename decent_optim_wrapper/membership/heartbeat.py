@@ -69,6 +69,7 @@ class Heartbeat:
             # A connection of its own: no call of the main thread delays the heartbeat.
             store = self._store.clone()
             for count in itertools.count():
+                self._store.check_server()
                 self._beat(store, count)
                 self._store.note_answer()
                 if self._stop.wait(self._pause):

@@ -22,7 +22,7 @@ from torch.distributed import DistError
 from decent_optim_wrapper.comm.background import within
 from decent_optim_wrapper.comm.process_groups import connect_gloo, prefixed
 from decent_optim_wrapper.comm.store import BoundedStore
-from decent_optim_wrapper.errors import PeerError
+from decent_optim_wrapper.errors import PeerError, text_of
 from decent_optim_wrapper.membership.heartbeat import Heartbeat
 
 _POLL_SECONDS = 0.02
@@ -246,7 +246,7 @@ class Rendezvous:
         try:
             gathering = Gathering(notes, *self._connect(epoch, members))
         except (RuntimeError, TimeoutError) as error:
-            logger.warning("rank {}: epoch {} does not stand: {}", self.rank, epoch, error)
+            logger.warning("rank {}: epoch {} does not stand: {}", self.rank, epoch, text_of(error))
             return None
         self._store.set("epoch", str(epoch))
         self._took_part = True
@@ -328,6 +328,6 @@ def _store_errors(rank: int) -> Iterator[None]:
         yield
     except DistError as error:
         raise PeerError(
-            f"rank {rank}: the store in which the ranks agree does not answer ({error}); keep it "
-            f"in a process that outlives the ranks, on a link that holds"
+            f"rank {rank}: the store in which the ranks agree does not answer ({text_of(error)}); "
+            f"keep it in a process that outlives the ranks, on a link that holds"
         ) from error
