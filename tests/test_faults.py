@@ -129,6 +129,41 @@ def test_every_survivor_gets_one_clear_error_in_time(
     assert all("rank" in outcome.text for outcome in outcomes)
 
 
+def end_early(rank: int, topology: str, overlap: bool) -> tuple[int | None, str]:
+    """Rank 0 makes fewer steps than the others, and ends."""
+    dist.init_process_group("gloo")
+    params = make_params()
+    optimizer = DecentOptimWrapper(
+        *(torch.optim.SGD(params, lr=0.05),),
+        topology=topology,
+        bucket_cap_mb=TINY_CAP_MB,
+        overlap=overlap,
+        timeout=60,
+    )
+    assert len(optimizer.buckets) > 2
+    for step in range(5 if rank == 0 else 15):
+        backward(params, rank, step)
+        try:
+            optimizer.step()
+        except PeerError as error:
+            return error.rank, str(error)
+    return None, "ended well"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("topology", "overlap"), [("ring", True), ("ring", False), ("complete", True)]
+)
+def test_a_rank_that_has_made_fewer_calls_is_named_as_such(topology: str, overlap: bool) -> None:
+    own, *others = run_processes(4, end_early, topology, overlap)
+    assert own == (None, "ended well")
+    for rank, text in others:
+        assert rank == 0, text
+        assert "lost rank 0, which ended, or has made fewer calls, in round" in text
+        assert "if there is none, make the same number of calls on every rank" in text
+        assert "look there for the first error" not in text
+
+
 def close_too_early(rank: int) -> list[str]:
     dist.init_process_group("gloo")
     group = dist.group.WORLD

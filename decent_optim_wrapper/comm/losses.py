@@ -34,15 +34,30 @@ class Loss(NamedTuple):
     Args:
         ranks: as numbered at the start; several if it is not known which of them was lost.
         error: the error that the rank itself has noted; empty if there is none.
+        ended: whether it has closed its connections without an error of the library.
     """
 
     ranks: list[int]
     error: str = ""
+    ended: bool = False
 
     def __str__(self) -> str:
         if len(self.ranks) != 1:
             return f"one of the ranks {self.ranks}"
-        return f"rank {self.ranks[0]}" + (f", which failed with {self.error}" if self.error else "")
+        cause = f", which failed with {self.error}" if self.error else ""
+        if self.ended:
+            cause = ", which ended, or has made fewer calls,"
+        return f"rank {self.ranks[0]}{cause}"
+
+    @property
+    def advice(self) -> str:
+        """Where to look for the cause."""
+        if self.ended:
+            return (
+                "look there for an error; if there is none, make the same number of calls on every "
+                "rank, with torch.distributed.algorithms.Join where some have fewer batches"
+            )
+        return "look there for the first error"
 
 
 class Losses:
@@ -63,7 +78,7 @@ class Losses:
         self._try(lambda store: self._note_error(store, text))
 
     def note(self, suspects: Sequence[int]) -> None:
-        """Note the ranks whose loss makes this rank close its connections."""
+        """Note the ranks whose loss makes this rank close its connections; none at its end."""
         self._try(lambda store: store.set(_key(self._rank), json.dumps(list(suspects))))
 
     def find(self, suspects: Sequence[int], silent: bool) -> Loss:
@@ -82,7 +97,7 @@ class Losses:
             if found is None:
                 break
             loss = found
-            if loss.error or (several and len(loss.ranks) == 1):
+            if loss.error or loss.ended or (several and len(loss.ranks) == 1):
                 break
             time.sleep(_POLL_SECONDS)
         return loss
@@ -99,16 +114,19 @@ class Losses:
         """Follow the notes from rank to rank, up to the ranks without one."""
         if broken := _read_error(store):
             return broken
-        seen, pending, silent = {self._rank}, list(suspects), []
+        seen, pending = {self._rank}, list(suspects)
+        silent: list[int] = []
         while pending:
             rank = pending.pop()
             if rank in seen:
                 continue
             seen.add(rank)
-            if store.check([_key(rank)]):
-                pending += json.loads(store.get(_key(rank)))
-            else:
+            if not store.check([_key(rank)]):
                 silent.append(rank)
+            elif lost := json.loads(store.get(_key(rank))):
+                pending += lost
+            else:
+                return Loss([rank], ended=True)
         # None are silent if two ranks waited for each other: both then left a note.
         return Loss(sorted(silent or suspects))
 

@@ -398,6 +398,9 @@ class Transport:
 
     def close(self) -> None:
         """Close the communicators made here and release the user's process group."""
+        if self._world is not None and self._closed is None:
+            # Before the others see the connections closed.
+            self._losses.note(())
         for group in self._release():
             close(group, self._gpus, self._timeout.total_seconds())
         self._user_group = self._world = None
@@ -642,9 +645,8 @@ class Transport:
         loss = self.lose(suspects, error.silent)
         return PeerError(
             f"rank {self.initial_rank}: expected all {self.world_size} ranks to take part in a "
-            f"collective within {self._timeout}, but lost {loss} ({error}); look "
-            f"there for the first error, and call the same methods in the same "
-            f"order everywhere",
+            f"collective within {self._timeout}, but lost {loss} ({error}); "
+            f"{loss.advice}, and call the same methods in the same order everywhere",
             rank=loss.ranks[0] if len(loss.ranks) == 1 else None,
         )
 

@@ -493,9 +493,9 @@ class Round:
         group = tuple(self._transport.members[rank] for rank in self._group.ranks)
         return PeerError(
             f"rank {self._transport.initial_rank}: lost {loss} in round {self._header.round}, "
-            f"bucket {bucket}, group {group} of {self._topology!r}; look there for the first "
-            f"error. The parameters are as they were before this round was mixed: restart from a "
-            f"checkpoint, or let the others go on with elastic=Elastic()",
+            f"bucket {bucket}, group {group} of {self._topology!r}; {loss.advice}. The parameters "
+            f"are as they were before this round was mixed: restart from a checkpoint, or let the "
+            f"others go on with elastic=Elastic()",
             rank=loss.ranks[0] if len(loss.ranks) == 1 else None,
             round=self._header.round,
             bucket=bucket,
