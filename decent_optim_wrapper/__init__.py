@@ -4,19 +4,25 @@ from importlib.metadata import version as _version
 
 from loguru import logger as _logger
 
+from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.config import Elastic, Schedule
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
+from decent_optim_wrapper.gossip.extension import Extension
+from decent_optim_wrapper.gossip.schedule import Pacing
 from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 __all__ = [
     "CallOrderError",
+    "Codec",
     "DecentOptimWrapper",
     "DecentralizedDataParallel",
     "Elastic",
+    "Extension",
     "Group",
     "NonFiniteError",
+    "Pacing",
     "PeerError",
     "Schedule",
     "Topology",
