@@ -63,6 +63,39 @@ class Scaling(NamedTuple):
     grad_scale: Tensor | None
 
 
+class _Partition(NamedTuple):
+    """The base's parameters by bucket.
+
+    Args:
+        ids: of all parameters, in the order of the groups.
+        buckets: those of the gossip.
+        parts: for each bucket, by its id, the parameters of each group; those of no bucket are
+            under the id of None.
+        gone: members of buckets that the base has no longer.
+    """
+
+    ids: list[int]
+    buckets: Sequence[Bucket]
+    parts: dict[int, list[list[Tensor]]]
+    gone: list[Tensor]
+
+    @classmethod
+    def of(
+        cls, groups: list[dict[str, Any]], ids: list[int], buckets: Sequence[Bucket]
+    ) -> _Partition:
+        bucket_of = {id(member): bucket for bucket in buckets for member in bucket.members}
+        parts: dict[int, list[list[Tensor]]] = {}
+        for index, group in enumerate(groups):
+            for param in group["params"]:
+                key = id(bucket_of.get(id(param)))
+                if key not in parts:
+                    parts[key] = [[] for _ in groups]
+                parts[key][index].append(param)
+        here = set(ids)
+        gone = [m for bucket in buckets for m in bucket.members if id(m) not in here]
+        return cls(ids=ids, buckets=buckets, parts=parts, gone=gone)
+
+
 class LocalUpdate:
     """Steps the base optimizer.
 
@@ -74,6 +107,7 @@ class LocalUpdate:
     def __init__(self, optimizer: Optimizer, extensions: Extensions | None = None) -> None:
         self._optimizer: Any = optimizer
         self._extensions = extensions or Extensions()
+        self._partition: _Partition | None = None
         # The names in errors of the parameters that the base had when their buckets were planned.
         self._names_of: dict[int, str] = {}
         # Whether an overflow has skipped any part of the last update. As a tensor, its value may
@@ -111,21 +145,10 @@ class LocalUpdate:
             RuntimeError: a parameter was replaced, moved, converted or changed, or has a sparse
                 gradient.
         """
-        here: set[int] = set()
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                here.add(id(param))
-                if param.grad is not None and param.grad.layout != torch.strided:
-                    raise sparse_gradient_error(self._optimizer, param, rank)
-        gone = [member for each in buckets for member in each.members if id(member) not in here]
-        # Parameters of a group that was only removed are still gossiped, as frozen ones are.
-        if gone and here - self._names_of.keys():
-            raise RuntimeError(
-                f"rank {rank}: expected in param_groups the parameters that the wrapper knows, but "
-                f"{self._names(gone)} was replaced by another Parameter, which no other rank would "
-                f"get; change values in place (param.copy_() under torch.no_grad()), or build the "
-                f"optimizer and the wrapper again"
-            )
+        for param in self.params:
+            if param.grad is not None and param.grad.layout != torch.strided:
+                raise sparse_gradient_error(self._optimizer, param, rank)
+        self._check_replaced(self._partition_of(buckets), rank)
         if relocated := [tensor for bucket in buckets for tensor in bucket.relocated()]:
             raise RuntimeError(
                 f"rank {rank}: expected the parameters as they were when the wrapper was built, "
@@ -142,6 +165,25 @@ class LocalUpdate:
                 f"values by hand, or pass param_as_bucket_view=False. To go on from here, load a "
                 f"checkpoint on all ranks"
             )
+
+    def _check_replaced(self, partition: _Partition, rank: int) -> None:
+        gone = partition.gone
+        # Parameters of a group that was only removed are still gossiped, as frozen ones are.
+        if gone and set(partition.ids) - self._names_of.keys():
+            raise RuntimeError(
+                f"rank {rank}: expected in param_groups the parameters that the wrapper knows, but "
+                f"{self._names(gone)} was replaced by another Parameter, which no other rank would "
+                f"get; change values in place (param.copy_() under torch.no_grad()), or build the "
+                f"optimizer and the wrapper again"
+            )
+
+    def _partition_of(self, buckets: Sequence[Bucket]) -> _Partition:
+        """The parameters by bucket; made again only if buckets or parameters have changed."""
+        ids = [id(param) for group in self._optimizer.param_groups for param in group["params"]]
+        known = self._partition
+        if known is None or known.ids != ids or known.buckets is not buckets:
+            known = self._partition = _Partition.of(self._optimizer.param_groups, ids, buckets)
+        return known
 
     def _names(self, tensors: Sequence[Tensor]) -> str:
         return ", ".join(self._names_of[id(tensor)] for tensor in tensors)
@@ -171,13 +213,8 @@ class LocalUpdate:
 
         Parameters in no bucket are updated at the end. `apply` decides on each update.
         """
-        bucket_of = {id(member): bucket for bucket in buckets for member in bucket.members}
         groups = self._optimizer.param_groups
-        parts: dict[int, list[list[Tensor]]] = {}
-        for index, group in enumerate(groups):
-            for param in group["params"]:
-                key = id(bucket_of.get(id(param)))
-                parts.setdefault(key, [[] for _ in groups])[index].append(param)
+        parts = self._partition_of(buckets).parts
 
         def update(bucket: Bucket | None) -> None:
             if applies and (part := parts.get(id(bucket))):
