@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +24,7 @@ from warned import warned_texts
 from decent_optim_wrapper import (
     CallOrderError,
     DecentOptimWrapper,
+    Group,
     NonFiniteError,
     Schedule,
     Topology,
@@ -314,6 +316,109 @@ def test_a_rank_without_finite_values_is_left_out_and_takes_those_of_the_others(
     assert distance(rows) < 0.02 * distance(start)
     # All others had all but agreed on the mean before.
     assert (rows - start.mean(0)).abs().max() < 0.1
+
+
+class Weighted(Topology):
+    """All ranks in one group, with a weight other than that of the mean."""
+
+    def phases(self) -> list[list[Group]]:
+        return [[Group(range(self.world_size), self_weight=0.7)]]
+
+
+def set_values(params: list[Tensor], rank: int, number: int, bad: tuple[int, ...]) -> Tensor:
+    """New values for every rank, of which those that are bad are not finite in any bucket."""
+    with torch.no_grad():
+        for param, value in zip(params, make_params(seed=100 * number + rank), strict=True):
+            param.copy_(value)
+            if rank in bad:
+                param.view(-1)[-1] = math.nan
+    return flatten(params)
+
+
+@pytest.mark.parametrize(
+    ("size", "comm", "views", "rate", "every", "weighted"),
+    pairwise(
+        {"3": 3, "4": 4, "5": 5},
+        COMM,
+        VIEWS,
+        {"rate 1": 1.0, "rate 0.3": 0.3},
+        {"each step": 1, "late": 2},
+        {"mean": False, "weighted": True},
+    ),
+)
+def test_ranks_that_are_left_out_of_a_group_move_no_mean_of_the_others(
+    size: int, comm: torch.dtype, views: bool, rate: float, every: int, weighted: bool
+) -> None:
+    """Each rank and each two in turn; each of them averages a part of every bucket."""
+    ranks = range(size)
+    left_out = [*combinations(ranks, 1), *combinations(ranks, 2)]
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
+        params = make_params(seed=rank)
+        optimizer = DecentOptimWrapper(
+            torch.optim.SGD(params, lr=0.0),
+            topology=Weighted(size) if weighted else "complete",
+            process_group=group,
+            sync_at_start=False,
+            bucket_cap_mb=CAP_MB,
+            comm_dtype=comm,
+            on_nonfinite="skip",
+            param_as_bucket_view=views,
+            schedule=Schedule(gossip_every=every, staleness=every, mixing_rate=rate),
+        )
+        rows = []
+        for number, bad in enumerate(left_out):
+            # A round of all ranks moves the references.
+            for each in ((), bad):
+                before = set_values(params, rank, number, each)
+                for _ in range(every):
+                    optimizer.step()
+                optimizer.synchronize()
+            rows.append((before, flatten(params)))
+        return rows
+
+    rows = zip(*run_threads(size, main), strict=True)
+    rough = {"int8": 0.1, "int4": 1.5, "bf16": 0.05}[next(k for k in COMM if COMM[k] == comm)]
+    step = rate * (0.3 * size / (size - 1) if weighted else 1.0)
+    for bad, row in zip(left_out, rows, strict=True):
+        before, after = map(torch.stack, zip(*row, strict=True))
+        good = [rank for rank in ranks if rank not in bad]
+        mean = before[good].mean(0)
+        torch.testing.assert_close(after[good].mean(0), mean, rtol=0, atol=1e-12)
+        tainted = ~before[list(bad)].isfinite().all(0)
+        assert tainted.sum() == len(SHAPES)
+        assert after.isfinite().all()
+        assert (after[list(bad)] - mean)[:, tainted].abs().max() < rough
+        if len(good) > 1:
+            expected = before[good] + step * (mean - before[good])
+            mixed = ((after[good] - expected).abs() < rough).all(0)
+            assert mixed.float().mean() > 1 - (len(bad) + 0.6) / size
+            assert distance(after[good]) < distance(before[good])
+
+
+def test_a_rank_that_is_left_out_of_every_round_keeps_no_part_of_the_others_from_mixing() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params(seed=rank)
+        optimizer = wrap(
+            *(params, group, Case("complete", 4)),
+            comm_dtype=torch.int8,
+            lr=0.0,
+            on_nonfinite="skip",
+        )
+        for _ in range(24):
+            if rank == 1:
+                with torch.no_grad():
+                    for param in params:
+                        param.fill_(math.nan)
+            optimizer.step()
+            optimizer.synchronize()
+        return flatten(params)
+
+    rows = torch.stack(run_threads(4, main))[[0, 2, 3]]
+    start = torch.stack([flatten(make_params(rank)) for rank in (0, 2, 3)])
+    torch.testing.assert_close(rows.mean(0), start.mean(0), rtol=0, atol=1e-12)
+    assert (rows - start.mean(0)).abs().max() < 0.1
+    assert (start - start.mean(0)).abs().max() > 1
 
 
 def test_ranks_with_other_references_are_told_so() -> None:

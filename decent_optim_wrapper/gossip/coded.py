@@ -5,14 +5,16 @@ With q_i what rank i has sent, decoded,
     x_i <- x_i + weight (mean(q) - q_i),    r <- r + mean(q),
 
 with r the reference that the ranks of a group share, to which q is a difference. The changes cancel
-over the group whatever the rounding, so its mean does not move.
+over the group whatever the rounding, so its mean does not move. If ranks are left out, whose values
+are not finite, the mean is that of the others, and so is what does not move; r stays as it is.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from random import Random
 
 import torch
 from torch import Tensor
@@ -90,11 +92,11 @@ class CodedExchange(Exchange):
                 self._messages.zero_()
         self._send()
 
-    def mix(self, rate: float, present: int, takes_part: bool) -> None:
+    def mix(self, rate: float, present: Sequence[int]) -> None:
         """Mix in what has arrived."""
-        if not takes_part:
-            self._bucket.absorb_(self._absolute(self._means(present)), None)
-        elif present > 1:
+        if self._wire.transport.rank not in present:
+            self._bucket.absorb_(self._absolute(self._means(len(present))), None)
+        elif len(present) > 1:
             self._bucket.absorb_(self._changes(present), self._weight * rate)
             if self._wire.edge is not None and self._reference is not None:
                 self._wire.edge.settle(self._bucket, self._reference)
@@ -108,7 +110,7 @@ class CodedExchange(Exchange):
         both = usable.arrived if usable.own is None else usable.arrived.logical_and(usable.own)
         for message in (*self._arrived, *self._outgoing):
             message.masked_fill_(both.logical_not(), 0)
-        self.mix(rate, self._wire.group.size, takes_part=True)
+        self.mix(rate, self._wire.group.ranks)
 
     def compare(self) -> tuple[Tensor, Tensor] | None:
         """Whether this rank has what has arrived, of shape (), and what it has sent.
@@ -132,7 +134,7 @@ class CodedExchange(Exchange):
         """The message of each chunk that has arrived: the peer's, or that of the mean."""
 
     @abstractmethod
-    def _changes(self, present: int) -> Iterator[Part]:
+    def _changes(self, present: Sequence[int]) -> Iterator[Part]:
         """What the weight is for, slice by slice; moves the reference if all ranks are present."""
 
     @abstractmethod
@@ -186,7 +188,7 @@ class CodedPair(CodedExchange):
     def _arrived(self) -> list[Tensor]:
         return [self._room]
 
-    def _changes(self, present: int) -> Iterator[Part]:
+    def _changes(self, present: Sequence[int]) -> Iterator[Part]:
         (chunk,) = self._chunks
         for place, (theirs, ours) in self._decode(chunk, self._room, *self._outgoing):
             if self._reference is not None:
@@ -203,7 +205,9 @@ class CodedPair(CodedExchange):
 class CodedGroup(CodedExchange):
     """An exchange of codes in a larger group, each rank of which averages the chunk that it owns.
 
-    A mean is rounded once more on its way from its owner, which adds this error to its own values.
+    A mean is rounded once more on its way from its owner. With e the error that this makes in the
+    sum, the changes of the ranks that are present add up to -e, and the owner adds e to its own
+    values. An owner that is left out cannot: the others leave its chunk as it is in this round.
 
     Args:
         wire: as in `CodedExchange`.
@@ -223,7 +227,7 @@ class CodedGroup(CodedExchange):
         position: int,
         tags: tuple[int, int],
     ) -> None:
-        chunks = _shares(bucket.flat_numel, codec.block, wire.group.size)
+        chunks = _shares(bucket.flat_numel, codec.block, wire.group.size, wire.round)
         super().__init__(wire, bucket, codec, starts, chunks, position)
         self._tags = tags
         owned = wire.group.ranks.index(wire.transport.rank)
@@ -253,21 +257,21 @@ class CodedGroup(CodedExchange):
     def _arrived(self) -> list[Tensor]:
         return self._mean.means
 
-    def _changes(self, present: int) -> Iterator[Part]:
-        size, owned = self._wire.group.size, self._mean.position
+    def _changes(self, present: Sequence[int]) -> Iterator[Part]:
+        ranks, size = self._wire.group.ranks, self._wire.group.size
         error = self._mean.error.to(self._bucket.device, non_blocking=True)
         for owner, chunk in enumerate(self._chunks):
             messages = self._mean.means[owner], self._outgoing[owner]
             for place, (mean, ours) in self._decode(chunk, *messages):
-                if present < size:
-                    mean.mul_(size / present)
+                if len(present) < size:
+                    mean.mul_(size / len(present))
                 elif self._reference is not None:
                     self._reference[place].add_(mean)
                 change = mean.sub_(ours)
-                if owner == owned:
+                if owner == self._mean.position:
                     here = slice(place.start - chunk.start, place.stop - chunk.start)
                     change.add_(error[here], alpha=size)
-                yield place, change
+                yield place, change if ranks[owner] in present else change.zero_()
 
     def _means(self, present: int) -> Iterator[Part]:
         for chunk, message in zip(self._chunks, self._mean.means, strict=True):
@@ -275,11 +279,19 @@ class CodedGroup(CodedExchange):
                 yield place, mean.mul_(self._wire.group.size / present)
 
 
-def _shares(numel: int, block: int, count: int) -> list[slice]:
-    """Cut a vector into almost equal chunks of whole blocks, some perhaps empty."""
+def _shares(numel: int, block: int, count: int, round: int) -> list[slice]:
+    """Cut a vector into almost equal chunks of whole blocks, some perhaps empty.
+
+    Returns:
+        The chunk of each rank, in an order that is drawn by the round: if a rank is left out of
+        many, it is not always the same chunk that stays unmixed.
+    """
     blocks = -(-numel // block)
     ends = [min(numel, index * blocks // count * block) for index in range(count + 1)]
-    return [slice(start, stop) for start, stop in pairwise(ends)]
+    chunks = [slice(start, stop) for start, stop in pairwise(ends)]
+    # Not in turn: a group may meet in every fourth round only.
+    first = int(Random(round).random() * count)
+    return chunks[first:] + chunks[:first]
 
 
 def _length(place: slice) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ class Wire(NamedTuple):
     Args:
         transport: connects the ranks.
         group: the ranks that mix.
+        round: its number.
         edge: the references of the group; None if it has none.
         freezes: whether the values may change before they are mixed.
         on_nonfinite: what happens to values that are not finite.
@@ -32,6 +33,7 @@ class Wire(NamedTuple):
 
     transport: Transport
     group: Group
+    round: int
     edge: Edge | None
     freezes: bool
     on_nonfinite: OnNonfinite
@@ -131,13 +133,13 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def mix(self, rate: float, present: int, takes_part: bool) -> None:
+    def mix(self, rate: float, present: Sequence[int]) -> None:
         """Mix in what has arrived.
 
         Args:
             rate: the mixing rate.
-            present: how many ranks of the group have sent finite values, at least one.
-            takes_part: whether this rank has; otherwise it takes the mean of the others.
+            present: the ranks of the group that have sent finite values, at least one. A rank that
+                is not among them takes their mean.
         """
 
     @abstractmethod
@@ -182,7 +184,7 @@ class KeptStart(Exchange):
     def post(self) -> None:
         """Send nothing."""
 
-    def mix(self, rate: float, present: int, takes_part: bool) -> None:
+    def mix(self, rate: float, present: Sequence[int]) -> None:
         """Mix nothing."""
 
     def mix_usable(self, rate: float, usable: Usable) -> None:
@@ -283,11 +285,11 @@ class PlainPair(PlainExchange):
             outgoing, self._arriving.data, self._wire.peer, self._tag
         )
 
-    def mix(self, rate: float, present: int, takes_part: bool) -> None:
+    def mix(self, rate: float, present: Sequence[int]) -> None:
         """Mix in what has arrived."""
-        if not takes_part:
+        if self._wire.transport.rank not in present:
             self._bucket.unpack_(self._arriving)
-        elif present == 2:
+        elif len(present) == 2:
             self._move(self._arriving, rate)
 
     def _sent(self) -> Flat:
@@ -335,10 +337,10 @@ class PlainGroup(PlainExchange):
             self._leave_out(summed)
         self.works += wire.transport.all_reduce(summed, wire.group.ranks)
 
-    def mix(self, rate: float, present: int, takes_part: bool) -> None:
+    def mix(self, rate: float, present: Sequence[int]) -> None:
         """Mix in what has arrived."""
-        mean = self._mean(present)
-        if takes_part:
+        mean = self._mean(len(present))
+        if self._wire.transport.rank in present:
             self._move(mean, rate)
         else:
             self._bucket.unpack_(mean)

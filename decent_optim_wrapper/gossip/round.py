@@ -86,7 +86,12 @@ class Round:
         self._freezes = pacing.needs_snapshot
         self._same_rate = pacing.synchronous
         self._wire = Wire(
-            self._transport, self._group, self._edge, self._freezes, nonfinite.on_nonfinite
+            transport=self._transport,
+            group=self._group,
+            round=header.round,
+            edge=self._edge,
+            freezes=self._freezes,
+            on_nonfinite=nonfinite.on_nonfinite,
         )
         self._nonfinite = nonfinite
         self._meter = meter
@@ -329,11 +334,11 @@ class Round:
         for work in exchange.works if exchange.on_gpu else ():
             work.wait()
         rate, left_out = self._rate * bucket.rate, self._left_out(exchange)
+        present = [rank for rank in self._group.ranks if rank not in left_out]
         if self._checked_on_gpu is not None and exchange.on_gpu:
             exchange.mix_usable(rate, self._checked_on_gpu.usable(exchange))
-        elif len(left_out) < self._size:
-            present, takes_part = self._size - len(left_out), self._transport.rank not in left_out
-            exchange.mix(rate, present, takes_part)
+        elif present:
+            exchange.mix(rate, present)
 
     def compare(self, bucket: Bucket) -> tuple[Tensor, Tensor] | None:
         """Whether this rank has what has arrived for a bucket, of shape (), and what it has sent.
