@@ -85,6 +85,11 @@ class RestartableProcesses:
         )
         theirs.close()
 
+    def pid(self, rank: int) -> int:
+        """The process that was started last."""
+        pid: int = self._workers[rank].pid
+        return pid
+
     def kill(self, rank: int) -> None:
         """End the rank without a word."""
         self._workers[rank].kill()

@@ -186,7 +186,9 @@ def test_a_rank_is_dead_once_its_heartbeat_is_stale_and_not_before() -> None:
     store = HashStore()
 
     def heartbeat(rank: int, stale_after: float) -> Heartbeat:
-        return Heartbeat(BoundedStore(store, timedelta(seconds=10)), rank, 4, stale_after)
+        beat = Heartbeat(BoundedStore(store, timedelta(seconds=10)), rank, 4, stale_after)
+        beat.start(life=1)
+        return beat
 
     dying, impatient, patient, living = (
         *(heartbeat(0, 0.2), heartbeat(1, 0.4), heartbeat(2, 1000.0), heartbeat(3, 0.2)),

@@ -510,6 +510,54 @@ def test_a_rank_that_stood_still_comes_back_as_one_that_was_restarted() -> None:
     ]
 
 
+def train_or_tell(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
+) -> dict[str, Any] | tuple[str, str, float]:
+    start = time.monotonic()
+    try:
+        return train(rank, world_size, store, report, "complete", {})
+    except (PeerError, ValueError) as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+
+
+@pytest.mark.timeout(120)
+def test_a_second_process_of_a_living_rank_is_refused_at_once() -> None:
+    with RestartableProcesses(3, train_or_tell) as processes:
+        processes.wait_for(1, "round 20")
+        processes.start(1)
+        kind, text, seconds = processes.wait_for(1, "result")
+        assert (kind, seconds < 10) == ("ValueError", True), seconds
+        assert "rank 1: another process with this rank number is alive" in text
+        processes.finish()
+        results = [processes.wait_for(rank, "result") for rank in range(3)]
+    agree(results)
+    for result in results:
+        assert result["members"] == (0, 1, 2)
+        # The others have not noticed anything.
+        assert result["changes"] == []
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_continues_after_it_was_replaced_ends_and_leaves_the_others_alone() -> None:
+    with RestartableProcesses(3, train_or_tell) as processes:
+        assert processes.wait_for(1, "joined") == 0
+        processes.wait_for(1, "round 20")
+        old = processes.pid(1)
+        processes.signal(1, signal.SIGSTOP)
+        processes.wait_for_members(0, (0, 2))
+        processes.start(1)
+        assert processes.wait_for(1, "joined") >= 20
+        os.kill(old, signal.SIGCONT)
+        kind, text, _ = processes.wait_for(1, "result")
+        assert kind == "PeerError", text
+        assert "rank 1: a later process with this rank number has taken the place" in text
+        processes.finish()
+        results = [processes.wait_for(rank, "result") for rank in range(3)]
+    agree(results)
+    assert results[0]["members"] == (0, 1, 2)
+    assert results[0]["changes"] == [((0, 1, 2), (0, 2)), ((0, 2), (0, 1, 2))]
+
+
 def train_on_the_store_of_rank_0(
     rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], port: int
 ) -> tuple[str, bool]:

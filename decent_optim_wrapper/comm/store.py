@@ -62,6 +62,10 @@ class BoundedStore:
         """The value of an existing key."""
         return str(self._call(lambda store: store.get(key)).decode())
 
+    def find(self, key: str) -> str | None:
+        """The value of a key; None if it does not exist."""
+        return self.get(key) if self.check([key]) else None
+
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all the keys exist."""
         return bool(self._call(lambda store: store.check(list(keys))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-import uuid
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +14,8 @@ from decent_optim_wrapper.comm.store import BoundedStore
 _LONGEST_PAUSE = 0.25
 # The least number of looks without a new heartbeat after which a rank counts as dead.
 _LOOKS = 8
+# For how many of its pauses a rank looks for heartbeats of another process before its own.
+_LOOKS_FOR_OTHERS = 4
 
 
 class Heartbeat:
@@ -33,14 +35,36 @@ class Heartbeat:
         self._looks = round(stale_after / self._pause)
         self._store = store
         self._rank = rank
-        self._life = uuid.uuid4().hex
         self._last: dict[int, bytes] = {}
         # Looks since the last new heartbeat of each rank.
         self._silent = {other: 0 for other in range(world_size) if other != rank}
         self._awaited = ""
         self._came = False
         self._stop = threading.Event()
-        threading.Thread(target=self._run, daemon=True, name="decent-heartbeat").start()
+
+    def is_taken(self) -> bool:
+        """Whether another process sends heartbeats of this rank; takes a second if none does.
+
+        To be called before `start`.
+        """
+        key = _key(self._rank)
+        first, deadline = self._store.find(key), time.monotonic() + _LOOKS_FOR_OTHERS * self._pause
+        while time.monotonic() < deadline:
+            time.sleep(self._pause / 5)
+            if self._store.find(key) != first:
+                return True
+        return False
+
+    def start(self, life: int) -> None:
+        """Send heartbeats from now on, and watch those of the others.
+
+        Args:
+            life: distinguishes this process from earlier ones of this rank.
+        """
+        thread = threading.Thread(
+            target=self._run, args=(life,), daemon=True, name="decent-heartbeat"
+        )
+        thread.start()
 
     def alive(self, rank: int) -> bool:
         """Whether the rank has sent a heartbeat lately."""
@@ -64,13 +88,13 @@ class Heartbeat:
         """Send no more heartbeats."""
         self._stop.set()
 
-    def _run(self) -> None:
+    def _run(self, life: int) -> None:
         try:
             # A connection of its own: no call of the main thread delays the heartbeat.
             store = self._store.clone()
             for count in itertools.count():
                 self._store.check_server()
-                self._beat(store, count)
+                self._beat(store, f"{life} {count}")
                 self._store.note_answer()
                 if self._stop.wait(self._pause):
                     return
@@ -78,22 +102,26 @@ class Heartbeat:
             # The store is gone, and no agreement is possible without it.
             return
 
-    def _beat(self, store: Any, count: int) -> None:
+    def _beat(self, store: Any, beat: str) -> None:
         """Send one heartbeat and look once, in few calls: the link to the store may be slow."""
-        store.set(f"heartbeat/{self._rank}", f"{self._life} {count}")
+        store.set(_key(self._rank), beat)
         keys = {
-            other: f"heartbeat/{other}"
+            other: _key(other)
             for other in self._silent
-            if other in self._last or store.check([f"heartbeat/{other}"])
+            if other in self._last or store.check([_key(other)])
         }
         beats = dict(zip(keys, _get_all(store, list(keys.values())), strict=True))
         for other in self._silent:
-            beat = beats.get(other)
-            self._silent[other] = self._silent[other] + 1 if beat == self._last.get(other) else 0
+            old, new = self._last.get(other), beats.get(other)
+            self._silent[other] = self._silent[other] + 1 if new == old else 0
         self._last |= beats
         awaited = self._awaited
         if awaited and store.check([awaited]) and awaited == self._awaited:
             self._came = True
+
+
+def _key(rank: int) -> str:
+    return f"heartbeat/{rank}"
 
 
 def _get_all(store: Any, keys: list[str]) -> list[bytes]:

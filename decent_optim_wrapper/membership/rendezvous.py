@@ -134,15 +134,16 @@ class Rendezvous:
         """Enter epochs until the members of one are connected; every living member does the same.
 
         Raises:
-            PeerError: the members could not connect, not all ranks came at the start, or the store
-                is gone.
-            ValueError: a rank could not start; the text quotes its error.
+            PeerError: the members could not connect, not all ranks came at the start, the store is
+                gone, or another process has taken the place of this one.
+            ValueError: a rank could not start; the text quotes its error. Or another process that
+                is alive has the number of this rank.
         """
         # If a link between two ranks is dead, no attempt succeeds, and each takes its time.
         enough = time.monotonic() + _NEWCOMER_TIMEOUTS * self._timeout.total_seconds()
         with _store_errors(self.rank):
             if self._life == 0:
-                self._store.connect()
+                self._begin()
             for attempt in range(2 * len(self._everyone) + 8):
                 if attempt > _LEAST_ATTEMPTS and time.monotonic() > enough:
                     break
@@ -160,9 +161,31 @@ class Rendezvous:
             f"dead links between two ranks, and restart from a checkpoint"
         )
 
+    def _begin(self) -> None:
+        """Connect to the store, and take this rank's place there.
+
+        Raises:
+            ValueError: another process that is alive has it.
+        """
+        self._store.connect()
+        if self._store.check([_starts_key(self.rank)]) and self._heartbeat.is_taken():
+            raise ValueError(
+                f"rank {self.rank}: another process with this rank number is alive on the same "
+                f"store; give every process a rank number of its own, and restart a rank only "
+                f"after its old process has ended"
+            )
+        self._life = self._store.add(_starts_key(self.rank), 1)
+        self._heartbeat.start(self._life)
+
     def _enter(self, note: Note) -> int:
-        if self._life == 0:
-            self._life = self._store.add(f"starts/{self.rank}", 1)
+        if self._store.add(_starts_key(self.rank), 0) > self._life:
+            # This one was stopped, given up, restarted elsewhere, and then continued.
+            self.leave()
+            raise PeerError(
+                f"rank {self.rank}: a later process with this rank number has taken the place of "
+                f"this one; end this one, and give every process a rank number of its own",
+                self.rank,
+            )
         if note.needs_state:
             self._skip_to_open()
         self._epoch += 1
@@ -286,7 +309,7 @@ def tell_failure(store: Any, rank: int, error: Exception) -> None:
         if part.check(["epoch"]):
             # The others are training already and do not wait.
             return
-        epoch, life = 1, part.add(f"starts/{rank}", 1)
+        epoch, life = 1, part.add(_starts_key(rank), 1)
         while part.check([_members_key(epoch)]):
             epoch += 1
         failure = Failure(rank, life, f"{type(error).__name__}: {error}")
@@ -316,6 +339,11 @@ def _with_donor(notes: dict[int, Note]) -> dict[int, Note]:
 
 def _members_key(epoch: int) -> str:
     return f"{epoch}/members"
+
+
+def _starts_key(rank: int) -> str:
+    """How many processes have had this rank number."""
+    return f"starts/{rank}"
 
 
 def _note_key(epoch: int, rank: int) -> str:
