@@ -4,16 +4,19 @@
     python examples/benchmark/soak.py --quiet-rounds 10000               # without
     python examples/benchmark/soak.py --quiet-rounds 100 --slow 0.2      # with one slow rank
     python examples/benchmark/soak.py --minutes 5 --auto --jitter 0.05   # rounds that never wait
+    python examples/benchmark/soak.py --minutes 5 --codes int8 --tracking
 
 In the first quarter of the time ranks are only delayed, for less than the timeout. Reports rounds,
 faults, recoveries and losses, and the memory, file descriptors and threads of every rank after
 warm-up and at the end. Ends with an error if a rank is lost for good, if the ranks recover more
-often than the faults explain, or if they do not agree on the average at the end.
+often than the faults explain, if they do not agree on the average at the end, or if their
+parameters have not moved. If no rank gets further for a minute, it prints the stacks of all.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import math
 import os
 import random
@@ -22,11 +25,13 @@ import statistics
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +47,13 @@ PROCESSES.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])
 # Rounds of a process after which its memory should not grow any more.
 WARM_UP = 500
 REPORT_SECONDS = 0.25
-# No rank is that far beyond its last report.
-AHEAD_SECONDS = 2
+# No rank is that far beyond its last report, at the pace of the last seconds.
+AHEAD_SECONDS = 4
+PACE_SECONDS = 10
+LEAST_MARGIN = 20
+# Without any progress of any rank for that long, they hang. How long all of it takes says nothing.
+PATIENCE = 60.0
+STACKS_SECONDS = 5.0
 # The others go on without a rank, and later together with it.
 RECOVERIES_PER_LOSS = 2
 SLOW_RANK = 1
@@ -60,6 +70,8 @@ class Job(NamedTuple):
         slow: seconds that one rank needs longer for each step.
         jitter: seconds that any step of any rank may take longer.
         auto: whether a step mixes what has arrived and never waits.
+        codes: the name of the `comm_dtype`; None sends the parameters as they are.
+        tracking: whether the ranks track gradients.
     """
 
     world_size: int
@@ -69,6 +81,8 @@ class Job(NamedTuple):
     slow: float
     jitter: float
     auto: bool
+    codes: str | None = None
+    tracking: bool = False
 
 
 class Footprint(NamedTuple):
@@ -101,6 +115,7 @@ class Progress(NamedTuple):
         footprint: footprint of this process.
         stalls: stalls since the last report.
         average: the average of all parameters at the end; empty before.
+        moved: how far that is from the parameters with which this process started.
     """
 
     round: int
@@ -109,6 +124,29 @@ class Progress(NamedTuple):
     footprint: Footprint
     stalls: tuple[Stall, ...]
     average: tuple[float, ...] = ()
+    moved: float = 0.0
+
+
+class Pace:
+    """How fast the ranks have been lately."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def note(self, now: float, round: int) -> None:
+        """Note the round that the fastest rank has reached."""
+        self._seen.append((now, round))
+        while now - self._seen[0][0] > PACE_SECONDS:
+            self._seen.popleft()
+
+    @property
+    def margin(self) -> int:
+        """More rounds than a rank can have made since its last report."""
+        if len(self._seen) < 2:
+            return LEAST_MARGIN
+        (start, first), (end, last) = self._seen[0], self._seen[-1]
+        per_second = (last - first) / max(end - start, REPORT_SECONDS)
+        return LEAST_MARGIN + math.ceil(AHEAD_SECONDS * per_second)
 
 
 def footprint() -> Footprint:
@@ -137,9 +175,12 @@ def train(rank: int, job: Job, store: Any, report: Callable[[Progress], None]) -
         bucket_cap_mb=0.01,
         timeout=job.timeout,
         schedule=Schedule(gossip_every="auto" if job.auto else 1),
+        comm_dtype=getattr(torch, job.codes) if job.codes else None,
+        gradient_tracking=job.tracking,
         elastic=Elastic(store=store, on_membership_change=note_change),
     )
     chance = random.Random(rank)
+    first = nn.utils.parameters_to_vector(model.parameters()).detach()
 
     def progress() -> Progress:
         return Progress(optimizer.round, optimizer.members, steps, footprint(), tuple(stalls))
@@ -161,8 +202,9 @@ def train(rank: int, job: Job, store: Any, report: Callable[[Progress], None]) -
             stalls.clear()
             told = time.monotonic()
     optimizer.global_avg(may_revert=False)
-    average = nn.utils.parameters_to_vector(model.parameters()).tolist()
-    report(progress()._replace(average=tuple(average)))
+    average = nn.utils.parameters_to_vector(model.parameters()).detach()
+    moved = float((average - first).norm())
+    report(progress()._replace(average=tuple(average.tolist()), moved=moved))
     # To ranks that still train, a rank that has ended is lost.
     while not store.check(["over"]):
         time.sleep(REPORT_SECONDS)
@@ -175,7 +217,10 @@ def sleep_if_told(rank: int, store: Any) -> None:
         store.delete_key(key)
 
 
-def work(rank: int, job: Job, port: int, pipe: Connection) -> None:
+def work(rank: int, job: Job, port: int, pipe: Connection, stacks: Path) -> None:
+    # Open for as long as the process lives.
+    file = stacks.open("w")
+    faulthandler.register(signal.SIGUSR1, file, all_threads=True)
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     try:
@@ -202,6 +247,8 @@ class Fleet:
         self._gathered = ""
         self.gatherings = 0
         self._processes: dict[int, Any] = {}
+        self._folder = TemporaryDirectory()
+        self._pace = Pace()
         # One pipe per process: reports of a killed process must not be taken for those of the next.
         self._lives: dict[Connection, Life] = {}
         self.newest: dict[int, Progress] = {}
@@ -217,7 +264,7 @@ class Fleet:
         """Start the rank, for the first time or again."""
         ours, theirs = PROCESSES.Pipe(duplex=False)
         self.warm.pop(rank, None)
-        args = (rank, self._job, self._store.port, theirs)
+        args = (rank, self._job, self._store.port, theirs, self._stacks_of(rank))
         process = PROCESSES.Process(target=work, args=args, daemon=True)
         process.start()
         theirs.close()
@@ -239,35 +286,75 @@ class Fleet:
         """Ask the rank to sleep before its next step."""
         self._store.set(f"delay {rank}", str(seconds))
 
-    def reach(self, rounds: int, patience: float = 60) -> None:
+    def reach(self, rounds: int, patience: float = PATIENCE) -> None:
         """Wait until a rank has reached that round."""
-        heard = time.monotonic()
-        while self.round < rounds:
-            if self.listen(1):
-                heard = time.monotonic()
-            elif time.monotonic() > heard + patience:
-                raise TimeoutError(f"expected a report within {patience} s, got none of any rank")
+        self._wait(lambda: self.round >= rounds, f"round {rounds}", patience)
 
-    def end(self, patience: float = 60) -> None:
+    def end(self, patience: float = PATIENCE) -> None:
         """Let the ranks end a little later, all after the same round, and compare them."""
-        pace = self._job.step + self._job.slow + self._job.jitter / 2
-        margin = math.ceil(AHEAD_SECONDS / pace) if pace else WARM_UP
-        self._store.set("finish", str(self.round + margin))
-        deadline = time.monotonic() + patience
-        while not all(progress.average for progress in self.newest.values()):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"expected all ranks to end within {patience} s; some did not")
-            self.listen(1)
+        while self.listen(0):
+            pass
+        finish = self.round + self._pace.margin
+        self._store.set("finish", str(finish))
+        self._wait(
+            lambda: self._have_ended(finish), f"all ranks to end at round {finish}", patience
+        )
         self._store.set("over", "1")
-        rows = torch.tensor([p.average for p in self.newest.values()], dtype=torch.float64)
-        if not rows.isfinite().all() or (rows - rows[0]).abs().max() > 1e-12:
-            raise ValueError("expected the same finite average on all ranks; they differ")
+        check_ends(self.newest, self._job.world_size)
+
+    def stacks(self) -> str:
+        """The stacks of all threads of all ranks that are alive."""
+        alive = [rank for rank, each in self._processes.items() if each.is_alive()]
+        for rank in alive:
+            # One that is stopped says nothing.
+            for number in (signal.SIGCONT, signal.SIGUSR1):
+                os.kill(self._processes[rank].pid, number)
+        deadline = time.monotonic() + STACKS_SECONDS
+        while time.monotonic() < deadline and not all(map(self._read_stacks, alive)):
+            time.sleep(REPORT_SECONDS)
+        return "\n".join(f"stacks of rank {r}:\n{self._read_stacks(r) or 'none'}" for r in alive)
+
+    def _stacks_of(self, rank: int) -> Path:
+        return Path(self._folder.name, f"{rank}.txt")
+
+    def _read_stacks(self, rank: int) -> str:
+        path = self._stacks_of(rank)
+        return path.read_text() if path.exists() else ""
+
+    def _wait(self, done: Callable[[], bool], what: str, patience: float) -> None:
+        """Wait for as long as any rank gets further."""
+        reached, since = self._reached(), time.monotonic()
+        while not done():
+            self.listen(1)
+            if (now := self._reached()) != reached:
+                reached, since = now, time.monotonic()
+            elif time.monotonic() > since + patience:
+                raise TimeoutError(
+                    f"expected {what}, but no rank has got further for {patience} s; they are at "
+                    f"rounds {reached}"
+                )
+
+    def _reached(self) -> list[tuple[int, bool]]:
+        """The round of each rank, and whether it has ended."""
+        return [(each.round, bool(each.average)) for _, each in sorted(self.newest.items())]
+
+    def _have_ended(self, finish: int) -> bool:
+        for rank, progress in self.newest.items():
+            if progress.round > finish and not progress.average:
+                raise ValueError(
+                    f"expected rank {rank} to end at round {finish}, but it was at "
+                    f"{progress.round} already: the margin is too small for its pace"
+                )
+        return len(self.newest) == self._job.world_size and all(
+            progress.average for progress in self.newest.values()
+        )
 
     def close(self) -> None:
         """Kill all processes that still run."""
         for process in self._processes.values():
             process.kill()
             process.join()
+        self._folder.cleanup()
 
     @property
     def round(self) -> int:
@@ -315,11 +402,28 @@ class Fleet:
 
     def _note(self, rank: int, progress: Progress) -> None:
         self.newest[rank] = progress
+        self._pace.note(time.monotonic(), self.round)
         if rank not in self._returning:
             self.stalls += progress.stalls
         self._returning.discard(rank)
         if progress.steps >= WARM_UP:
             self.warm.setdefault(rank, progress.footprint)
+
+
+def check_ends(ends: dict[int, Progress], world_size: int) -> None:
+    """Check the last reports of the ranks.
+
+    Raises:
+        ValueError: the ranks have not trained together up to the end.
+    """
+    rows = torch.tensor([end.average for end in ends.values()], dtype=torch.float64)
+    if not rows.isfinite().all() or (rows - rows[0]).abs().max() > 1e-12:
+        raise ValueError("expected the same finite average on all ranks; they differ")
+    for rank, end in sorted(ends.items()):
+        if end.members != tuple(range(world_size)):
+            raise ValueError(f"expected all ranks as members of rank {rank}, got {end.members}")
+        if not end.moved > 0:
+            raise ValueError(f"expected parameters that train, but those of rank {rank} do not")
 
 
 def worst_stalls(stalls: list[Stall]) -> list[float]:
@@ -342,7 +446,7 @@ def soak(fleet: Fleet, injector: Injector, args: argparse.Namespace) -> list[str
     wrong = []
     injector.settle()
     if args.quiet_rounds:
-        fleet.reach(args.quiet_rounds)
+        fleet.reach(args.quiet_rounds, args.patience)
     else:
         inject(injector, args, MILD, 15 * args.minutes)
     if not fleet.gatherings:
@@ -352,7 +456,7 @@ def soak(fleet: Fleet, injector: Injector, args: argparse.Namespace) -> list[str
     before = fleet.recoveries
     if not args.quiet_rounds:
         inject(injector, args, tuple(Kind), 45 * args.minutes)
-    fleet.end()
+    fleet.end(args.patience)
     recoveries, losses = fleet.recoveries - before, injector.losses
     if recoveries > RECOVERIES_PER_LOSS * losses:
         wrong.append(
@@ -405,6 +509,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--slow", type=float, default=0, help="seconds a rank needs longer")
     parser.add_argument("--jitter", type=float, default=0, help="seconds a step may take longer")
     parser.add_argument("--auto", action="store_true", help='gossip_every="auto"')
+    parser.add_argument("--codes", choices=["bfloat16", "float16", "int8", "int4"])
+    parser.add_argument("--tracking", action="store_true", help="gradient_tracking=True")
+    parser.add_argument(
+        "--patience", type=float, default=PATIENCE, help="seconds after which a rank hangs"
+    )
     parser.add_argument("--quiet-rounds", type=int, default=0, help="that many rounds, no faults")
     args = parser.parse_args()
     if args.ranks <= LEAST:
@@ -423,16 +532,19 @@ def main() -> int:
         slow=args.slow,
         jitter=args.jitter,
         auto=args.auto,
+        codes=args.codes,
+        tracking=args.tracking,
     )
     fleet = Fleet(job)
-    injector = Injector(fleet, args.ranks)
+    injector, stacks = Injector(fleet, args.ranks, args.patience), ""
     try:
         wrong = soak(fleet, injector, args)
     except (TimeoutError, ChildProcessError, ValueError) as error:
-        wrong = [str(error)]
+        wrong, stacks = [str(error)], fleet.stacks()
     finally:
         fleet.close()
     tell(fleet, injector, time.monotonic() - start)
+    print(stacks, end="")
     for failure in wrong:
         print(f"failed: {failure}")
     return int(bool(wrong))
