@@ -85,7 +85,7 @@ def test_a_missing_matplotlib_is_explained(
     with pytest.raises(SystemExit) as caught:
         main(["show", "ring", "--world-size", "4", "-o", "ring.png"])
     assert caught.value.code == 2
-    assert "decent-optim-wrapper[plot]" in capsys.readouterr().err
+    assert "pip install '.[plot]' in a clone" in capsys.readouterr().err
 
 
 def test_simulate_prints_the_speed_up(capsys: pytest.CaptureFixture[str]) -> None:

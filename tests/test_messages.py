@@ -71,7 +71,7 @@ MISTAKES = {
 def test_a_framework_that_is_missing_or_too_old_is_named(package: str, found: str) -> None:
     with pytest.raises(ImportError, match=f"expects {package}>=90.1,<91, {found}") as error:
         require(package, (90, 1), "lightning")
-    assert "pip install 'decent-optim-wrapper[lightning]'" in str(error.value)
+    assert "pip install '.[lightning]' in a clone" in str(error.value)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)

@@ -28,5 +28,5 @@ def require(package: str, oldest: tuple[int, int], extra: str) -> None:
     raise ImportError(
         f"decent_optim_wrapper.integrations.{extra} expects {expected}, but "
         f"{'it is not installed' if found is None else f'{found} is installed'}; "
-        f"pip install 'decent-optim-wrapper[{extra}]'"
+        f"pip install '.[{extra}]' in a clone of decent_optim_wrapper"
     )

@@ -29,7 +29,7 @@ def phases(topology: Topology, name: str, path: Path) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "pictures need matplotlib: pip install 'decent-optim-wrapper[plot]'"
+            "pictures need matplotlib: pip install '.[plot]' in a clone of decent_optim_wrapper"
         ) from error
     n = topology.world_size
     angles = [math.pi / 2 - 2 * math.pi * rank / n for rank in range(n)]
