@@ -26,6 +26,7 @@ from framework_problem import (
     values,
 )
 from framework_ranks import EXAMPLES, RANKS, Run, ranks_with, run_example
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -60,7 +61,7 @@ class Accelerated:
             # Accelerate has float16 on a GPU only.
             self.accelerator.native_amp = True
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024)
-        prepare_for_gossip(self.accelerator, **GOSSIP)
+        self.gossip = prepare_for_gossip(self.accelerator, **GOSSIP)
         model = make_model()
         base = make_base(model)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(base, 0.9)
@@ -174,6 +175,30 @@ def test_the_example_learns_the_digits(run: Run, tmp_path: Path) -> None:
     printed, _ = run(run_example, example, tmp_path, "--epochs", "4")
     (accuracy,) = re.findall(r"^test accuracy (.*)%$", printed, re.MULTILINE)
     assert float(accuracy) > 90
+    average, last = (tmp_path / "runs" / name for name in ("accelerate", "accelerate_model"))
+    assert_same(load_file(average / "model.safetensors"), load_file(last / "model.safetensors"))
+
+
+def train_and_save_the_model(rank: int, folder: Path) -> None:
+    ours = Accelerated("no")
+    ours.epoch(rank)
+    own = values(ours.model)
+    with ours.optimizer.averaged():
+        average = values(ours.model)
+    assert not torch.equal(own[0], average[0]), "every rank keeps its own model until the end"
+    ours.gossip.keep_average()
+    assert_same(values(ours.accelerator.unwrap_model(ours.model)), average)
+    ours.accelerator.save_model(ours.model, folder)
+    ours.accelerator.wait_for_everyone()
+    saved = make_model()
+    saved.load_state_dict(load_file(folder / "model.safetensors"))
+    assert_same(values(saved), average)
+
+
+def test_the_model_that_accelerate_saves_at_the_end_is_the_average(
+    run: Run, tmp_path: Path
+) -> None:
+    run(train_and_save_the_model, tmp_path)
 
 
 def prepare_late(rank: int) -> None:

@@ -26,14 +26,16 @@ def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> Wrapping:
 
     Pass models to `prepare` before their optimizers. What it returns for an optimizer has the
     methods of the wrapper: evaluate inside ``optimizer.averaged()``. `save_state` is collective and
-    saves the average; all ranks load what rank 0 has saved.
+    saves the average; all ranks load what rank 0 has saved. `save_model` and `unwrap_model` take
+    this rank's own model: after training, call `keep_average` of the returned object first.
 
     Args:
         accelerator: one that has prepared nothing yet.
         **gossip: arguments for `DecentOptimWrapper`, such as `topology` and `schedule`.
 
     Returns:
-        the wrappers of all optimizers that are prepared, whose `averaged` is that of all of them.
+        the wrappers of all optimizers that are prepared. Its `averaged` and `keep_average` are
+        collective and average all of them, for the body of a ``with`` statement or for good.
 
     Raises:
         ValueError: the accelerator shards the model itself.

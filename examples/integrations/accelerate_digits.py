@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
 
 from decent_optim_wrapper.integrations.accelerate import prepare_for_gossip
 
@@ -33,7 +34,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=46 * args.epochs)
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    prepare_for_gossip(accelerator, topology="ring")
+    gossip = prepare_for_gossip(accelerator, topology="ring")
     model, optimizer, scheduler, train, test = accelerator.prepare(
         model,
         optimizer,
@@ -41,7 +42,7 @@ def main() -> None:
         DataLoader(parts[0], 32, shuffle=True),
         DataLoader(parts[1], 64),
     )
-    for _ in range(args.epochs):
+    for _ in tqdm(range(args.epochs), "epochs", disable=not accelerator.is_main_process):
         model.train()
         for inputs, targets in train:
             with accelerator.accumulate(model):
@@ -60,6 +61,8 @@ def main() -> None:
         ]
     accelerator.print(f"test accuracy {100 * torch.cat(hits).float().mean():.1f}%")
     accelerator.save_state("runs/accelerate")  # the average, too
+    gossip.keep_average()  # until here every rank has its own model
+    accelerator.save_model(model, "runs/accelerate_model")
     accelerator.end_training()
 
 
