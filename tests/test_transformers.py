@@ -179,6 +179,12 @@ def train_and_resume(rank: int, folder: Path) -> None:
     assert len(steps) == STEPS // 2
     assert all(each["gossip/consensus_distance"] > 0 for each in steps)
     assert all(each["gossip/bytes"] + each["gossip/wait_seconds"] >= 0 for each in steps)
+    # The logged loss is the mean over the ranks, and the norm that of the rank's own gradients.
+    figures = plain.optimizer.all_gather(
+        torch.tensor([[each["loss"], each["grad_norm"]] for each in steps])
+    )
+    assert figures[0, :, 0].equal(figures[1, :, 0])
+    assert figures[0, :, 1].ne(figures[1, :, 1]).all()
 
     trainer = make_trainer(folder)
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED}"))
