@@ -35,6 +35,7 @@ LONGEST = (
     *("test_partitions", "test_ddp", "test_auto", "test_faults", "test_properties", "test_guides"),
     *("test_from_decent_dp", "test_processes", "test_mesh_errors", "test_lightning"),
     *("test_transformers", "test_accelerate", "test_coded_rounds", "test_tracking"),
+    "test_options",
 )
 
 
