@@ -1,7 +1,7 @@
 """A topology of your own: look at it, and train on it.
 
 python examples/custom_topology.py
-torchrun --standalone --nproc-per-node 4 examples/custom_topology.py
+OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/custom_topology.py
 """
 
 from __future__ import annotations

@@ -96,6 +96,8 @@ def train(rank: int, port: int, args: argparse.Namespace) -> None:
         cross_entropy(model(batch.images), batch.labels).backward()
         optimizer.step()
         store.set("step", str(optimizer.round))
+        if rank == optimizer.members[0] and optimizer.round % max(1, steps // 20) == 0:
+            print(f"step {optimizer.round} of {steps}: ranks {optimizer.members}", flush=True)
     with optimizer.averaged():
         final = accuracy(model, shard.test)
     if rank == optimizer.members[0]:

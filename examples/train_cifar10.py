@@ -1,5 +1,6 @@
 """Train a ResNet-18 on CIFAR-10 with gossip averaging, mixed precision and checkpoints.
 
+    export OMP_NUM_THREADS=1
     torchrun --standalone --nproc-per-node 4 examples/train_cifar10.py --topology one-peer-exp
     torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/train_cifar10.py
     torchrun --standalone --nproc-per-node 4 examples/train_cifar10.py --resume

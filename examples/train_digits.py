@@ -1,6 +1,6 @@
 """Train a digit classifier on real scans with gossip averaging.
 
-    torchrun --standalone --nproc-per-node 4 examples/train_digits.py
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/train_digits.py
 
 Every rank trains on its own shard of scikit-learn's digits (1,797 scans that ship with the package)
 and mixes its parameters with those of its neighbours. After every epoch the average of the models
@@ -22,6 +22,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule, TopologyFactory
 from decent_optim_wrapper.utils import DistInfo, init_distributed
@@ -89,6 +90,10 @@ def accuracy(model: nn.Module, data: Data) -> float:
     return (model(data.images).argmax(dim=1) == data.labels).float().mean().item()
 
 
+def name_of(args: argparse.Namespace, gossip_every: int | None) -> str:
+    return "DDP" if gossip_every is None else f"{args.topology}, gossip_every={gossip_every}"
+
+
 def train(args: argparse.Namespace, world: DistInfo, gossip_every: int | None) -> History:
     """A usual training loop, with gossip or (None) with DistributedDataParallel."""
     torch.manual_seed(args.seed)
@@ -105,7 +110,8 @@ def train(args: argparse.Namespace, world: DistInfo, gossip_every: int | None) -
     # Ranks shuffle their shards differently.
     generator = torch.Generator().manual_seed(1000 * args.seed + world.rank)
     history, sent = [], 0.0
-    for _ in range(args.epochs):
+    epochs = tqdm(range(args.epochs), name_of(args, gossip_every), disable=world.rank > 0)
+    for _ in epochs:
         for images, labels in batches(shard, 16, generator):
             optimizer.zero_grad()
             cross_entropy(network(images), labels).backward()
@@ -113,6 +119,7 @@ def train(args: argparse.Namespace, world: DistInfo, gossip_every: int | None) -
             sent += reduced if gossip_every is None else optimizer.stats().bytes_sent
         with nullcontext() if gossip_every is None else optimizer.averaged():
             history.append((accuracy(model, test), sent / 2**20))
+        epochs.set_postfix_str(f"test accuracy {history[-1][0]:.1%}")
     return history
 
 
@@ -135,9 +142,8 @@ def draw(runs: dict[str, History], path: Path) -> None:
 def main() -> None:
     args = parse_arguments()
     world = start_world()
-    runs = {f"{args.topology}, gossip_every={k}": train(args, world, k) for k in args.gossip_every}
-    if args.ddp:
-        runs["DDP"] = train(args, world, None)
+    methods = [*args.gossip_every, *([None] if args.ddp else [])]
+    runs = {name_of(args, method): train(args, world, method) for method in methods}
     if world.rank == 0:
         draw(runs, args.output)
         for name, history in runs.items():

@@ -1,5 +1,6 @@
 """Train a character-level GPT with gossip averaging, and compare it with DDP.
 
+    export OMP_NUM_THREADS=1
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --ddp --comm-dtype float32 int8
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --inner fsdp
 

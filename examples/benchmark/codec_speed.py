@@ -63,7 +63,7 @@ def main() -> None:
     print("| comm_dtype | bytes per element | code, GB/s of float32 | mix, GB/s of float32 |")
     print("|---|---|---|---|")
     for name in COMM_DTYPES:
-        print(row(name, args.mib, args.repeats))
+        print(row(name, args.mib, args.repeats), flush=True)
 
 
 if __name__ == "__main__":

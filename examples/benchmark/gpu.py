@@ -724,6 +724,7 @@ def main() -> int:
     print(f"torch {torch.__version__}, {where}; {args.size_mib:g} MiB of float32 parameters\n")
     bench, setups, size = Bench(), Setups.on(args.device), Size(args.size_mib, args.steps)
     for part in args.parts:
+        print(f"part {part} ...", file=sys.stderr, flush=True)
         print(f"Part {part}\n\n{PARTS[part](bench, setups, size)}", flush=True)
     return int(bool(bench.failures))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 
 import netlab
+import progress
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -94,11 +95,12 @@ def all_reduced(replicas: int) -> dict[str, float]:
 def main() -> None:
     args = parse_arguments()
     columns = {}
-    with netlab.lab(1, rate="") as where:
+    with netlab.lab(1, rate="") as where, progress.bar(len(args.measured), "column") as bar:
         for replicas in args.measured:
             ranks = netlab.run(where, replicas * SHARDS, measured, replicas, timeout=300)
             mean = {name: sum(rank[name] for rank in ranks) / len(ranks) for name in METHODS}
             columns[f"{replicas} replicas, measured"] = all_reduced(replicas) | mean
+            bar.update()
     for replicas in args.computed:
         columns[f"{replicas}, computed"] = all_reduced(replicas) | computed(replicas)
     print(f"S = {shard_bytes() / MIB:.3f} MiB, the shard of a rank in float32")

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from itertools import product
 
 import netlab
+import progress
 from digits import Row, train
 
 from decent_optim_wrapper import TopologyFactory
@@ -29,20 +31,27 @@ def main() -> None:
     kinds = dict(TopologyFactory.registered())
     print("| ranks | topology | accuracy of the averaged model | consensus distance |")
     print("|---|---|---|---|")
-    with netlab.lab(1, rate="") as where:
-        for size in args.world_sizes:
-            for topology in filter(lambda name, size=size: kinds[name].fits(size), args.topologies):
-                runs = [
-                    netlab.run(where, size, train, Row(topology), args.epochs, seed, timeout=300)[0]
-                    for seed in args.seeds
-                ]
-                hits = [history[-1].averaged_accuracy for history in runs]
-                apart = [statistics.mean(e.consensus_distance for e in history) for history in runs]
-                print(
-                    f"| {size} | {topology} | {statistics.mean(hits):.2%} "
-                    f"({min(hits):.2%} to {max(hits):.2%}) | {statistics.mean(apart):.3f} |",
-                    flush=True,
-                )
+    rows = [
+        (size, topology)
+        for size, topology in product(args.world_sizes, args.topologies)
+        if kinds[topology].fits(size)
+    ]
+    with (
+        netlab.lab(1, rate="") as where,
+        progress.bar(len(rows) * len(args.seeds), "run") as bar,
+    ):
+        for size, topology in rows:
+            runs = []
+            for seed in args.seeds:
+                call = (train, Row(topology), args.epochs, seed)
+                runs.append(netlab.run(where, size, *call, timeout=300)[0])
+                bar.update()
+            hits = [history[-1].averaged_accuracy for history in runs]
+            apart = [statistics.mean(e.consensus_distance for e in history) for history in runs]
+            progress.show(
+                f"| {size} | {topology} | {statistics.mean(hits):.2%} "
+                f"({min(hits):.2%} to {max(hits):.2%}) | {statistics.mean(apart):.3f} |"
+            )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -36,7 +37,9 @@ def make_params(count: int) -> list[torch.Tensor]:
     return [torch.zeros(count // TENSORS, requires_grad=True) for _ in range(TENSORS)]
 
 
-def median_seconds(action: Callable[[], None], repeats: int) -> float:
+def median_seconds(what: str, action: Callable[[], None], repeats: int) -> float:
+    if dist.get_rank() == 0:
+        print(f"{what}, {repeats} times ...", file=sys.stderr, flush=True)
     seconds = []
     for _ in range(repeats + 2):
         dist.barrier()
@@ -56,7 +59,7 @@ def measure(count: int, repeats: int) -> Overhead:
         for work in works:
             work.wait()
 
-    bare = median_seconds(send_and_receive, repeats)
+    bare = median_seconds("one send and receive", send_and_receive, repeats)
     rounds = []
     for views in (False, True):
         # Without gradients the local update is empty: a step is the round and nothing else.
@@ -66,7 +69,8 @@ def measure(count: int, repeats: int) -> Overhead:
             overlap=False,
             param_as_bucket_view=views,
         )
-        rounds.append(median_seconds(lambda optimizer=optimizer: optimizer.step(), repeats))
+        what = "one round, views" if views else "one round"
+        rounds.append(median_seconds(what, lambda optimizer=optimizer: optimizer.step(), repeats))
     return Overhead(bare, *rounds)
 
 

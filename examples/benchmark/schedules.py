@@ -16,6 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 import netlab
+import progress
 import torch
 from digits import Epoch, Row, train
 
@@ -81,23 +82,23 @@ def main() -> None:
     args = parse_arguments()
     print("| schedule | lr | accuracy of the averaged model | MiB sent | consensus distance |")
     print("|---|---|---|---|---|")
-    with netlab.lab(1, rate="") as where:
+    count = len(args.rows) * len(args.lrs) * len(args.seeds)
+    with netlab.lab(1, rate="") as where, progress.bar(count, "run") as bar:
         for name in args.rows:
             tried = []
             for lr in args.lrs:
                 row = ROWS[name]._replace(lr=lr, decay=True)
                 if row.topology == "ring":
                     row = row._replace(topology=args.topology)
-                ends = [
-                    netlab.run(where, args.world_size, train, row, args.epochs, seed, timeout=300)[
-                        0
-                    ][-1]
-                    for seed in args.seeds
-                ]
+                ends = []
+                for seed in args.seeds:
+                    call = (train, row, args.epochs, seed)
+                    ends.append(netlab.run(where, args.world_size, *call, timeout=300)[0][-1])
+                    bar.update()
                 tried.append(Ends(lr, ends))
             best = max(tried, key=lambda ends: ends.accuracy)
             for ends in tried if args.all else [best]:
-                print(ends.row(name), flush=True)
+                progress.show(ends.row(name))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from itertools import product
 from typing import NamedTuple
 
 import netlab
+import progress
 import torch
 from digits import Epoch, Row, train
 
@@ -105,14 +106,16 @@ def main() -> None:
     head = " | ".join(f"{shards}, {base}" for shards, base in columns)
     print(f"| a round | mean staleness | {head} |")
     print("|---" * (len(columns) + 2) + "|")
-    with netlab.lab(1, rate="") as where:
+    count = len(args.rows) * len(columns)
+    with netlab.lab(1, rate="") as where, progress.bar(count, "cell") as bar:
         for row in args.rows:
             cells = []
             for shards, base in columns:
                 run = partial(run_once, where, args, row, shards, base)
                 cells.append(run_cell(run, args.lrs or BASES[base].lrs, args.seeds))
+                bar.update()
             late = statistics.mean(end.staleness for cell in cells for end in cell.ends)
-            print(f"| {row} | {late:.1f} | {' | '.join(map(str, cells))} |", flush=True)
+            progress.show(f"| {row} | {late:.1f} | {' | '.join(map(str, cells))} |")
 
 
 if __name__ == "__main__":

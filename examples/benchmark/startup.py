@@ -57,7 +57,7 @@ def main() -> None:
                 continue
             topology, digest, communicators = start(name, world_size)
             cells.append(f"{topology:.3f} + {digest:.3f} s, {communicators} comm.")
-        print(f"| {name} | " + " | ".join(cells) + " |")
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

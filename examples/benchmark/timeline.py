@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import netlab
+import progress
 import step_time
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -323,12 +324,16 @@ def main() -> None:
     args.rate = netlab.possible(args.rate)
     os.environ.setdefault("LOGURU_LEVEL", "ERROR")
     recordings = {}
-    with netlab.lab(args.ranks, args.rate) as where:
+    with (
+        netlab.lab(args.ranks, args.rate) as where,
+        progress.bar(len(args.methods), "method") as bar,
+    ):
         for method in args.methods:
             with sampling(where) as samples:
                 call = (record, method, args.size, args.steps, args.adamw)
                 traces = netlab.run(where, args.ranks, *call, timeout=240)
             recordings[method] = Recording(traces=traces, samples=samples)
+            bar.update()
     # Without a limit: what loopback carries at least.
     rate = step_time.bits(args.rate) / 8 if args.rate else 1e8
     print(table(recordings, rate))

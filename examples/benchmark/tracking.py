@@ -19,6 +19,7 @@ from itertools import product
 from multiprocessing import get_context
 from typing import NamedTuple
 
+import progress
 import torch
 from digits import Epoch, Row, train_on_threads
 from schedulefree import SGDScheduleFree
@@ -134,14 +135,20 @@ def main() -> None:
     warnings.simplefilter("ignore")
     print("| base | ranks | topology | method | lr | accuracy of the averaged model | MiB sent |")
     print("|---|---|---|---|---|---|---|")
+    cells = list(_cells(args))
+    first, *others = args.seeds
+    count = sum(len(cell.lrs) + len(others) for cell in cells)
     # Forked before any thread runs: importing torch takes longer than a run.
-    with ProcessPoolExecutor(args.jobs, get_context("fork")) as pool:
-        cells = list(_cells(args))
-        first, *others = args.seeds
+    with (
+        ProcessPoolExecutor(args.jobs, get_context("fork")) as pool,
+        progress.bar(count, "run") as bar,
+    ):
 
         def run(cell: Cell, lr: float, seed: int) -> Future[list[Epoch]]:
             row = cell.row._replace(lr=lr)
-            return pool.submit(train_on_threads, row, cell.world_size, args.epochs, seed)
+            future = pool.submit(train_on_threads, row, cell.world_size, args.epochs, seed)
+            future.add_done_callback(lambda _: bar.update())
+            return future
 
         tried = [{lr: run(cell, lr, first) for lr in cell.lrs} for cell in cells]
         best = [max(runs, key=lambda lr: _accuracy(runs[lr])) for runs in map(_ended, tried)]
@@ -149,7 +156,7 @@ def main() -> None:
             [run(cell, lr, seed) for seed in others] for cell, lr in zip(cells, best, strict=True)
         ]
         for cell, lr, runs, more in zip(cells, best, tried, rest, strict=True):
-            print(_line(cell, lr, [run.result()[-1] for run in (runs[lr], *more)]), flush=True)
+            progress.show(_line(cell, lr, [run.result()[-1] for run in (runs[lr], *more)]))
 
 
 def _ended(runs: dict[float, Future[list[Epoch]]]) -> dict[float, list[Epoch]]:

@@ -1,6 +1,6 @@
 """A loop of Accelerate's on real scans of digits, with gossip instead of DDP.
 
-    uv run --extra examples --extra accelerate \
+    OMP_NUM_THREADS=1 uv run --extra examples --extra accelerate \
         torchrun --standalone --nproc-per-node 2 examples/integrations/accelerate_digits.py
 
 Only the lines that name gossip or an average are not in a script for DDP.

@@ -1,6 +1,6 @@
 """Log a run on real scans of digits, and draw it: the loss, and what gossip costs.
 
-    uv run --extra examples torchrun --standalone --nproc-per-node 2 \
+    OMP_NUM_THREADS=1 uv run --extra examples torchrun --standalone --nproc-per-node 2 \
         examples/integrations/log_digits.py
 
 The second run exchanges inside `step()` (overlap=False): there all communication is waited for.
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
+from tqdm import tqdm
 
 from decent_optim_wrapper import DecentOptimWrapper
 from decent_optim_wrapper.integrations import log_stats
@@ -57,7 +58,7 @@ def train(world: DistInfo, steps: int, width: int, overlap: bool) -> Curves:
     )
     generator = torch.Generator().manual_seed(world.rank)
     curves = Curves()
-    for step in range(1, steps + 1):
+    for step in tqdm(range(1, steps + 1), f"overlap={overlap}", disable=world.rank > 0):
         batch = torch.randint(len(digits), (64,), generator=generator)
         optimizer.zero_grad()
         loss = cross_entropy(model(images[batch]), digits[batch])

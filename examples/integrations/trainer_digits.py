@@ -1,6 +1,6 @@
 """Hugging Face's Trainer on real scans of digits, with gossip instead of DDP.
 
-    uv run --extra examples --extra transformers \
+    OMP_NUM_THREADS=1 uv run --extra examples --extra transformers \
         torchrun --standalone --nproc-per-node 2 examples/integrations/trainer_digits.py
 
 `GossipMixin` and its argument `gossip` are all that differs from a script for DDP.
