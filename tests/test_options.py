@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from decent_optim_wrapper.comm.codec import INT4
 from meshes import CAP_MB, Layout, Spread, batch, loss_of, make_model, run_on_mesh
 from problem import flatten, nesterov
 from torch.distributed.algorithms.join import Join
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule
+from decent_optim_wrapper.codecs import INT4
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.optim.shards import local
 
