@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +29,7 @@ class Lifeline:
         try:
             self._socket = socket.create_connection(server)
             self._socket.setblocking(False)
+            weakref.finalize(self, self._socket.close)
         except ConnectionRefusedError:
             self._refused = True
         except OSError:
