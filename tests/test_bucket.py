@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from decent_optim_wrapper.gossip.bucket import MIB, Bucket, Layout, plan_buckets
 
@@ -116,3 +119,36 @@ def test_a_replaced_storage_is_followed() -> None:
     (bucket,) = plan_buckets([tensor], Layout(25))
     tensor.data = torch.full((3,), 1 + 2j)
     assert bucket.pack(bucket.new_flat()).data.tolist() == [1, 2] * 3
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the most elements of a result that is in memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numel = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        known = [arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)]
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def test_what_a_peer_sent_is_mixed_in_without_a_copy_of_the_bucket() -> None:
+    params = [torch.randn(30, 40), torch.randn(40), torch.randn(20, 60)]
+    before = [param.clone() for param in params]
+    bucket = Bucket(params, Layout(25, comm_dtype=torch.bfloat16))
+    outgoing, incoming = bucket.pair()
+    bucket.pack(outgoing)
+    incoming.data.copy_(torch.randn(bucket.numel))
+    with Largest() as largest:
+        bucket.shift_(incoming, outgoing, 0.5)
+    assert largest.numel == 1200
+    for param, old, theirs, ours in zip(
+        params, before, incoming.views, outgoing.views, strict=True
+    ):
+        torch.testing.assert_close(param, old + 0.5 * (theirs - ours).float())

@@ -294,11 +294,16 @@ class Bucket:
 
         The peer adds the exact opposite, so the mean of the two does not move.
         """
-        if self._storage is None:
+        # In parts with views, and on the CPU, which adds tensor by tensor in any case: the
+        # difference would take another copy of the bucket for a while.
+        if self._storage is None and (self.crosses or self.on_gpu):
             whole = self.view(self.difference(theirs.data, ours.data))
             torch._foreach_add_(self._tensors(), whole.views, alpha=weight)
             return
-        # Slice by slice, or the difference would take another copy of the bucket for a while.
+        if self._storage is None:
+            for tensor, *pair in zip(self._tensors(), theirs.views, ours.views, strict=True):
+                tensor.add_(self.difference(*pair), alpha=weight)
+            return
         for start in range(0, self.flat_numel, _SLICE):
             part = slice(start, start + _SLICE)
             away = self.difference(theirs.data[part], ours.data[part])
