@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -212,9 +213,10 @@ def test_values_changed_before_a_backward_pass_that_steps_are_named_in_it() -> N
         (2, {"param_as_bucket_view": False, "comm_dtype": torch.bfloat16}),
         (2, {"param_as_bucket_view": True, "overlap": False}),
         (2, {"param_as_bucket_view": True, "schedule": Schedule(gossip_every=2)}),
+        (2, {"param_as_bucket_view": True, "schedule": Schedule(gossip_every=2, staleness=2)}),
         (1, {"param_as_bucket_view": True}),
     ],
-    ids=["copies", "copies in bf16", "no overlap", "idle", "alone"],
+    ids=["copies", "copies in bf16", "no overlap", "idle", "frozen", "alone"],
 )
 @pytest.mark.parametrize("change", CHANGES)
 def test_values_may_be_changed_where_none_of_them_travel(
@@ -255,6 +257,50 @@ def test_values_may_be_changed_after_synchronize_and_on_an_average() -> None:
     one, other = run_threads(2, main)
     torch.testing.assert_close(one, other)
     assert not torch.equal(one, flatten(make_params()))
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_a_swap_through_data_while_values_travel_moves_the_mean_only_with_views(
+    views: bool,
+) -> None:
+    swapped = threading.Event()
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params(seed=rank)
+        optimizer = wrap(
+            params,
+            group,
+            base=optim.SGD(params, lr=0.0),
+            sync_at_start=False,
+            param_as_bucket_view=views,
+        )
+        assert len(optimizer.buckets) > 1
+        before = flatten(params)
+        for step in range(2):
+            backward(params, rank, step)
+            if rank == 1 and step == 0:
+                # Nothing leaves rank 0 before this rank expects it.
+                assert swapped.wait(30)
+            optimizer.step()
+            if rank == 0 and step == 0:
+                own = [param.detach().clone() for param in params]
+                for param in params:
+                    param.data.mul_(2)
+                swapped.set()
+                # The values come back when they have arrived: before the next step, in any case.
+                group.barrier().wait()
+                for param, value in zip(params, own, strict=True):
+                    param.data.copy_(value)
+            elif step == 0:
+                optimizer.synchronize()
+                group.barrier().wait()
+        optimizer.synchronize()
+        return before, flatten(params)
+
+    befores, afters = (torch.stack(each) for each in zip(*run_threads(2, main), strict=True))
+    assert not torch.equal(befores, afters)
+    moved = (afters.mean(0) - befores.mean(0)).norm() / befores.mean(0).norm()
+    assert moved > 0.1 if views else moved < 1e-12
 
 
 BASES: dict[str, Callable[[list[Tensor]], optim.Optimizer]] = {

@@ -282,3 +282,20 @@ def test_gradients_of_one_bucket_are_fewer_than_all_of_them(tmp_path: Path) -> N
     figures = dict(re.findall(r"\| (\w+) \| (\d+) \|", out))
     assert int(figures["DecentOptimWrapper"]) == 34
     assert int(figures["DecentralizedDataParallel"]) <= 25
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory from /proc")
+def test_views_save_a_copy_of_the_parameters_and_the_step_in_the_backward_pass_gradients(
+    tmp_path: Path,
+) -> None:
+    wrapper, module = "DecentOptimWrapper", "DecentralizedDataParallel"
+    methods = (f"{wrapper}, copies", f"{wrapper}, views", f"{module}, views")
+    arguments = ("--parameters", "14e6", "--methods", *methods)
+    out = run_script(EXAMPLES / "benchmark" / "memory.py", *arguments, cwd=tmp_path)
+    figures = re.findall(r"\| ([\w, ]+) \| \d+ \| \d+ \| (-?\d\.\d\d) \|", out)
+    assert [method for method, _ in figures] == list(methods), out
+    copies, views, in_backward = (float(figure) for _, figure in figures)
+    assert copies == pytest.approx(2, abs=0.35), out
+    assert views == pytest.approx(1, abs=0.35), out
+    # Those of the last layers only; here a bucket is half of the model.
+    assert in_backward < views - 0.3, out

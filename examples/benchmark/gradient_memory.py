@@ -34,7 +34,7 @@ LAYERS = 44
 BUCKET_CAP_MB = 25
 WARM_UP, STEPS = 4, 3
 # mallopt's name for the size from which memory is mapped, and unmapped when it is freed.
-_M_MMAP_THRESHOLD = -3
+M_MMAP_THRESHOLD = -3
 
 Step = Callable[[Tensor], None]
 
@@ -116,7 +116,7 @@ def resident(field: str) -> int:
 
 def measure(method: str, parameters: int) -> Memory:
     """Run in every rank."""
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MIB)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
     dist.init_process_group("gloo")
     width = round((parameters / LAYERS) ** 0.5)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
