@@ -141,7 +141,7 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_what_a_peer_sent_is_mixed_in_without_a_copy_of_the_bucket() -> None:
     params = [torch.randn(30, 40), torch.randn(40), torch.randn(20, 60)]
     before = [param.clone() for param in params]
-    bucket = Bucket(params, Layout(25, comm_dtype=torch.bfloat16))
+    bucket = Bucket(params, Layout(25))
     outgoing, incoming = bucket.pair()
     bucket.pack(outgoing)
     incoming.data.copy_(torch.randn(bucket.numel))
