@@ -7,7 +7,8 @@
 The text is the reference of the Python language, which ships with Python for `help()`. Every rank
 trains on its own shard of it: shuffled blocks, or (`--shards topics`) neighbouring topics. The last
 tenth of each topic is held out. With `--inner` the ranks are a mesh ("gossip", "inner"):
-`--inner-size` of them hold a replica together, by FSDP2 (`fsdp`) or tensor parallelism (`tp`).
+`--inner-size` of them hold a replica together, by FSDP2 (`fsdp`) or tensor parallelism (`tp`). A
+run with the defaults takes 1.5 minutes on 2 cores.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 python examples/benchmark/codec_speed.py    # 25 MiB of float32
 
-The bytes include the scales; the speed is counted in bytes of float32, as they come and go.
+The bytes include the scales; the speed is counted in bytes of float32, before coding and after
+decoding. It took 29 s on 2 busy cores.
 """
 
 from __future__ import annotations

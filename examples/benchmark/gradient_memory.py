@@ -6,6 +6,7 @@ Every method trains the same stack of linear layers by SGD with momentum on a ri
 gradients are summed whenever a gradient is complete, inside the backward pass. The copies that DDP
 makes in its buckets are not counted, but they are part of the resident memory. The peak is Linux's
 high-water mark of a rank over one step, including torch itself. Freed memory is returned at once.
+A method takes about 35 s of CPU time, of both ranks together.
 """
 
 from __future__ import annotations

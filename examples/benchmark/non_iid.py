@@ -3,7 +3,8 @@
     python examples/benchmark/non_iid.py
 
 Trains the digits on shards by digit and prints, as mean and range over the seeds, the final
-test accuracy of the averaged model and the mean consensus distance over the epochs.
+test accuracy of the averaged model and the mean consensus distance over the epochs. The defaults
+are 27 runs; one with 8 ranks takes about 30 s of CPU time, of all ranks together.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     python examples/benchmark/overhead.py    # 2 ranks on loopback, 100 M float32 parameters
 
 It compares one round (pack, send and receive, mix) with one bare send and receive of the same
-bytes. `gpu.py` measures the packing and the mixing on a GPU.
+bytes. `gpu.py` measures the packing and the mixing on a GPU. It takes 46 s of CPU time, of both
+ranks together.
 """
 
 from __future__ import annotations

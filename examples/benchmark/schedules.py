@@ -4,7 +4,8 @@
 
 Trains the digits on shards by digit, with a learning rate that falls linearly to 0. For the best
 learning rate of each row it prints the final test accuracy of the averaged model (mean and range
-over the seeds), the MiB sent per rank and the final consensus distance.
+over the seeds), the MiB sent per rank and the final consensus distance. The defaults are 156 runs,
+each of which takes about 30 s of CPU time, of all ranks together.
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ Four ranks, each in its own network namespace behind a 20 Mbit/s link (root and 
 without them, plain loopback), with model and data of `train_digits.py` and SGD with momentum. Every
 method trains with each of the learning rates, and its best one counts. Nothing is evaluated while
 the clock runs: at the end of every epoch each rank keeps a copy of its parameters, which are
-averaged and evaluated afterwards. The time of an epoch is that of the rank that ends it last.
+averaged and evaluated afterwards. The time of an epoch is that of the rank that ends it last. One
+run of DDP took 55 s on 2 busy cores, and one of "ours, auto" 35 s; the defaults are three of each
+method.
 """
 
 from __future__ import annotations

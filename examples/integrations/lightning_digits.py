@@ -3,6 +3,8 @@
 Start it as any script of Lightning's, which then starts the other ranks, or with torchrun:
 
     uv run --extra examples --extra lightning python examples/integrations/lightning_digits.py
+
+It took two minutes on 2 busy cores, with two ranks.
 """
 
 from __future__ import annotations

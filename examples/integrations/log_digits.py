@@ -4,7 +4,8 @@
         examples/integrations/log_digits.py
 
 The second run exchanges inside `step()` (overlap=False): there all communication is waited for.
-What the first one waits less was hidden under forward and backward passes.
+What the first one waits less was hidden under forward and backward passes. It takes 44 s of CPU
+time, of both ranks together.
 """
 
 from __future__ import annotations
