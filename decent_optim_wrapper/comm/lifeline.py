@@ -29,6 +29,7 @@ class Lifeline:
         try:
             self._socket = socket.create_connection(server)
             self._socket.setblocking(False)
+            # Python warns of a socket that is dropped while it is open.
             weakref.finalize(self, self._socket.close)
         except ConnectionRefusedError:
             self._refused = True
