@@ -492,6 +492,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         and optimizer are loaded does not matter, and nothing is communicated here. A round that is
         in flight now is dropped.
 
+        Load on all ranks or on none. With gradient tracking or ``gossip_every="auto"`` the next
+        `step()` raises a `CallOrderError` on all ranks if only some have loaded.
+
         Raises:
             RuntimeError: with ``gossip_every="auto"``, a round is in flight that other ranks may
                 not have launched yet; call `synchronize()` on all ranks before.

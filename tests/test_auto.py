@@ -280,6 +280,35 @@ def test_a_state_is_loaded_when_no_round_is_in_flight() -> None:
     check_that_the_mean_stays(run_threads(4, main))
 
 
+@pytest.mark.parametrize("loading", [(0,), (1,), (0, 2)])
+def test_ranks_of_which_only_some_have_loaded_raise_at_once(loading: tuple[int, ...]) -> None:
+    """They would wait for the others before they go on at one round."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[str, float]:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, sync_at_start=False)
+        for step in range(4 + rank):
+            draw_gradients(params, rank, step)
+            optimizer.step()
+        optimizer.synchronize()
+        if rank in loading:
+            optimizer.load_state_dict(optimizer.state_dict())
+
+        def go_on() -> None:
+            for step in range(50):
+                draw_gradients(params, rank, step)
+                optimizer.step()
+
+        start = time.monotonic()
+        with pytest.raises(CallOrderError) as caught:
+            go_on()
+        return str(caught.value), time.monotonic() - start
+
+    texts, seconds = zip(*run_threads(4, main), strict=True)
+    assert all("after load_state_dict()" in text for text in texts), texts
+    assert max(seconds) < 5
+
+
 def test_a_module_that_steps_in_its_backward_pass_never_waits_either() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, int]:
         model = modules.wrap(modules.make_model(), group, topology="ring", schedule=AUTO)

@@ -641,8 +641,13 @@ class Transport:
     def _others(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.world_size) if rank != self.rank)
 
-    def _lost_in_collective(self, suspects: tuple[int, ...], error: WireError) -> PeerError:
+    def _lost_in_collective(
+        self, suspects: tuple[int, ...], error: WireError
+    ) -> PeerError | CallOrderError:
         loss = self.lose(suspects, error.silent)
+        if loss.error.startswith(CallOrderError.__name__):
+            # That rank is in another method, and will not come.
+            return CallOrderError(f"rank {self.initial_rank}: {loss.error}")
         return PeerError(
             f"rank {self.initial_rank}: expected all {self.world_size} ranks to take part in a "
             f"collective within {self._timeout}, but lost {loss} ({error}); "

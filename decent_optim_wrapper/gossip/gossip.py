@@ -119,7 +119,7 @@ class Gossip(Rounds):
         together = self.pacing.synchronous or self.average.snapshot is not None
         if together or transport.world_size == 1:
             return
-        self.agree_on_round()
+        self.agree_on_loaded()
         coming = transport.send_to_all(torch.tensor([call], device="cpu"))
         nonfinite: list[NonFiniteError] = []
         self.launch()

@@ -21,6 +21,7 @@ class Call(IntEnum):
     SYNCHRONIZE = 6
     ALL_GATHER = 7
     DROP_EXTENSION = 8
+    LOADED = 9
 
     def __str__(self) -> str:
         if self is Call.REGROUP:
@@ -29,6 +30,8 @@ class Call(IntEnum):
             return "gradient_tracking = False"
         if self is Call.KEEP_AVERAGE:
             return "step() after an average"
+        if self is Call.LOADED:
+            return "step() after load_state_dict()"
         return f"{self.name.lower()}()"
 
 
@@ -64,14 +67,21 @@ class Header(NamedTuple):
                 references.
         """
         call, round, rate, meetings = message
-        if (call, round) != (self.call, self.round):
+        # Each rank may have loaded its own round.
+        any_round = not same_rate and self.call is Call.LOADED
+        if call != self.call or (round != self.round and not any_round):
             known = {int(call): str(call) for call in Call}
             theirs = f"{known.get(int(call), 'something unknown')} at round {int(round)}"
+            remedy = (
+                "call the same methods in the same order on every rank, and step() equally often "
+                "(torch.distributed.algorithms.Join for uneven data)"
+            )
+            if Call.LOADED in (call, self.call):
+                remedy = "load states of the same step on all ranks, or on none"
             raise CallOrderError(
                 f"rank {own_rank}: expected rank {rank} in {self.call} at round {self.round}, as "
-                f"here, but it is in {theirs}; call the same methods in the same order on every "
-                f"rank, and step() equally often (torch.distributed.algorithms.Join for uneven "
-                f"data). Is one of the calls inside an `if rank == 0` branch?"
+                f"here, but it is in {theirs}; {remedy}. Is one of the calls inside an "
+                f"`if rank == 0` branch?"
             )
         if same_rate and rate != self.mixing_rate:
             raise CallOrderError(

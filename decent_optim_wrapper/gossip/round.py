@@ -214,18 +214,20 @@ class Round:
 
     def watch(self) -> None:
         """Begin to wait on a thread, once the round is sealed."""
-        waits = [_Wait(each.works, 0, each.suspects) for each in self._headers]
-        if self._posting is None:
-            self._arrival = Arrival(self._watched_works(waits + self._waits()))
-        else:
-            posting = self._posting
-            works = self._watched_works(waits)
+        posting, headers = self._posting, self._headers
+        works = self._watched_works([_Wait(each.works, 0, each.suspects) for each in headers])
+        posted = [] if posting else self._watched_works(self._waits())
 
-            def further() -> list[Awaited]:
-                posting.future.result()
-                return self._watched_works(self._waits())
+        def further() -> list[Awaited]:
+            if any(int(each.message[0]) != self._header.call for each in headers):
+                # `receive` raises: that rank sends no buckets.
+                return []
+            if posting is None:
+                return posted
+            posting.future.result()
+            return self._watched_works(self._waits())
 
-            self._arrival = Arrival(works, further)
+        self._arrival = Arrival(works, further if works else None)
 
     def _waits(self) -> list[_Wait]:
         waits = []

@@ -185,6 +185,11 @@ class RoundSchedule(NamedTuple):
             return self.phases
         return (*self.phases, self._everyone)
 
+    def plan_each_group(self, mixing_rate: float) -> list[RoundPlan]:
+        """A round with each group in which this rank ever mixes with others."""
+        distinct = {group.ranks: group for group in self.groups if group.size > 1}
+        return [RoundPlan(Kind.GOSSIP, group, mixing_rate) for group in distinct.values()]
+
     @property
     def _everyone(self) -> Group:
         return Group(range(self.world_size))

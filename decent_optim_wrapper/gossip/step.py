@@ -231,11 +231,10 @@ class Rounds:
         self._pending = False
         # The parameters with which it was launched, if they have changed since.
         self._starts: dict[Tensor, Tensor] = {}
-        # Whether the ranks have the same round: each may have saved its own.
-        self._same_round = True
         # Whether all ranks have launched the same round, and made no step since.
         self._assembled = False
-        # Whether the states of extensions that were loaded are this rank's own; None if none were.
+        # Whether the states of extensions that were loaded are of this rank. None once the ranks
+        # have agreed on how to go on with what they have loaded.
         self._loaded: Literal["own", "other"] | None = None
         # Whether the loaded state was saved while an average was in place.
         self._kept = False
@@ -358,7 +357,9 @@ class Rounds:
             # Where nothing may change in flight, what is sent is what is mixed into.
             self._starts = dict(starts or {}) if self.pacing.needs_snapshot else {}
             self._age = state.age if self.pacing.needs_snapshot else 1
-            self._same_round = self.pacing.synchronous
+            if not self.pacing.synchronous:
+                # Each rank may have saved its own round.
+                self._loaded = "other"
             session = self.session
             session.references.load(references or {}, self._buckets, session.transport.members)
 
@@ -390,14 +391,28 @@ class Rounds:
 
         return run
 
-    def _compare_loaded(self) -> None:
-        """Restart the extensions' states of each rank unless all have loaded their own; collective.
+    def agree_on_loaded(self) -> None:
+        """Go on together if states were loaded since the last call; collective then.
 
-        The corrections of the ranks would not sum to zero, and pull the training away for good.
+        All continue with the highest round. The states of extensions that belong to a rank start
+        again unless all ranks have loaded their own: corrections of gradients would not sum to
+        zero, and pull the training away for good.
+
+        Raises:
+            CallOrderError: a rank has loaded nothing, or the state of another step.
         """
-        own = torch.tensor([self._loaded == "own"], device="cpu")
-        self._loaded = None
-        if not self.session.transport.all_gather(own).all():
+        if self._loaded is None:
+            return
+        # A rank that has loaded nothing is found by those that mix with it, in its next round. All
+        # leave before any arrives: that rank may wait for one of these before it comes to another.
+        plans = self.session.schedule.plan_each_group(self.mixing_rate)
+        # The last may be a collective of all ranks, in which more of them notice that one raises.
+        for announced in reversed([self.round_of(Call.LOADED, plan) for plan in plans]):
+            announced.receive()
+        own = torch.tensor([self._round, self._loaded == "own"], device="cpu")
+        rounds, owns = self.session.transport.all_gather(own).unbind(1)
+        self.resume_at(int(rounds.max()))
+        if not owns.all():
             for extension in self.extensions.all:
                 if extension.belongs_to_rank:
                     extension.restart()
@@ -412,12 +427,9 @@ class Rounds:
         if self.members:
             self.members.begin_step()
         self._assembled = False
-        if not self._same_round:
-            with self.failing_together():
-                self.surviving(self.agree_on_round)
         if self._loaded:
             with self.failing_together():
-                self.surviving(self._compare_loaded)
+                self.surviving(self.agree_on_loaded)
         self._begin_extensions()
 
     def _begin_extensions(self) -> None:
@@ -569,7 +581,7 @@ class Rounds:
     def resume_at(self, round: int) -> None:
         """Continue with this round, as all other ranks do; none is in flight."""
         self._round = round
-        self._same_round = True
+        self._loaded = None
 
     def surviving(self, action: Callable[[], Result]) -> Result:
         """Run an action that waits for peers; if one is lost, run it again in a new session."""
@@ -644,12 +656,6 @@ class Rounds:
         if arrived := self._receive():
             for bucket in arrived.unmixed:
                 self.mix(arrived, bucket)
-
-    def agree_on_round(self) -> None:
-        """Go on with the highest round of all ranks after each has loaded its own; collective."""
-        if not self._same_round:
-            rounds = self.session.transport.all_gather(torch.tensor([self._round], device="cpu"))
-            self.resume_at(int(rounds.max()))
 
     def _relaunch(self) -> None:
         """Launch the round that was in flight when the state was saved."""
