@@ -24,7 +24,6 @@ from decent_optim_wrapper.extensions import (
 )
 from decent_optim_wrapper.extensions.outer_optimizer import MakeOptimizer
 from decent_optim_wrapper.gossip.extension import Extension, Extensions
-from decent_optim_wrapper.gossip.nonfinite import OnNonfinite as OnNonfinite
 from decent_optim_wrapper.gossip.schedule import (
     AsItArrives,
     Delayed,
@@ -37,6 +36,7 @@ from decent_optim_wrapper.gossip.schedule import (
 from decent_optim_wrapper.optim.closures import evaluates_inside_step
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.topo.base import did_you_mean
+from decent_optim_wrapper.wire.nonfinite import OnNonfinite as OnNonfinite
 
 # Called with the old and the new members.
 OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]

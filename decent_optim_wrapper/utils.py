@@ -1,5 +1,5 @@
-"""Start-up helpers for scripts, from `decent_optim_wrapper.membership.launch`."""
+"""Start-up helpers for scripts, from `decent_optim_wrapper.start.launch`."""
 
-from decent_optim_wrapper.membership.launch import DistInfo, init_distributed, initialize_dist
+from decent_optim_wrapper.start.launch import DistInfo, init_distributed, initialize_dist
 
 __all__ = ["DistInfo", "init_distributed", "initialize_dist"]

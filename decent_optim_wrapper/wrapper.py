@@ -27,13 +27,10 @@ from decent_optim_wrapper.config import (
     check_base,
 )
 from decent_optim_wrapper.extensions import GradientTracking
-from decent_optim_wrapper.gossip.batch_norms import recalibrated
-from decent_optim_wrapper.gossip.bucket import MIB, Bucket
 from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.header import Call
 from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling, apply_update
 from decent_optim_wrapper.gossip.parameters import Named, named_parameters
-from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.saved_state import (
     check_state_dict,
     gossip_state,
@@ -45,12 +42,15 @@ from decent_optim_wrapper.gossip.saved_state import (
 from decent_optim_wrapper.gossip.schedule import Pacing, check_mixing_rate
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import StepStats
-from decent_optim_wrapper.membership.arguments import Arguments
-from decent_optim_wrapper.membership.dcp_warning import warn_of_checkpoints
-from decent_optim_wrapper.membership.session import Extras, open_session
-from decent_optim_wrapper.membership.start import Start
+from decent_optim_wrapper.mesh.replica import Replica
+from decent_optim_wrapper.optim.batch_norms import recalibrated
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
+from decent_optim_wrapper.start.arguments import Arguments
+from decent_optim_wrapper.start.dcp_warning import warn_of_checkpoints
+from decent_optim_wrapper.start.session import Extras, open_session
+from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.topo import Topology
+from decent_optim_wrapper.wire.bucket import MIB, Bucket
 
 _STATE_KEY = "gossip"
 

@@ -30,8 +30,8 @@ from decent_optim_wrapper import (
     Schedule,
 )
 from decent_optim_wrapper.checkpoint import Checkpoints
-from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.round import Round
+from decent_optim_wrapper.wire.bucket import Bucket
 
 AUTO = Schedule(gossip_every="auto")
 LR = 0.05

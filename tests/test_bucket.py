@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decent_optim_wrapper.gossip.bucket import MIB, Bucket, Layout, plan_buckets
+from decent_optim_wrapper.wire.bucket import MIB, Bucket, Layout, plan_buckets
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 

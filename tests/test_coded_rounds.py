@@ -30,7 +30,7 @@ from decent_optim_wrapper import (
     Topology,
 )
 from decent_optim_wrapper.codecs import INT4, CastCodec, Codec, TopKCodec
-from decent_optim_wrapper.gossip import bucket as bucket_module
+from decent_optim_wrapper.wire import bucket as bucket_module
 
 pytestmark = pytest.mark.slow
 

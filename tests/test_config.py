@@ -24,7 +24,7 @@ from decent_optim_wrapper import (
     Schedule,
 )
 from decent_optim_wrapper.comm.store import BoundedStore
-from decent_optim_wrapper.membership.heartbeat import Heartbeat
+from decent_optim_wrapper.elastic.heartbeat import Heartbeat
 
 
 def defaults(record: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 from ranks import run_processes, threads_end
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError, Schedule, TopologyFactory
-from decent_optim_wrapper.gossip.bucket import Bucket
+from decent_optim_wrapper.wire.bucket import Bucket
 
 pytestmark = pytest.mark.slow
 

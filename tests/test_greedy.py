@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decent_optim_wrapper import TopologyFactory
-from decent_optim_wrapper.membership.recovery import fitting
+from decent_optim_wrapper.elastic.recovery import fitting
 from decent_optim_wrapper.planning import steady_error
 from decent_optim_wrapper.topo import Greedy, RandomMatching
 from decent_optim_wrapper.topo.matching import match

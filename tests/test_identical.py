@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from decent_optim_wrapper import DecentOptimWrapper
 from decent_optim_wrapper.codecs import CastCodec
-from decent_optim_wrapper.gossip.exchange import PlainPair
+from decent_optim_wrapper.wire.exchange import PlainPair
 
 WORLDS = {name: (name, size) for name, size in (("ring", 4), ("complete", 3), ("greedy", 5))}
 WORDS = "the peers have sent what this rank has itself"

@@ -24,12 +24,15 @@ TESTS = Path(__file__).parent
 
 # What each layer may import of the package besides itself: a folder, or a module at the top
 # level of the package.
-_COMM = {"topo", "errors", "codecs", "warn"}
-_GOSSIP = {*_COMM, "comm", "optim"}
+_COMM = {"topo", "errors", "warn"}
+_MESH = {*_COMM, "comm", "optim"}
+_WIRE = {*_MESH, "codecs"}
+_GOSSIP = {*_WIRE, "mesh", "wire"}
 _EXTENSIONS = {*_GOSSIP, "gossip"}
 _CONFIG = {*_EXTENSIONS, "extensions"}
-_MEMBERSHIP = {*_CONFIG, "config"}
-_WRAPPER = {*_MEMBERSHIP, "membership"}
+_ELASTIC = {*_CONFIG, "config"}
+_START = {*_ELASTIC, "elastic"}
+_WRAPPER = {*_START, "start"}
 MAY_IMPORT: dict[str, set[str]] = {
     "topo": set(),
     "codecs": set(),
@@ -37,11 +40,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "warn": set(),
     "optim": set(),
     "comm": _COMM,
+    "mesh": _MESH,
+    "wire": _WIRE,
     "gossip": _GOSSIP,
     "extensions": _EXTENSIONS,
     "config": _CONFIG,
-    "membership": _MEMBERSHIP,
-    "utils": {"membership"},
+    "elastic": _ELASTIC,
+    "start": _START,
+    "utils": {"start"},
     "wrapper": _WRAPPER,
     "ddp": {*_WRAPPER, "wrapper"},
     "checkpoint": {*_WRAPPER, "wrapper"},

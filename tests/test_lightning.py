@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from decent_optim_wrapper import DecentOptimWrapper
-from decent_optim_wrapper.membership.consistency import Agreement
+from decent_optim_wrapper.start.consistency import Agreement
 
 pytestmark = [
     pytest.mark.slow,

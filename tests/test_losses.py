@@ -23,8 +23,8 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError, Schedule
 from decent_optim_wrapper.comm.losses import Loss, Losses
+from decent_optim_wrapper.elastic.rendezvous import Gathering, Note, Rendezvous
 from decent_optim_wrapper.errors import text_of
-from decent_optim_wrapper.membership.rendezvous import Gathering, Note, Rendezvous
 
 # Far beyond what a busy machine, or the end of an earlier test in this process, may take.
 PATIENCE = 60.0

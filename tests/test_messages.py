@@ -12,7 +12,7 @@ from ranks import run_threads
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule, TopologyFactory
 from decent_optim_wrapper.integrations.versions import require
-from decent_optim_wrapper.membership.launch import find_launch
+from decent_optim_wrapper.start.launch import find_launch
 from decent_optim_wrapper.topo import Hierarchical, Ring
 
 SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}

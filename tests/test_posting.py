@@ -21,10 +21,10 @@ from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, PeerError, 
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm import streams
 from decent_optim_wrapper.comm.streams import InOrder
-from decent_optim_wrapper.gossip import bucket as buckets
-from decent_optim_wrapper.gossip import coded, storage
-from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.timing import SpareTime
+from decent_optim_wrapper.wire import bucket as buckets
+from decent_optim_wrapper.wire import coded, storage
+from decent_optim_wrapper.wire.bucket import Bucket
 
 pytestmark = pytest.mark.slow
 

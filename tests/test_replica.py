@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from decent_optim_wrapper.gossip.replica import Replica
+from decent_optim_wrapper.mesh.replica import Replica
 
 
 class Transfers(TorchFunctionMode):

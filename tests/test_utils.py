@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from decent_optim_wrapper import DecentOptimWrapper, utils
-from decent_optim_wrapper.membership.launch import Ranks, find_launch, init_distributed
+from decent_optim_wrapper.start.launch import Ranks, find_launch, init_distributed
 
 TORCHRUN = {
     "RANK": "5",

@@ -21,9 +21,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from decent_optim_wrapper import DecentOptimWrapper, DecentralizedDataParallel, Schedule
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.gossip.bucket import Layout
+from decent_optim_wrapper.elastic import hand_over
 from decent_optim_wrapper.gossip.extension import Extensions
-from decent_optim_wrapper.membership import hand_over
+from decent_optim_wrapper.wire.bucket import Layout
 
 SAME = "the peers have sent what this rank has itself"
 

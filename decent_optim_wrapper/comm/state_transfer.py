@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -104,3 +105,16 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
         f"optimizer whose state_dict() holds only tensors, numbers, strings and containers of "
         f"these, or restart all ranks from a checkpoint"
     )
+
+
+def difference(theirs: str, ours: str, whose: str) -> str:
+    """The first line in which two descriptions differ, in words.
+
+    Args:
+        theirs: one description.
+        ours: another.
+        whose: the owner of `ours`.
+    """
+    pairs = zip_longest(theirs.split("\n"), ours.split("\n"), fillvalue="nothing more")
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"<{one}> where {whose} has <{other}>"

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
-from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.local_update import Apply, Scaling, global_step_hooks, step_hooks
 from decent_optim_wrapper.gossip.parameters import named_parameters, sparse_gradient_error
-from decent_optim_wrapper.membership.session import Extras
+from decent_optim_wrapper.start.session import Extras
+from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 

@@ -21,8 +21,8 @@ from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
 from decent_optim_wrapper.gossip.local_update import SPLITTABLE
 from decent_optim_wrapper.gossip.saved_state import check_state_dict
 from decent_optim_wrapper.gossip.schedule import Delayed
-from decent_optim_wrapper.membership.arguments import Arguments
-from decent_optim_wrapper.membership.start import Start
+from decent_optim_wrapper.start.arguments import Arguments
+from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
 

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, Adamax, AdamW, Optimizer, RAdam
 
-from decent_optim_wrapper.gossip.bucket import HALF_DTYPES, Bucket, Layout
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
 from decent_optim_wrapper.optim.closures import evaluates_inside_step
 from decent_optim_wrapper.optim.shards import local, local_grad
+from decent_optim_wrapper.wire.bucket import HALF_DTYPES, Bucket, Layout
 
 # How far a round mixes y, and the weight of a new gradient in the mean.
 _DAMPING, _NEW = 0.3, 0.1

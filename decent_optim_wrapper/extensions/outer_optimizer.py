@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.gossip.bucket import Bucket, is_finite, members_of
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext, ReceivedBucket
 from decent_optim_wrapper.gossip.schedule import Kind
 from decent_optim_wrapper.optim.shards import local
+from decent_optim_wrapper.wire.bucket import Bucket, is_finite, members_of
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.average import average, finite_shares
-from decent_optim_wrapper.gossip.bucket import Bucket, members_of, plan_buckets
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
 from decent_optim_wrapper.gossip.schedule import Kind
 from decent_optim_wrapper.topo import Group
+from decent_optim_wrapper.wire.bucket import Bucket, members_of, plan_buckets
 
 # Counters of torch's optimizers and ours; for a parameter without dimensions they have its shape.
 _COUNTERS = frozenset({"step", "position", "mu_product", "eta", "mu"})

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from decent_optim_wrapper.codecs import CastCodec
 from decent_optim_wrapper.extensions.state_average import is_like
-from decent_optim_wrapper.gossip.bucket import Bucket, Layout
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
-from decent_optim_wrapper.gossip.storage import Flat
 from decent_optim_wrapper.optim.shards import local
+from decent_optim_wrapper.wire.bucket import Bucket, Layout
+from decent_optim_wrapper.wire.storage import Flat
 
 
 class StateGossip(Extension):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.gossip.bucket import Bucket, all_finite
-from decent_optim_wrapper.gossip.nonfinite import NonFinitePolicy, nonfinite_error
-from decent_optim_wrapper.gossip.replica import Replica
-from decent_optim_wrapper.gossip.storage import Flat
+from decent_optim_wrapper.mesh.replica import Replica
+from decent_optim_wrapper.wire.bucket import Bucket, all_finite
+from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy, nonfinite_error
+from decent_optim_wrapper.wire.storage import Flat
 
 
 class WorldAverage:

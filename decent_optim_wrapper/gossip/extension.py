@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.gossip.bucket import Bucket, Layout
-from decent_optim_wrapper.gossip.nonfinite import NonFinitePolicy
-from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.schedule import Intervals, Kind, Pacing
-from decent_optim_wrapper.gossip.storage import Flat
 from decent_optim_wrapper.gossip.timing import Meter
+from decent_optim_wrapper.mesh.replica import Replica
+from decent_optim_wrapper.wire.bucket import Bucket, Layout
+from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
+from decent_optim_wrapper.wire.storage import Flat
 
 
 class ExtensionContext(NamedTuple):

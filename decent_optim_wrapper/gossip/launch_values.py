@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.gossip.bucket import as_real
 from decent_optim_wrapper.gossip.round import Round
+from decent_optim_wrapper.wire.bucket import as_real
 
 
 @torch.no_grad()

@@ -13,11 +13,11 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.extension import Extensions
 from decent_optim_wrapper.gossip.parameters import Named, sparse_gradient_error
 from decent_optim_wrapper.optim import QGSGD, AccumAdam, AccumAdamW
 from decent_optim_wrapper.optim.shards import local
+from decent_optim_wrapper.wire.bucket import Bucket
 
 # State per parameter and nothing that couples parameters: updating them in several calls is the
 # same computation. Exact types only, since a subclass may couple what its parent does not.

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from decent_optim_wrapper.gossip.replica import Replica
-from decent_optim_wrapper.gossip.storage import overlapping
+from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.optim.shards import local
+from decent_optim_wrapper.wire.storage import overlapping
 
 
 class Named(NamedTuple):

@@ -20,21 +20,21 @@ from decent_optim_wrapper.comm.transport import (
     WireError,
 )
 from decent_optim_wrapper.errors import CallOrderError, PeerError
-from decent_optim_wrapper.gossip.bucket import Bucket
-from decent_optim_wrapper.gossip.checked_on_gpu import CheckedOnGpu
-from decent_optim_wrapper.gossip.coded import CodedGroup, CodedPair
-from decent_optim_wrapper.gossip.exchange import (
+from decent_optim_wrapper.gossip.header import Header
+from decent_optim_wrapper.gossip.schedule import Kind, Pacing, RoundPlan, Session
+from decent_optim_wrapper.gossip.timing import Meter
+from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.checked_on_gpu import CheckedOnGpu
+from decent_optim_wrapper.wire.coded import CodedGroup, CodedPair
+from decent_optim_wrapper.wire.exchange import (
     Exchange,
     KeptStart,
     PlainGroup,
     PlainPair,
     Wire,
 )
-from decent_optim_wrapper.gossip.header import Header
-from decent_optim_wrapper.gossip.nonfinite import NonFinitePolicy, nonfinite_error
-from decent_optim_wrapper.gossip.schedule import Kind, Pacing, RoundPlan, Session
-from decent_optim_wrapper.gossip.storage import Flat
-from decent_optim_wrapper.gossip.timing import Meter
+from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy, nonfinite_error
+from decent_optim_wrapper.wire.storage import Flat
 
 # Tags of an exchange: two for small messages, then one for each bucket.
 _HEADER_TAG, _FLAGS_TAG, _FIRST_BUCKET_TAG = 0, 1, 2

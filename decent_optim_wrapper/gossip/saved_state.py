@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from decent_optim_wrapper.gossip.gossip import Gossip
-from decent_optim_wrapper.gossip.references import Meetings, referring
 from decent_optim_wrapper.gossip.schedule import check_mixing_rate
 from decent_optim_wrapper.gossip.step import GossipState
 from decent_optim_wrapper.warn import warn
+from decent_optim_wrapper.wire.references import Meetings, referring
 
 
 class Arrange(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.gossip.references import References
 from decent_optim_wrapper.topo import Group, Topology
+from decent_optim_wrapper.wire.references import References
 
 
 class Kind(Enum):

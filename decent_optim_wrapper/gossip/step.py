@@ -37,18 +37,18 @@ from decent_optim_wrapper.comm.background import in_background, is_background
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.average import WorldAverage
-from decent_optim_wrapper.gossip.bucket import Bucket
 from decent_optim_wrapper.gossip.extension import Extension, Extensions, ReceivedBucket
 from decent_optim_wrapper.gossip.header import Call, Header
 from decent_optim_wrapper.gossip.launch_values import starts_of
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.members import Members
-from decent_optim_wrapper.gossip.nonfinite import NonFinitePolicy
-from decent_optim_wrapper.gossip.references import Meetings
-from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.round import Round
 from decent_optim_wrapper.gossip.schedule import Kind, Pacing, RoundPlan, Session
 from decent_optim_wrapper.gossip.timing import Meter, SpareTime
+from decent_optim_wrapper.mesh.replica import Replica
+from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
+from decent_optim_wrapper.wire.references import Meetings
 
 Result = TypeVar("Result")
 

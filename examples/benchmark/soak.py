@@ -40,7 +40,7 @@ from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule
-from decent_optim_wrapper.membership.rendezvous import key_prefix
+from decent_optim_wrapper.elastic.rendezvous import key_prefix
 
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])

@@ -6,20 +6,20 @@ Nothing that arrives is unpickled: descriptions are sent as UTF-8 bytes in tenso
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import torch
-from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.gossip.bucket import Layout, extend_plan, plan_buckets
+from decent_optim_wrapper.elastic.recovery import Recovery
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.parameters import Named, check_shards, check_tensors
-from decent_optim_wrapper.membership.recovery import Recovery
-from decent_optim_wrapper.membership.start import Start, check_same
+from decent_optim_wrapper.start.start import Start, check_same
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
+from decent_optim_wrapper.wire.broadcast import broadcast
+from decent_optim_wrapper.wire.bucket import Layout, extend_plan
 
 
 class Agreement:
@@ -94,7 +94,7 @@ class Agreement:
         replica.connect(named.tensor for named in parameters)
         transport.begin_on([named.tensor.device for named in parameters])
         if self._sync_at_start and late:
-            broadcast(late, transport, self._layout)
+            broadcast([named.tensor for named in late], transport, self._layout)
         gossip.buckets = extend_plan(gossip.buckets, (p.tensor for p in parameters), self._layout)
 
     @property
@@ -114,41 +114,10 @@ class Agreement:
         return "\n".join(lines)
 
 
-def broadcast(
-    tensors: Iterable[Named],
-    transport: Transport,
-    layout: Layout,
-    source: int = 0,
-    keep: bool = False,
-) -> int:
-    """Overwrite the tensors with those of one rank, bucket by bucket; collective.
-
-    Args:
-        tensors: the tensors, of the same kind and order on every rank.
-        transport: connects the ranks.
-        layout: cap and wire device of the buckets.
-        source: the rank whose values are sent.
-        keep: receive the values, but keep this rank's own.
-
-    Returns:
-        The number of tensors that had other values on this rank.
-    """
-    replaced = 0
-    # Behind autograd's back: a backward pass in which this happens can still come to its end.
-    for bucket in plan_buckets((named.tensor.data for named in tensors), layout.plain):
-        own = bucket.pack(bucket.new_flat(bucket.wire_device))
-        flat = bucket.view(own.data.clone())
-        transport.broadcast(flat.data, source)
-        pairs = zip(own.views, flat.views, strict=True)
-        replaced += sum(not _same_bytes(*pair) for pair in pairs)
-        if not keep:
-            bucket.unpack_(flat)
-    return replaced
-
-
 def _synchronize(tensors: Sequence[Named], transport: Transport, layout: Layout) -> None:
     """Take the values of rank 0 on all ranks, and warn of ranks that had others."""
-    own = torch.tensor([broadcast(tensors, transport, layout)], device="cpu")
+    values = [named.tensor for named in tensors]
+    own = torch.tensor([broadcast(values, transport, layout)], device="cpu")
     replaced = transport.all_gather(own).flatten().tolist()
     by_rank = {r: count for r, count in zip(transport.members, replaced, strict=True) if count}
     if by_rank and transport.rank == 0:
@@ -158,8 +127,3 @@ def _synchronize(tensors: Sequence[Named], transport: Transport, layout: Layout)
             f"sync_at_start=False lets every rank keep its own. If they were random, nothing is "
             f"lost: call torch.manual_seed(0) on all ranks before the model is built"
         )
-
-
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bytes, NaN included."""
-    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))

@@ -22,8 +22,8 @@ from torch.distributed import DistError
 from decent_optim_wrapper.comm.background import within
 from decent_optim_wrapper.comm.process_groups import connect_gloo, prefixed
 from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.elastic.heartbeat import Heartbeat
 from decent_optim_wrapper.errors import PeerError, text_of
-from decent_optim_wrapper.membership.heartbeat import Heartbeat
 
 _POLL_SECONDS = 0.02
 # Members are alive when a group is made: they connect soon, or one of them has just died.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from decent_optim_wrapper.comm.streams import LateValues
-from decent_optim_wrapper.gossip.exchange import Exchange, Usable, Wire
+from decent_optim_wrapper.wire.exchange import Exchange, Usable, Wire
 
 
 class CheckedOnGpu:

@@ -12,14 +12,14 @@ from typing import TypeVar
 import torch
 from loguru import logger
 
+from decent_optim_wrapper.comm.state_transfer import difference
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import OnChange, Schedule
+from decent_optim_wrapper.elastic.rendezvous import Note, Rendezvous
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.header import Call
 from decent_optim_wrapper.gossip.schedule import Session
-from decent_optim_wrapper.membership.rendezvous import Note, Rendezvous
-from decent_optim_wrapper.membership.start import difference
 from decent_optim_wrapper.topo import Complete, Greedy, RandomMatching, Topology
 
 # Sends the state of the rank at that position; the flag says whether to take it. Collective.

@@ -11,7 +11,7 @@ from itertools import groupby
 import torch.distributed as dist
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.membership.start import exchange
+from decent_optim_wrapper.start.start import exchange
 
 
 def agree_on_local_world_size(given: int | None, node: str, transport: Transport) -> int:

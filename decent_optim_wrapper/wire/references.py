@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.codecs import wide
-from decent_optim_wrapper.gossip.bucket import Bucket, as_real
 from decent_optim_wrapper.topo import Topology
+from decent_optim_wrapper.wire.bucket import Bucket, as_real
 
 # Copies of the parameters that a rank keeps as references at most, one for each of its groups.
 MOST_REFERENCES = 4

@@ -12,11 +12,11 @@ from torch import Tensor
 from decent_optim_wrapper.codecs import is_finite_on_device
 from decent_optim_wrapper.comm.streams import Waitable
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.gossip.bucket import Bucket, is_finite
-from decent_optim_wrapper.gossip.nonfinite import OnNonfinite
-from decent_optim_wrapper.gossip.references import Edge
-from decent_optim_wrapper.gossip.storage import Flat
 from decent_optim_wrapper.topo import Group
+from decent_optim_wrapper.wire.bucket import Bucket, is_finite
+from decent_optim_wrapper.wire.nonfinite import OnNonfinite
+from decent_optim_wrapper.wire.references import Edge
+from decent_optim_wrapper.wire.storage import Flat
 
 
 class Wire(NamedTuple):

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.codecs import Codec, wide
-from decent_optim_wrapper.comm.coded_mean import CodedMean
-from decent_optim_wrapper.gossip.bucket import Bucket
-from decent_optim_wrapper.gossip.exchange import Exchange, Usable, Wire
-from decent_optim_wrapper.gossip.storage import new_vector
+from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.coded_mean import CodedMean
+from decent_optim_wrapper.wire.exchange import Exchange, Usable, Wire
+from decent_optim_wrapper.wire.storage import new_vector
 
 # A slice of a vector, and values there.
 Part = tuple[slice, Tensor]

@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, Settings
+from decent_optim_wrapper.elastic.hand_over import HandOver
+from decent_optim_wrapper.elastic.recovery import Recovery
+from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.gossip.average import WorldAverage
-from decent_optim_wrapper.gossip.bucket import Layout, extend_plan, plan_buckets
 from decent_optim_wrapper.gossip.extension import ExtensionContext, Extensions
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
-from decent_optim_wrapper.gossip.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.gossip.parameters import (
     Named,
     check_dense,
@@ -28,29 +29,28 @@ from decent_optim_wrapper.gossip.parameters import (
     named_buffers,
     named_parameters,
 )
-from decent_optim_wrapper.gossip.references import MOST_REFERENCES
-from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.schedule import Pacing, Session
 from decent_optim_wrapper.gossip.timing import Meter
-from decent_optim_wrapper.membership.arguments import (
+from decent_optim_wrapper.mesh.replica import Replica
+from decent_optim_wrapper.start.arguments import (
     check_arguments,
     check_sizes,
     resolve_store,
     resolve_topology,
 )
-from decent_optim_wrapper.membership.consistency import Agreement
-from decent_optim_wrapper.membership.hand_over import HandOver
-from decent_optim_wrapper.membership.nodes import (
+from decent_optim_wrapper.start.consistency import Agreement
+from decent_optim_wrapper.start.nodes import (
     agree_on_local_world_size,
     launched_local_world_size,
     node_name,
     ranks_per_node,
 )
-from decent_optim_wrapper.membership.recovery import Recovery
-from decent_optim_wrapper.membership.rendezvous import Rendezvous
-from decent_optim_wrapper.membership.start import Start
+from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
+from decent_optim_wrapper.wire.bucket import Layout, extend_plan, plan_buckets
+from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
+from decent_optim_wrapper.wire.references import MOST_REFERENCES
 
 
 @dataclass(frozen=True)

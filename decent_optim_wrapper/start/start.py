@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,16 +21,16 @@ from loguru import logger
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from decent_optim_wrapper.comm.state_transfer import share_text
+from decent_optim_wrapper.comm.state_transfer import difference, share_text
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, read_timeout
-from decent_optim_wrapper.gossip.replica import Dimension
-from decent_optim_wrapper.membership.arguments import (
+from decent_optim_wrapper.elastic.rendezvous import Rendezvous, tell_failure
+from decent_optim_wrapper.mesh.replica import Dimension
+from decent_optim_wrapper.start.arguments import (
     Arguments,
     resolve_process_group,
     resolve_store,
 )
-from decent_optim_wrapper.membership.rendezvous import Rendezvous, tell_failure
 
 # A SHA-256 digest. All exchanges have one size: a failing rank does not know which one is next.
 _NUMBERS = 4
@@ -239,16 +238,3 @@ def exchange(transport: Transport, numbers: Sequence[int], failure: str = "") ->
         if not failure:
             raise OtherRankError(reason)
     return rows[:, 1:]
-
-
-def difference(theirs: str, ours: str, whose: str) -> str:
-    """The first line in which two descriptions differ, in words.
-
-    Args:
-        theirs: one description.
-        ours: another.
-        whose: the owner of `ours`.
-    """
-    pairs = zip_longest(theirs.split("\n"), ours.split("\n"), fillvalue="nothing more")
-    one, other = next(pair for pair in pairs if pair[0] != pair[1])
-    return f"<{one}> where {whose} has <{other}>"

@@ -8,12 +8,12 @@ from typing import Any
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.state_transfer import receive_state, send_state, sendable
-from decent_optim_wrapper.gossip.bucket import Layout
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.parameters import Named, named_parameters
 from decent_optim_wrapper.gossip.saved_state import gossip_state, read_state, restore
-from decent_optim_wrapper.membership.consistency import broadcast
 from decent_optim_wrapper.warn import warn
+from decent_optim_wrapper.wire.broadcast import broadcast
+from decent_optim_wrapper.wire.bucket import Layout
 
 
 class HandOver:
@@ -51,8 +51,8 @@ class HandOver:
             takes: whether this rank needs the state; otherwise it drops what it receives.
         """
         transport = self._gossip.session.transport
-        tensors = [*named_parameters(self._optimizer.param_groups), *self._others]
-        broadcast(tensors, transport, self._layout, donor, keep=not takes)
+        named = [*named_parameters(self._optimizer.param_groups), *self._others]
+        broadcast([each.tensor for each in named], transport, self._layout, donor, keep=not takes)
         if transport.rank == donor:
             parts = [self._state_of(part) for part in self._parts]
             saved = gossip_state(self._gossip)

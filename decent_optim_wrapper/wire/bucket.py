@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from decent_optim_wrapper.codecs import Codec, wide
-from decent_optim_wrapper.gossip.storage import Arena, Flat, move_together, new_vector
 from decent_optim_wrapper.optim.shards import largest_shard_bytes, local
+from decent_optim_wrapper.wire.storage import Arena, Flat, move_together, new_vector
 
 MIB = 1024 * 1024
 # Elements that are mixed at once where a temporary copy is needed.

@@ -1,0 +1,1 @@
+"""Replicas that are spread over several ranks of a device mesh."""

@@ -1,0 +1,1 @@
+"""From the arguments of a wrapper to ranks that have met and agree."""

@@ -1,0 +1,1 @@
+"""How values travel: buckets, their memory, codes, references, and what arrives mixed in."""

@@ -1,0 +1,48 @@
+"""The values of one rank on all others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.wire.bucket import Layout, plan_buckets
+
+
+def broadcast(
+    tensors: Iterable[Tensor],
+    transport: Transport,
+    layout: Layout,
+    source: int = 0,
+    keep: bool = False,
+) -> int:
+    """Overwrite the tensors with those of one rank, bucket by bucket; collective.
+
+    Args:
+        tensors: the tensors, of the same kind and order on every rank.
+        transport: connects the ranks.
+        layout: cap and wire device of the buckets.
+        source: the rank whose values are sent.
+        keep: receive the values, but keep this rank's own.
+
+    Returns:
+        The number of tensors that had other values on this rank.
+    """
+    replaced = 0
+    # Behind autograd's back: a backward pass in which this happens can still come to its end.
+    for bucket in plan_buckets((tensor.data for tensor in tensors), layout.plain):
+        own = bucket.pack(bucket.new_flat(bucket.wire_device))
+        flat = bucket.view(own.data.clone())
+        transport.broadcast(flat.data, source)
+        pairs = zip(own.views, flat.views, strict=True)
+        replaced += sum(not _same_bytes(*pair) for pair in pairs)
+        if not keep:
+            bucket.unpack_(flat)
+    return replaced
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bytes, NaN included."""
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))
