@@ -31,7 +31,7 @@ from decent_optim_wrapper import (
 )
 from decent_optim_wrapper.codecs import INT4
 from decent_optim_wrapper.config import AverageState
-from decent_optim_wrapper.membership.recovery import fitting
+from decent_optim_wrapper.elastic.recovery import fitting
 
 pytestmark = pytest.mark.slow
 
@@ -43,8 +43,8 @@ def tensors_of(outer: dict[str, Any] | None) -> list[torch.Tensor]:
     """The momenta and the anchors of an outer optimizer's state."""
     if outer is None:
         return []
-    momenta = [each["momentum_buffer"] for _, each in sorted(outer["optimizer"]["state"].items())]
-    return [*momenta, *outer["anchors"]]
+    rows = outer["params"]
+    return [*(row["state"]["momentum_buffer"] for row in rows), *(row["anchor"] for row in rows)]
 
 
 def train(

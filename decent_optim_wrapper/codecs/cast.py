@@ -32,6 +32,14 @@ class CastCodec(Codec):
         """Cast a slice."""
         message.view(self.dtype)[place].copy_(values)
 
+    @torch.no_grad()
+    def encode(self, values: Tensor, message: Tensor, reference: Tensor | None = None) -> None:
+        """As `Codec.encode`, in one pass: no block needs to stay in the cache."""
+        if reference is None:
+            message.view(self.dtype).copy_(values)
+        else:
+            torch.sub(values, reference, out=message.view(self.dtype))
+
     def read(self, message: Tensor, place: slice, values: Tensor) -> None:
         """Cast a slice back."""
         values.copy_(message.view(self.dtype)[place])

@@ -85,7 +85,7 @@ class CodedExchange(Exchange):
         if self.codes_late:
             self._encode()
         if self._wire.checks:
-            finite = torch.stack([self._codec.is_finite(each) for each in self._outgoing]).all()
+            finite = _all([self._codec.is_finite(each) for each in self._outgoing])
             self.finite = finite if self.on_gpu else bool(finite)
             # A larger group would spread them.
             if not self.on_gpu and not finite and self._wire.on_nonfinite == "skip":
@@ -104,16 +104,31 @@ class CodedExchange(Exchange):
     def mix_usable(self, rate: float, usable: Usable) -> None:
         """Mix in what has arrived if the values of both are finite, which only the GPU knows.
 
-        Otherwise both ends mix and refer to zeros. A rank whose own values are not finite keeps
-        them.
+        Otherwise both ends mix and refer to zeros. A rank whose own values are not finite takes
+        those that have arrived.
         """
-        both = usable.arrived if usable.own is None else usable.arrived.logical_and(usable.own)
+        if usable.own is None:
+            self._mix_where(usable.arrived, rate)
+            return
+        bucket, theirs = self._bucket, self._bucket.new_flat(dtype=wide(self._bucket.dtype)).data
+        for place, part in self._absolute(self._means(1)):
+            theirs[place] = part
+        self._mix_where(usable.arrived.logical_and(usable.own), rate)
+        takes = usable.own.logical_not().logical_and(usable.arrived)
+        now = bucket.pack(bucket.spare(bucket.dtype))
+        torch.where(takes, theirs.to(bucket.dtype), now.data, out=now.data)
+        bucket.unpack_(now)
+
+    def _mix_where(self, condition: Tensor, rate: float) -> None:
+        refused = condition.logical_not()
         for message in (*self._arrived, *self._outgoing):
-            message.masked_fill_(both.logical_not(), 0)
+            message.masked_fill_(refused, 0)
         self.mix(rate, self._wire.group.ranks)
 
     def compare(self) -> tuple[Tensor, Tensor] | None:
-        """Whether this rank has what has arrived, of shape (), and what it has sent.
+        """Whether this rank has what has arrived, of shape (), and the values that it has coded.
+
+        Not the codes: those of equal values differ from round to round while a reference follows.
 
         Returns:
             None where a mean has scales of its own: equal values do not arrive as the same bits.
@@ -121,8 +136,8 @@ class CodedExchange(Exchange):
         if self._wire.group.size > 2 and self._codec.block > 1:
             return None
         pairs = zip(self._arrived, self._outgoing, strict=True)
-        equal = torch.stack([(theirs == ours).all() for theirs, ours in pairs]).all()
-        return equal, torch.cat(self._outgoing)
+        equal = _all([(theirs == ours).all() for theirs, ours in pairs])
+        return equal, self._values.data
 
     @abstractmethod
     def _send(self) -> None:
@@ -292,6 +307,10 @@ def _shares(numel: int, block: int, count: int, round: int) -> list[slice]:
     # Not in turn: a group may meet in every fourth round only.
     first = int(Random(round).random() * count)
     return chunks[first:] + chunks[:first]
+
+
+def _all(flags: list[Tensor]) -> Tensor:
+    return flags[0] if len(flags) == 1 else torch.stack(flags).all()
 
 
 def _length(place: slice) -> int:
