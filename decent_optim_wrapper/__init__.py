@@ -9,7 +9,7 @@ from decent_optim_wrapper.config import Elastic, Schedule
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.extension import Extension
-from decent_optim_wrapper.gossip.schedule import Pacing
+from decent_optim_wrapper.gossip.pacing import Pacing
 from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 

@@ -28,8 +28,9 @@ from decent_optim_wrapper.config import (
 )
 from decent_optim_wrapper.extensions import GradientTracking
 from decent_optim_wrapper.gossip.extension import Extension
-from decent_optim_wrapper.gossip.header import Call
+from decent_optim_wrapper.gossip.header import CollectiveCall
 from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling, apply_update
+from decent_optim_wrapper.gossip.pacing import Pacing
 from decent_optim_wrapper.gossip.parameters import Named, named_parameters
 from decent_optim_wrapper.gossip.saved_state import (
     check_state_dict,
@@ -39,7 +40,7 @@ from decent_optim_wrapper.gossip.saved_state import (
     read_state,
     restore,
 )
-from decent_optim_wrapper.gossip.schedule import Pacing, check_mixing_rate
+from decent_optim_wrapper.gossip.schedule import check_mixing_rate
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import StepStats
 from decent_optim_wrapper.mesh.replica import Replica
@@ -207,6 +208,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             model,
         )
         self._gossip = self._parts.gossip
+        self._pipeline = self._gossip.pipeline
         Joinable.__init__(self)
         warn_of_checkpoints(self, self._gossip)
         logger.info("{!r}", self)
@@ -214,12 +216,12 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def topology(self) -> Topology:
         """The topology of the gossip, among `members`."""
-        return self._gossip.session.topology
+        return self._pipeline.session.topology
 
     @property
     def round(self) -> int:
         """Number of steps made so far; with ``gossip_every="auto"``, of rounds launched."""
-        return self._gossip.state.round
+        return self._pipeline.round
 
     @property
     def is_averaged(self) -> bool:
@@ -233,11 +235,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         With ``gossip_every="auto"`` ranks may be at different steps, and so have different rates:
         a group mixes with the lowest of its ranks.
         """
-        return self._gossip.mixing_rate
+        return self._pipeline.mixing_rate
 
     @mixing_rate.setter
     def mixing_rate(self, rate: float) -> None:
-        self._gossip.mixing_rate = check_mixing_rate(rate)
+        self._pipeline.mix_with(check_mixing_rate(rate))
 
     @property
     def gradient_tracking(self) -> bool:
@@ -256,39 +258,39 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             )
         if not tracks and self._tracking is not None:
             # A round in flight still mixes what was tracked.
-            drop = partial(self._gossip.extensions.drop, self._tracking)
-            self._gossip.meet(Call.DROP_EXTENSION, drop)
+            drop = partial(self._pipeline.extensions.drop, self._tracking)
+            self._gossip.meet(CollectiveCall.DROP_EXTENSION, drop)
             self._notify_change()
 
     @property
     def _tracking(self) -> GradientTracking | None:
-        found = (e for e in self._gossip.extensions.all if isinstance(e, GradientTracking))
+        found = (e for e in self._pipeline.extensions.all if isinstance(e, GradientTracking))
         return next(found, None)
 
     @property
     def rank(self) -> int:
         """This rank, as numbered at the start."""
-        return self._gossip.session.transport.initial_rank
+        return self._pipeline.session.transport.initial_rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks that take part."""
-        return self._gossip.session.transport.world_size
+        return self._pipeline.session.transport.world_size
 
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that take part, as numbered at the start."""
-        return self._gossip.session.transport.members
+        return self._pipeline.session.transport.members
 
     @property
     def replica(self) -> Replica:
         """The ranks of a mesh that hold one copy of the model together."""
-        return self._gossip.replica
+        return self._parts.replica
 
     @property
     def buckets(self) -> Sequence[Bucket]:
         """The buckets of the parameters, in the order in which they are exchanged."""
-        return self._gossip.buckets
+        return self._pipeline.buckets
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -315,13 +317,14 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                     loss, closure = closure(), None
             except BaseException as error:
                 # The others wait for this rank in their rounds.
-                self._gossip.close(error)
+                self._gossip.failures.close(error)
                 raise
         # Not earlier: the closure may have gathered the parameters.
-        self._gossip.reshard()
+        if self._gossip.replica.may_gather:
+            self._gossip.replica.reshard()
         if splits:
             with self._in_parts(self._scaling()) as advance:
-                for bucket in self._gossip.buckets:
+                for bucket in self._pipeline.buckets:
                     advance(bucket)
             return loss
         with self._step() as step:
@@ -332,9 +335,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def _evaluates_first(self) -> bool:
         """Whether a closure is evaluated before the base's step."""
-        gossip = self._gossip
-        in_step = gossip.pacing.mixes_in_step(gossip.round)
-        return not in_step or gossip.extensions.corrects_gradients
+        pipeline = self._pipeline
+        in_step = pipeline.policy.pacing.mixes_in_step(pipeline.round)
+        return not in_step or pipeline.extensions.corrects_gradients
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base and gossip its parameters from the next round on.
@@ -429,7 +432,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     def consensus_distance(self) -> float:
         """Root mean square over the ranks of ||x_i - mean(x)||_2; collective."""
-        distance = self._gossip.meet(Call.CONSENSUS_DISTANCE, self._gossip.consensus_distance)
+        distance = self._gossip.meet(
+            CollectiveCall.CONSENSUS_DISTANCE, self._gossip.consensus_distance
+        )
         self._notify_change()
         return distance
 
@@ -453,7 +458,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
         """
         params = [param for group in self.param_groups for param in group["params"]]
-        if not self._gossip.replica.dimensions:
+        if not self._gossip.replica.transports:
             return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         return self._gossip.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
@@ -474,7 +479,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     def stats(self) -> StepStats:
         """Bytes, seconds and counts of the last `step()` on this rank; communicates nothing."""
-        return self._gossip.meter.last
+        return self._pipeline.policy.meter.last
 
     def state_dict(self) -> dict[str, Any]:
         """The base's state dict and one key for the round; communicates nothing.
@@ -492,8 +497,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         and optimizer are loaded does not matter, and nothing is communicated here. A round that is
         in flight now is dropped.
 
-        Load on all ranks or on none. With gradient tracking or ``gossip_every="auto"`` the next
-        `step()` raises a `CallOrderError` on all ranks if only some have loaded.
+        Load on all ranks or on none. If only some have loaded, with gradient tracking or
+        ``gossip_every="auto"``, all ranks raise a `CallOrderError`: each in its next round with a
+        rank of the other kind.
 
         Raises:
             RuntimeError: with ``gossip_every="auto"``, a round is in flight that other ranks may
@@ -557,7 +563,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             ValueError: with ``gossip_every="auto"``, which needs no Join.
         """
-        if not self._gossip.pacing.synchronous:
+        if not self._pipeline.policy.pacing.synchronous:
             raise ValueError(
                 'gossip_every="auto" does not go with Join, in which ranks wait for each other in '
                 "every step and take no part in rounds meanwhile; ranks may make different numbers "
@@ -571,7 +577,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
-        self._parts.join_config = config
+        self._parts.set_join_config(config)
 
     @property
     def join_device(self) -> torch.device:
@@ -591,20 +597,22 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Join.notify_join_context(self)
         with Step(self._gossip, in_backward) as step:
             yield step
-            self._gossip.meter.skipped = self._local_update.skipped
+            self._pipeline.policy.meter.note_skipped(self._local_update.skipped)
         self._notify_change()
 
     def _idle_step(self) -> None:
         """One round without a local update."""
-        self._gossip.reshard()
+        if self._gossip.replica.may_gather:
+            self._gossip.replica.reshard()
         with Step(self._gossip) as step:
             step.advance(step.buckets, lambda: None)
         self._notify_change()
 
     def _regroup(self, parameters: list[Named], late: list[Named]) -> None:
         """Gossip these parameters, of which `late` are new, from the next round on; collective."""
-        add = partial(self._parts.agreement.add, self._gossip, parameters, late)
-        self._gossip.meet(Call.REGROUP, add)
+        parts = self._parts
+        add = partial(parts.agreement.add, self._pipeline, parts.replica, parameters, late)
+        self._gossip.meet(CollectiveCall.REGROUP, add)
         self._notify_change()
 
     def _notify_change(self) -> None:

@@ -420,6 +420,9 @@ def test_parameters_and_buffers_are_found_by_the_names_under_which_they_are_list
         assert model.get_buffer(f"module.{name}") is buffer
     with pytest.raises(AttributeError, match="missing"):
         model.get_parameter("missing.weight")
+    first = next(iter(params)).rpartition(".")[0]
+    with pytest.raises(AttributeError, match="missing"):
+        model.get_parameter(f"{first}.missing")
     with pytest.raises(AttributeError, match="missing"):
         model.get_buffer("missing")
 

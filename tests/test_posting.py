@@ -68,7 +68,7 @@ def crossing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "new_vector", unpinned)
     monkeypatch.setattr(buckets, "new_vector", unpinned)
     monkeypatch.setattr(coded, "new_vector", unpinned)
-    monkeypatch.setattr(Bucket, "crosses", True)
+    monkeypatch.setattr(Bucket, "via_cpu", True)
     monkeypatch.setattr(streams, "mark", lambda device: Late())
 
 
@@ -198,7 +198,7 @@ def test_sums_come_in_the_same_order_whatever_a_thread_posts(
     expected = run_threads(4, main)
     request.getfixturevalue("crossing")
     # As of a model with parameters on the GPU and on the CPU.
-    monkeypatch.setattr(Bucket, "crosses", property(lambda each: each.dtype == torch.float32))
+    monkeypatch.setattr(Bucket, "via_cpu", property(lambda each: each.dtype == torch.float32))
     for one, other in zip(run_threads(4, main), expected, strict=True):
         assert torch.equal(one, other)
     assert not torch.equal(expected[0], flatten(make_params(dtype=torch.float32) + make_params()))

@@ -265,7 +265,7 @@ def test_a_difference_beyond_the_wires_range_is_no_overflow(views: bool) -> None
 def shifted_peak_bytes(rank: int) -> int:
     layout = Layout(25, as_view=True)
     (bucket,) = plan_buckets([torch.ones(6_000_000)], layout)
-    outgoing, incoming = bucket.pair(freezes=True)
+    outgoing, incoming = bucket.pair(needs_snapshot=True)
     incoming.data.zero_()
     bucket.pack(outgoing)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:

@@ -198,7 +198,7 @@ class Transport:
         self._connects_cpu = world is None or serves(world, CPU)
         # Posts what is still packed or coded. Collectives must wait for it: those of one
         # communicator come in the same order on all ranks.
-        self.posting: InOrder | None = None
+        self._posting: InOrder | None = None
         # By type of device: a backend tells slowly.
         self._coalescing: dict[str, bool] = {}
         # A closed transport is not a world of one rank: what needs the others raises.
@@ -611,11 +611,15 @@ class Transport:
             self._connects_cpu = True
         return self._world
 
+    def collectives_wait_for(self, posting: InOrder) -> None:
+        """Let collectives wait for what is still being posted."""
+        self._posting = posting
+
     def _for_collective(self) -> Any:
         """The communicator of all ranks, once nothing else is being posted there."""
-        posting = self.posting
+        posting = self._posting
         if posting is not None and not posting.runs_here:
-            self.posting = None
+            self._posting = None
             # Whether it has failed is told by the round.
             try:
                 self.wait_for_any(posting)

@@ -19,8 +19,8 @@ from decent_optim_wrapper.ddp.autograd_hooks import AutogradHooks
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
 from decent_optim_wrapper.gossip.local_update import SPLITTABLE
+from decent_optim_wrapper.gossip.pacing import Delayed
 from decent_optim_wrapper.gossip.saved_state import check_state_dict
-from decent_optim_wrapper.gossip.schedule import Delayed
 from decent_optim_wrapper.start.arguments import Arguments
 from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.topo import Topology
@@ -226,6 +226,8 @@ class DecentralizedDataParallel(Module):
         try:
             return self.module.get_parameter(target)
         except AttributeError:
+            if not target.startswith("module."):
+                raise
             return super().get_parameter(target)
 
     def get_buffer(self, target: str) -> Tensor:
@@ -233,6 +235,8 @@ class DecentralizedDataParallel(Module):
         try:
             return self.module.get_buffer(target)
         except AttributeError:
+            if not target.startswith("module."):
+                raise
             return super().get_buffer(target)
 
     def __getattr__(self, name: str) -> Any:

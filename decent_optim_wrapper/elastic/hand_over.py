@@ -50,16 +50,16 @@ class HandOver:
             donor: the position of the sender among the members.
             takes: whether this rank needs the state; otherwise it drops what it receives.
         """
-        transport = self._gossip.session.transport
+        transport = self._gossip.pipeline.session.transport
         named = [*named_parameters(self._optimizer.param_groups), *self._others]
         broadcast([each.tensor for each in named], transport, self._layout, donor, keep=not takes)
         if transport.rank == donor:
             parts = [self._state_of(part) for part in self._parts]
             saved = gossip_state(self._gossip)
             # The round in flight is dropped, and references start again.
-            for key in ("starts", "references"):
+            for key in ("launch_snapshot", "references"):
                 saved.pop(key, None)
-            for each in self._gossip.extensions.all:
+            for each in self._gossip.pipeline.extensions.all:
                 if each.belongs_to_rank:
                     saved["extensions"][each.name] = None
             state = [self._optimizer.state_dict(), saved, parts]
@@ -69,11 +69,13 @@ class HandOver:
         if takes:
             self.takeovers += 1
             self._optimizer.load_state_dict(base)
-            for each in self._gossip.extensions.all:
+            for each in self._gossip.pipeline.extensions.all:
                 if each.name and each.name not in saved.get("extensions", {}):
-                    self._gossip.extensions.drop(each)
+                    self._gossip.pipeline.extensions.drop(each)
             saved |= {"in_flight": False, "kept": False}
-            restore(self._gossip, read_state(self._gossip, saved, self._gossip.mixing_rate))
+            restore(
+                self._gossip, read_state(self._gossip, saved, self._gossip.pipeline.mixing_rate)
+            )
             for part, state in zip(self._parts, parts, strict=True):
                 if state is not None:
                     part.load_state_dict(state)
@@ -82,7 +84,7 @@ class HandOver:
         state = part.state_dict()
         if sendable(state):
             return state
-        rank = self._gossip.session.transport.initial_rank
+        rank = self._gossip.pipeline.session.transport.initial_rank
         warn(
             f"rank {rank}: the state of {type(part).__name__} contains more than tensors, numbers "
             f"and strings; it is not sent to the rank that comes back, where it starts from the "

@@ -18,8 +18,8 @@ from decent_optim_wrapper.config import OnChange, Schedule
 from decent_optim_wrapper.elastic.rendezvous import Note, Rendezvous
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.gossip import Gossip
-from decent_optim_wrapper.gossip.header import Call
-from decent_optim_wrapper.gossip.schedule import Session
+from decent_optim_wrapper.gossip.header import CollectiveCall
+from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.topo import Complete, Greedy, RandomMatching, Topology
 
 # Sends the state of the rank at that position; the flag says whether to take it. Collective.
@@ -59,7 +59,7 @@ class Recovery:
         # Whether ranks have come back and wait until the others are in a step.
         self._newcomers = False
         # The call that this rank is in, as long as others may wait for it there.
-        self._call: Call | None = None
+        self._call: CollectiveCall | None = None
         # How many calls this rank has made in addition to its steps, and how many all ranks have.
         self._calls_made = self._calls_of_all = 0
         weakref.finalize(self, rendezvous.leave)
@@ -105,9 +105,8 @@ class Recovery:
         """Manage the members of the gossip from now on; a rank that joins receives its state."""
         self._gossip = gossip
         self._hand_over = hand_over
-        gossip.members = self
         if self.joins:
-            self._call = Call.STEP
+            self._call = CollectiveCall.STEP
             self._settle_all()
             self._assemble()
             self._notified = self.members
@@ -115,7 +114,7 @@ class Recovery:
 
     def begin_step(self) -> None:
         """Admit ranks that come back, and join the recovery of ranks that have lost a peer."""
-        self._call = Call.STEP
+        self._call = CollectiveCall.STEP
         if self._rendezvous.wanted:
             self._gather_again("another rank has lost a peer, or comes back")
         elif self.transport.is_closed:
@@ -127,7 +126,7 @@ class Recovery:
         """Note that the next round is launched: no rank waits any more for this one's step."""
         self._call = None
 
-    def meet(self, call: Call, action: Callable[[], Result]) -> Result:
+    def meet(self, call: CollectiveCall, action: Callable[[], Result]) -> Result:
         """Make a call with all ranks; if one is lost, again with the remaining ones.
 
         Args:
@@ -152,10 +151,10 @@ class Recovery:
             PeerError: the ranks could not agree.
         """
         self._gather_again(reason)
-        if self._call is Call.STEP:
+        if self._call is CollectiveCall.STEP:
             self._assemble()
 
-    def _make(self, call: Call, action: Callable[[], None]) -> bool:
+    def _make(self, call: CollectiveCall, action: Callable[[], None]) -> bool:
         """Make a call with all ranks; return whether all of them have completed it.
 
         No rank leaves before all have come to the end of the action. A rank that loses a peer there
@@ -179,8 +178,8 @@ class Recovery:
         Raises:
             CallOrderError: the others are in different calls.
         """
-        while self._newcomers and self._gossip.state.round >= self._resume:
-            calls = self._calls() - {Call.STEP}
+        while self._newcomers and self._gossip.pipeline.round >= self._resume:
+            calls = self._calls() - {CollectiveCall.STEP}
             if len(calls) > 1:
                 raise CallOrderError(
                     f"rank {self._rendezvous.rank}: expected all ranks in the same method when a "
@@ -193,15 +192,15 @@ class Recovery:
                 with suppress(NonFiniteError):
                     self._make(call, partial(_mirror, call, self._gossip, self._rendezvous.rank))
 
-    def _calls(self) -> set[Call]:
+    def _calls(self) -> set[CollectiveCall]:
         """The calls that the ranks are in; once all are in a step, none is a newcomer."""
         try:
             numbers = self.transport.all_gather(torch.tensor([self._call or 0], device="cpu"))
         except PeerError as error:
             self._gather_again(error)
             return set()
-        calls = {Call(number) for number in numbers.flatten().tolist()}
-        if calls == {Call.STEP}:
+        calls = {CollectiveCall(number) for number in numbers.flatten().tolist()}
+        if calls == {CollectiveCall.STEP}:
             self._newcomers = False
             self._note = self._note._replace(needs_state=False)
         return calls
@@ -216,14 +215,14 @@ class Recovery:
         """Agree on the remaining ranks, and bring them to the same round."""
         logger.warning("rank {}: {}", self._rendezvous.rank, reason)
         self._note = self._note._replace(
-            round=self._gossip.state.round, calls_made=self._calls_made + acted
+            round=self._gossip.pipeline.round, calls_made=self._calls_made + acted
         )
         self._leave_round()
         self._meet()
         self._settle_all()
 
     def _leave_round(self) -> None:
-        self._gossip.abandon()
+        self._gossip.pipeline.in_flight.abandon()
         self.transport.abort("the members gather again")
 
     def _meet(self) -> None:
@@ -262,12 +261,12 @@ class Recovery:
         self._calls_of_all = min(self._notes[place].calls_made for place in donors)
         newcomers = len(donors) < len(self._notes)
         session = self.open_session(self._resume)
-        self._gossip.session = session
+        self._gossip.pipeline.enter(session)
         if newcomers:
             # From a rank that is at this round already: others still have steps to make until then.
             donor = next(p for p in donors if self._notes[p].round == self._resume)
             self._hand_over(donor, self.joins)
-        synchronous = self._gossip.pacing.synchronous
+        synchronous = self._gossip.pipeline.policy.pacing.synchronous
         if self.joins or not synchronous:
             self._gossip.resume_at(self._resume)
         if self.joins:
@@ -283,19 +282,19 @@ class Recovery:
         )
 
 
-def _mirror(call: Call, gossip: Gossip, rank: int) -> None:
+def _mirror(call: CollectiveCall, gossip: Gossip, rank: int) -> None:
     """Make a call with ranks that are in it, and drop the result; collective.
 
     Raises:
         CallOrderError: the call changes what the ranks train.
     """
     match call:
-        case Call.GLOBAL_AVG:
+        case CollectiveCall.GLOBAL_AVG:
             gossip.apply_average(may_revert=True)
             gossip.revert_average()
-        case Call.CONSENSUS_DISTANCE:
+        case CollectiveCall.CONSENSUS_DISTANCE:
             gossip.consensus_distance()
-        case Call.KEEP_AVERAGE:
+        case CollectiveCall.KEEP_AVERAGE:
             gossip.keep_state()
         case _:
             raise CallOrderError(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decent_optim_wrapper.comm.streams import LateValues
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext, ReceivedBucket
-from decent_optim_wrapper.gossip.schedule import Kind
+from decent_optim_wrapper.gossip.schedule import RoundKind
 from decent_optim_wrapper.warn import warn
 
 # Rounds of changed parameters that are the same on all ranks before there is a warning.
@@ -48,7 +48,7 @@ class IdenticalRanks(Extension):
             self._note(*compared)
         return nullcontext()
 
-    def end_round(self, kind: Kind) -> None:
+    def end_round(self, kind: RoundKind) -> None:
         """Count the round once all its buckets have been compared; one of a GPU in the next one."""
         last, self._last = self._last, None
         if last is not None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext, ReceivedBucket
-from decent_optim_wrapper.gossip.schedule import Kind
+from decent_optim_wrapper.gossip.schedule import RoundKind
 from decent_optim_wrapper.optim.shards import local
 from decent_optim_wrapper.wire.bucket import Bucket, is_finite, members_of
 
@@ -46,7 +46,7 @@ class OuterOptimizer(Extension):
         """
         self._base = context.optimizer
         averages = context.intervals.global_avg_every is not None
-        self._kind = Kind.AVERAGE if averages else Kind.GOSSIP
+        self._kind = RoundKind.AVERAGE if averages else RoundKind.GOSSIP
         # Mixing replaces parameters that are not finite, and these must not get into its state.
         self._heals = context.nonfinite.replaces
         self._anchors = _Anchors(self._make, self._base)

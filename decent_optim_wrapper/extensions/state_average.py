@@ -11,7 +11,7 @@ from torch import Tensor
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.average import average, finite_shares
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
-from decent_optim_wrapper.gossip.schedule import Kind
+from decent_optim_wrapper.gossip.schedule import RoundKind
 from decent_optim_wrapper.topo import Group
 from decent_optim_wrapper.wire.bucket import Bucket, members_of, plan_buckets
 
@@ -28,9 +28,9 @@ class StateAverage(Extension):
         """Average the state of the base."""
         self._context = context
 
-    def arrived(self, kind: Kind, buckets: Sequence[Bucket], transport: Transport) -> None:
+    def arrived(self, kind: RoundKind, buckets: Sequence[Bucket], transport: Transport) -> None:
         """Average with a scheduled exact average; collective."""
-        if kind is Kind.AVERAGE:
+        if kind is RoundKind.AVERAGE:
             self._average(members_of(buckets), transport)
 
     def kept(self, buckets: Sequence[Bucket], transport: Transport) -> None:
@@ -64,7 +64,7 @@ class StateAverage(Extension):
             if not any(shares):
                 continue
             mean = average(bucket, transport, shares)
-            self._context.meter.bytes_sent += int(everyone.copies_sent * mean.data.nbytes)
+            self._context.meter.count_bytes(int(everyone.copies_sent * mean.data.nbytes))
             bucket.unpack_(mean)
 
     def _tensors(self, param: Tensor) -> Iterator[Tensor]:

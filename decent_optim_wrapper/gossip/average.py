@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.mesh.replica import Replica
+from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.wire.bucket import Bucket, all_finite
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy, nonfinite_error
 from decent_optim_wrapper.wire.storage import Flat
@@ -122,7 +122,7 @@ def finite_shares(
     if not nonfinite.checks:
         return [[True] * transport.world_size for _ in buckets]
     finite = all_finite(buckets)
-    if replica.dimensions:
+    if replica.transports:
         lacking = torch.tensor(finite.count(False), device="cpu")
         replica.sum_(lacking)
         finite = [not lacking.item()] * len(finite)

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.gossip.schedule import Intervals, Kind, Pacing
+from decent_optim_wrapper.gossip.pacing import Pacing
+from decent_optim_wrapper.gossip.replica import Replica
+from decent_optim_wrapper.gossip.schedule import Intervals, RoundKind
 from decent_optim_wrapper.gossip.timing import Meter
-from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.wire.bucket import Bucket, Layout
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.storage import Flat
@@ -56,7 +57,7 @@ class ReceivedBucket(NamedTuple):
             None if that cannot be told.
     """
 
-    kind: Kind
+    kind: RoundKind
     bucket: Bucket
     snapshot: Callable[[], Flat | None]
     compare: Callable[[], tuple[Tensor, Tensor] | None]
@@ -111,14 +112,14 @@ class Extension:
             in_flight: whether a round is in flight that this step does not mix.
         """
 
-    def arrived(self, kind: Kind, buckets: Sequence[Bucket], transport: Transport) -> None:
+    def arrived(self, kind: RoundKind, buckets: Sequence[Bucket], transport: Transport) -> None:
         """Run when a round has arrived, before its mixing; collective for exact averages."""
 
     def mixing(self, received: ReceivedBucket) -> AbstractContextManager[None]:
         """A context around the mixing of a bucket, also in a group of one rank."""
         return nullcontext()
 
-    def end_round(self, kind: Kind) -> None:
+    def end_round(self, kind: RoundKind) -> None:
         """Run when all buckets of a round are mixed."""
 
     def updating(self, params: Sequence[Tensor]) -> AbstractContextManager[None]:

@@ -1,71 +1,204 @@
-"""The collective calls besides steps: averages, distances, new buckets."""
+"""The rounds of one rank, and the calls for which all ranks come together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from decent_optim_wrapper.errors import NonFiniteError
-from decent_optim_wrapper.gossip.average import consensus_distance
-from decent_optim_wrapper.gossip.header import Call, check_calls
-from decent_optim_wrapper.gossip.step import Result, Rounds
+from decent_optim_wrapper.gossip.average import WorldAverage, consensus_distance
+from decent_optim_wrapper.gossip.failures import Failures
+from decent_optim_wrapper.gossip.header import CollectiveCall, check_calls
+from decent_optim_wrapper.gossip.loaded import Loaded
+from decent_optim_wrapper.gossip.local_update import LocalUpdate
+from decent_optim_wrapper.gossip.members import Members
+from decent_optim_wrapper.gossip.pipeline import Pipeline
+from decent_optim_wrapper.gossip.replica import Replica
+
+Result = TypeVar("Result")
 
 
-class Gossip(Rounds):
-    """The rounds of one rank and its collective calls, for which all ranks come together."""
+class Gossip:
+    """Begins and ends steps, and makes the collective calls between them.
+
+    Args:
+        pipeline: the rounds.
+        local_update: steps the base optimizer and checks its parameters.
+        average: puts the world average in place.
+        replica: the ranks that hold one copy of the model together.
+        members: the ranks that may be lost and come back; None if they may not.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        local_update: LocalUpdate,
+        average: WorldAverage,
+        replica: Replica,
+        members: Members | None = None,
+    ) -> None:
+        self.pipeline = pipeline
+        self._local_update = local_update
+        self.average = average
+        self.replica = replica
+        self.members = members
+        self.failures = Failures(pipeline, replica, members)
+        self.loaded = Loaded(pipeline, alone=members is not None)
+        # Whether all ranks have launched the same round, and made no step since.
+        self._assembled = False
+
+    @property
+    def params(self) -> list[Tensor]:
+        """All parameters of the base, in the order of its groups."""
+        return self._local_update.params
+
+    @property
+    def differs(self) -> bool:
+        """Whether a round is in flight while the values in place differ between ranks."""
+        pipeline = self.pipeline
+        if pipeline.session.transport.world_size == 1 or self.average.snapshot is not None:
+            return False
+        return not pipeline.in_flight.is_empty
+
+    def resume_at(self, round: int) -> None:
+        """Continue with this round, as all other ranks do; none is in flight."""
+        self.loaded.end()
+        self.pipeline.resume_at(round)
+
+    def begin_step(self) -> None:
+        """Check parameters, averages and members for changes since the last step."""
+        pipeline = self.pipeline
+        pipeline.policy.meter.reset()
+        pipeline.session.transport.check_open()
+        self.check_parameters()
+        if self.loaded.is_average or self.average.snapshot is not None:
+            self.keep_average()
+        if self.members:
+            self.members.begin_step()
+        self._assembled = False
+        if self.loaded.source:
+            with self.failures.propagating():
+                self.failures.with_recovery(self.loaded.agree)
+        if pipeline.extensions.all:
+            pipeline.begin_extensions()
+
+    def end_step(self) -> None:
+        """End the step; without overlap, finish its round, too."""
+        pipeline = self.pipeline
+        if self.members:
+            self.members.end_step()
+        mixes_now = pipeline.policy.pacing.mixes_in_step(pipeline.round)
+        pipeline.end_step()
+        if mixes_now:
+            self.failures.with_recovery(self._finish)
+        pipeline.policy.meter.close(len(pipeline.buckets), pipeline.round)
+
+    def check_parameters(self) -> None:
+        """Check the parameters for changes since the wrapper was built."""
+        pipeline = self.pipeline
+        rank = pipeline.session.transport.initial_rank
+        self._local_update.check(pipeline.buckets, pipeline.in_flight.changed(), rank)
+
+    def check_idle(self) -> None:
+        """Check that a state may be loaded.
+
+        Raises:
+            RuntimeError: a round is in flight that other ranks may not have launched yet.
+        """
+        pipeline, transport = self.pipeline, self.pipeline.session.transport
+        if pipeline.policy.pacing.synchronous or pipeline.in_flight.round is None:
+            return
+        if transport.world_size > 1 and not transport.is_closed and not self._assembled:
+            raise RuntimeError(
+                f"rank {transport.initial_rank}: load_state_dict() expects no round in flight with "
+                f'gossip_every="auto", since other ranks may be at another one; call synchronize() '
+                f"on all ranks before"
+            )
 
     def synchronize(self) -> None:
         """Finish and mix the round in flight."""
         self.check_parameters()
-        with self.failing_together():
-            self.surviving(partial(self._assemble, Call.SYNCHRONIZE))
-            self.surviving(self.finish)
+        with self.failures.propagating():
+            recover = self.failures.with_recovery
+            recover(partial(self._assemble, CollectiveCall.SYNCHRONIZE))
+            recover(self._finish)
             # No step may come that would ask.
-            self.check_on_gpu()
+            self.pipeline.check_on_gpu()
+
+    def discard(self) -> None:
+        """Wait for the round in flight, if there is one, and drop it without mixing."""
+        self.pipeline.forget()
+        self.failures.with_recovery(self.pipeline.take)
+
+    def _finish(self) -> None:
+        # A closure may have gathered the parameters again.
+        if self.replica.may_gather:
+            self.replica.reshard()
+        self.pipeline.finish()
 
     def global_avg(self, may_revert: bool) -> None:
         """Put the average in place; collective."""
         self.check_parameters()
-        if self.pacing.synchronous:
-            with self.failing_together():
-                self.surviving(self._arrive)
-        self.meet(Call.GLOBAL_AVG, lambda: self.apply_average(may_revert))
+        if self.pipeline.policy.pacing.synchronous:
+            with self.failures.propagating():
+                self.failures.with_recovery(self._arrive)
+        self.meet(CollectiveCall.GLOBAL_AVG, lambda: self.apply_average(may_revert))
         if not may_revert:
             self.keep_average()
 
     def apply_average(self, may_revert: bool) -> None:
         """Replace the parameters by their average; collective."""
-        self.reshard()
-        self.average.apply(self.buckets, self.session.transport, may_revert, self.replica)
+        self.replica.reshard()
+        pipeline = self.pipeline
+        self.average.apply(pipeline.buckets, pipeline.session.transport, may_revert, self.replica)
 
     def revert_average(self) -> None:
         """Restore what was before the average."""
-        self.reshard()
+        self.replica.reshard()
         self.average.revert()
+
+    def keep_average(self) -> None:
+        """Accept the average in place as the ranks' own parameters; collective."""
+        self.loaded.accept_average()
+        self.average.keep()
+        with self.failures.propagating():
+            self.discard()
+            if self.members and any(each.collective for each in self.pipeline.extensions.all):
+                self.members.meet(CollectiveCall.KEEP_AVERAGE, self.keep_state)
+            else:
+                self.keep_state()
+
+    def keep_state(self) -> None:
+        """Let the extensions follow an average that is kept; collective."""
+        pipeline = self.pipeline
+        for extension in pipeline.extensions.all:
+            extension.kept(pipeline.buckets, pipeline.session.transport)
 
     def consensus_distance(self) -> float:
         """Root mean square distance of the replicas to their average; collective."""
-        return consensus_distance(self.buckets, self.session.transport, self.replica)
+        pipeline = self.pipeline
+        return consensus_distance(pipeline.buckets, pipeline.session.transport, self.replica)
 
-    def meet(self, call: Call, action: Callable[[], Result]) -> Result:
+    def meet(self, call: CollectiveCall, action: Callable[[], Result]) -> Result:
         """Run a collective action; if a rank is lost, run it again with the remaining ones.
 
         Args:
             call: the method that this rank is in.
             action: the action; it may run several times.
         """
-        self.session.transport.check_open()
+        self.pipeline.session.transport.check_open()
         self.check_parameters()
-        with self.failing_together(TypeError, ValueError):
+        with self.failures.propagating(TypeError, ValueError):
             if self.members:
                 return self.members.meet(call, action)
             self.announce(call)
             return action()
 
-    def announce(self, call: Call) -> None:
+    def announce(self, call: CollectiveCall) -> None:
         """Check that the ranks of the next round's group are in the same method as this one.
 
         Raises:
@@ -73,20 +206,20 @@ class Gossip(Rounds):
             PeerError: a rank does not answer.
         """
         self._assemble(call)
-        schedule = self.session.schedule
+        pipeline, schedule = self.pipeline, self.pipeline.session.schedule
         plan = schedule.idle()
-        if self.round >= schedule.first_round:
+        if pipeline.round >= schedule.first_round:
             # The group that this rank meets next, also while it is idle.
-            plan = schedule.next_plan(self.round, self.mixing_rate)
-        self.round_of(call, plan).receive()
+            plan = schedule.next_plan(pipeline.round, pipeline.mixing_rate)
+        pipeline.announce(call, plan).receive()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack a small tensor of every rank that takes part; collective."""
-        with self.failing_together():
-            self._assemble(Call.ALL_GATHER)
+        with self.failures.propagating():
+            self._assemble(CollectiveCall.ALL_GATHER)
             gathered = tensor
             # What is stacked last is the first dimension of the result.
-            for transport in reversed(self.transports):
+            for transport in reversed(self.failures.transports):
                 gathered = transport.all_gather(gathered)
         return gathered.reshape(-1, *tensor.shape)
 
@@ -99,10 +232,10 @@ class Gossip(Rounds):
             RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
         """
         # The error is that of all ranks of the replica, and nobody else waits for them.
-        with self.failing_together(RuntimeError):
+        with self.failures.propagating(RuntimeError):
             return self.replica.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
-    def _assemble(self, call: Call) -> None:
+    def _assemble(self, call: CollectiveCall) -> None:
         """Bring all ranks to the same round, where they may be at different ones.
 
         A rank that comes here early takes part in the rounds of the others, without local updates:
@@ -114,35 +247,36 @@ class Gossip(Rounds):
             PeerError: a rank does not answer.
             NonFiniteError: a round must not be mixed, and is dropped; all ranks are at one round.
         """
-        transport = self.session.transport
+        pipeline, transport = self.pipeline, self.pipeline.session.transport
         # While an average is in place, no rank makes steps.
-        together = self.pacing.synchronous or self.average.snapshot is not None
+        together = pipeline.policy.pacing.synchronous or self.average.snapshot is not None
         if together or transport.world_size == 1:
             return
-        self.agree_on_loaded()
+        self.loaded.agree()
         coming = transport.send_to_all(torch.tensor([call], device="cpu"))
         nonfinite: list[NonFiniteError] = []
-        self.launch()
+        pipeline.launch()
         while not coming.arrival.is_over:
-            if self.in_flight and self.in_flight.arrives(coming.arrival):
+            flying = pipeline.in_flight.round
+            if flying and flying.arrives(coming.arrival):
                 # The next one at once: no rank may have mixed a round that is in flight on others.
-                self._finish(nonfinite)
-                self.launch()
+                self._finish_keeping(nonfinite)
+                pipeline.launch()
         check_calls(call, transport.read(coming), transport)
         # No collective: those behind still launch rounds, which may be collectives of all ranks.
-        launched = transport.send_to_all(torch.tensor([self.round], device="cpu"))
+        launched = transport.send_to_all(torch.tensor([pipeline.round], device="cpu"))
         highest = max(number for (number,) in transport.read(launched).values())
-        while self.round < highest:
-            self._finish(nonfinite)
-            self.launch()
+        while pipeline.round < highest:
+            self._finish_keeping(nonfinite)
+            pipeline.launch()
         self._assembled = True
         if nonfinite:
             raise nonfinite[0]
 
-    def _finish(self, nonfinite: list[NonFiniteError]) -> None:
+    def _finish_keeping(self, nonfinite: list[NonFiniteError]) -> None:
         """Finish the round in flight, and keep its error: the others wait for this rank."""
         try:
-            self.finish()
+            self._finish()
         except NonFiniteError as error:
             nonfinite.append(error)
 
@@ -153,6 +287,6 @@ class Gossip(Rounds):
             NonFiniteError: the round must not be mixed; it stays in flight, and mixing it raises
                 again.
         """
-        if self.in_flight:
-            self.in_flight.receive()
-            self.in_flight.check_finite()
+        if flying := self.pipeline.in_flight.round:
+            flying.receive()
+            flying.flags.check()

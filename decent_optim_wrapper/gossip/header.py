@@ -10,7 +10,7 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import CallOrderError
 
 
-class Call(IntEnum):
+class CollectiveCall(IntEnum):
     """The collective methods."""
 
     STEP = 1
@@ -24,31 +24,31 @@ class Call(IntEnum):
     LOADED = 9
 
     def __str__(self) -> str:
-        if self is Call.REGROUP:
+        if self is CollectiveCall.REGROUP:
             return "add_param_group() or rebuild_buckets()"
-        if self is Call.DROP_EXTENSION:
+        if self is CollectiveCall.DROP_EXTENSION:
             return "gradient_tracking = False"
-        if self is Call.KEEP_AVERAGE:
+        if self is CollectiveCall.KEEP_AVERAGE:
             return "step() after an average"
-        if self is Call.LOADED:
+        if self is CollectiveCall.LOADED:
             return "step() after load_state_dict()"
         return f"{self.name.lower()}()"
 
 
-class Header(NamedTuple):
+class RoundHeader(NamedTuple):
     """What a rank is about to do.
 
     Args:
         call: the method that the rank is in.
         round: the number of the round that the method launches, or of the next one.
         mixing_rate: that of the round; if it differed between two ranks, their mean would drift.
-        meetings: how many rounds the group has coded as differences to its references.
+        coded_rounds: how many rounds the group has coded as differences to its references.
     """
 
-    call: Call
+    call: CollectiveCall
     round: int
     mixing_rate: float
-    meetings: int = 0
+    coded_rounds: int = 0
 
     def check(
         self, message: Sequence[float], rank: int, own_rank: int, same_rate: bool = True
@@ -66,17 +66,17 @@ class Header(NamedTuple):
             CallOrderError: the rank is in another method or round, or has another rate or other
                 references.
         """
-        call, round, rate, meetings = message
+        call, round, rate, coded_rounds = message
         # Each rank may have loaded its own round.
-        any_round = not same_rate and self.call is Call.LOADED
+        any_round = not same_rate and self.call is CollectiveCall.LOADED
         if call != self.call or (round != self.round and not any_round):
-            known = {int(call): str(call) for call in Call}
+            known = {int(call): str(call) for call in CollectiveCall}
             theirs = f"{known.get(int(call), 'something unknown')} at round {int(round)}"
             remedy = (
                 "call the same methods in the same order on every rank, and step() equally often "
                 "(torch.distributed.algorithms.Join for uneven data)"
             )
-            if Call.LOADED in (call, self.call):
+            if CollectiveCall.LOADED in (call, self.call):
                 remedy = "load states of the same step on all ranks, or on none"
             raise CallOrderError(
                 f"rank {own_rank}: expected rank {rank} in {self.call} at round {self.round}, as "
@@ -89,16 +89,16 @@ class Header(NamedTuple):
                 f"mixing_rate={self.mixing_rate}, as here, but it has {rate}; set the same "
                 f"rate on every rank before the same step()"
             )
-        if meetings != self.meetings:
+        if coded_rounds != self.coded_rounds:
             raise CallOrderError(
-                f"rank {own_rank}: expected rank {rank} to share the reference of {self.meetings} "
-                f"coded rounds, as here, but it has that of {int(meetings)}, and would decode "
-                f"other values than are sent; load checkpoints of the same step on all ranks, or "
-                f"on none"
+                f"rank {own_rank}: expected rank {rank} to share the reference of "
+                f"{self.coded_rounds} coded rounds, as here, but it has that of "
+                f"{int(coded_rounds)}, and would decode other values than are sent; load "
+                f"checkpoints of the same step on all ranks, or on none"
             )
 
 
-def check_calls(own: Call, calls: dict[int, list[int]], transport: Transport) -> None:
+def check_calls(own: CollectiveCall, calls: dict[int, list[int]], transport: Transport) -> None:
     """Check that all ranks are in the same method.
 
     Args:
@@ -109,7 +109,11 @@ def check_calls(own: Call, calls: dict[int, list[int]], transport: Transport) ->
     Raises:
         CallOrderError: on all ranks, if one is in another method.
     """
-    others = {transport.members[rank]: Call(call) for rank, (call,) in calls.items() if call != own}
+    others = {
+        transport.members[rank]: CollectiveCall(call)
+        for rank, (call,) in calls.items()
+        if call != own
+    }
     if others:
         error = CallOrderError(
             f"rank {transport.initial_rank}: expected all ranks in {own}, as here, but "

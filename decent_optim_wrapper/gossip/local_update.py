@@ -214,7 +214,11 @@ class LocalUpdate:
         Parameters in no bucket are updated at the end. `apply` decides on each update.
         """
         groups = self._optimizer.param_groups
-        parts = self._partition_of(buckets).parts
+        # Made by `check`, before anything was sent.
+        known = self._partition
+        if known is None or known.buckets is not buckets:
+            known = self._partition_of(buckets)
+        parts = known.parts
 
         def update(bucket: Bucket | None) -> None:
             if applies and (part := parts.get(id(bucket))):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from decent_optim_wrapper.gossip.header import Call
+from decent_optim_wrapper.gossip.header import CollectiveCall
 
 Result = TypeVar("Result")
 
@@ -22,7 +22,7 @@ class Members(Protocol):
     def recover(self, reason: object) -> None:
         """Agree on who is left, drop the round in flight, and go on in a new session."""
 
-    def meet(self, call: Call, action: Callable[[], Result]) -> Result:
+    def meet(self, call: CollectiveCall, action: Callable[[], Result]) -> Result:
         """Make a call with all ranks; if one is lost, again with the remaining ones."""
 
     def leave(self) -> None:

@@ -2,53 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
-import torch
-from loguru import logger
 from torch import Tensor
 
-from decent_optim_wrapper.codecs import Codec
-from decent_optim_wrapper.comm.streams import InOrder, Waitable
-from decent_optim_wrapper.comm.transport import (
-    Arrival,
-    Awaited,
-    Ongoing,
-    PendingMessage,
-    WireError,
-)
+from decent_optim_wrapper.comm.streams import Waitable
+from decent_optim_wrapper.comm.transport import Arrival, Ongoing, PendingMessage, WireError
 from decent_optim_wrapper.errors import CallOrderError, PeerError
-from decent_optim_wrapper.gossip.header import Header
-from decent_optim_wrapper.gossip.schedule import Kind, Pacing, RoundPlan, Session
+from decent_optim_wrapper.gossip.finite_flags import FiniteFlags
+from decent_optim_wrapper.gossip.header import RoundHeader
+from decent_optim_wrapper.gossip.pacing import Pacing
+from decent_optim_wrapper.gossip.schedule import RoundKind, RoundPlan
+from decent_optim_wrapper.gossip.sender import Sender
+from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
+from decent_optim_wrapper.gossip.watch import Expected, Watch
 from decent_optim_wrapper.wire.bucket import Bucket
-from decent_optim_wrapper.wire.checked_on_gpu import CheckedOnGpu
-from decent_optim_wrapper.wire.coded import CodedGroup, CodedPair
-from decent_optim_wrapper.wire.exchange import (
-    Exchange,
-    KeptStart,
-    PlainGroup,
-    PlainPair,
-    Wire,
-)
-from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy, nonfinite_error
+from decent_optim_wrapper.wire.exchange import Exchange, Wire
+from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
+from decent_optim_wrapper.wire.pack import pack
 from decent_optim_wrapper.wire.storage import Flat
 
-# Tags of an exchange: two for small messages, then one for each bucket.
-_HEADER_TAG, _FLAGS_TAG, _FIRST_BUCKET_TAG = 0, 1, 2
-# For each bucket again: the means of coded buckets.
-_FIRST_MEAN_TAG = 1 << 18
+_HEADER_TAG = 0
 
 
-class _Wait(NamedTuple):
-    """Works to wait for, and what is lost with them: a bucket, and one of some ranks."""
+class RoundPolicy(NamedTuple):
+    """What the rounds of a wrapper have in common.
 
-    works: list[Waitable]
-    bucket: int
-    suspects: tuple[int, ...]
-    on_gpu: bool = False
+    Args:
+        pacing: when a round is mixed.
+        nonfinite: what happens to values that are not finite.
+        meter: counts every wait, every copy and all bytes.
+    """
+
+    pacing: Pacing
+    nonfinite: NonFinitePolicy
+    meter: Meter
 
 
 class Round:
@@ -58,199 +49,135 @@ class Round:
         header: the method that launches it, and its number; the same on all ranks.
         plan: the ranks that mix, and the mixing rate.
         session: connects them.
-        pacing: when the round is mixed.
-        nonfinite: what happens to values that are not finite.
-        meter: counts every wait, every copy and all bytes.
+        policy: what all rounds have in common.
     """
 
     def __init__(
-        self,
-        header: Header,
-        plan: RoundPlan,
-        session: Session,
-        pacing: Pacing,
-        nonfinite: NonFinitePolicy,
-        meter: Meter,
+        self, header: RoundHeader, plan: RoundPlan, session: Session, policy: RoundPolicy
     ) -> None:
+        group, transport = plan.group, session.transport
+        references = session.references.groups.get(group.ranks)
         self.plan = plan
-        self._group = plan.group
-        self._size = len(plan.group.ranks)
-        self._edge = session.references.edges.get(self._group.ranks)
-        self._header = header._replace(meetings=self._edge.meetings if self._edge else 0)
+        self._header = header
+        if references is not None:
+            self._header = header._replace(coded_rounds=references.coded_rounds)
+        self._topology = session.topology
+        self._transport = transport
+        self._policy = policy
+        self._wire = Wire(
+            transport=transport,
+            group=group,
+            peers=tuple([rank for rank in group.ranks if rank != transport.rank]),
+            round=header.round,
+            is_average=plan.kind is RoundKind.AVERAGE,
+            references=references,
+            needs_snapshot=policy.pacing.needs_snapshot,
+            on_nonfinite=policy.nonfinite.on_nonfinite,
+        )
+        self.sender = Sender(self._wire)
+        self.flags = FiniteFlags(self._wire)
+        # If a thread waits for it.
+        self._watch: Watch | None = None
         # That of all ranks of the group.
         self._rate = plan.mixing_rate
-        self._topology = session.topology
-        self._transport = session.transport
-        self._peers = tuple(rank for rank in self._group.ranks if rank != self._transport.rank)
-        # Whether the parameters may change before they are mixed.
-        self._freezes = pacing.needs_snapshot
-        self._same_rate = pacing.synchronous
-        self._wire = Wire(
-            transport=self._transport,
-            group=self._group,
-            round=header.round,
-            edge=self._edge,
-            freezes=self._freezes,
-            on_nonfinite=nonfinite.on_nonfinite,
-        )
-        self._nonfinite = nonfinite
-        self._meter = meter
-        # An exact average is the same on all ranks, even on two, and is not rounded: it is a sum.
-        self._sums = self._size > 2 or plan.kind is Kind.AVERAGE
-        self._unmixed: list[Bucket] = []
-        self._behind: dict[Bucket, tuple[Bucket, ...]] = {}
+        self._headers: list[PendingMessage] = []
+        # The buckets of parameters that are not mixed yet, and what travels behind each.
+        self._unmixed: dict[Bucket, tuple[Bucket, ...]] = {}
         self._exchanges: dict[Bucket, Exchange] = {}
         self._moves_references = False
-        # For every rank, 1 for each bucket sent with finite values, else 0.
-        self._finite_of: dict[int, list[float]] = {}
-        # The same where a GPU checks them.
-        self._checked_on_gpu: CheckedOnGpu | None = None
-        # Posts what has to reach the CPU, or to be coded there, before.
-        self._posting: InOrder | None = None
-        self._holds_back = False
-        self._held_back: list[Exchange] = []
-        # What a thread waits for, work by work, if the round may take several steps.
-        self._arrival: Arrival | None = None
-        self._watched: list[_Wait] = []
         # Parameters whose own memory is being sent, with their version counters.
-        self._posted: list[tuple[Tensor, int]] = []
-        # A connection that is closed already is reported when the round is received, where it can
-        # be handled. Everything else that fails here is this rank's own error.
-        self._failure: WireError | None = None
-        self._failed_bucket = 0
+        self._sent_in_place: list[tuple[Tensor, int]] = []
+
+    def open(self) -> Round:
+        """Tell the group what this rank is about to do."""
         # Before the buckets: a group that sums would add up whatever comes first.
-        self._headers = self._send_control(self._header, _HEADER_TAG)
-        self._flags: list[PendingMessage] = []
+        self._headers = self.sender.send(self._header, _HEADER_TAG, 0)
+        return self
 
     @property
     def unmixed(self) -> list[Bucket]:
         """The buckets that were posted and are not mixed yet."""
         return list(self._unmixed)
 
-    def hold_back(self) -> None:
-        """Let a thread code all buckets but the first, once the round is sealed.
+    def has(self, bucket: Bucket) -> bool:
+        """Whether a bucket was posted and is not mixed yet."""
+        return bucket in self._unmixed
 
-        For buckets that are posted one right after the other.
-        """
-        self._holds_back = True
-
-    @property
-    def was_held_back(self) -> bool:
-        """Whether `hold_back` was called."""
-        return self._holds_back
+    def defer_encoding(self) -> None:
+        """Let a thread code all buckets but the first; see `Sender.defer_encoding`."""
+        self.sender.defer_encoding()
 
     def post(
         self,
         bucket: Bucket,
-        starts: Mapping[Tensor, Tensor] | None = None,
-        behind: Iterable[Bucket] = (),
+        attached: Iterable[Bucket] = (),
+        snapshot: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         """Pack a bucket and start its exchange; a group of one rank exchanges nothing.
 
         Args:
             bucket: the bucket.
-            starts: what is sent in place of its members' values, by member; None for nothing.
-            behind: buckets that are exchanged and mixed together with it.
+            attached: buckets that are exchanged and mixed together with it.
+            snapshot: what is sent in place of its members' values, by member; None for nothing.
         """
-        self._unmixed.append(bucket)
-        self._behind[bucket] = tuple(behind)
-        self._post(bucket, starts or {})
-        for each in self._behind[bucket]:
+        self._unmixed[bucket] = others = tuple(attached)
+        self._post(bucket, snapshot or {})
+        for each in others:
             self._post(each, {})
 
-    def _post(self, bucket: Bucket, starts: Mapping[Tensor, Tensor]) -> None:
-        if not bucket.numel or self._failure or (self._size == 1 and not self._freezes):
+    def _post(self, bucket: Bucket, snapshot: Mapping[Tensor, Tensor]) -> None:
+        keeps = self._wire.needs_snapshot
+        if not bucket.numel or self.sender.failure or (self._wire.group.size == 1 and not keeps):
             return
-        with self._meter.launch:
-            exchange = self._exchange(bucket, starts)
+        meter = self._policy.meter
+        with meter.launch:
+            exchange = pack(self._wire, bucket, snapshot, len(self._exchanges))
             self._exchanges[bucket] = exchange
             self._moves_references |= exchange.uses_reference
-            if not self._freezes:
-                self._posted += bucket.versions()
-            self._meter.bytes_sent += exchange.bytes_sent
-            if exchange.crosses and self._posting is None:
-                self._posting = self._transport.posting = InOrder()
-            if self._posting is not None:
-                # What comes behind, too: sums must have the same order on all ranks.
-                device = exchange.device if exchange.crosses else None
-                self._posting.add(partial(self._start, exchange), device)
-            elif self._holds_back and exchange.codes_late and exchange.position > 0:
-                self._held_back.append(exchange)
-            else:
-                self._start(exchange)
-
-    def _start(self, exchange: Exchange) -> None:
-        if self._failure:
-            return
-        try:
-            exchange.post()
-        except WireError as error:
-            self._failure, self._failed_bucket = error, exchange.position
+            if not keeps:
+                self._sent_in_place += bucket.versions()
+            meter.count_bytes(exchange.bytes_sent)
+            self.sender.post(exchange)
 
     def seal(self) -> None:
-        """Post what was held back, and then tell the group which buckets had finite values."""
-        if self._held_back:
-            self._posting = self._posting or InOrder()
-            self._transport.posting = self._posting
-            for exchange in self._held_back:
-                self._posting.add(partial(self._start, exchange))
-            self._held_back = []
-        if self._posting is None:
-            self._send_flags()
-        else:
-            self._posting.end(self._send_flags)
-
-    def _send_flags(self) -> None:
-        if not self._exchanges or not self._wire.checks or self._failure or self._size == 1:
-            return
-        on_gpu = [each for each in self._exchanges.values() if each.on_gpu]
-        if on_gpu:
-            self._checked_on_gpu = CheckedOnGpu(self._wire, on_gpu, _FLAGS_TAG)
-        if len(on_gpu) < len(self._exchanges):
-            self._flags = self._send_control(self._finite_here(), _FLAGS_TAG)
-
-    def _finite_here(self) -> list[float]:
-        return [float(each.on_gpu or bool(each.finite)) for each in self._exchanges.values()]
+        """Post what was deferred, and then tell the group which buckets had finite values."""
+        self.sender.seal(partial(self.flags.send, self._exchanges.values(), self.sender))
 
     def watch(self) -> None:
         """Begin to wait on a thread, once the round is sealed."""
-        posting, headers = self._posting, self._headers
-        works = self._watched_works([_Wait(each.works, 0, each.suspects) for each in headers])
-        posted = [] if posting else self._watched_works(self._waits())
+        headers, thread = self._headers, self.sender.thread
+        # Those of a thread that still posts are not known yet.
+        posted = [] if thread else self._expected()
 
-        def further() -> list[Awaited]:
+        def further() -> list[Expected]:
             if any(int(each.message[0]) != self._header.call for each in headers):
                 # `receive` raises: that rank sends no buckets.
                 return []
-            if posting is None:
+            if thread is None:
                 return posted
-            posting.future.result()
-            return self._watched_works(self._waits())
+            thread.future.result()
+            return self._expected()
 
-        self._arrival = Arrival(works, further if works else None)
+        first = [Expected(each.works, 0, each.suspects) for each in headers]
+        self._watch = Watch(first, further if headers else None)
 
-    def _waits(self) -> list[_Wait]:
-        waits = []
-        for index, exchange in enumerate(self._exchanges.values()):
-            waits.append(_Wait(exchange.works, index, self._peers, exchange.on_gpu))
+    def _expected(self) -> list[Expected]:
+        """What is to arrive behind the headers."""
+        peers = self._wire.peers
+        expected: list[Expected] = []
+        expected += [
+            Expected(each.works, each.position, peers, each.on_gpu)
+            for each in self._exchanges.values()
+        ]
         last = max(0, len(self._exchanges) - 1)
-        if self._checked_on_gpu is not None:
-            waits.append(_Wait(self._checked_on_gpu.works, last, self._peers, on_gpu=True))
-        return waits + [_Wait(each.works, last, each.suspects) for each in self._flags]
-
-    def _watched_works(self, waits: list[_Wait]) -> list[Awaited]:
-        """Leave works to the thread."""
-        self._watched += [each for each in waits for _ in each.works]
-        awaited = [Awaited(work, each.on_gpu) for each in waits for work in each.works]
-        for each in waits:
-            # Nobody else waits for them: a second wait for a work of gloo would last forever.
-            if not each.on_gpu:
-                each.works.clear()
-        return awaited
+        if self.flags.on_gpu is not None:
+            expected.append(Expected(self.flags.on_gpu.works, last, peers, on_gpu=True))
+        expected += [Expected(each.works, last, each.suspects) for each in self.flags.pending]
+        return expected
 
     def has_arrived(self) -> bool:
         """Whether nothing is left to wait for, as far as a thread has watched."""
-        return self._arrival is not None and self._arrival.is_over
+        return self._watch is not None and self._watch.is_over
 
     def receive(self) -> None:
         """Wait until everything has arrived; nothing is mixed. A second call returns at once.
@@ -261,85 +188,64 @@ class Round:
             PeerError: the data of a peer did not arrive.
             CallOrderError: a peer is in another method or round.
         """
-        with self._meter.wait:
-            self._wait_for_posting()
-            if self._failure:
-                raise self._lost(
-                    self._failed_bucket, self._peers, self._failure.silent
-                ) from self._failure
-            if self._arrival is not None:
-                self._wait_for_arrival(self._arrival)
-            for rank, message in self._receive_control(self._headers, 0).items():
-                if message != [*self._header]:
-                    self._compare(message, rank)
-                    _, _, rate, _ = message
-                    self._rate = min(self._rate, rate)
-            self._headers = []
-            for index, exchange in enumerate(self._exchanges.values()):
-                self._wait(exchange.works, index, self._peers, exchange.on_gpu)
-            self._posted.clear()
-            if self._moves_references and self._edge is not None:
-                # Not when they are mixed: some ranks begin the next round before that, and say so.
-                self._edge.meetings += 1
+        with self._policy.meter.wait:
+            if self.sender.thread:
+                self._wait_for_sender()
+            if failure := self.sender.failure:
+                peers = self._wire.peers
+                raise self._lost(self.sender.failed_bucket, peers, failure.silent) from failure
+            if self._watch is not None:
+                self._wait_for(self._watch)
+            self._receive_headers()
+            for exchange in self._exchanges.values():
+                self._wait(exchange.works, exchange.position, self._wire.peers, exchange.on_gpu)
+            self._sent_in_place.clear()
+            if self._moves_references and self._wire.references is not None:
+                self._wire.references.count_round()
                 self._moves_references = False
-            if self._flags:
-                self._finite_of = self._receive_control(self._flags, len(self._exchanges) - 1)
-                self._finite_of[self._transport.rank] = self._finite_here()
-                self._flags = []
-                self._warn_of(self._nonfinite_ranks())
+            if self.flags.pending:
+                for message in self.flags.pending:
+                    self._wait(message.works, len(self._exchanges) - 1, message.suspects)
+                self.flags.read()
 
-    def check_finite(self) -> None:
-        """Check that what has arrived may be mixed.
-
-        Raises:
-            NonFiniteError: parameters are not finite, and the policy does not allow it;
-                raised at every call.
-        """
-        self._raise_of(self._nonfinite_ranks())
-
-    @property
-    def is_checked_on_gpu(self) -> bool:
-        """Whether there is something to ask for in `check_on_gpu`."""
-        return self._checked_on_gpu is not None
-
-    def check_on_gpu(self) -> None:
-        """Check, a step after the mixing, what a GPU has found: it has mixed nothing of it.
-
-        Raises:
-            NonFiniteError: as in `check_finite`, once.
-        """
-        checked, self._checked_on_gpu = self._checked_on_gpu, None
-        if checked is not None:
-            bad = sorted(self._transport.members[place] for place in checked.nonfinite_ranks())
-            self._raise_of(bad)
-            self._warn_of(bad)
-
-    def _raise_of(self, bad: list[int]) -> None:
-        if bad and self._nonfinite.on_nonfinite == "raise":
-            raise nonfinite_error(bad, self._transport.initial_rank, f"round {self._header.round}")
+    def _receive_headers(self) -> None:
+        for each in self._headers:
+            self._wait(each.works, 0, each.suspects)
+        for each in self._headers:
+            message = each.message.tolist()
+            if message != [*self._header]:
+                self._compare(message, each.rank)
+                _, _, rate, _ = message
+                self._rate = min(self._rate, rate)
+        self._headers = []
 
     def changed_in_flight(self) -> list[Tensor]:
         """Parameters that are being sent from their own memory and have changed since."""
-        return [param for param, version in self._posted if param._version != version]
+        return [param for param, version in self._sent_in_place if param._version != version]
 
     def mix(self, bucket: Bucket) -> None:
-        """Mix what has arrived for a posted bucket and for those behind it, once."""
-        self._unmixed.remove(bucket)
-        for each in (bucket, *self._behind[bucket]):
+        """Mix what has arrived for a posted bucket and for those attached to it, once."""
+        attached = self._unmixed.pop(bucket)
+        for each in (bucket, *attached):
             exchange = self._exchanges.get(each)
             if exchange is not None:
-                with self._meter.mix:
-                    self._mix(each, exchange)
+                with self._policy.meter.mix:
+                    self._mix(exchange, self._rate * each.rate)
 
-    def _mix(self, bucket: Bucket, exchange: Exchange) -> None:
-        # The stream that mixes need not be the one that has received.
-        for work in exchange.works if exchange.on_gpu else ():
-            work.wait()
-        rate, left_out = self._rate * bucket.rate, self._left_out(exchange)
-        present = [rank for rank in self._group.ranks if rank not in left_out]
-        if self._checked_on_gpu is not None and exchange.on_gpu:
-            exchange.mix_usable(rate, self._checked_on_gpu.usable(exchange))
-        elif present:
+    def _mix(self, exchange: Exchange, rate: float) -> None:
+        on_gpu = self.flags.on_gpu if exchange.on_gpu else None
+        if exchange.on_gpu:
+            # The stream that mixes need not be the one that has received.
+            for work in exchange.works:
+                work.wait()
+        if on_gpu is not None:
+            exchange.mix_usable(rate, on_gpu.usable(exchange))
+            return
+        present: tuple[int, ...] | list[int] = self._wire.group.ranks
+        if self.flags.nonfinite:
+            left_out = self.flags.left_out(exchange)
+            present = [rank for rank in present if rank not in left_out]
+        if present:
             exchange.mix(rate, present)
 
     def compare(self, bucket: Bucket) -> tuple[Tensor, Tensor] | None:
@@ -349,94 +255,16 @@ class Round:
             None if that cannot be told, as where a rank is left out.
         """
         exchange = self._exchanges.get(bucket)
-        if self._size == 1 or exchange is None or self._left_out(exchange):
+        if exchange is None or self._wire.group.size == 1 or self.flags.left_out(exchange):
             return None
         return exchange.compare()
 
-    def _left_out(self, exchange: Exchange) -> list[int]:
-        flags = self._finite_of.items()
-        return [rank for rank, finite in flags if not finite[exchange.position]]
-
-    def abandon(self) -> None:
-        """Drop everything on the wire without waiting for the peers."""
-        if self._posting is not None:
-            # What a thread still codes lies in memory that the next round uses.
-            self._posting.drop()
-        self._held_back = []
-        self._unmixed.clear()
-        self._exchanges.clear()
-        self._posted.clear()
-        self._headers = self._flags = []
-
-    def _exchange(self, bucket: Bucket, starts: Mapping[Tensor, Tensor]) -> Exchange:
-        """Pack a bucket in the form in which it travels."""
-        position = len(self._exchanges)
-        tag, mean_tag = _FIRST_BUCKET_TAG + position, _FIRST_MEAN_TAG + position
-        if self._size == 1:
-            return KeptStart(self._wire, bucket, starts, position)
-        codec = self._codec_of(bucket)
-        if codec is not None and self._size == 2:
-            return CodedPair(self._wire, bucket, codec, starts, position, tag)
-        if codec is not None:
-            return CodedGroup(self._wire, bucket, codec, starts, position, (tag, mean_tag))
-        if self._sums:
-            return PlainGroup(self._wire, bucket, starts, position)
-        return PlainPair(self._wire, bucket, starts, position, tag)
-
-    def _codec_of(self, bucket: Bucket) -> Codec | None:
-        """The codec with which a bucket travels; None for its values as they are."""
-        if self._edge is None or self.plan.kind is Kind.AVERAGE:
-            return None
-        if self._size > 2 and not self._transport.sends_alone(bucket.wire_device):
-            return None
-        return bucket.codec(self._size)
-
-    def _nonfinite_ranks(self) -> list[int]:
-        places = sorted(rank for rank, finite in self._finite_of.items() if not all(finite))
-        return [self._transport.members[place] for place in places]
-
-    def _warn_of(self, bad: list[int]) -> None:
-        if bad and self._nonfinite.on_nonfinite == "skip":
-            logger.warning(
-                "rank {} round {}: the parameters of ranks {} are not finite and are left out",
-                *(self._transport.initial_rank, self._header.round, bad),
-            )
-
-    def _send_control(self, numbers: Sequence[float], tag: int) -> list[PendingMessage]:
-        if self._size == 1 or self._failure:
-            return []
-        # Exact for counts below 2**53.
-        message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        try:
-            return self._transport.send_control(message, self._group.ranks, tag)
-        except WireError as error:
-            self._failure, self._failed_bucket = error, max(0, len(self._exchanges) - 1)
-            return []
-
-    def _receive_control(
-        self, pending: list[PendingMessage], bucket: int
-    ) -> dict[int, list[float]]:
-        for each in pending:
-            self._wait(each.works, bucket, each.suspects)
-        return {each.rank: each.message.tolist() for each in pending}
-
-    def _compare(self, message: list[float], rank: int) -> None:
-        try:
-            transport = self._transport
-            self._header.check(
-                message, transport.members[rank], transport.initial_rank, self._same_rate
-            )
-        except CallOrderError as error:
-            # This rank takes no further part: the others must notice, or they would wait for it.
-            self.abandon()
-            self._transport.disagree(error)
-            raise
-
-    def start_of(self, bucket: Bucket) -> Flat | None:
+    def snapshot_of(self, bucket: Bucket) -> Flat | None:
         """The bucket's parameters when the round was launched, if they may have changed since."""
-        self._wait_for_posting()
+        if self.sender.thread:
+            self._wait_for_sender()
         exchange = self._exchanges.get(bucket)
-        return exchange.start if exchange is not None and self._freezes else None
+        return None if exchange is None else exchange.snapshot
 
     def arrives(self, other: Arrival) -> bool:
         """Wait until the round has arrived or the other arrival is over; whether it has arrived.
@@ -444,35 +272,42 @@ class Round:
         Raises:
             PeerError: the data of a peer did not arrive.
         """
-        if self._arrival is None:
+        if self._watch is None:
             return True
-        self._wait_for_arrival(self._arrival, other)
-        return self._arrival.is_over
+        self._wait_for(self._watch, other)
+        return self._watch.is_over
 
-    def _wait_for_posting(self) -> None:
-        """Wait until everything is on the wire.
+    def abandon(self) -> None:
+        """Drop everything on the wire without waiting for the peers."""
+        self.sender.drop()
+        self._unmixed.clear()
+        self._exchanges.clear()
+        self._sent_in_place.clear()
+        self._headers = []
+        self.flags.pending.clear()
 
-        Raises:
-            PeerError: that took too long, or a peer was lost.
-            Exception: what has failed on the thread, unless that was the wire: an error of this
-                rank, as if it had posted here.
-        """
-        if self._posting is None or self._posting.ended_well:
-            return
+    def _compare(self, message: list[float], rank: int) -> None:
+        transport = self._transport
         try:
-            self._transport.wait_for_any(self._posting)
-        except WireError as error:
-            raise self._lost(0, self._peers, error.silent) from error
-        self._posting.future.result()
+            same_rate = self._policy.pacing.synchronous
+            self._header.check(message, transport.members[rank], transport.initial_rank, same_rate)
+        except CallOrderError as error:
+            # This rank takes no further part: the others must notice, or they would wait for it.
+            self.abandon()
+            transport.disagree(error)
+            raise
 
-    def _wait_for_arrival(self, ongoing: Arrival, other: Ongoing | None = None) -> None:
+    def _wait_for_sender(self) -> None:
         try:
-            self._transport.finish(ongoing, other)
+            self.sender.wait()
         except WireError as error:
-            lost = _Wait([], 0, self._peers)
-            if self._watched:
-                # The last work may have ended since the wait was given up.
-                lost = self._watched[min(ongoing.finished, len(self._watched) - 1)]
+            raise self._lost(0, self._wire.peers, error.silent) from error
+
+    def _wait_for(self, watch: Watch, other: Ongoing | None = None) -> None:
+        try:
+            self._transport.finish(watch.arrival, other)
+        except WireError as error:
+            lost = watch.lost() or Expected([], 0, self._wire.peers)
             raise self._lost(lost.bucket, lost.suspects, error.silent) from error
 
     def _wait(
@@ -493,17 +328,18 @@ class Round:
     ) -> PeerError | CallOrderError:
         """The error of a round whose bucket did not arrive."""
         self.abandon()
-        loss = self._transport.lose(suspects, silent)
+        transport, number = self._transport, self._header.round
+        loss = transport.lose(suspects, silent)
         if loss.error.startswith(CallOrderError.__name__):
             # That rank closed its connections before this one had read its header.
-            return CallOrderError(f"rank {self._transport.initial_rank}: {loss.error}")
-        group = tuple(self._transport.members[rank] for rank in self._group.ranks)
+            return CallOrderError(f"rank {transport.initial_rank}: {loss.error}")
+        group = tuple(transport.members[rank] for rank in self._wire.group.ranks)
         return PeerError(
-            f"rank {self._transport.initial_rank}: lost {loss} in round {self._header.round}, "
-            f"bucket {bucket}, group {group} of {self._topology!r}; {loss.advice}. The parameters "
-            f"are as they were before this round was mixed: restart from a checkpoint, or let the "
-            f"others go on with elastic=Elastic()",
+            f"rank {transport.initial_rank}: lost {loss} in round {number}, bucket {bucket}, "
+            f"group {group} of {self._topology!r}; {loss.advice}. The parameters are as they were "
+            f"before this round was mixed: restart from a checkpoint, or let the others go on with "
+            f"elastic=Elastic()",
             rank=loss.ranks[0] if len(loss.ranks) == 1 else None,
-            round=self._header.round,
+            round=number,
             bucket=bucket,
         )

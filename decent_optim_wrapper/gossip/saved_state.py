@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from decent_optim_wrapper.gossip.gossip import Gossip
+from decent_optim_wrapper.gossip.in_flight import GossipState
 from decent_optim_wrapper.gossip.schedule import check_mixing_rate
-from decent_optim_wrapper.gossip.step import GossipState
 from decent_optim_wrapper.warn import warn
-from decent_optim_wrapper.wire.references import Meetings, referring
+from decent_optim_wrapper.wire.references import SavedReference, referring
 
 
-class Arrange(NamedTuple):
+class StateLayout(NamedTuple):
     """How to put parts of a state dict into the order of the parameters.
 
     Args:
@@ -34,7 +34,7 @@ class SavedState(NamedTuple):
         gossip: the state of the rounds.
         kept: whether an average was in place, which the next step keeps.
         extensions: continue each extension with its state.
-        starts: the parameters with which the round in flight was launched, where they may have
+        snapshot: the parameters with which the round in flight was launched, where they may have
             changed since.
         references: to which differences are coded, by group.
     """
@@ -42,8 +42,8 @@ class SavedState(NamedTuple):
     gossip: GossipState
     kept: bool
     extensions: list[Callable[[], None]]
-    starts: dict[Tensor, Tensor]
-    references: dict[str, Meetings]
+    snapshot: dict[Tensor, Tensor]
+    references: dict[str, SavedReference]
 
 
 def check_state_dict(state_dict: object, owner: str, rank: int) -> None:
@@ -66,21 +66,23 @@ def check_state_dict(state_dict: object, owner: str, rank: int) -> None:
 
 def gossip_state(gossip: Gossip) -> dict[str, Any]:
     """The state of the gossip, to save now."""
-    state = gossip.state._asdict()
+    state = gossip.pipeline.state._asdict()
     age = state.pop("age")
     if gossip.average.snapshot is not None:
         # The next step() would keep the average, which is what is saved now.
         state |= {"in_flight": False, "kept": True}
-    if not gossip.pacing.synchronous:
+    if not gossip.pipeline.policy.pacing.synchronous:
         # Others may have mixed it, or not have launched it yet.
         state["in_flight"] = False
-    elif gossip.pacing.needs_snapshot:
+    elif gossip.pipeline.policy.pacing.needs_snapshot:
         # Also where none is in flight: torch.distributed.checkpoint loads into existing entries.
-        state |= {"age": age, "starts": gossip.starts()}
-    if extensions := {each.name: each.state_dict() for each in gossip.extensions.all if each.name}:
+        state |= {"age": age, "launch_snapshot": gossip.pipeline.in_flight.values(gossip.params)}
+    if extensions := {
+        each.name: each.state_dict() for each in gossip.pipeline.extensions.all if each.name
+    }:
         state |= {"extensions": extensions, "saved_by": _saved_by(gossip)}
     if params := _referring(gossip):
-        session = gossip.session
+        session = gossip.pipeline.session
         state["references"] = session.references.state(params, session.transport.members)
     return state
 
@@ -96,15 +98,15 @@ def named_state(gossip: Gossip) -> dict[str, Any]:
     def named(rows: list[Any]) -> dict[str, Any]:
         return dict(zip(gossip.replica.names_of(gossip.params), rows, strict=True))
 
-    if "starts" in state:
-        state["starts"] = named(state["starts"])
+    if "launch_snapshot" in state:
+        state["launch_snapshot"] = named(state["launch_snapshot"])
     for saved in state.get("extensions", {}).values():
         if "params" in saved:
             saved["params"] = named(saved["params"])
     if "references" in state:
         names = gossip.replica.names_of(_referring(gossip))
-        for edge in state["references"].values():
-            edge["values"] = dict(zip(names, edge["values"], strict=True))
+        for group in state["references"].values():
+            group["values"] = dict(zip(names, group["values"], strict=True))
     return state
 
 
@@ -124,8 +126,8 @@ def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
         "load_state_dict expects what state_dict() of a DecentOptimWrapper around the same "
         "parameters has returned, but its key 'gossip' holds something else"
     )
-    arrange = Arrange(by_parameter=lambda rows: rows, references=lambda references: references)
-    return _read(gossip, saved, mixing_rate, expected, arrange)
+    layout = StateLayout(by_parameter=lambda rows: rows, references=lambda references: references)
+    return _read(gossip, saved, mixing_rate, expected, layout)
 
 
 def read_named_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
@@ -138,8 +140,10 @@ def read_named_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedSta
     def in_order(params: list[Tensor]) -> Callable[[Any], list[Any]]:
         return lambda rows: [rows[name] for name in gossip.replica.names_of(params)]
 
-    arrange = Arrange(by_parameter=in_order(gossip.params), references=in_order(_referring(gossip)))
-    return _read(gossip, saved, mixing_rate, expected, arrange)
+    layout = StateLayout(
+        by_parameter=in_order(gossip.params), references=in_order(_referring(gossip))
+    )
+    return _read(gossip, saved, mixing_rate, expected, layout)
 
 
 def restore(gossip: Gossip, saved: SavedState) -> None:
@@ -147,7 +151,11 @@ def restore(gossip: Gossip, saved: SavedState) -> None:
     gossip.average.keep()
     for load in saved.extensions:
         load()
-    gossip.restore(saved.gossip, saved.kept, saved.starts, saved.references)
+    try:
+        gossip.discard()
+    finally:
+        # Also where what was in flight has failed.
+        gossip.loaded.restore(saved.gossip, saved.kept, saved.snapshot, saved.references)
 
 
 def _read(
@@ -155,7 +163,7 @@ def _read(
     saved: Any,
     mixing_rate: float,
     expected: str,
-    arrange: Arrange,
+    layout: StateLayout,
 ) -> SavedState:
     """Check a state.
 
@@ -164,7 +172,7 @@ def _read(
         saved: the state.
         mixing_rate: where none was saved.
         expected: what an error says of a state that is something else.
-        arrange: puts the parts into the order of the parameters.
+        layout: puts the parts into the order of the parameters.
     """
     gossip.check_idle()
     try:
@@ -172,33 +180,33 @@ def _read(
         state = GossipState(
             round=index(saved["round"]),
             # Others may have mixed it already, or count rounds in another way.
-            in_flight=bool(saved["in_flight"]) and gossip.pacing.synchronous,
+            in_flight=bool(saved["in_flight"]) and gossip.pipeline.policy.pacing.synchronous,
             mixing_rate=rate,
             last_rate=check_mixing_rate(saved.get("last_rate", rate)),
             age=max(1, index(saved.get("age", 1))),
         )
         if state.round < state.in_flight * state.age:
             raise ValueError(f"round must be 0 or more, and 1 in flight, got {state.round}")
-        extensions = _read_extensions(gossip, saved, arrange.by_parameter)
-        starts = _read_starts(gossip, saved, arrange.by_parameter)
-        references = _read_references(gossip, saved, arrange.references)
+        extensions = _read_extensions(gossip, saved, layout.by_parameter)
+        snapshot = _read_snapshot(gossip, saved, layout.by_parameter)
+        references = _read_references(gossip, saved, layout.references)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"rank {gossip.session.transport.initial_rank}: {expected} "
+            f"rank {gossip.pipeline.session.transport.initial_rank}: {expected} "
             f"({type(error).__name__}: {error}); nothing was loaded"
         ) from error
     return SavedState(
         gossip=state,
         kept=bool(saved.get("kept", False)),
         extensions=extensions,
-        starts=starts,
+        snapshot=snapshot,
         references=references,
     )
 
 
 def _saved_by(gossip: Gossip) -> list[int]:
     """This rank and the members: a state that belongs to a rank is of use to these only."""
-    transport = gossip.session.transport
+    transport = gossip.pipeline.session.transport
     return [transport.initial_rank, *transport.members]
 
 
@@ -209,11 +217,11 @@ def _read_extensions(
     states = dict(saved.get("extensions", {}))
     is_own = list(saved.get("saved_by", [])) == _saved_by(gossip)
     loads = []
-    for extension in gossip.extensions.all:
+    for extension in gossip.pipeline.extensions.all:
         state = states.pop(extension.name, None)
         if state is not None and "params" in state:
             state = {**state, "params": arrange(state["params"])}
-        loads.append(gossip.prepare_load(extension, state, is_own))
+        loads.append(gossip.loaded.prepare(extension, state, is_own))
     if states:
         warn(
             f"the state of {' and '.join(sorted(states))} is dropped: pass the same extensions, or "
@@ -222,17 +230,17 @@ def _read_extensions(
     return loads
 
 
-def _read_starts(
+def _read_snapshot(
     gossip: Gossip, saved: dict[str, Any], arrange: Callable[[Any], list[Tensor]]
 ) -> dict[Tensor, Tensor]:
     """The parameters at the launch of the round in flight; none if they have not changed since."""
-    if "starts" not in saved or not saved["in_flight"]:
+    if "launch_snapshot" not in saved or not saved["in_flight"]:
         return {}
-    starts = dict(zip(gossip.params, arrange(saved["starts"]), strict=True))
-    for param, start in starts.items():
-        if param.shape != start.shape:
-            raise ValueError(f"expected a start of shape {param.shape}, got {start.shape}")
-    return starts
+    snapshot = dict(zip(gossip.params, arrange(saved["launch_snapshot"]), strict=True))
+    for param, launched in snapshot.items():
+        if param.shape != launched.shape:
+            raise ValueError(f"expected a snapshot of shape {param.shape}, got {launched.shape}")
+    return snapshot
 
 
 def _referring(gossip: Gossip) -> list[Tensor]:
@@ -240,20 +248,23 @@ def _referring(gossip: Gossip) -> list[Tensor]:
 
     With automatic rounds each rank may have mixed others, and all start again from zero.
     """
-    if not gossip.pacing.synchronous or not gossip.session.references.keeps:
+    if (
+        not gossip.pipeline.policy.pacing.synchronous
+        or not gossip.pipeline.session.references.keeps
+    ):
         return []
-    members = referring(gossip.buckets)
+    members = referring(gossip.pipeline.buckets)
     return [param for param in gossip.params if param in members]
 
 
 def _read_references(
     gossip: Gossip, saved: dict[str, Any], arrange: Callable[[Any], list[Tensor]]
-) -> dict[str, Meetings]:
+) -> dict[str, SavedReference]:
     """The references by group; none if there are none here or there."""
     params = _referring(gossip)
     found = {}
-    for group, edge in saved.get("references", {}).items() if params else ():
-        kept = arrange(edge["values"])
+    for group, reference in saved.get("references", {}).items() if params else ():
+        kept = arrange(reference["values"])
         if len(kept) != len(params):
             # Parameters were frozen or unfrozen since, on all ranks: references start again.
             return {}
@@ -261,5 +272,5 @@ def _read_references(
         for param, value in values.items():
             if param.shape != value.shape:
                 raise ValueError(f"expected a reference of shape {param.shape}, got {value.shape}")
-        found[group] = Meetings(number=index(edge["meetings"]), values=values)
+        found[group] = SavedReference(coded_rounds=index(reference["coded_rounds"]), values=values)
     return found

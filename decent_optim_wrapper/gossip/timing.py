@@ -6,6 +6,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
 # A wait that counts as none.
@@ -54,16 +55,20 @@ class Clock:
         self._name = name
         self.seconds = 0.0
         self._start = 0.0
-        self._range = record_function(name)
+        self._range: record_function | None = None
 
     def __enter__(self) -> None:
-        self._range = record_function(self._name)
-        self._range.__enter__()  # type: ignore[no-untyped-call]
+        # A range costs more than all else here.
+        if _profiler_enabled():
+            self._range = record_function(self._name)
+            self._range.__enter__()  # type: ignore[no-untyped-call]
         self._start = perf_counter()
 
     def __exit__(self, *error: Any) -> None:
         self.seconds += perf_counter() - self._start
-        self._range.__exit__(*error)
+        if self._range is not None:
+            self._range.__exit__(*error)
+            self._range = None
 
 
 class SpareTime:
@@ -112,6 +117,18 @@ class Meter:
         self.bytes_sent = 0
         self.staleness = 0
         self.skipped = False
+
+    def count_bytes(self, count: int) -> None:
+        """Count bytes that are sent."""
+        self.bytes_sent += count
+
+    def note_round(self, staleness: int) -> None:
+        """Note how many steps ago the round was launched that this step mixes."""
+        self.staleness = staleness
+
+    def note_skipped(self, skipped: Tensor | int) -> None:
+        """Note whether an overflow has skipped the local update."""
+        self.skipped = skipped
 
     def close(self, buckets: int, rounds: int) -> None:
         """End the step: nothing is counted until the next one."""

@@ -74,7 +74,9 @@ class Replica:
         self.gossip = None if gossip is None else frozenset(gossip)
         self._model = model
         modules = [] if model is None else model.modules()
-        self.fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
+        self._fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
+        self.transports: Sequence[Transport] = [each.transport for each in self.dimensions]
+        self.may_gather = bool(self._fsdp_modules)
 
     @property
     def size(self) -> int:
@@ -152,7 +154,7 @@ class Replica:
         After a forward pass without gradients a module may still hold gathered parameters, and
         would go on with these.
         """
-        for module in self.fsdp_modules:
+        for module in self._fsdp_modules:
             module.reshard()
 
     @torch.no_grad()

@@ -13,8 +13,9 @@ import torch
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.elastic.recovery import Recovery
-from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.parameters import Named, check_shards, check_tensors
+from decent_optim_wrapper.gossip.pipeline import Pipeline
+from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.start.start import Start, check_same
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
@@ -75,7 +76,13 @@ class Agreement:
         if self._sync_at_start and not self._joins:
             _synchronize([*parameters, *self._others], transport, self._layout)
 
-    def add(self, gossip: Gossip, parameters: Sequence[Named], late: Sequence[Named] = ()) -> None:
+    def add(
+        self,
+        pipeline: Pipeline,
+        replica: Replica,
+        parameters: Sequence[Named],
+        late: Sequence[Named] = (),
+    ) -> None:
         """Gossip these parameters, of which `late` are new, from the next round on.
 
         Collective, over all of a mesh.
@@ -84,7 +91,7 @@ class Agreement:
             TypeError: a parameter cannot be exchanged.
             ValueError: the same, or the ranks differ, or another rank raised any of these errors.
         """
-        transport, replica = gossip.session.transport, gossip.replica
+        transport = pipeline.session.transport
         with self._start.over_the_mesh():
             with self._start.failing_together():
                 replica.reshard()
@@ -95,7 +102,8 @@ class Agreement:
         transport.begin_on([named.tensor.device for named in parameters])
         if self._sync_at_start and late:
             broadcast([named.tensor for named in late], transport, self._layout)
-        gossip.buckets = extend_plan(gossip.buckets, (p.tensor for p in parameters), self._layout)
+        tensors = (p.tensor for p in parameters)
+        pipeline.plan(extend_plan(pipeline.buckets, tensors, self._layout))
 
     @property
     def _joins(self) -> bool:

@@ -12,6 +12,7 @@ import sys
 import weakref
 from types import FrameType
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from decent_optim_wrapper.gossip.gossip import Gossip
@@ -58,15 +59,26 @@ def warn_of_checkpoints(optimizer: Optimizer, gossip: Gossip) -> None:
 
     def inspect(_: Optimizer) -> None:
         gossip = alive()
-        if gossip is not None and gossip.differs and (text := _what_is_wrong()):
+        if gossip is not None and gossip.differs and (text := _what_is_wrong(_own_numbers(gossip))):
             warn(text)
 
     handle = optimizer.register_state_dict_pre_hook(inspect)
     weakref.finalize(gossip, handle.remove)
 
 
-def _what_is_wrong() -> str:
-    """What is wrong with the checkpoint that the caller makes; empty if nothing, or if none."""
+def _own_numbers(gossip: Gossip) -> set[int]:
+    """The numbers in the keys of this rank: its own, or that of its replica."""
+    transport = gossip.pipeline.session.transport
+    global_rank = [dist.get_rank()] if dist.is_initialized() else []
+    return {transport.rank, transport.initial_rank, *global_rank}
+
+
+def _what_is_wrong(own: set[int]) -> str:
+    """What is wrong with the checkpoint that the caller makes; empty if nothing, or if none.
+
+    Args:
+        own: the numbers by which keys of this rank are known.
+    """
     getter, by_replica = "", False
     frame = sys._getframe().f_back
     while frame is not None:
@@ -75,7 +87,8 @@ def _what_is_wrong() -> str:
             if function in _LOADERS:
                 return ""
             if function in _SAVERS:
-                if not any(re.search(r"\d", str(key)) for key in frame.f_locals["state_dict"]):
+                keys = " ".join(map(str, frame.f_locals["state_dict"]))
+                if own.isdisjoint(map(int, re.findall(r"\d+", keys))):
                     return _MIXTURE
                 return _NO_ROUND.format(getter) if getter and not by_replica else ""
             if function in _GETTERS:

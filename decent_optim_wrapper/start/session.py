@@ -20,6 +20,7 @@ from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.extension import ExtensionContext, Extensions
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
+from decent_optim_wrapper.gossip.pacing import Pacing
 from decent_optim_wrapper.gossip.parameters import (
     Named,
     check_dense,
@@ -29,7 +30,9 @@ from decent_optim_wrapper.gossip.parameters import (
     named_buffers,
     named_parameters,
 )
-from decent_optim_wrapper.gossip.schedule import Pacing, Session
+from decent_optim_wrapper.gossip.pipeline import Pipeline
+from decent_optim_wrapper.gossip.round import RoundPolicy
+from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.start.arguments import (
@@ -76,6 +79,7 @@ class Parts:
 
     Args:
         gossip: the rounds and the collective calls.
+        replica: the ranks that hold one copy of the model together.
         agreement: what is the same on all ranks.
         process_group: the user's; None if the ranks meet in a store.
         hand_over: sends the state to ranks that come back; None if none can.
@@ -85,10 +89,15 @@ class Parts:
     """
 
     gossip: Gossip
+    replica: Replica
     agreement: Agreement
     process_group: Any | None
     hand_over: HandOver | None
     join_config: Any = None
+
+    def set_join_config(self, config: Any) -> None:
+        """Remember what Join sets."""
+        self.join_config = config
 
 
 class _World(NamedTuple):
@@ -196,28 +205,22 @@ def open_session(
     if not sync:
         # Frozen parameters are then not the same everywhere.
         extra += [p.tensor for p in parameters if not p.tensor.requires_grad]
-    gossip = Gossip(
-        session,
-        local_update,
-        WorldAverage(transport.initial_rank, nonfinite, plan_buckets(extra, layout.plain)),
-        nonfinite,
-        meter,
-        replica,
-        mixing_rate=settings.schedule.mixing_rate,
-        pacing=settings.pacing,
-        extensions=extensions,
-    )
+    policy = RoundPolicy(pacing=settings.pacing, nonfinite=nonfinite, meter=meter)
+    pipeline = Pipeline(session, policy, extensions, settings.schedule.mixing_rate)
+    average = WorldAverage(transport.initial_rank, nonfinite, plan_buckets(extra, layout.plain))
+    gossip = Gossip(pipeline, local_update, average, replica, members=recovery)
     agreement.start(parameters, transport)
     local_update.know(parameters)
-    gossip.buckets = extend_plan((), (p.tensor for p in parameters), layout)
+    pipeline.plan(extend_plan((), (p.tensor for p in parameters), layout))
     if sync and not (recovery and recovery.joins):
-        session.references.begin(gossip.buckets)
+        session.references.begin(pipeline.buckets)
     hand_over = None
     if recovery:
         hand_over = HandOver(optimizer, gossip, others, extras.parts, layout)
         recovery.begin(gossip, hand_over)
     return Parts(
         gossip=gossip,
+        replica=replica,
         agreement=agreement,
         process_group=world.process_group,
         hand_over=hand_over,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, init=False, slots=True)
@@ -24,6 +24,8 @@ class Group:
 
     ranks: tuple[int, ...]
     self_weight: float
+    # Number of ranks in the group.
+    size: int = field(repr=False, compare=False)
 
     def __init__(self, ranks: Iterable[int], self_weight: float | None = None) -> None:
         members = tuple(sorted(operator.index(rank) for rank in ranks))
@@ -36,12 +38,8 @@ class Group:
         if len(members) > 1 and not 0 < weight < 1:
             raise ValueError(f"self_weight must lie in (0, 1), got {weight} for ranks {members}")
         object.__setattr__(self, "ranks", members)
+        object.__setattr__(self, "size", len(members))
         object.__setattr__(self, "self_weight", weight if len(members) > 1 else 1.0)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in the group."""
-        return len(self.ranks)
 
     @property
     def copies_sent(self) -> float:

@@ -140,7 +140,7 @@ class Bucket:
         self.nbytes = self.numel * self.dtype.itemsize
         self._storage = self._move_together() if layout.as_view else None
         self._places = [_Place.of(member) for member in self._members] if layout.as_view else []
-        self._wire = _Memory(self.wire_device, pinned=self.crosses)
+        self._wire = _Memory(self.wire_device, pinned=self.via_cpu)
         # Where values are packed that are coded next, and changes gathered that are mixed in.
         self._near = _Memory(self.device, pinned=False)
 
@@ -166,7 +166,7 @@ class Bucket:
         return self._members
 
     @property
-    def crosses(self) -> bool:
+    def via_cpu(self) -> bool:
         """Whether the values travel between a GPU and the CPU on their way to the wire."""
         return self.wire_device.type != self.device.type
 
@@ -175,16 +175,16 @@ class Bucket:
         """Whether a GPU exchanges it."""
         return self.wire_device.type == "cuda"
 
-    def pair(self, freezes: bool = False) -> Pair:
+    def pair(self, needs_snapshot: bool = False) -> Pair:
         """The wire buffers for one peer; `pair` and `summing` share their memory.
 
         If possible, the tensors' own storage is sent: it must not change in flight.
 
         Args:
-            freezes: whether the tensors may change in flight.
+            needs_snapshot: whether the tensors may change in flight.
         """
         near = self.wire_device == self.device
-        if self._storage is not None and near and not freezes:
+        if self._storage is not None and near and not needs_snapshot:
             return Pair(self._storage, *self._flats(self._wire, 1, self.dtype))
         return Pair(*self._flats(self._wire, 2, self.dtype))
 
@@ -197,16 +197,19 @@ class Bucket:
         return self._flats(self._wire, count, wide(self.dtype))
 
     def values(
-        self, others: Mapping[Tensor, Tensor], freezes: bool, dtype: torch.dtype | None = None
+        self,
+        others: Mapping[Tensor, Tensor],
+        needs_snapshot: bool,
+        dtype: torch.dtype | None = None,
     ) -> Flat:
         """The tensors as one vector where they are: if possible their own storage, else packed.
 
         Args:
             others: as in `pack`.
-            freezes: whether the vector must stay as it is while the tensors change.
+            needs_snapshot: whether the vector must stay as it is while the tensors change.
             dtype: that of a packed vector; None means the tensors' own.
         """
-        if self._storage is not None and not others and not freezes:
+        if self._storage is not None and not others and not needs_snapshot:
             return self._storage
         return self.pack(self.spare(dtype or self.dtype), others)
 
@@ -228,7 +231,7 @@ class Bucket:
         """Make an uninitialised flat vector with the bucket's layout."""
         device = device or self.device
         # Pinned memory, or the copies between GPU and wire go through one more buffer.
-        pinned = device == self.wire_device and self.crosses
+        pinned = device == self.wire_device and self.via_cpu
         return self.view(new_vector(self.flat_numel, dtype or self.dtype, device, pinned))
 
     def view(self, data: Tensor) -> Flat:
@@ -249,9 +252,9 @@ class Bucket:
             others: tensors of the same shapes to copy in place of members.
             waits: whether to wait for a GPU until `flat` on the CPU has the values.
         """
-        if self.crosses and flat.data.device != self.device:
+        if self.via_cpu and flat.data.device != self.device:
             # In one copy, not in one for each tensor.
-            packed = self.values(others or {}, freezes=False, dtype=flat.data.dtype)
+            packed = self.values(others or {}, needs_snapshot=False, dtype=flat.data.dtype)
             flat.data.copy_(packed.data, non_blocking=not waits)
             return flat
         if flat is not self._storage:
@@ -296,7 +299,7 @@ class Bucket:
         """
         # In parts with views, and on the CPU, which adds tensor by tensor in any case: the
         # difference would take another copy of the bucket for a while.
-        if self._storage is None and (self.crosses or self.on_gpu):
+        if self._storage is None and (self.via_cpu or self.on_gpu):
             whole = self.view(self.difference(theirs.data, ours.data))
             torch._foreach_add_(self._tensors(), whole.views, alpha=weight)
             return

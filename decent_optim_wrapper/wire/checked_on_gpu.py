@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from decent_optim_wrapper.comm.streams import LateValues
-from decent_optim_wrapper.wire.exchange import Exchange, Usable, Wire
+from decent_optim_wrapper.wire.exchange import Exchange, MixMask, Wire
 
 
 class CheckedOnGpu:
@@ -27,9 +27,9 @@ class CheckedOnGpu:
         # bool of shape (ranks of the group, exchanges), in the order of the group.
         self._rows, self.works = wire.transport.gather(own, wire.group, tag)
         self._late: LateValues | None = None
-        self._usable: dict[Exchange, Usable] = {}
+        self._usable: dict[Exchange, MixMask] = {}
 
-    def usable(self, exchange: Exchange) -> Usable:
+    def usable(self, exchange: Exchange) -> MixMask:
         """What of an exchange may be mixed."""
         for work in self.works:
             # On the stream that mixes.
@@ -39,16 +39,16 @@ class CheckedOnGpu:
             self._usable = self._choose(exchange.sums)
         return self._usable[exchange].on(exchange.device)
 
-    def _choose(self, sums: bool) -> dict[Exchange, Usable]:
+    def _choose(self, sums: bool) -> dict[Exchange, MixMask]:
         group, transport = self._wire.group, self._wire.transport
         if self._wire.on_nonfinite == "raise":
             # A round is mixed as a whole or not at all.
-            whole = Usable(arrived=self._rows.all(), present=group.size)
+            whole = MixMask(arrived=self._rows.all(), present=group.size)
             return dict.fromkeys(self._columns, whole)
         own, present = self._rows[group.ranks.index(transport.rank)], self._rows.sum(0)
         arrived = present > 0 if sums else self._rows[group.ranks.index(self._wire.peer)]
         return {
-            exchange: Usable(arrived=arrived[column], present=present[column], own=own[column])
+            exchange: MixMask(arrived=arrived[column], present=present[column], own=own[column])
             for exchange, column in self._columns.items()
         }
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from decent_optim_wrapper.codecs import Codec, wide
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.coded_mean import CodedMean
-from decent_optim_wrapper.wire.exchange import Exchange, Usable, Wire
+from decent_optim_wrapper.wire.exchange import Exchange, MixMask, Wire
 from decent_optim_wrapper.wire.storage import new_vector
 
 # A slice of a vector, and values there.
@@ -36,7 +36,7 @@ class CodedExchange(Exchange):
         wire: as in `Exchange`.
         bucket: the bucket.
         codec: that of the bucket.
-        starts: what is sent in place of its members' values.
+        snapshot: what is sent in place of its members' values.
         chunks: the parts of the vector that are coded by themselves.
         position: its number among the buckets of the round.
     """
@@ -46,19 +46,19 @@ class CodedExchange(Exchange):
         wire: Wire,
         bucket: Bucket,
         codec: Codec,
-        starts: Mapping[Tensor, Tensor],
+        snapshot: Mapping[Tensor, Tensor],
         chunks: list[slice],
         position: int,
     ) -> None:
         super().__init__(wire, bucket, position)
         self._codec = codec
         self._chunks = chunks
-        self._reference = None if wire.edge is None else wire.edge.reference(bucket)
+        self._reference = None if wire.references is None else wire.references.of(bucket)
         self.uses_reference = self._reference is not None
         group = wire.group
         self._weight = group.size * (1 - group.self_weight) / (group.size - 1)
-        self._values = bucket.values(starts, wire.freezes)
-        self.start = self._values if wire.freezes else None
+        self._values = bucket.values(snapshot, wire.needs_snapshot)
+        self.snapshot = self._values if wire.needs_snapshot else None
         room = codec.nbytes(max(map(_length, chunks))) * len(chunks)
         self._messages, self._room = bucket.messages(room)
         places = (slice(*map(codec.nbytes, (chunk.start, chunk.stop))) for chunk in chunks)
@@ -74,10 +74,10 @@ class CodedExchange(Exchange):
 
     def _encode(self) -> None:
         for chunk, message in zip(self._chunks, self._outgoing, strict=True):
-            near = torch.empty_like(message, device=self.device) if self.crosses else message
+            near = torch.empty_like(message, device=self.device) if self.via_cpu else message
             reference = None if self._reference is None else self._reference[chunk]
             self._codec.encode(self._values.data[chunk], near, reference)
-            if self.crosses:
+            if self.via_cpu:
                 message.copy_(near, non_blocking=True)
 
     def post(self) -> None:
@@ -98,10 +98,10 @@ class CodedExchange(Exchange):
             self._bucket.absorb_(self._absolute(self._means(len(present))), None)
         elif len(present) > 1:
             self._bucket.absorb_(self._changes(present), self._weight * rate)
-            if self._wire.edge is not None and self._reference is not None:
-                self._wire.edge.settle(self._bucket, self._reference)
+            if self._wire.references is not None and self._reference is not None:
+                self._wire.references.settle(self._bucket, self._reference)
 
-    def mix_usable(self, rate: float, usable: Usable) -> None:
+    def mix_usable(self, rate: float, usable: MixMask) -> None:
         """Mix in what has arrived if the values of both are finite, which only the GPU knows.
 
         Otherwise both ends mix and refer to zeros. A rank whose own values are not finite takes
@@ -175,7 +175,7 @@ class CodedPair(CodedExchange):
         wire: as in `CodedExchange`.
         bucket: the bucket.
         codec: that of the bucket.
-        starts: what is sent in place of its members' values.
+        snapshot: what is sent in place of its members' values.
         position: its number among the buckets of the round.
         tag: that of its messages.
     """
@@ -185,11 +185,11 @@ class CodedPair(CodedExchange):
         wire: Wire,
         bucket: Bucket,
         codec: Codec,
-        starts: Mapping[Tensor, Tensor],
+        snapshot: Mapping[Tensor, Tensor],
         position: int,
         tag: int,
     ) -> None:
-        super().__init__(wire, bucket, codec, starts, [slice(0, bucket.flat_numel)], position)
+        super().__init__(wire, bucket, codec, snapshot, [slice(0, bucket.flat_numel)], position)
         self._tag = tag
         # For q_j - q_i, which is twice mean(q) - q_i: a pass less over the values.
         self._weight /= 2
@@ -228,7 +228,7 @@ class CodedGroup(CodedExchange):
         wire: as in `CodedExchange`.
         bucket: the bucket.
         codec: that of the bucket.
-        starts: what is sent in place of its members' values.
+        snapshot: what is sent in place of its members' values.
         position: its number among the buckets of the round.
         tags: of the messages to the owners, and of those from them.
     """
@@ -238,12 +238,12 @@ class CodedGroup(CodedExchange):
         wire: Wire,
         bucket: Bucket,
         codec: Codec,
-        starts: Mapping[Tensor, Tensor],
+        snapshot: Mapping[Tensor, Tensor],
         position: int,
         tags: tuple[int, int],
     ) -> None:
         chunks = _shares(bucket.flat_numel, codec.block, wire.group.size, wire.round)
-        super().__init__(wire, bucket, codec, starts, chunks, position)
+        super().__init__(wire, bucket, codec, snapshot, chunks, position)
         self._tags = tags
         owned = wire.group.ranks.index(wire.transport.rank)
         self._own = self._new_vector(self._outgoing[owned].numel(), torch.uint8)
@@ -253,7 +253,7 @@ class CodedGroup(CodedExchange):
 
     def _new_vector(self, numel: int, dtype: torch.dtype) -> Tensor:
         bucket = self._bucket
-        return new_vector(numel, dtype, bucket.wire_device, bucket.crosses)
+        return new_vector(numel, dtype, bucket.wire_device, bucket.via_cpu)
 
     def _send(self) -> None:
         self._mean = CodedMean(

@@ -15,7 +15,7 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.topo import Group
 from decent_optim_wrapper.wire.bucket import Bucket, is_finite
 from decent_optim_wrapper.wire.nonfinite import OnNonfinite
-from decent_optim_wrapper.wire.references import Edge
+from decent_optim_wrapper.wire.references import GroupReference
 from decent_optim_wrapper.wire.storage import Flat
 
 
@@ -25,17 +25,21 @@ class Wire(NamedTuple):
     Args:
         transport: connects the ranks.
         group: the ranks that mix.
+        peers: those of them that are not this one.
         round: its number.
-        edge: the references of the group; None if it has none.
-        freezes: whether the values may change before they are mixed.
+        is_average: whether the mean is exact: the same on all ranks, even on two, and not rounded.
+        references: those of the group; None if it has none.
+        needs_snapshot: whether the values may change before they are mixed.
         on_nonfinite: what happens to values that are not finite.
     """
 
     transport: Transport
     group: Group
+    peers: tuple[int, ...]
     round: int
-    edge: Edge | None
-    freezes: bool
+    is_average: bool
+    references: GroupReference | None
+    needs_snapshot: bool
     on_nonfinite: OnNonfinite
 
     @property
@@ -46,11 +50,10 @@ class Wire(NamedTuple):
     @property
     def peer(self) -> int:
         """The other rank of a pair."""
-        one, other = self.group.ranks
-        return other if one == self.transport.rank else one
+        return self.peers[0]
 
 
-class Usable(NamedTuple):
+class MixMask(NamedTuple):
     """What may be mixed, as a GPU knows it: tensors of shape ().
 
     Args:
@@ -64,11 +67,11 @@ class Usable(NamedTuple):
     present: Tensor | int
     own: Tensor | None = None
 
-    def on(self, device: torch.device) -> Usable:
+    def on(self, device: torch.device) -> MixMask:
         """The same on another GPU."""
         if self.arrived.device == device:
             return self
-        return Usable(
+        return MixMask(
             arrived=self.arrived.to(device, non_blocking=True),
             present=self.present
             if isinstance(self.present, int)
@@ -95,32 +98,22 @@ class Exchange(ABC):
         self.position = position
         self._wire = wire
         self._bucket = bucket
+        self.device = bucket.device
+        # Whether the works belong to a GPU, for which a stream waits.
+        self.on_gpu = bucket.on_gpu
+        # Whether the values travel between a GPU and the CPU on their way to the wire.
+        self.via_cpu = bucket.via_cpu
         # What was sent, if it may change before it is mixed or is rounded on the wire.
-        self.start: Flat | None = None
+        self.snapshot: Flat | None = None
         # Whether the values are finite: of shape () if a GPU has checked them.
         self.finite: bool | Tensor = True
         self.works: list[Waitable] = []
         self.bytes_sent = 0
 
     @property
-    def crosses(self) -> bool:
-        """Whether the values travel between a GPU and the CPU on their way to the wire."""
-        return self._bucket.crosses
-
-    @property
     def codes_late(self) -> bool:
         """Whether the values are coded in `post`, which then takes long."""
         return False
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the works belong to a GPU, for which a stream waits."""
-        return self._bucket.on_gpu
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the values."""
-        return self._bucket.device
 
     @abstractmethod
     def post(self) -> None:
@@ -143,7 +136,7 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def mix_usable(self, rate: float, usable: Usable) -> None:
+    def mix_usable(self, rate: float, usable: MixMask) -> None:
         """Mix in what has arrived if it may be, which only the GPU knows."""
 
     @abstractmethod
@@ -159,27 +152,24 @@ class Exchange(ABC):
             self.finite = is_finite_on_device(data) if self.on_gpu else is_finite(data)
 
 
-class KeptStart(Exchange):
+class LaunchSnapshot(Exchange):
     """The parameters of the launch in a group of one: what follows the mixing begins there.
 
     Args:
         wire: as in `Exchange`.
         bucket: the bucket.
-        starts: what is kept in place of its members' values.
+        snapshot: what is kept in place of its members' values.
         position: its number among the buckets of the round.
     """
 
     def __init__(
-        self, wire: Wire, bucket: Bucket, starts: Mapping[Tensor, Tensor], position: int
+        self, wire: Wire, bucket: Bucket, snapshot: Mapping[Tensor, Tensor], position: int
     ) -> None:
         super().__init__(wire, bucket, position)
-        (self.start,) = bucket.summing()
-        bucket.pack(self.start, starts)
-
-    @property
-    def crosses(self) -> bool:
-        """Nothing is sent."""
-        return False
+        # Nothing is sent.
+        self.via_cpu = False
+        (self.snapshot,) = bucket.summing()
+        bucket.pack(self.snapshot, snapshot)
 
     def post(self) -> None:
         """Send nothing."""
@@ -187,7 +177,7 @@ class KeptStart(Exchange):
     def mix(self, rate: float, present: Sequence[int]) -> None:
         """Mix nothing."""
 
-    def mix_usable(self, rate: float, usable: Usable) -> None:
+    def mix_usable(self, rate: float, usable: MixMask) -> None:
         """Mix nothing."""
 
     def compare(self) -> None:
@@ -212,12 +202,12 @@ class PlainExchange(Exchange):
         self._arriving = arriving
         self._weight = weight
 
-    def mix_usable(self, rate: float, usable: Usable) -> None:
+    def mix_usable(self, rate: float, usable: MixMask) -> None:
         """Mix in what has arrived if it may be, which only the GPU knows."""
         bucket, arrived, own = self._bucket, self._mean(usable.present), self._sent()
         refused = usable.arrived.logical_not()
         # Values that are not finite would spread even with a weight of 0.
-        if usable.own is None and self.start is None:
+        if usable.own is None and self.snapshot is None:
             torch.where(usable.arrived, arrived.data, own.data, out=arrived.data)
             bucket.mix_(arrived, self._weight * rate)
             return
@@ -237,10 +227,10 @@ class PlainExchange(Exchange):
         return (self._arriving.data == sent).all(), sent
 
     def _move(self, arrived: Flat, rate: float) -> None:
-        if self.start is None:
+        if self.snapshot is None:
             self._bucket.mix_(arrived, self._weight * rate)
         else:
-            self._bucket.shift_(arrived, self.start, self._weight * rate)
+            self._bucket.shift_(arrived, self.snapshot, self._weight * rate)
 
     @abstractmethod
     def _sent(self) -> Flat:
@@ -257,7 +247,7 @@ class PlainPair(PlainExchange):
     Args:
         wire: as in `Exchange`.
         bucket: the bucket.
-        starts: what is sent in place of its members' values.
+        snapshot: what is sent in place of its members' values.
         position: its number among the buckets of the round.
         tag: that of its messages.
     """
@@ -266,15 +256,15 @@ class PlainPair(PlainExchange):
         self,
         wire: Wire,
         bucket: Bucket,
-        starts: Mapping[Tensor, Tensor],
+        snapshot: Mapping[Tensor, Tensor],
         position: int,
         tag: int,
     ) -> None:
-        outgoing, incoming = bucket.pair(wire.freezes)
+        outgoing, incoming = bucket.pair(wire.needs_snapshot)
         super().__init__(wire, bucket, position, incoming, 1 - wire.group.self_weight)
         self._tag = tag
-        self._outgoing = bucket.pack(outgoing, starts, waits=False)
-        self.start = outgoing if wire.freezes else None
+        self._outgoing = bucket.pack(outgoing, snapshot, waits=False)
+        self.snapshot = outgoing if wire.needs_snapshot else None
         self.bytes_sent = outgoing.data.nbytes
 
     def post(self) -> None:
@@ -307,24 +297,24 @@ class PlainGroup(PlainExchange):
     Args:
         wire: as in `Exchange`.
         bucket: the bucket.
-        starts: what is sent in place of its members' values.
+        snapshot: what is sent in place of its members' values.
         position: its number among the buckets of the round.
     """
 
     sums = True
 
     def __init__(
-        self, wire: Wire, bucket: Bucket, starts: Mapping[Tensor, Tensor], position: int
+        self, wire: Wire, bucket: Bucket, snapshot: Mapping[Tensor, Tensor], position: int
     ) -> None:
         group = wire.group
         # The sum overwrites what is sent.
-        copies = wire.freezes or (wire.checks and bucket.on_gpu)
+        copies = wire.needs_snapshot or (wire.checks and bucket.on_gpu)
         summed, *kept = bucket.summing(1 + copies)
         weight = group.size * (1 - group.self_weight) / (group.size - 1)
         super().__init__(wire, bucket, position, summed, weight)
-        bucket.pack(summed, starts, waits=False)
+        bucket.pack(summed, snapshot, waits=False)
         self._kept = kept[0] if kept else None
-        self.start = self._kept if wire.freezes else None
+        self.snapshot = self._kept if wire.needs_snapshot else None
         self.bytes_sent = int(group.copies_sent * summed.data.nbytes)
 
     def post(self) -> None:

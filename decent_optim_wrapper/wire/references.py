@@ -21,19 +21,19 @@ from decent_optim_wrapper.wire.bucket import Bucket, as_real
 MOST_REFERENCES = 4
 
 
-class Meetings(NamedTuple):
+class SavedReference(NamedTuple):
     """The saved references of one group.
 
     Args:
-        number: how many rounds have been coded.
+        coded_rounds: how many rounds have been coded.
         values: by parameter.
     """
 
-    number: int
+    coded_rounds: int
     values: dict[Tensor, Tensor]
 
 
-class Edge:
+class GroupReference:
     """The references of one group, the same on all its ranks.
 
     Args:
@@ -45,10 +45,10 @@ class Edge:
         self._size = size
         self.keeps = keeps
         # How many rounds have been coded: two ranks with different numbers decode garbage.
-        self.meetings = 0
+        self.coded_rounds = 0
         self._vectors: dict[Bucket, Tensor] = {}
 
-    def reference(self, bucket: Bucket) -> Tensor | None:
+    def of(self, bucket: Bucket) -> Tensor | None:
         """The reference of a bucket; None if its values themselves are coded."""
         if not (self.keeps and bucket.uses_reference(self._size)):
             return None
@@ -79,11 +79,25 @@ class Edge:
         self._vectors = {}
         for bucket in buckets:
             if any(member in parts for member in bucket.members):
-                vector = self.reference(bucket)
+                vector = self.of(bucket)
                 own = () if vector is None else bucket.parts(bucket.view(vector))
                 for member, part in zip(bucket.members, own, strict=False):
                     if member in parts:
                         part.copy_(parts[member])
+
+    def restore(
+        self, coded_rounds: int, buckets: Sequence[Bucket], parts: Mapping[Tensor, Tensor]
+    ) -> None:
+        """Continue after so many coded rounds; as in `fill`."""
+        self.coded_rounds = coded_rounds
+        self.fill(buckets, parts)
+
+    def count_round(self) -> None:
+        """Count a coded round that has arrived.
+
+        Not when it is mixed: some ranks begin the next round before that, and say so.
+        """
+        self.coded_rounds += 1
 
     def replan(self, buckets: Sequence[Bucket]) -> None:
         """Keep what is known of the parameters when their buckets are replaced by these."""
@@ -116,7 +130,9 @@ class References:
 
     def __init__(self, groups: Iterable[tuple[int, ...]], keeps: bool) -> None:
         self.keeps = keeps
-        self.edges = {ranks: Edge(len(ranks), keeps) for ranks in groups if len(ranks) > 1}
+        self.groups = {
+            ranks: GroupReference(len(ranks), keeps) for ranks in groups if len(ranks) > 1
+        }
 
     @classmethod
     def of(cls, topology: Topology, rank: int) -> References:
@@ -133,13 +149,16 @@ class References:
             members: the ranks of the session, as numbered at the start.
         """
         return {
-            _name(ranks, members): {"meetings": edge.meetings, "values": edge.values(params)}
-            for ranks, edge in sorted(self.edges.items())
+            _name(ranks, members): {
+                "coded_rounds": group.coded_rounds,
+                "values": group.values(params),
+            }
+            for ranks, group in sorted(self.groups.items())
         }
 
     @torch.no_grad()
     def load(
-        self, saved: Mapping[str, Meetings], buckets: Sequence[Bucket], members: Sequence[int]
+        self, saved: Mapping[str, SavedReference], buckets: Sequence[Bucket], members: Sequence[int]
     ) -> None:
         """Continue with saved references; those of other groups start at zero.
 
@@ -148,23 +167,23 @@ class References:
             buckets: those of the parameters.
             members: as in `state`.
         """
-        for ranks, edge in self.edges.items():
-            found = saved.get(_name(ranks, members), Meetings(0, {}))
-            edge.meetings = found.number
-            edge.fill(buckets, {param: as_real(value) for param, value in found.values.items()})
+        for ranks, group in self.groups.items():
+            found = saved.get(_name(ranks, members), SavedReference(0, {}))
+            values = {param: as_real(value) for param, value in found.values.items()}
+            group.restore(found.coded_rounds, buckets, values)
 
     @torch.no_grad()
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """Start from the parameters, which are the same on all ranks now."""
         params = {member: as_real(member) for bucket in buckets for member in bucket.members}
-        for edge in self.edges.values():
-            edge.fill(buckets, params)
+        for group in self.groups.values():
+            group.fill(buckets, params)
 
     @torch.no_grad()
     def replan(self, buckets: Sequence[Bucket]) -> None:
-        """As `Edge.replan`."""
-        for edge in self.edges.values():
-            edge.replan(buckets)
+        """As `GroupReference.replan`."""
+        for group in self.groups.values():
+            group.replan(buckets)
 
 
 def referring(buckets: Iterable[Bucket]) -> set[Tensor]:

@@ -1,0 +1,334 @@
+"""Rounds from their launch to their mixing, one of which is in flight."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+
+from loguru import logger
+from torch import Tensor
+
+from decent_optim_wrapper.comm.background import in_background, is_background
+from decent_optim_wrapper.gossip.extension import Extensions, ReceivedBucket
+from decent_optim_wrapper.gossip.header import CollectiveCall, RoundHeader
+from decent_optim_wrapper.gossip.in_flight import GossipState, InFlight
+from decent_optim_wrapper.gossip.round import Round, RoundPolicy
+from decent_optim_wrapper.gossip.schedule import RoundKind, RoundPlan
+from decent_optim_wrapper.gossip.session import Session
+from decent_optim_wrapper.gossip.timing import SpareTime
+from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.references import SavedReference
+
+# How long a wrapper that is dropped waits for peers that still have to launch its last round.
+_CLOSE_TIMEOUT = timedelta(seconds=5)
+
+
+class _Connected:
+    """What must be closed when the wrapper is dropped.
+
+    Args:
+        session: the ranks that take part.
+        in_flight: what they have launched.
+    """
+
+    def __init__(self, session: Session, in_flight: InFlight) -> None:
+        self.session = session
+        self.in_flight = in_flight
+
+    def enter(self, session: Session) -> None:
+        """Go on with other ranks."""
+        self.session = session
+
+
+class Pipeline:
+    """Launches, receives and mixes rounds, and counts them.
+
+    Args:
+        session: the ranks that take part; replaced as a whole when they change.
+        policy: what all rounds have in common.
+        extensions: what else takes part.
+        mixing_rate: that of the first rounds.
+    """
+
+    def __init__(
+        self, session: Session, policy: RoundPolicy, extensions: Extensions, mixing_rate: float
+    ) -> None:
+        self.in_flight = InFlight(mixing_rate)
+        # The ranks that take part now.
+        self.session = session
+        self._connected = _Connected(session, self.in_flight)
+        self.policy = policy
+        self.extensions = extensions
+        self._spare_time = SpareTime()
+        # In the order in which they are exchanged.
+        self.buckets: tuple[Bucket, ...] = ()
+        # Number of the next round.
+        self.round = 0
+        # Of the rounds that are launched from now on.
+        self._mixing_rate = mixing_rate
+        # The last round that was mixed, if nobody has asked yet what a GPU has found in it.
+        self.mixed: Round | None = None
+        # Runs when the wrapper is dropped or the interpreter exits, whichever comes first. A rank
+        # that leaves with a round in flight would break it for a slower peer, and a gloo thread
+        # that still runs while Python is finalised can abort the process.
+        weakref.finalize(self, _close, self._connected)
+
+    def enter(self, session: Session) -> None:
+        """Go on with other ranks."""
+        self.session = session
+        self._connected.enter(session)
+        for extension in self.extensions.all:
+            extension.restart()
+
+    def plan(self, buckets: Sequence[Bucket]) -> None:
+        """Exchange these buckets from the next launch on; the round in flight keeps its own."""
+        self.buckets = tuple(buckets)
+        for extension in self.extensions.all:
+            extension.plan(self.buckets)
+        self.session.references.replan(self.buckets)
+        rank = self.session.transport.initial_rank
+        for index, bucket in enumerate(buckets):
+            logger.info("rank {} bucket {}: {!r}", rank, index, bucket)
+
+    def resume_at(self, round: int) -> None:
+        """Continue with this round, as all other ranks do; none is in flight."""
+        self.round = round
+
+    @property
+    def mixing_rate(self) -> float:
+        """The mixing rate of the rounds launched from now on."""
+        return self._mixing_rate
+
+    def mix_with(self, rate: float) -> None:
+        """Launch rounds with this mixing rate from now on."""
+        self._mixing_rate = rate
+
+    @property
+    def state(self) -> GossipState:
+        """The state of the rounds, to save now."""
+        return GossipState(
+            round=self.round,
+            in_flight=not self.in_flight.is_empty,
+            mixing_rate=self._mixing_rate,
+            last_rate=self.in_flight.rate,
+            age=self.in_flight.age,
+        )
+
+    def restore(
+        self,
+        state: GossipState,
+        snapshot: Mapping[Tensor, Tensor],
+        references: Mapping[str, SavedReference],
+    ) -> None:
+        """Continue from a state; nothing is in flight.
+
+        Args:
+            state: the state.
+            snapshot: the parameters with which the round in flight was launched.
+            references: to which differences are coded, by group.
+        """
+        self.round, self._mixing_rate = state.round, state.mixing_rate
+        needs_snapshot = self.policy.pacing.needs_snapshot
+        self.in_flight.restore(state, snapshot if needs_snapshot else None)
+        session = self.session
+        session.references.load(references, self.buckets, session.transport.members)
+
+    def begin(self) -> Round | None:
+        """Begin the next round, to which the buckets are posted one by one.
+
+        Returns:
+            None if this rank is idle, or while another round is in flight.
+        """
+        return self._begin(self.round, self._mixing_rate)
+
+    def _begin(self, number: int, rate: float) -> Round | None:
+        plan = self.session.schedule.plan(number, rate)
+        if plan.kind is RoundKind.IDLE or self.in_flight.round is not None:
+            return None
+        transport = self.session.transport
+        names = [transport.members[rank] for rank in plan.group.ranks]
+        logger.debug("rank {} round {}: group {}", transport.initial_rank, number, names)
+        return self.announce(CollectiveCall.STEP, plan, number)
+
+    def announce(self, call: CollectiveCall, plan: RoundPlan, number: int | None = None) -> Round:
+        """Begin an exchange with the ranks that mix next: headers, and buckets if it has any."""
+        self.session.transport.check_open()
+        header = RoundHeader(call, self.round if number is None else number, plan.mixing_rate)
+        return Round(header, plan, self.session, self.policy).open()
+
+    def has_time(self) -> bool:
+        """Whether the round of this step may leave later; ask once in a step."""
+        # With what extensions send the wire soon has no time to spare.
+        for each in self.extensions.all:
+            if each.sends:
+                return False
+        if self.policy.pacing.mixes_in_step(self.round):
+            return False
+        return self._spare_time.begin_round()
+
+    def post(
+        self, launched: Round, bucket: Bucket, snapshot: Mapping[Tensor, Tensor] | None = None
+    ) -> None:
+        """Send a bucket of parameters, and what is attached to it; see `Round.post`."""
+        attached: list[Bucket] = []
+        for extension in self.extensions.all:
+            attached += extension.launch(bucket)
+        launched.post(bucket, attached, snapshot)
+
+    def hand_over(self, launched: Round) -> None:
+        """Leave a round in flight until a later step, once everything is posted."""
+        launched.seal()
+        self.in_flight.put(launched, self._mixing_rate)
+        if not self.policy.pacing.synchronous:
+            self.round += 1
+            launched.watch()
+
+    def launch(self) -> None:
+        """Start the next round outside of a step, unless one is in flight."""
+        if launched := self.begin():
+            for bucket in self.buckets:
+                self.post(launched, bucket, self.in_flight.snapshot)
+            self.hand_over(launched)
+            # As if the step before had launched it.
+            self.in_flight.count_step()
+
+    def _relaunch(self) -> None:
+        """Launch the round that was in flight when the state was saved."""
+        flight = self.in_flight
+        # synchronize() may come before any step(), and the state may come from a run without an
+        # outer optimizer, which would then have no anchors when the round is mixed.
+        self.begin_extensions()
+        if launched := self._begin(self.round - flight.age, flight.rate):
+            for bucket in self.buckets:
+                self.post(launched, bucket, flight.snapshot)
+            launched.seal()
+            if not self.policy.pacing.synchronous:
+                launched.watch()
+            flight.put(launched, flight.rate, flight.age)
+        flight.clear_pending()
+
+    def begin_extensions(self) -> None:
+        """Let the extensions begin a step."""
+        for extension in self.extensions.all:
+            extension.begin_step(self.buckets)
+
+    def end_step(self) -> None:
+        """Count a step."""
+        self.in_flight.count_step()
+        if self.policy.pacing.synchronous:
+            self.round += 1
+
+    def receive(self) -> Round | None:
+        """Return the round in flight if it is to be mixed now, and wait until it has arrived.
+
+        Raises:
+            NonFiniteError: the round must not be mixed, and is no longer in flight.
+        """
+        if self.in_flight.is_pending:
+            self._relaunch()
+        due = self.in_flight.is_due(self.policy.pacing)
+        for extension in self.extensions.all:
+            extension.received(in_flight=self.in_flight.round is not None and not due)
+        if not due:
+            return None
+        self.policy.meter.note_round(self.in_flight.age)
+        return self._receive()
+
+    def _receive(self) -> Round | None:
+        if self.mixed is not None:
+            self.check_on_gpu()
+        arrived = self.take()
+        if arrived is not None:
+            if arrived.flags.nonfinite:
+                arrived.flags.check()
+            self.mixed = arrived if arrived.flags.on_gpu else None
+            for extension in self.extensions.all:
+                extension.arrived(arrived.plan.kind, self.buckets, self.session.transport)
+        return arrived
+
+    def take(self) -> Round | None:
+        """Wait for the round in flight and return it; it is not mixed.
+
+        A round that fails is no longer in flight either: it is not waited for again.
+        """
+        taken = self.in_flight.take()
+        if taken is not None:
+            before = self.policy.meter.wait.seconds
+            taken.receive()
+            if taken.sender.defers:
+                self._spare_time.note(self.policy.meter.wait.seconds - before)
+        return taken
+
+    def forget(self) -> None:
+        """Neither launch a round again nor ask what a GPU has found in the last one."""
+        self.mixed = None
+        self.in_flight.clear_pending()
+
+    def check_on_gpu(self) -> None:
+        """Check what a GPU has found in the round that was mixed last, if nobody has yet.
+
+        Raises:
+            NonFiniteError: it has mixed nothing of that round.
+        """
+        mixed, self.mixed = self.mixed, None
+        if mixed is not None:
+            mixed.flags.check_on_gpu()
+
+    def mix(self, arrived: Round, bucket: Bucket) -> None:
+        """Mix what has arrived for a bucket and what is attached to it, if anything has."""
+        if not arrived.has(bucket):
+            return
+        if not self.extensions.all:
+            arrived.mix(bucket)
+            return
+        kind = arrived.plan.kind
+        received = ReceivedBucket(
+            kind=kind,
+            bucket=bucket,
+            snapshot=partial(arrived.snapshot_of, bucket),
+            compare=partial(arrived.compare, bucket),
+        )
+        with self.extensions.mixing(received):
+            arrived.mix(bucket)
+        if not arrived.unmixed:
+            for extension in self.extensions.all:
+                extension.end_round(kind)
+
+    def finish(self) -> None:
+        """Wait for the round in flight, if there is one, and mix it into the parameters."""
+        if self.in_flight.is_pending:
+            self._relaunch()
+        if arrived := self._receive():
+            for bucket in arrived.unmixed:
+                self.mix(arrived, bucket)
+
+
+def _close(connected: _Connected) -> None:
+    """Wait for a round in flight, which nobody will mix, and release the process group."""
+    if is_background():
+        # The garbage collector runs on any thread, also on one that this would wait for.
+        in_background(partial(_end, connected))
+    else:
+        _end(connected)
+
+
+def _end(connected: _Connected) -> None:
+    """As `_close`.
+
+    The peers launch the same round sooner or later, unless they are gone. A script that ends, or a
+    wrapper that is replaced, does not wait for them as long as a step would.
+    """
+    transport = connected.session.transport
+    transport.limit_waits(_CLOSE_TIMEOUT)
+    try:
+        if connected.in_flight.round:
+            connected.in_flight.round.receive()
+    except RuntimeError as error:
+        logger.warning(
+            "rank {}: the wrapper was dropped with a round in flight, which did not arrive within "
+            "{}: {}; call synchronize() at the end of the training",
+            *(transport.initial_rank, _CLOSE_TIMEOUT, error),
+        )
+    transport.close()

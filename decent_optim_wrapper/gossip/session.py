@@ -1,0 +1,63 @@
+"""The ranks that take part, and what connects them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.gossip.schedule import Intervals, RoundSchedule
+from decent_optim_wrapper.topo import Topology
+from decent_optim_wrapper.wire.references import References
+
+
+@dataclass(frozen=True)
+class Session:
+    """The ranks that take part, from one round on until one of them is lost or comes back.
+
+    Args:
+        transport: the members and their communicators.
+        topology: of the members.
+        schedule: the rounds of this rank.
+        references: what this rank shares with each of its groups.
+    """
+
+    transport: Transport
+    topology: Topology
+    schedule: RoundSchedule
+    references: References
+
+    @classmethod
+    def connect(
+        cls,
+        transport: Transport,
+        topology: Topology,
+        intervals: Intervals,
+        first_round: int = 0,
+        devices: Collection[torch.device] = (),
+    ) -> Session:
+        """Connect the groups in which this rank mixes; collective.
+
+        Args:
+            transport: the members.
+            topology: of as many ranks.
+            intervals: as in `RoundSchedule`.
+            first_round: as in `RoundSchedule`.
+            devices: those of the tensors to exchange.
+        """
+        schedule = RoundSchedule(
+            phases=topology.schedule(transport.rank),
+            rank=transport.rank,
+            world_size=transport.world_size,
+            intervals=intervals,
+            first_round=first_round,
+        )
+        transport.connect(schedule.groups, devices)
+        return cls(
+            transport=transport,
+            topology=topology,
+            schedule=schedule,
+            references=References.of(topology, transport.rank),
+        )
