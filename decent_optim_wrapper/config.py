@@ -25,9 +25,10 @@ from decent_optim_wrapper.extensions import (
 from decent_optim_wrapper.extensions.outer_optimizer import MakeOptimizer
 from decent_optim_wrapper.gossip.extension import Extension, Extensions
 from decent_optim_wrapper.gossip.pacing import AsItArrives, Delayed, Late, Pacing, WithinStep
-from decent_optim_wrapper.gossip.schedule import Intervals, check_mixing_rate
+from decent_optim_wrapper.gossip.schedule import Intervals
 from decent_optim_wrapper.optim.closures import evaluates_inside_step
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
+from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.topo.base import did_you_mean
 from decent_optim_wrapper.wire.nonfinite import OnNonfinite as OnNonfinite
 

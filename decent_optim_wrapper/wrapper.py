@@ -31,27 +31,26 @@ from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.header import CollectiveCall
 from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling, apply_update
 from decent_optim_wrapper.gossip.pacing import Pacing
-from decent_optim_wrapper.gossip.parameters import Named, named_parameters
 from decent_optim_wrapper.gossip.saved_state import (
-    check_state_dict,
     gossip_state,
     named_state,
     read_named_state,
     read_state,
     restore,
 )
-from decent_optim_wrapper.gossip.schedule import check_mixing_rate
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import StepStats
 from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.optim.batch_norms import recalibrated
-from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
+from decent_optim_wrapper.optim.delegating import DelegatingOptimizer, check_state_dict
+from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.start.arguments import Arguments
 from decent_optim_wrapper.start.dcp_warning import warn_of_checkpoints
 from decent_optim_wrapper.start.session import Extras, open_session
 from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.bucket import MIB, Bucket
+from decent_optim_wrapper.wire.parameters import Named, named_parameters
 
 _STATE_KEY = "gossip"
 
@@ -460,7 +459,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         params = [param for group in self.param_groups for param in group["params"]]
         if not self._gossip.replica.transports:
             return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        return self._gossip.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        # The error is that of all ranks of the replica, and nobody else waits for them.
+        with self._gossip.failures.propagating(RuntimeError):
+            return self.replica.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack a small tensor of every rank that takes part; collective.

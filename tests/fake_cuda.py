@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from decent_optim_wrapper.comm import streams, transport
-from decent_optim_wrapper.gossip import parameters
+from decent_optim_wrapper.wire import parameters
 
 aten = torch.ops.aten
 _PACKAGE = "/decent_optim_wrapper/"

@@ -31,6 +31,7 @@ from decent_optim_wrapper import (
 )
 from decent_optim_wrapper.codecs import INT4, CastCodec, Codec, TopKCodec
 from decent_optim_wrapper.wire import bucket as bucket_module
+from decent_optim_wrapper.wire import references
 
 pytestmark = pytest.mark.slow
 
@@ -586,7 +587,7 @@ def test_replaced_references_are_freed(
 ) -> None:
     """Also those of groups that were not in flight, and those of two changes in one round."""
     made: list[tuple[Any, int]] = []
-    new_reference = bucket_module.Bucket.new_reference
+    new_reference = references.new_reference
 
     def noting(bucket: bucket_module.Bucket) -> Tensor:
         vector = new_reference(bucket)
@@ -594,7 +595,7 @@ def test_replaced_references_are_freed(
         made.append((weak, vector.nbytes))
         return vector
 
-    monkeypatch.setattr(bucket_module.Bucket, "new_reference", noting)
+    monkeypatch.setattr(references, "new_reference", noting)
 
     def main(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
         params = make_params(seed=rank)

@@ -25,7 +25,7 @@ from problem import (
     make_params,
     sgd,
 )
-from ranks import TIMEOUT, run_processes, run_threads
+from ranks import run_processes, run_threads
 from restartable_processes import RestartableProcesses, wrap_elastic
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join

@@ -24,7 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 from decent_optim_wrapper import DecentOptimWrapper, Group, Topology, TopologyFactory
 from decent_optim_wrapper.comm import transport
 from decent_optim_wrapper.comm.process_groups import new_communicator
-from decent_optim_wrapper.gossip.local_update import SPLITTABLE, LocalUpdate
+from decent_optim_wrapper.gossip.local_update import LocalUpdate
+from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.wire.bucket import Layout, plan_buckets
 
 STEPS = 5

@@ -16,9 +16,9 @@ from torch import Tensor
 from decent_optim_wrapper.checkpoint import sealed_file
 from decent_optim_wrapper.comm.state_transfer import difference
 from decent_optim_wrapper.errors import PeerError
-from decent_optim_wrapper.gossip.parameters import named_parameters
 from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.warn import warn
+from decent_optim_wrapper.wire.parameters import named_parameters
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 __all__ = ["Checkpoint", "Checkpoints"]

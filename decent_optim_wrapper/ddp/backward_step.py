@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
 from decent_optim_wrapper.gossip.local_update import Apply, Scaling, global_step_hooks, step_hooks
-from decent_optim_wrapper.gossip.parameters import named_parameters, sparse_gradient_error
 from decent_optim_wrapper.start.session import Extras
 from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.parameters import named_parameters, sparse_gradient_error
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 
@@ -199,7 +199,7 @@ class BackwardStepper:
         scheduler: LRScheduler | None,
         in_parts: bool,
     ) -> None:
-        self.accumulates = False
+        self._accumulates = False
         self._optimizer = optimizer
         self._unscale_and_clip = unscale_and_clip
         self._scheduler = scheduler
@@ -220,9 +220,13 @@ class BackwardStepper:
                 f"error, and restart all ranks from a checkpoint"
             )
 
+    def accumulate(self, enable: bool) -> None:
+        """Collect gradients without a step, until this is disabled."""
+        self._accumulates = enable
+
     def on_gradient(self, param: Tensor) -> None:
         """Continue the step with this gradient."""
-        if self.accumulates:
+        if self._accumulates:
             return
         self.check()
         if self._step is None:

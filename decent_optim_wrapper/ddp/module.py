@@ -18,9 +18,9 @@ from decent_optim_wrapper.config import check_base
 from decent_optim_wrapper.ddp.autograd_hooks import AutogradHooks
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
-from decent_optim_wrapper.gossip.local_update import SPLITTABLE
 from decent_optim_wrapper.gossip.pacing import Delayed
-from decent_optim_wrapper.gossip.saved_state import check_state_dict
+from decent_optim_wrapper.optim.delegating import check_state_dict
+from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.start.arguments import Arguments
 from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.topo import Topology
@@ -171,7 +171,7 @@ class DecentralizedDataParallel(Module):
         Switch off before the backward pass of the last micro-batch. Accumulation needs memory for
         all gradients.
         """
-        self._stepper.accumulates = enable
+        self._stepper.accumulate(enable)
 
     def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
         """Replace the parameters by their world average; collective.

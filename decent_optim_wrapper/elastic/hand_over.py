@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.state_transfer import receive_state, send_state, sendable
 from decent_optim_wrapper.gossip.gossip import Gossip
-from decent_optim_wrapper.gossip.parameters import Named, named_parameters
 from decent_optim_wrapper.gossip.saved_state import gossip_state, read_state, restore
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.broadcast import broadcast
 from decent_optim_wrapper.wire.bucket import Layout
+from decent_optim_wrapper.wire.parameters import Named, named_parameters
 
 
 class HandOver:

@@ -62,6 +62,21 @@ class Estimate:
         y, mean = (torch.zeros_like(param, dtype=dtype, requires_grad=False) for _ in range(2))
         return cls(y=y, mean=mean)
 
+    def count_step(self) -> int:
+        """Count a gradient, and return how many there were."""
+        self.steps += 1
+        return self.steps
+
+    def forget_steps(self) -> None:
+        """Count from the start."""
+        self.steps = 0
+
+    def load(self, row: dict[str, Any]) -> None:
+        """Continue with what was saved."""
+        self.y.copy_(row["y"])
+        self.mean.copy_(row["mean"])
+        self.steps = index(row["steps"])
+
 
 class _Tracked:
     """What is tracked of the parameters of one bucket.
@@ -77,8 +92,7 @@ class _Tracked:
     ) -> None:
         self.params = params
         self.estimates = estimates
-        self.bucket = Bucket([each.y for each in estimates], layout)
-        self.bucket.rate = _DAMPING
+        self.bucket = Bucket([each.y for each in estimates], layout, rate=_DAMPING)
         # Whether y holds the correction.
         self.is_open = False
 
@@ -114,8 +128,7 @@ class _Tracked:
         """
         means, towards, weights = [], [], []
         for estimate, grad in zip(self.estimates, grads, strict=True):
-            estimate.steps += 1
-            weight = max(_NEW, starts_full / estimate.steps)
+            weight = max(_NEW, starts_full / estimate.count_step())
             mean = local(estimate.mean)
             if grad is None:
                 mean.mul_(1 - weight)
@@ -125,6 +138,17 @@ class _Tracked:
                 weights.append(weight)
         if means:
             torch._foreach_lerp_(means, towards, weights)
+
+    def restart(self) -> None:
+        """Start again from zero."""
+        torch._foreach_zero_([*self.y, *self.means])
+        self.is_open = False
+        for estimate in self.estimates:
+            estimate.forget_steps()
+
+    def mark_open(self, is_open: bool) -> None:
+        """Continue with y that holds the correction, or does not."""
+        self.is_open = is_open
 
     @torch.no_grad()
     def close(self) -> None:
@@ -209,10 +233,7 @@ class GradientTracking(Extension):
     def restart(self) -> None:
         """Start again, on all ranks together."""
         for each in self._tracked.values():
-            torch._foreach_zero_([*each.y, *each.means])
-            each.is_open = False
-            for estimate in each.estimates:
-                estimate.steps = 0
+            each.restart()
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of what is tracked of each parameter."""
@@ -252,9 +273,8 @@ class GradientTracking(Extension):
         for param, row in zip(self._params, state["params"], strict=True) if state else ():
             if id(param) in self._of:
                 tracked, estimate = self._of[id(param)]
-                estimate.y.copy_(row["y"])
-                estimate.mean.copy_(row["mean"])
-                estimate.steps, tracked.is_open = index(row["steps"]), row["is_open"]
+                estimate.load(row)
+                tracked.mark_open(row["is_open"])
 
     @contextmanager
     def updating(self, params: Sequence[Tensor]) -> Iterator[None]:

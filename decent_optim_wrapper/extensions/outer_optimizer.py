@@ -64,7 +64,10 @@ class OuterOptimizer(Extension):
         """Take the outer step after the mixing, without the local updates since the launch."""
         bucket, steps = received.bucket, received.kind is self._kind
         snapshot = received.snapshot() if steps else None
-        drift = None if snapshot is None else bucket.drift(snapshot)
+        drift = None
+        if snapshot is not None:
+            drift = bucket.pack(bucket.new_flat())
+            drift.data.sub_(snapshot.data.to(bucket.device, bucket.dtype))
         yield
         if self._heals and not bucket.is_finite():
             self._anchors.forget(bucket.members)

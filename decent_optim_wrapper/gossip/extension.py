@@ -186,27 +186,18 @@ class Extensions:
         """Whether any of them changes gradients."""
         return any(each.corrects_gradients for each in self.all)
 
-    def mixing(self, received: ReceivedBucket) -> AbstractContextManager[Any]:
+    @contextmanager
+    def mixing(self, received: ReceivedBucket) -> Iterator[None]:
         """The contexts of all of them around the mixing of a bucket."""
-        return _entered([each.mixing(received) for each in self.all])
+        with ExitStack() as stack:
+            for each in self.all:
+                stack.enter_context(each.mixing(received))
+            yield
 
-    def updating(self, params: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    @contextmanager
+    def updating(self, params: Sequence[Tensor]) -> Iterator[None]:
         """The contexts of all of them around an update."""
-        return _entered([each.updating(params) for each in self.all])
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
-    if not contexts:
-        return _NOTHING
-    return contexts[0] if len(contexts) == 1 else _nested(contexts)
-
-
-@contextmanager
-def _nested(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each)
-        yield
+        with ExitStack() as stack:
+            for each in self.all:
+                stack.enter_context(each.updating(params))
+            yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -55,14 +55,6 @@ class Gossip:
     def params(self) -> list[Tensor]:
         """All parameters of the base, in the order of its groups."""
         return self._local_update.params
-
-    @property
-    def differs(self) -> bool:
-        """Whether a round is in flight while the values in place differ between ranks."""
-        pipeline = self.pipeline
-        if pipeline.session.transport.world_size == 1 or self.average.snapshot is not None:
-            return False
-        return not pipeline.in_flight.is_empty
 
     def resume_at(self, round: int) -> None:
         """Continue with this round, as all other ranks do; none is in flight."""
@@ -222,18 +214,6 @@ class Gossip:
             for transport in reversed(self.failures.transports):
                 gathered = transport.all_gather(gathered)
         return gathered.reshape(-1, *tensor.shape)
-
-    def clip_grad_norm_(
-        self, params: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
-    ) -> Tensor:
-        """Clip by the norm of the whole replica; collective over it.
-
-        Raises:
-            RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
-        """
-        # The error is that of all ranks of the replica, and nobody else waits for them.
-        with self.failures.propagating(RuntimeError):
-            return self.replica.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
     def _assemble(self, call: CollectiveCall) -> None:
         """Bring all ranks to the same round, where they may be at different ones.

@@ -9,37 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 from loguru import logger
-from torch import Tensor, optim
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from decent_optim_wrapper.gossip.extension import Extensions
-from decent_optim_wrapper.gossip.parameters import Named, sparse_gradient_error
-from decent_optim_wrapper.optim import QGSGD, AccumAdam, AccumAdamW
-from decent_optim_wrapper.optim.shards import local
+from decent_optim_wrapper.optim.gradients import unscale_
+from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.wire.bucket import Bucket
-
-# State per parameter and nothing that couples parameters: updating them in several calls is the
-# same computation. Exact types only, since a subclass may couple what its parent does not.
-SPLITTABLE: tuple[type[Optimizer], ...] = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.ASGD,
-    optim.Adafactor,
-    *([optim.Muon] if hasattr(optim, "Muon") else []),  # of torch 2.9 and newer
-    AccumAdam,
-    AccumAdamW,
-    QGSGD,
-)
-
+from decent_optim_wrapper.wire.parameters import Named, sparse_gradient_error
 
 # Decides whether the update of some parameters, the second argument, is made.
 Apply = Callable[[Sequence[Tensor], Callable[[], None]], None]
@@ -320,7 +298,7 @@ class LocalUpdate:
             yield False
         else:
             if scaling.grad_scale is not None:
-                _unscale_(self._optimizer, scaling.grad_scale)
+                unscale_(self._optimizer, scaling.grad_scale)
             yield True
 
 
@@ -338,18 +316,3 @@ def global_step_hooks() -> bool:
     return bool(
         torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
     )
-
-
-def _unscale_(optimizer: Optimizer, grad_scale: Tensor) -> None:
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    # Kernels take no plain tensors and DTensors together, and no DTensors of several meshes.
-    grads = [local(p.grad) for p in params if p.grad is not None]
-    if any(grad.dtype == torch.float16 for grad in grads):
-        raise ValueError(
-            "expected gradients of float32 or wider under GradScaler, got float16, which would "
-            "underflow when unscaled; keep the parameters in float32 and use autocast"
-        )
-    # Without a read on the host, which would wait for a GPU.
-    inverse = grad_scale.double().reciprocal()
-    for device in dict.fromkeys(grad.device for grad in grads):
-        torch._foreach_mul_([g for g in grads if g.device == device], inverse.to(device))

@@ -26,8 +26,3 @@ class Replica(Protocol):
 
     def reshard(self) -> None:
         """Let what is written into shards be seen."""
-
-    def clip_grad_norm_(
-        self, params: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
-    ) -> Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`, by the norm of all of them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import index
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.in_flight import GossipState
-from decent_optim_wrapper.gossip.schedule import check_mixing_rate
+from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.references import SavedReference, referring
 
@@ -44,24 +44,6 @@ class SavedState(NamedTuple):
     extensions: list[Callable[[], None]]
     snapshot: dict[Tensor, Tensor]
     references: dict[str, SavedReference]
-
-
-def check_state_dict(state_dict: object, owner: str, rank: int) -> None:
-    """Check the argument of `load_state_dict`.
-
-    Args:
-        state_dict: the argument.
-        owner: the class whose `load_state_dict` was called.
-        rank: this rank.
-
-    Raises:
-        TypeError: it is no dict.
-    """
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(
-            f"rank {rank}: load_state_dict expects the dict that state_dict() of a {owner} has "
-            f"returned, got {state_dict!r}; nothing was loaded"
-        )
 
 
 def gossip_state(gossip: Gossip) -> dict[str, Any]:

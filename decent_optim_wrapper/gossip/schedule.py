@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from numbers import Real
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from decent_optim_wrapper.topo import Group
 
@@ -108,18 +107,3 @@ class RoundSchedule(NamedTuple):
     @property
     def _everyone(self) -> Group:
         return Group(range(self.world_size))
-
-
-def check_mixing_rate(rate: Any) -> float:
-    """Return the rate as a float, if it lies in (0, 1].
-
-    Raises:
-        TypeError: not a number.
-        ValueError: out of range.
-    """
-    if not isinstance(rate, Real) or isinstance(rate, bool):
-        raise TypeError(f"mixing_rate expects a number, got {rate!r}")
-    number = float(rate)
-    if not 0 < number <= 1:
-        raise ValueError(f"mixing_rate must be above 0 and at most 1, got {rate}")
-    return number

@@ -57,6 +57,10 @@ class Clock:
         self._start = 0.0
         self._range: record_function | None = None
 
+    def reset(self) -> None:
+        """Count from zero."""
+        self.seconds = 0.0
+
     def __enter__(self) -> None:
         # A range costs more than all else here.
         if _profiler_enabled():
@@ -113,7 +117,7 @@ class Meter:
     def reset(self) -> None:
         """Start a new step."""
         for clock in (self.wait, self.mix, self.update, self.launch):
-            clock.seconds = 0.0
+            clock.reset()
         self.bytes_sent = 0
         self.staleness = 0
         self.skipped = False

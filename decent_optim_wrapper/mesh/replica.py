@@ -36,6 +36,10 @@ class Dimension:
         # Whether any parameter of the replica is a DTensor along it. Without any, it is a pipeline.
         self.has_shards = False
 
+    def note_shards(self, has_shards: bool) -> None:
+        """Remember whether any parameter of the replica is a DTensor along it."""
+        self.has_shards = has_shards
+
     def placement(self, tensor: Tensor) -> Any | None:
         """How a DTensor lies along this dimension; None if it is no part of its mesh.
 
@@ -134,7 +138,7 @@ class Replica:
         counts = torch.tensor(found, dtype=torch.int64, device="cpu")
         self.sum_(counts)
         for dimension, count in zip(self.dimensions, counts.tolist(), strict=True):
-            dimension.has_shards = count > 0
+            dimension.note_shards(count > 0)
 
     def copies(self, tensor: Tensor) -> int:
         """How many ranks of the replica hold the same values as this one."""

@@ -56,3 +56,23 @@ def with_gradients(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]
                 f"shape {tuple(param.shape)}; build its layer with sparse=False"
             )
     return [param for param, _ in pairs], [local_grad(param) for param, _ in pairs]
+
+
+def unscale_(optimizer: Optimizer, grad_scale: Tensor) -> None:
+    """Divide all gradients of an optimizer by the factor that GradScaler has put into them.
+
+    Raises:
+        ValueError: a gradient is float16.
+    """
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    # Kernels take no plain tensors and DTensors together, and no DTensors of several meshes.
+    grads = [local_grad(p) for p in params if p.grad is not None]
+    if any(grad.dtype == torch.float16 for grad in grads):
+        raise ValueError(
+            "expected gradients of float32 or wider under GradScaler, got float16, which would "
+            "underflow when unscaled; keep the parameters in float32 and use autocast"
+        )
+    # Without a read on the host, which would wait for a GPU.
+    inverse = grad_scale.double().reciprocal()
+    for device in dict.fromkeys(grad.device for grad in grads):
+        torch._foreach_mul_([g for g in grads if g.device == device], inverse.to(device))

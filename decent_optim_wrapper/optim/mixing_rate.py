@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from numbers import Real
+from typing import Any
+
 from torch.optim import Optimizer
 
 
@@ -32,3 +35,18 @@ def mixing_rate_from_lr(
         )
     rate = float(optimizer.param_groups[0]["lr"])
     return min(1.0, max(at_least, float((rate / lr_max) ** power)))
+
+
+def check_mixing_rate(rate: Any) -> float:
+    """Return the rate as a float, if it lies in (0, 1].
+
+    Raises:
+        TypeError: not a number.
+        ValueError: out of range.
+    """
+    if not isinstance(rate, Real) or isinstance(rate, bool):
+        raise TypeError(f"mixing_rate expects a number, got {rate!r}")
+    number = float(rate)
+    if not 0 < number <= 1:
+        raise ValueError(f"mixing_rate must be above 0 and at most 1, got {rate}")
+    return number

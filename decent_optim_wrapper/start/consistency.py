@@ -13,7 +13,6 @@ import torch
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.elastic.recovery import Recovery
-from decent_optim_wrapper.gossip.parameters import Named, check_shards, check_tensors
 from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.start.start import Start, check_same
@@ -21,6 +20,7 @@ from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.broadcast import broadcast
 from decent_optim_wrapper.wire.bucket import Layout, extend_plan
+from decent_optim_wrapper.wire.parameters import Named, check_shards, check_tensors
 
 
 class Agreement:

@@ -59,11 +59,23 @@ def warn_of_checkpoints(optimizer: Optimizer, gossip: Gossip) -> None:
 
     def inspect(_: Optimizer) -> None:
         gossip = alive()
-        if gossip is not None and gossip.differs and (text := _what_is_wrong(_own_numbers(gossip))):
+        if (
+            gossip is not None
+            and _differ(gossip)
+            and (text := _what_is_wrong(_own_numbers(gossip)))
+        ):
             warn(text)
 
     handle = optimizer.register_state_dict_pre_hook(inspect)
     weakref.finalize(gossip, handle.remove)
+
+
+def _differ(gossip: Gossip) -> bool:
+    """Whether a round is in flight while the values in place differ between ranks."""
+    pipeline = gossip.pipeline
+    if pipeline.session.transport.world_size == 1 or gossip.average.snapshot is not None:
+        return False
+    return not pipeline.in_flight.is_empty
 
 
 def _own_numbers(gossip: Gossip) -> set[int]:

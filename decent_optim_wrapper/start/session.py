@@ -21,15 +21,6 @@ from decent_optim_wrapper.gossip.extension import ExtensionContext, Extensions
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.pacing import Pacing
-from decent_optim_wrapper.gossip.parameters import (
-    Named,
-    check_dense,
-    check_model,
-    check_shards,
-    check_tensors,
-    named_buffers,
-    named_parameters,
-)
 from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.round import RoundPolicy
 from decent_optim_wrapper.gossip.session import Session
@@ -53,6 +44,15 @@ from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.bucket import Layout, extend_plan, plan_buckets
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
+from decent_optim_wrapper.wire.parameters import (
+    Named,
+    check_dense,
+    check_model,
+    check_shards,
+    check_tensors,
+    named_buffers,
+    named_parameters,
+)
 from decent_optim_wrapper.wire.references import MOST_REFERENCES
 
 

@@ -99,13 +99,21 @@ class _Memory:
     def __init__(self, device: torch.device, pinned: bool) -> None:
         self._arena = Arena(device, pinned)
         # Made once: a round costs calls per bucket, not per parameter.
-        self.flats: dict[tuple[int, torch.dtype], tuple[Flat, ...]] = {}
+        self._flats: dict[tuple[int, torch.dtype], tuple[Flat, ...]] = {}
 
     def vectors(self, count: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """As `Arena.vectors`."""
         if not self._arena.fits(count, numel, dtype):
-            self.flats.clear()
+            self._flats.clear()
         return self._arena.vectors(count, numel, dtype)
+
+    def flats(self, bucket: Bucket, count: int, dtype: torch.dtype) -> tuple[Flat, ...]:
+        """View the memory as `count` vectors of a bucket; its old contents are lost."""
+        found = self._flats.get((count, dtype))
+        if found is None:
+            vectors = self.vectors(count, bucket.flat_numel, dtype)
+            found = self._flats[count, dtype] = tuple(bucket.view(vector) for vector in vectors)
+        return found
 
 
 class Bucket:
@@ -117,15 +125,15 @@ class Bucket:
     Args:
         tensors: the members, of one device and dtype.
         layout: the device and dtype in which they are exchanged.
+        rate: how far a round mixes them: x <- x + rate * (W x - x).
     """
 
-    def __init__(self, tensors: Sequence[Tensor], layout: Layout) -> None:
+    def __init__(self, tensors: Sequence[Tensor], layout: Layout, rate: float = 1.0) -> None:
         self._members = tuple(tensors)
         self._kind = _Kind.of(self._members[0], layout)
         # How many ranks of a replica hold the same values.
         self.copies = self._kind.copies
-        # How far a round mixes it: x <- x + rate * (W x - x).
-        self.rate = 1.0
+        self.rate = rate
         self._sharded = self._kind.mesh is not None
         first = as_real(self._members[0])
         self.device, self.dtype = first.device, first.dtype
@@ -133,12 +141,15 @@ class Bucket:
         # Larger groups would sum half precision in float32.
         self.pair_codec = saving(layout.codec, self.dtype)
         self.group_codec = saving(layout.codec, wide(self.dtype))
-        self._uses_reference = layout.uses_reference
+        self.may_use_reference = layout.uses_reference
         self._shapes = [as_real(member).shape for member in self._members]
         self._sizes = [shape.numel() for shape in self._shapes]
         self.numel = sum(self._sizes)
         self.nbytes = self.numel * self.dtype.itemsize
-        self._storage = self._move_together() if layout.as_view else None
+        self._storage: Flat | None = None
+        if layout.as_view:
+            data = move_together(self._members)
+            self._storage = Flat(data, (data,))
         self._places = [_Place.of(member) for member in self._members] if layout.as_view else []
         self._wire = _Memory(self.wire_device, pinned=self.via_cpu)
         # Where values are packed that are coded next, and changes gathered that are mixed in.
@@ -154,11 +165,6 @@ class Bucket:
     def codec(self, size: int) -> Codec | None:
         """The codec with which it travels in a group of this size; None for none."""
         return self.pair_codec if size == 2 else self.group_codec
-
-    def uses_reference(self, size: int) -> bool:
-        """Whether the difference to a reference travels in a group of this size."""
-        codec = self.codec(size)
-        return codec is not None and codec.uses_reference and self._uses_reference
 
     @property
     def members(self) -> tuple[Tensor, ...]:
@@ -185,8 +191,8 @@ class Bucket:
         """
         near = self.wire_device == self.device
         if self._storage is not None and near and not needs_snapshot:
-            return Pair(self._storage, *self._flats(self._wire, 1, self.dtype))
-        return Pair(*self._flats(self._wire, 2, self.dtype))
+            return Pair(self._storage, *self._wire.flats(self, 1, self.dtype))
+        return Pair(*self._wire.flats(self, 2, self.dtype))
 
     def summing(self, count: int = 1) -> tuple[Flat, ...]:
         """Wire buffers of which one is summed over a group.
@@ -194,7 +200,7 @@ class Bucket:
         Half precision is summed in float32: rounding would otherwise change values that are the
         same on all ranks.
         """
-        return self._flats(self._wire, count, wide(self.dtype))
+        return self._wire.flats(self, count, wide(self.dtype))
 
     def values(
         self,
@@ -215,15 +221,11 @@ class Bucket:
 
     def spare(self, dtype: torch.dtype) -> Flat:
         """A flat vector on the tensors' device; what it held before is lost."""
-        return self._flats(self._near, 1, dtype)[0]
+        return self._near.flats(self, 1, dtype)[0]
 
     def messages(self, nbytes: int) -> tuple[Tensor, ...]:
         """Two wire buffers for codes; what they held before is lost."""
         return self._wire.vectors(2, nbytes, torch.uint8)
-
-    def new_reference(self) -> Tensor:
-        """A vector of zeros to which differences are coded."""
-        return new_vector(self.flat_numel, wide(self.dtype), self.device).zero_()
 
     def new_flat(
         self, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -338,25 +340,18 @@ class Bucket:
         self._notify_autograd()
 
     @torch.no_grad()
-    def drift(self, start: Flat) -> Flat:
-        """How far the tensors have moved since they were `start`, in a new flat vector."""
-        moved = self.pack(self.new_flat())
-        moved.data.sub_(start.data.to(self.device, self.dtype))
-        return moved
-
-    @torch.no_grad()
     def add_(self, flat: Flat, factor: float) -> None:
         """In place, x <- x + factor * flat."""
         torch._foreach_add_(self._tensors(), flat.views, alpha=factor)
         self._notify_autograd()
 
-    def is_finite(self) -> bool:
-        """Whether the tensors contain neither NaN nor infinity."""
-        return bool(self.are_finite())
-
     @torch.no_grad()
-    def are_finite(self) -> Tensor:
-        """The same as a bool of shape () on their device, which the host has not read."""
+    def is_finite(self) -> Tensor:
+        """Whether the tensors contain neither NaN nor infinity.
+
+        Returns:
+            bool of shape () on their device, which the host has not read.
+        """
         held = [tensor for tensor in self._tensors() if tensor.numel()]
         if not held:
             return torch.ones((), dtype=torch.bool, device=self.device)
@@ -392,14 +387,6 @@ class Bucket:
         """Number of elements of a flat vector; a storage has gaps that align its tensors."""
         return self.numel if self._storage is None else self._storage.data.numel()
 
-    def _flats(self, memory: _Memory, count: int, dtype: torch.dtype) -> tuple[Flat, ...]:
-        """View the memory as `count` vectors; its old contents are lost."""
-        key = (count, dtype)
-        if key not in memory.flats:
-            vectors = memory.vectors(count, self.flat_numel, dtype)
-            memory.flats[key] = tuple(self.view(vector) for vector in vectors)
-        return memory.flats[key]
-
     def difference(self, theirs: Tensor, ours: Tensor) -> Tensor:
         """The difference of two vectors, on the tensors' device and in their dtype."""
         theirs, ours = (each.to(self.device, non_blocking=True) for each in (theirs, ours))
@@ -427,10 +414,6 @@ class Bucket:
             return tuple(map(as_real, self._members))
         return self._members
 
-    def _move_together(self) -> Flat:
-        data = move_together(self._members)
-        return Flat(data, (data,))
-
 
 def saving(codec: Codec | None, dtype: torch.dtype) -> Codec | None:
     """The codec, if its messages take fewer bytes than values of this dtype."""
@@ -447,7 +430,7 @@ def is_finite(data: Tensor) -> bool:
 
 def all_finite(buckets: Sequence[Bucket]) -> list[bool]:
     """Whether the tensors of each bucket are finite; what is on a GPU is read once."""
-    found = [bucket.are_finite() for bucket in buckets]
+    found = [bucket.is_finite() for bucket in buckets]
     places = dict.fromkeys(each.device for each in found)
     for device in places:
         own = [index for index, each in enumerate(found) if each.device == device]

@@ -16,6 +16,7 @@ from torch import Tensor
 from decent_optim_wrapper.codecs import wide
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.bucket import Bucket, as_real
+from decent_optim_wrapper.wire.storage import new_vector
 
 # Copies of the parameters that a rank keeps as references at most, one for each of its groups.
 MOST_REFERENCES = 4
@@ -50,10 +51,10 @@ class GroupReference:
 
     def of(self, bucket: Bucket) -> Tensor | None:
         """The reference of a bucket; None if its values themselves are coded."""
-        if not (self.keeps and bucket.uses_reference(self._size)):
+        if not (self.keeps and uses_reference(bucket, self._size)):
             return None
         if bucket not in self._vectors:
-            self._vectors[bucket] = bucket.new_reference()
+            self._vectors[bucket] = new_reference(bucket)
         return self._vectors[bucket]
 
     def parts(self) -> dict[Tensor, Tensor]:
@@ -186,9 +187,20 @@ class References:
             group.replan(buckets)
 
 
+def uses_reference(bucket: Bucket, size: int) -> bool:
+    """Whether the difference to a reference travels in a group of this size."""
+    codec = bucket.codec(size)
+    return codec is not None and codec.uses_reference and bucket.may_use_reference
+
+
+def new_reference(bucket: Bucket) -> Tensor:
+    """A vector of zeros to which differences are coded."""
+    return new_vector(bucket.flat_numel, wide(bucket.dtype), bucket.device).zero_()
+
+
 def referring(buckets: Iterable[Bucket]) -> set[Tensor]:
     """The parameters that have references."""
-    coded = [b for b in buckets if b.uses_reference(2) or b.uses_reference(3)]
+    coded = [b for b in buckets if uses_reference(b, 2) or uses_reference(b, 3)]
     return {member for bucket in coded for member in bucket.members}
 
 
