@@ -23,7 +23,8 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError, Schedule
 from decent_optim_wrapper.comm.losses import Loss, Losses
-from decent_optim_wrapper.elastic.rendezvous import Gathering, Note, Rendezvous
+from decent_optim_wrapper.elastic.epoch import Epoch, Note
+from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.errors import text_of
 
 # Far beyond what a busy machine, or the end of an earlier test in this process, may take.
@@ -241,7 +242,7 @@ def slow_rank(
     gatherings: list[int] = []
     gather = Rendezvous.gather
 
-    def count(self: Rendezvous, note: Note) -> Gathering:
+    def count(self: Rendezvous, note: Note) -> Epoch:
         gatherings.append(note.round)
         return gather(self, note)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
@@ -15,15 +13,15 @@ from loguru import logger
 from decent_optim_wrapper.comm.state_transfer import difference
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import OnChange, Schedule
-from decent_optim_wrapper.elastic.rendezvous import Note, Rendezvous
+from decent_optim_wrapper.elastic.epoch import Epoch, Note
+from decent_optim_wrapper.elastic.hand_over import HandOver
+from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.header import Call
 from decent_optim_wrapper.gossip.schedule import Session
 from decent_optim_wrapper.topo import Complete, Greedy, RandomMatching, Topology
 
-# Sends the state of the rank at that position; the flag says whether to take it. Collective.
-HandOver = Callable[[int, bool], None]
 Result = TypeVar("Result")
 
 
@@ -35,42 +33,49 @@ class Recovery:
 
     Args:
         rendezvous: agrees on the members.
+        epoch: the members that have met there.
         topology: that of all ranks.
         schedule: when the ranks mix.
-        timeout: bound of every wait.
         on_change: called with the old and the new members.
     """
+
+    # What is managed, from `begin` on.
+    _gossip: Gossip
+    _hand_over: HandOver
 
     def __init__(
         self,
         rendezvous: Rendezvous,
+        epoch: Epoch,
         topology: Topology,
         schedule: Schedule,
-        timeout: timedelta,
         on_change: OnChange | None,
     ) -> None:
         self._rendezvous = rendezvous
+        self._epoch = epoch
         self._full = topology
         self._schedule = schedule
-        self._timeout = timeout
         self._on_change = on_change
-        # Every rank starts so; if no rank has any state yet, none of them needs another's.
-        self._note = Note(round=0, needs_state=True)
+        # What this rank writes about itself; whether it still needs the state of another.
+        self._note = epoch.note
         # Whether ranks have come back and wait until the others are in a step.
         self._newcomers = False
         # The call that this rank is in, as long as others may wait for it there.
         self._call: Call | None = None
-        # How many calls this rank has made in addition to its steps, and how many all ranks have.
-        self._calls_made = self._calls_of_all = 0
-        weakref.finalize(self, rendezvous.leave)
-        self._meet()
+        # How many calls this rank has made in addition to its steps.
+        self._calls_made = 0
         # The members of which the user was last notified.
-        self._notified = self.members
+        self._notified = epoch.members
+
+    @property
+    def transport(self) -> Transport:
+        """Connects the members."""
+        return self._epoch.transport
 
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that take part, as numbered at the start."""
-        return self._rendezvous.members
+        return self._epoch.members
 
     @property
     def joins(self) -> bool:
@@ -105,10 +110,9 @@ class Recovery:
         """Manage the members of the gossip from now on; a rank that joins receives its state."""
         self._gossip = gossip
         self._hand_over = hand_over
-        gossip.members = self
         if self.joins:
             self._call = Call.STEP
-            self._settle_all()
+            self._catch_up()
             self._assemble()
             self._notified = self.members
         self.end_step()
@@ -169,7 +173,7 @@ class Recovery:
             self.transport.all_gather(torch.zeros(1, device="cpu"))
         except PeerError as error:
             self._gather_again(error, acted)
-            acted = acted and self._calls_of_all > self._calls_made
+            acted = acted and self._epoch.calls_made > self._calls_made
         self._calls_made += acted
         return acted
 
@@ -179,7 +183,7 @@ class Recovery:
         Raises:
             CallOrderError: the others are in different calls.
         """
-        while self._newcomers and self._gossip.state.round >= self._resume:
+        while self._newcomers and self._gossip.state.round >= self._epoch.round:
             calls = self._calls() - {Call.STEP}
             if len(calls) > 1:
                 raise CallOrderError(
@@ -215,70 +219,51 @@ class Recovery:
     def _gather_again(self, reason: object, acted: bool = False) -> None:
         """Agree on the remaining ranks, and bring them to the same round."""
         logger.warning("rank {}: {}", self._rendezvous.rank, reason)
-        self._note = self._note._replace(
-            round=self._gossip.state.round, calls_made=self._calls_made + acted
+        self._note = Note(
+            round=self._gossip.state.round,
+            needs_state=self.joins,
+            calls_made=self._calls_made + acted,
         )
-        self._leave_round()
-        self._meet()
-        self._settle_all()
+        self._gather()
+        self._catch_up()
 
-    def _leave_round(self) -> None:
+    def _gather(self) -> None:
+        """Close the connections, and connect the remaining ranks."""
         self._gossip.abandon()
         self.transport.abort("the members gather again")
+        self._epoch = self._rendezvous.gather(self._note)
+        self._note = self._epoch.note
 
-    def _meet(self) -> None:
-        """Agree on the members, and connect them."""
-        rank, rendezvous = self._rendezvous.rank, self._rendezvous
-        gathering = rendezvous.gather(self._note)
-        self._notes = list(gathering.notes.values())
-        self._note = self._note._replace(needs_state=gathering.notes[rank].needs_state)
-        # No other reference to the communicator is kept: `abort` must be able to close it.
-        self.transport = Transport(
-            gathering.world,
-            gathering.members.index(rank),
-            gathering.members,
-            self._timeout,
-            gathering.store,
-            peer_lost=lambda: rendezvous.wanted,
-        )
-
-    def _settle_all(self) -> None:
-        """Settle; if a rank is lost meanwhile, again with the remaining ones."""
+    def _catch_up(self) -> None:
+        """Bring the members to the same round; if a rank is lost on the way, the remaining ones."""
         while True:
             try:
-                self._settle()
+                self._begin_epoch()
                 return
             except PeerError as error:
                 logger.warning(
                     "rank {}: lost a peer while rebuilding: {}", self._rendezvous.rank, error
                 )
-                self._leave_round()
-                self._meet()
+                self._gather()
 
-    def _settle(self) -> None:
-        """Bring the members to the same round, and send the state to those that come back."""
-        donors = [place for place, note in enumerate(self._notes) if not note.needs_state]
-        self._resume = max(self._notes[place].round for place in donors)
-        self._calls_of_all = min(self._notes[place].calls_made for place in donors)
-        newcomers = len(donors) < len(self._notes)
-        session = self.open_session(self._resume)
-        self._gossip.session = session
-        if newcomers:
-            # From a rank that is at this round already: others still have steps to make until then.
-            donor = next(p for p in donors if self._notes[p].round == self._resume)
-            self._hand_over(donor, self.joins)
-        synchronous = self._gossip.pacing.synchronous
+    def _begin_epoch(self) -> None:
+        """Open a session at the epoch's round, and send the state to ranks that need it."""
+        epoch, gossip = self._epoch, self._gossip
+        gossip.session = session = self.open_session(epoch.round)
+        if epoch.has_newcomers:
+            self._hand_over(epoch.donor, self.joins)
+        synchronous = gossip.pacing.synchronous
         if self.joins or not synchronous:
-            self._gossip.resume_at(self._resume)
+            gossip.resume_at(epoch.round)
         if self.joins:
-            self._calls_made = self._calls_of_all
+            self._calls_made = epoch.calls_made
         # Where ranks may be at different steps, the others' calls wait for those of a newcomer.
-        self._newcomers = newcomers and synchronous
+        self._newcomers = epoch.has_newcomers and synchronous
         if not synchronous:
             self._note = self._note._replace(needs_state=False)
         logger.warning(
             "rank {}: {} of {} ranks go on with round {}: {}, {!r}",
-            *(self._rendezvous.rank, len(self.members), self._full.world_size, self._resume),
+            *(self._rendezvous.rank, len(self.members), self._full.world_size, epoch.round),
             *(self.members, session.topology),
         )
 

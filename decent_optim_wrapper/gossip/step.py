@@ -192,6 +192,7 @@ class Rounds:
         mixing_rate: that of the first rounds.
         pacing: when a round is mixed.
         extensions: what else takes part.
+        members: continues without lost ranks; None if their loss is an error.
     """
 
     def __init__(
@@ -206,6 +207,7 @@ class Rounds:
         mixing_rate: float,
         pacing: Pacing,
         extensions: Extensions,
+        members: Members | None = None,
     ) -> None:
         self._connected = _Connected(session)
         self._local_update = local_update
@@ -218,8 +220,7 @@ class Rounds:
         self.pacing = pacing
         self.extensions = extensions
         self._spare_time = SpareTime()
-        # Set if ranks may be lost and come back.
-        self.members: Members | None = None
+        self.members = members
         self._buckets: tuple[Bucket, ...] = ()
         self._round = 0
         # Steps since the round in flight was launched.

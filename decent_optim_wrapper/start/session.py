@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, Settings
+from decent_optim_wrapper.elastic.epoch import FIRST_NOTE
 from decent_optim_wrapper.elastic.hand_over import HandOver
 from decent_optim_wrapper.elastic.recovery import Recovery
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous
@@ -206,6 +207,7 @@ def open_session(
         mixing_rate=settings.schedule.mixing_rate,
         pacing=settings.pacing,
         extensions=extensions,
+        members=recovery,
     )
     agreement.start(parameters, transport)
     local_update.know(parameters)
@@ -257,8 +259,9 @@ def _in_store(
         resolved = resolve_topology(topology, found.world_size, arguments, local_world_size)
     timeout = settings.patience or found.timeout
     rendezvous = Rendezvous(found.store, found.rank, found.world_size, timeout, elastic.stale_after)
+    epoch = rendezvous.gather(FIRST_NOTE)
     recovery = Recovery(
-        rendezvous, resolved, settings.schedule, timeout, elastic.on_membership_change
+        rendezvous, epoch, resolved, settings.schedule, elastic.on_membership_change
     )
     return _World(
         process_group=None, transport=recovery.transport, topology=resolved, recovery=recovery

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from decent_optim_wrapper.comm.state_transfer import difference, share_text
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, read_timeout
-from decent_optim_wrapper.elastic.rendezvous import Rendezvous, tell_failure
+from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.mesh.replica import Dimension
 from decent_optim_wrapper.start.arguments import (
     Arguments,
@@ -160,7 +160,7 @@ class Start:
         # If `elastic` is the wrong argument, the others may be in the process group's store.
         arguments = self.arguments if self.elastic else replace(self.arguments, elastic=Elastic())
         found = resolve_store(arguments)
-        tell_failure(found.store, found.rank, error)
+        Rendezvous.tell_failure(found.store, found.rank, error)
 
     def _notify_in_process_group(self, error: Exception) -> None:
         if self.elastic:
