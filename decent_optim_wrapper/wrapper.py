@@ -47,7 +47,7 @@ from decent_optim_wrapper.optim.batch_norms import recalibrated
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.start.arguments import Arguments
 from decent_optim_wrapper.start.dcp_warning import warn_of_checkpoints
-from decent_optim_wrapper.start.session import Extras, open_session
+from decent_optim_wrapper.start.session import Inputs, ModuleExtras, open_session
 from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.bucket import MIB, Bucket
@@ -139,7 +139,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     _step_supports_amp_scaling = True
 
     # Set by a module that steps in its backward pass; empty without one.
-    _extras = Extras()
+    _extras = ModuleExtras()
 
     def __init__(
         self,
@@ -195,18 +195,23 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             parts = build_extensions(settings, extensions)
             self._local_update = LocalUpdate(optimizer, parts)
         self._settings = settings
-        self._parts = open_session(
-            self._local_update,
-            optimizer,
-            parts,
-            settings,
+        self._inner = open_session(
             start,
-            topology,
-            buffers,
-            self._extras,
-            model,
+            Inputs(
+                optimizer=optimizer,
+                local_update=self._local_update,
+                extensions=parts,
+                settings=settings,
+                topology=topology,
+                buffers=buffers,
+                model=model,
+                extras=self._extras,
+            ),
         )
-        self._gossip = self._parts.gossip
+        self._gossip = self._inner.gossip
+        # Not an attribute of its own: Join sets it on whatever it is given, such as Fabric's proxy
+        # of the wrapper, which has copies of the attributes, but steps read it here.
+        self._join: dict[str, Any] = {}
         Joinable.__init__(self)
         warn_of_checkpoints(self, self._gossip)
         logger.info("{!r}", self)
@@ -567,16 +572,16 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @property
     def _join_config(self) -> Any:
-        return self._parts.join_config
+        return self._join["config"]
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
-        self._parts.join_config = config
+        self._join["config"] = config
 
     @property
     def join_device(self) -> torch.device:
         """The device on which Join counts the ranks that still have data."""
-        group = self._parts.process_group
+        group = self._inner.process_group
         if group is None or serves(group, CPU):
             return CPU
         return next(param.device for param in self._gossip.params if param.is_cuda)
@@ -584,7 +589,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def join_process_group(self) -> Any:
         """The process group in which Join counts."""
-        return self._parts.process_group
+        return self._inner.process_group
 
     @contextmanager
     def _step(self, in_backward: bool = False) -> Iterator[Step]:
@@ -603,7 +608,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     def _regroup(self, parameters: list[Named], late: list[Named]) -> None:
         """Gossip these parameters, of which `late` are new, from the next round on; collective."""
-        add = partial(self._parts.agreement.add, self._gossip, parameters, late)
+        add = partial(self._inner.agreement.add, self._gossip, parameters, late)
         self._gossip.meet(Call.REGROUP, add)
         self._notify_change()
 

@@ -151,7 +151,7 @@ def check_sizes(group: Any | None, rank: int | None, world_size: int | None) -> 
             )
 
 
-class Found(NamedTuple):
+class StoreWorld(NamedTuple):
     """Ranks that meet through a store.
 
     Args:
@@ -169,7 +169,7 @@ class Found(NamedTuple):
     launched_as: Sequence[int]
 
 
-def resolve_store(arguments: Arguments) -> Found:
+def resolve_store(arguments: Arguments) -> StoreWorld:
     """Find the store, and this rank's number in it.
 
     Raises:
@@ -188,7 +188,7 @@ def resolve_store(arguments: Arguments) -> Found:
                 "torch.distributed.init_process_group() before"
             )
         ranks = dist.get_process_group_ranks(group) if is_registered(group) else None
-        return Found(
+        return StoreWorld(
             store=store,
             rank=group.rank(),
             world_size=group.size(),
@@ -200,7 +200,7 @@ def resolve_store(arguments: Arguments) -> Found:
             f"Elastic(store=...) needs rank and world_size, too, with rank below world_size; got "
             f"{rank=}, {world_size=}"
         )
-    return Found(
+    return StoreWorld(
         store=store,
         rank=rank,
         world_size=world_size,
