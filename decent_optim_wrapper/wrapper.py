@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.checks import take_fields
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm.process_groups import CPU, serves
 from decent_optim_wrapper.config import (
@@ -166,30 +167,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         model: nn.Module | None = None,
         extensions: Sequence[Extension] = (),
     ) -> None:
-        start = Start(
-            Arguments(
-                rank=rank,
-                world_size=world_size,
-                local_world_size=local_world_size,
-                process_group=process_group,
-                mesh=mesh,
-                gossip_dim=gossip_dim,
-                elastic=elastic,
-                timeout=timeout,
-            )
-        )
+        # By name: each record takes those that are its fields.
+        options = dict(locals())
+        start = Start(take_fields(Arguments, options))
         with start.failing_together():
-            settings = Settings(
-                bucket_cap_mb=bucket_cap_mb,
-                overlap=overlap,
-                sync_at_start=sync_at_start,
-                comm_dtype=comm_dtype,
-                param_as_bucket_view=param_as_bucket_view,
-                gradient_tracking=gradient_tracking,
-                timeout=timeout,
-                on_nonfinite=on_nonfinite,
-                schedule=schedule,
-            )
+            settings = take_fields(Settings, options)
             check_base(optimizer, settings.pacing)
             super().__init__(optimizer)
             parts = build_extensions(settings, extensions)

@@ -29,7 +29,7 @@ _MESH = {*_COMM, "comm", "optim"}
 _WIRE = {*_MESH, "codecs"}
 _GOSSIP = {*_WIRE, "mesh", "wire"}
 _EXTENSIONS = {*_GOSSIP, "gossip"}
-_CONFIG = {*_EXTENSIONS, "extensions"}
+_CONFIG = {*_EXTENSIONS, "extensions", "checks"}
 _ELASTIC = {*_CONFIG, "config"}
 _START = {*_ELASTIC, "elastic"}
 _WRAPPER = {*_START, "start"}
@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "topo": set(),
     "codecs": set(),
     "errors": set(),
+    "checks": {"topo"},
     "warn": set(),
     "optim": set(),
     "comm": _COMM,

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from decent_optim_wrapper.checks import take_fields
 from decent_optim_wrapper.config import check_base
 from decent_optim_wrapper.ddp.autograd_hooks import AutogradHooks
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
@@ -110,7 +111,7 @@ class DecentralizedDataParallel(Module):
         super().__init__()
         if param_as_bucket_view is None:
             param_as_bucket_view = wants_views(model, options.get("mesh"))
-        with Start(Arguments.of(options)).failing_together():
+        with Start(take_fields(Arguments, options)).failing_together():
             _check(model, grad_clip_norm, update_in_backward)
             _check_parts(optim_fn, scaler, options)
             base = optim_fn([(n, p) for n, p in model.named_parameters() if p.requires_grad])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.config import Elastic, Settings
+from decent_optim_wrapper.config import Elastic, Settings, read_timeout
 from decent_optim_wrapper.elastic.epoch import FIRST_NOTE
 from decent_optim_wrapper.elastic.recovery import Recovery
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous
@@ -67,7 +67,7 @@ def _in_store(
             size = launched_local_world_size()
             local_world_size = ranks_per_node([rank // size for rank in world.launched_as])
         resolved = resolve_topology(topology, world.world_size, arguments, local_world_size)
-    timeout = settings.patience or world.timeout
+    timeout = read_timeout(settings.timeout) or world.timeout
     rendezvous = Rendezvous(world.store, world.rank, world.world_size, timeout, elastic.stale_after)
     epoch = rendezvous.gather(FIRST_NOTE)
     recovery = Recovery(
