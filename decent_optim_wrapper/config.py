@@ -56,7 +56,7 @@ _SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 0.001, 2_000_000
 
 
 def read_timeout(timeout: Any) -> timedelta | None:
-    """The timeout as a timedelta; None stands for that of the process group.
+    """The timeout as a timedelta; None stands for the process group's.
 
     Raises:
         TypeError: the timeout is neither a timedelta nor a number.
@@ -294,7 +294,7 @@ class Settings:
 
 
 def build_extensions(settings: Settings, own: Sequence[Extension]) -> Extensions:
-    """The extensions for these settings, and the user's own behind them.
+    """The extensions for these settings, and the user's own after them.
 
     Raises:
         TypeError: one of the user's own is no extension.

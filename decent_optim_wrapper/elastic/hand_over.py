@@ -54,16 +54,7 @@ class HandOver:
         named = [*named_parameters(self._optimizer.param_groups), *self._others]
         broadcast([each.tensor for each in named], transport, self._layout, donor, keep=not takes)
         if transport.rank == donor:
-            parts = [self._state_of(part) for part in self._parts]
-            saved = gossip_state(self._gossip)
-            # The round in flight is dropped, and references start again.
-            for key in ("starts", "references"):
-                saved.pop(key, None)
-            for each in self._gossip.extensions.all:
-                if each.belongs_to_rank:
-                    saved["extensions"][each.name] = None
-            state = [self._optimizer.state_dict(), saved, parts]
-            send_state(state, transport)
+            send_state(self._state(), transport)
             return
         base, saved, parts = receive_state(transport, donor)
         if takes:
@@ -77,6 +68,17 @@ class HandOver:
             for part, state in zip(self._parts, parts, strict=True):
                 if state is not None:
                     part.load_state_dict(state)
+
+    def _state(self) -> list[Any]:
+        """The states of the base, of the gossip, and of the further objects."""
+        saved = gossip_state(self._gossip)
+        # The round in flight is dropped, and references start again.
+        for key in ("starts", "references"):
+            saved.pop(key, None)
+        for each in self._gossip.extensions.all:
+            if each.belongs_to_rank:
+                saved["extensions"][each.name] = None
+        return [self._optimizer.state_dict(), saved, [self._state_of(part) for part in self._parts]]
 
     def _state_of(self, part: Any) -> Any | None:
         state = part.state_dict()

@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 from loguru import logger
 
-from decent_optim_wrapper.comm.state_transfer import difference
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import OnChange, Schedule
 from decent_optim_wrapper.elastic.epoch import Epoch, Note
@@ -34,7 +33,7 @@ class Recovery:
     Args:
         rendezvous: agrees on the members.
         epoch: the members that have met there.
-        topology: that of all ranks.
+        topology: the topology of all ranks.
         schedule: when the ranks mix.
         on_change: called with the old and the new members.
     """
@@ -87,19 +86,12 @@ class Recovery:
         self._rendezvous.leave()
 
     def agree(self, text: str) -> None:
-        """Compare a description with that of the members, or publish it for ranks that come later.
+        """Publish a description for ranks that come later, or compare it with the members'.
 
         Raises:
-            ValueError: this rank comes back with another description.
+            ValueError: this rank joins them with another description.
         """
-        if not self.joins:
-            self._rendezvous.publish(text)
-        elif (theirs := self._rendezvous.published()) != text:
-            raise ValueError(
-                f"rank {self._rendezvous.rank}: this rank comes back with "
-                f"{difference(text, theirs, 'everyone else')}; build the same model, optimizer and "
-                f"wrapper as before"
-            )
+        self._rendezvous.agree(text, self.joins)
 
     def open_session(self, first_round: int = 0) -> Session:
         """Connect the groups of the members; collective."""
@@ -141,13 +133,12 @@ class Recovery:
         results: list[Result] = []
         self._call = call
         try:
-            done = False
-            while not done:
+            while True:
                 self._assemble()
-                done = self._make(call, lambda: results.append(action()))
+                if self._make(call, lambda: results.append(action())):
+                    return results[-1]
         finally:
             self._call = None
-        return results[-1]
 
     def recover(self, reason: object) -> None:
         """Agree on the remaining ranks, drop the round in flight and continue with them.
@@ -257,7 +248,7 @@ class Recovery:
             gossip.resume_at(epoch.round)
         if self.joins:
             self._calls_made = epoch.calls_made
-        # Where ranks may be at different steps, the others' calls wait for those of a newcomer.
+        # Where ranks may be at different steps, the others wait in their calls for a newcomer.
         self._newcomers = epoch.has_newcomers and synchronous
         if not synchronous:
             self._note = self._note._replace(needs_state=False)

@@ -22,6 +22,7 @@ from torch.distributed import DistError
 
 from decent_optim_wrapper.comm.background import within
 from decent_optim_wrapper.comm.process_groups import connect_gloo, prefixed
+from decent_optim_wrapper.comm.state_transfer import difference
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.elastic.epoch import Epoch, Note, with_donor
@@ -116,15 +117,21 @@ class Rendezvous:
         """Send no more heartbeats."""
         self._heartbeat.stop()
 
-    def publish(self, text: str) -> None:
-        """Write what is the same on all members, for ranks that come later."""
-        with _store_errors(self.rank):
-            self._store.set("agreement", text)
+    def agree(self, text: str, joins: bool) -> None:
+        """Publish a description, or compare it with the one that the members have published.
 
-    def published(self) -> str:
-        """What is the same on all members, as published."""
+        Raises:
+            ValueError: this rank joins them with another description.
+        """
         with _store_errors(self.rank):
-            return self._store.get("agreement")
+            if not joins:
+                self._store.set("agreement", text)
+            elif (theirs := self._store.get("agreement")) != text:
+                raise ValueError(
+                    f"rank {self.rank}: this rank comes back with "
+                    f"{difference(text, theirs, 'everyone else')}; build the same model, optimizer "
+                    f"and wrapper as before"
+                )
 
     def gather(self, note: Note) -> Epoch:
         """Enter epochs until the members of one are connected; every living member does the same.
@@ -144,7 +151,7 @@ class Rendezvous:
                 if attempt > _LEAST_ATTEMPTS and time.monotonic() > enough:
                     break
                 epoch = self._enter(note)
-                members = self._agree(epoch, note.needs_state)
+                members = self._agree_on_members(epoch, note.needs_state)
                 if self.rank not in members:
                     # The others continued without this rank: it comes back as a restarted one.
                     logger.warning("rank {}: the others have gone on, ask to join", self.rank)
@@ -198,7 +205,7 @@ class Rendezvous:
             self._epoch += 1
             self._read_members(self._epoch)
 
-    def _agree(self, epoch: int, needs_state: bool) -> tuple[int, ...]:
+    def _agree_on_members(self, epoch: int, needs_state: bool) -> tuple[int, ...]:
         """Wait for the members of the epoch to be written, or write them."""
         comes_back = needs_state and self._founded
         timeout = self._timeout * (_NEWCOMER_TIMEOUTS if comes_back else 1)
@@ -287,10 +294,11 @@ class Rendezvous:
                 world._set_default_timeout(self._timeout)
                 return world, store
 
-            def should_stop() -> bool:
-                return heartbeat.came or not all(map(heartbeat.alive, members))
-
-            world, store = within(timeout.total_seconds(), connect, should_stop)
+            world, store = within(
+                timeout.total_seconds(),
+                connect,
+                lambda: heartbeat.came or not all(map(heartbeat.alive, members)),
+            )
         return Transport(
             *(world, place, members, self._timeout, store), peer_lost=lambda: heartbeat.came
         )

@@ -100,18 +100,20 @@ class WrapperState:
     hand_over: HandOver | None
 
 
-class _Tensors(NamedTuple):
+class _Model(NamedTuple):
     """What is trained on this rank.
 
     Args:
-        parameters: those of the base.
-        averaged: the user's buffers.
-        others: these, and what a module around the wrapper adds.
+        parameters: the base's parameters.
+        buffers: the user's buffers.
+        others: the buffers, and what a module around the wrapper adds.
+        replica: the ranks that hold one copy of the model together.
     """
 
     parameters: list[Named]
-    averaged: list[Named]
+    buffers: list[Named]
     others: list[Named]
+    replica: Replica
 
 
 def open_session(start: Start, inputs: Inputs) -> WrapperState:
@@ -129,37 +131,32 @@ def open_session(start: Start, inputs: Inputs) -> WrapperState:
         check_arguments(start.arguments)
     with start.over_the_mesh() as description:
         with start.failing_together():
-            tensors = _find_tensors(inputs)
-            replica = _check_replica(start, inputs, tensors)
+            model = _check_model(start, inputs)
         world = find_world(start, inputs.topology, inputs.settings)
-        builder = _Builder(inputs=inputs, tensors=tensors, replica=replica, world=world)
+        builder = _Builder(inputs, model, world)
         with start.failing_together():
             builder.attach_extensions()
             agreement = builder.describe(start)
             description += agreement.lines
-        agreement.check(tensors.parameters, world.transport)
-    replica.connect(named.tensor for named in tensors.parameters)
+        agreement.check(model.parameters, world.transport)
+    model.replica.connect(named.tensor for named in model.parameters)
     gossip = builder.build_gossip()
     builder.start_from_same_values(gossip, agreement)
     return WrapperState(
         gossip=gossip,
         agreement=agreement,
-        process_group=world.process_group,
+        process_group=start.process_group,
         hand_over=builder.begin_recovery(gossip),
     )
 
 
-def _find_tensors(inputs: Inputs) -> _Tensors:
-    averaged = named_buffers(inputs.buffers)
+def _check_model(start: Start, inputs: Inputs) -> _Model:
+    """Name what is trained, and check that it can be exchanged."""
+    buffers = named_buffers(inputs.buffers)
     carried = [Named("tensor", str(i), tensor) for i, tensor in enumerate(inputs.extras.carried)]
-    others = [*averaged, *carried]
+    others = [*buffers, *carried]
     check_dense(others)
     parameters = named_parameters(inputs.optimizer.param_groups)
-    return _Tensors(parameters=parameters, averaged=averaged, others=others)
-
-
-def _check_replica(start: Start, inputs: Inputs, tensors: _Tensors) -> Replica:
-    """Find the ranks of this replica, and check that its tensors can be exchanged."""
     replica = Replica(start.dimensions, check_model(inputs.model), start.gossip_ranks)
     if not inputs.settings.pacing.synchronous and replica.size > 1:
         raise ValueError(
@@ -168,10 +165,9 @@ def _check_replica(start: Start, inputs: Inputs, tensors: _Tensors) -> Replica:
             "round travel under several of them"
         )
     replica.reshard()
-    as_view = inputs.settings.param_as_bucket_view
-    check_shards([*tensors.parameters, *tensors.others], replica, as_view)
-    check_tensors(tensors.parameters)
-    return replica
+    check_shards([*parameters, *others], replica, inputs.settings.param_as_bucket_view)
+    check_tensors(parameters)
+    return _Model(parameters=parameters, buffers=buffers, others=others, replica=replica)
 
 
 class _Builder:
@@ -179,16 +175,14 @@ class _Builder:
 
     Args:
         inputs: what the wrapper is built from.
-        tensors: what is trained on this rank.
-        replica: the ranks that hold one copy of the model together.
+        model: what is trained on this rank.
         world: the ranks and their connections.
     """
 
-    def __init__(self, inputs: Inputs, tensors: _Tensors, replica: Replica, world: World) -> None:
+    def __init__(self, inputs: Inputs, model: _Model, world: World) -> None:
         self._inputs = inputs
         self._settings = settings = inputs.settings
-        self._tensors = tensors
-        self._replica = replica
+        self._model = model
         self._world = world
         self._nonfinite, self._meter = NonFinitePolicy(settings.on_nonfinite), Meter()
         self._layout = Layout(
@@ -197,7 +191,7 @@ class _Builder:
             codec=settings.codec,
             as_view=settings.param_as_bucket_view,
             order=inputs.extras.order,
-            copies=replica.copies,
+            copies=model.replica.copies,
         )
 
     def attach_extensions(self) -> None:
@@ -211,7 +205,7 @@ class _Builder:
                     intervals=self._settings.schedule.intervals,
                     pacing=self._settings.pacing,
                     nonfinite=self._nonfinite,
-                    replica=self._replica,
+                    replica=self._model.replica,
                     meter=self._meter,
                     detach=partial(self._inputs.extensions.drop, each),
                 )
@@ -231,7 +225,7 @@ class _Builder:
                 *([] if elastic is None else [f"stale_after={elastic.stale_after}"]),
             ],
             layout=self._layout,
-            others=self._tensors.others,
+            others=self._model.others,
             recovery=self._world.recovery,
             sync_at_start=self._settings.sync_at_start,
             start=start,
@@ -239,29 +233,35 @@ class _Builder:
 
     def build_gossip(self) -> Gossip:
         """Connect the groups of the ranks; collective."""
+        inputs, settings, model = self._inputs, self._settings, self._model
         session = self._connect()
-        if isinstance(self._inputs.topology, str):
+        if isinstance(inputs.topology, str):
             # The schedules of all ranks are needed no more; a user's own topology is left alone.
             self._world.topology.release()
             session.topology.release()
-        _warn_of_codes(self._settings, self._layout, session)
-        _warn_of_rare_rounds(self._settings, self._inputs.optimizer)
+        _warn_of_codes(settings, self._layout, session)
+        _warn_of_rare_rounds(settings, inputs.optimizer)
+        averaged = [n.tensor for n in model.buffers if n.tensor.is_floating_point()]
+        if not settings.sync_at_start:
+            # Frozen parameters are then not the same everywhere.
+            averaged += [n.tensor for n in model.parameters if not n.tensor.requires_grad]
+        buckets = plan_buckets(averaged, self._layout.plain)
         return Gossip(
             session,
-            self._inputs.local_update,
-            self._build_average(),
+            inputs.local_update,
+            WorldAverage(session.transport.initial_rank, self._nonfinite, buckets),
             self._nonfinite,
             self._meter,
-            self._replica,
-            mixing_rate=self._settings.schedule.mixing_rate,
-            pacing=self._settings.pacing,
-            extensions=self._inputs.extensions,
+            model.replica,
+            mixing_rate=settings.schedule.mixing_rate,
+            pacing=settings.pacing,
+            extensions=inputs.extensions,
             members=self._world.recovery,
         )
 
     def start_from_same_values(self, gossip: Gossip, agreement: Agreement) -> None:
         """Take the values of rank 0, if the ranks start from these, and plan the buckets."""
-        parameters = self._tensors.parameters
+        parameters = self._model.parameters
         agreement.synchronize(parameters, self._world.transport)
         self._inputs.local_update.know(parameters)
         gossip.buckets = extend_plan((), (each.tensor for each in parameters), self._layout)
@@ -274,27 +274,18 @@ class _Builder:
         if recovery is None:
             return None
         hand_over = HandOver(
-            inputs.optimizer, gossip, self._tensors.others, inputs.extras.parts, self._layout
+            inputs.optimizer, gossip, self._model.others, inputs.extras.parts, self._layout
         )
         recovery.begin(gossip, hand_over)
         return hand_over
 
     def _connect(self) -> Session:
-        world, tensors = self._world, self._tensors
+        world, model = self._world, self._model
         if world.recovery:
             return world.recovery.open_session()
-        devices = dict.fromkeys(n.tensor.device for n in (*tensors.parameters, *tensors.averaged))
+        devices = dict.fromkeys(n.tensor.device for n in (*model.parameters, *model.buffers))
         intervals = self._settings.schedule.intervals
         return Session.connect(world.transport, world.topology, intervals, devices=tuple(devices))
-
-    def _build_average(self) -> WorldAverage:
-        tensors = self._tensors
-        extra = [n.tensor for n in tensors.averaged if n.tensor.is_floating_point()]
-        if not self._settings.sync_at_start:
-            # Frozen parameters are then not the same everywhere.
-            extra += [n.tensor for n in tensors.parameters if not n.tensor.requires_grad]
-        buckets = plan_buckets(extra, self._layout.plain)
-        return WorldAverage(self._world.transport.initial_rank, self._nonfinite, buckets)
 
 
 def _on_cpu(device: torch.device) -> torch.device:

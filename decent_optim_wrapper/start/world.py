@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, Settings, read_timeout
@@ -24,13 +24,11 @@ class World(NamedTuple):
     """The ranks and their connections.
 
     Args:
-        process_group: the user's; None if the ranks meet in a store.
         transport: connects the ranks.
-        topology: that of all ranks.
+        topology: the topology of all ranks.
         recovery: continues without lost ranks; None if their loss is an error.
     """
 
-    process_group: Any | None
     transport: Transport
     topology: Topology
     recovery: Recovery | None
@@ -46,13 +44,13 @@ def find_world(start: Start, topology: str | Topology, settings: Settings) -> Wo
 def _in_process_group(start: Start, topology: str | Topology) -> World:
     arguments = start.arguments
     with start.failing_together():
-        group, transport = start.process_group, start.transport
-        check_sizes(group, arguments.rank, arguments.world_size)
+        transport = start.transport
+        check_sizes(start.process_group, arguments.rank, arguments.world_size)
         node = node_name(arguments.local_world_size or launched_local_world_size(), transport.rank)
     local_world_size = agree_on_local_world_size(arguments.local_world_size, node, transport)
     with start.failing_together():
         resolved = resolve_topology(topology, transport.world_size, arguments, local_world_size)
-    return World(process_group=group, transport=transport, topology=resolved, recovery=None)
+    return World(transport=transport, topology=resolved, recovery=None)
 
 
 def _in_store(
@@ -73,6 +71,4 @@ def _in_store(
     recovery = Recovery(
         rendezvous, epoch, resolved, settings.schedule, elastic.on_membership_change
     )
-    return World(
-        process_group=None, transport=epoch.transport, topology=resolved, recovery=recovery
-    )
+    return World(transport=epoch.transport, topology=resolved, recovery=recovery)
