@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
-import numbers
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from types import NoneType
+from typing import Annotated, Any, Literal
 
 import torch
 from torch._C._distributed_c10d import Store
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.checks import (
+    check_fields,
+    expect,
+    instance_of,
+    is_real,
+    one_of,
+    optional,
+    positive,
+    whole,
+)
 from decent_optim_wrapper.codecs import Codec, codec_of
 from decent_optim_wrapper.extensions import (
     GradientTracking,
@@ -29,7 +38,6 @@ from decent_optim_wrapper.gossip.schedule import Intervals
 from decent_optim_wrapper.optim.closures import evaluates_inside_step
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
-from decent_optim_wrapper.topo.base import did_you_mean
 from decent_optim_wrapper.wire.nonfinite import OnNonfinite as OnNonfinite
 
 # Called with the old and the new members.
@@ -39,6 +47,62 @@ AverageState = Literal["keep", "average"] | tuple[str, ...]
 _MAX_STALENESS = 16
 # What torch's stores and backends can wait for: whole milliseconds, counted in 32 bits.
 _SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 0.001, 2_000_000
+
+
+def read_timeout(timeout: Any) -> timedelta | None:
+    """The timeout as a timedelta; None stands for the process group's.
+
+    Raises:
+        TypeError: the timeout is neither a timedelta nor a number.
+        ValueError: the timeout is out of range.
+    """
+    if timeout is None:
+        return None
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    expect(is_real(seconds), "timeout expects a number of seconds, a timedelta or None", timeout)
+    if not _SHORTEST_TIMEOUT <= seconds <= _LONGEST_TIMEOUT:
+        raise ValueError(
+            f"timeout must be {_SHORTEST_TIMEOUT} to {_LONGEST_TIMEOUT} seconds (torch counts "
+            f"milliseconds in 32 bits), got {seconds}"
+        )
+    return timedelta(seconds=float(seconds))
+
+
+def _check_timeout(name: str, timeout: Any) -> Any:
+    read_timeout(timeout)
+    return timeout
+
+
+def _check_gossip_every(name: str, value: Any) -> Any:
+    if value == "auto":
+        return value
+    expected = f'{name} expects a number of steps or "auto"'
+    expect(not isinstance(value, str), expected, value)
+    return _steps(name, value)
+
+
+def _check_mixing_rate(name: str, value: Any) -> float:
+    # As a float: the ranks compare its text, and 1 and 1.0 are the same rate.
+    return check_mixing_rate(value)
+
+
+def _check_average_state(name: str, value: Any) -> Any:
+    if not isinstance(value, tuple):
+        return one_of("keep", "average")(name, value)
+    is_names = bool(value) and all(isinstance(each, str) for each in value)
+    expect(is_names, f"{name} expects names of the base's state", value)
+    return value
+
+
+def _check_comm_dtype(name: str, value: Any) -> Any:
+    known = isinstance(value, (torch.dtype, Codec))
+    expect(known, f"{name} expects a torch.dtype, a Codec or None", value)
+    codec_of(value)
+    return value
+
+
+_flag = instance_of("a bool", bool)
+_steps = whole(1, "a number of steps", " step")
 
 
 @dataclass(frozen=True)
@@ -76,40 +140,23 @@ class Schedule:
         ValueError: an argument is out of range.
     """
 
-    gossip_every: int | Literal["auto"] = 1
-    mixing_rate: float = 1.0
-    global_avg_every: int | None = None
-    average_state: AverageState = "keep"
-    outer: MakeOptimizer | None = None
-    staleness: int = 1
-    max_staleness: int = _MAX_STALENESS
+    gossip_every: Annotated[int | Literal["auto"], _check_gossip_every] = 1
+    mixing_rate: Annotated[float, _check_mixing_rate] = 1.0
+    global_avg_every: Annotated[int | None, optional(_steps)] = None
+    average_state: Annotated[AverageState, _check_average_state] = "keep"
+    outer: Annotated[
+        MakeOptimizer | None,
+        instance_of(
+            "a function from a list of tensors to a torch.optim.Optimizer, such as "
+            "partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), or None",
+            *(Callable, NoneType),
+        ),
+    ] = None
+    staleness: Annotated[int, _steps] = 1
+    max_staleness: Annotated[int, _steps] = _MAX_STALENESS
 
     def __post_init__(self) -> None:
-        if self.gossip_every != "auto":
-            _expect(
-                not isinstance(self.gossip_every, str),
-                'gossip_every expects a number of steps or "auto"',
-                self.gossip_every,
-            )
-            _check_steps("gossip_every", self.gossip_every)
-        _check_steps("staleness", self.staleness)
-        _check_steps("max_staleness", self.max_staleness)
-        # As a float: the ranks compare its text, and 1 and 1.0 are the same rate.
-        object.__setattr__(self, "mixing_rate", check_mixing_rate(self.mixing_rate))
-        if self.global_avg_every is not None:
-            _check_steps("global_avg_every", self.global_avg_every)
-        if isinstance(self.average_state, tuple):
-            names = self.average_state
-            is_names = bool(names) and all(isinstance(name, str) for name in names)
-            _expect(is_names, "average_state expects names of the base's state", names)
-        else:
-            _check_choice("average_state", self.average_state, ("keep", "average"))
-        _expect(
-            self.outer is None or callable(self.outer),
-            "outer expects a function from a list of tensors to a torch.optim.Optimizer, such as "
-            "partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), or None",
-            self.outer,
-        )
+        check_fields(self)
         self._check_staleness()
         if isinstance(self.average_state, tuple) and self.pacing.needs_snapshot:
             raise ValueError(
@@ -181,23 +228,17 @@ class Elastic:
         ValueError: `stale_after` is not above 0 and finite.
     """
 
-    store: Store | None = None
-    on_membership_change: OnChange | None = None
-    stale_after: float = 2.0
+    store: Annotated[
+        Store | None, instance_of("a torch.distributed.Store or None", Store, NoneType)
+    ] = None
+    on_membership_change: Annotated[
+        OnChange | None,
+        instance_of("a function of the old and the new members, or None", Callable, NoneType),
+    ] = None
+    stale_after: Annotated[float, positive("seconds")] = 2.0
 
     def __post_init__(self) -> None:
-        _expect(
-            self.store is None or isinstance(self.store, Store),
-            "store expects a torch.distributed.Store or None",
-            self.store,
-        )
-        _expect(
-            self.on_membership_change is None or callable(self.on_membership_change),
-            "on_membership_change expects a function of the old and the new members, or None",
-            self.on_membership_change,
-        )
-        seconds = _positive("stale_after", "seconds", self.stale_after)
-        object.__setattr__(self, "stale_after", seconds)
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -210,46 +251,19 @@ class Settings:
     """
 
     _: KW_ONLY
-    bucket_cap_mb: float
-    overlap: bool | Pacing
-    sync_at_start: bool
-    comm_dtype: torch.dtype | Codec | None
-    param_as_bucket_view: bool
-    gradient_tracking: bool
-    timeout: timedelta | float | None
-    on_nonfinite: OnNonfinite
-    schedule: Schedule
+    bucket_cap_mb: Annotated[float, positive("MiB")]
+    overlap: Annotated[bool | Pacing, instance_of("a bool or a Pacing", bool, Pacing)]
+    sync_at_start: Annotated[bool, _flag]
+    comm_dtype: Annotated[torch.dtype | Codec | None, optional(_check_comm_dtype)]
+    param_as_bucket_view: Annotated[bool, _flag]
+    gradient_tracking: Annotated[bool, _flag]
+    timeout: Annotated[timedelta | float | None, _check_timeout]
+    on_nonfinite: Annotated[OnNonfinite, one_of("raise", "skip", "ignore")]
+    schedule: Annotated[Schedule, instance_of("a Schedule", Schedule)]
 
     def __post_init__(self) -> None:
-        for name in (
-            "sync_at_start",
-            "param_as_bucket_view",
-            "gradient_tracking",
-        ):
-            flag = getattr(self, name)
-            _expect(isinstance(flag, bool), f"{name} expects a bool", flag)
-        _expect(
-            isinstance(self.overlap, (bool, Pacing)),
-            "overlap expects a bool or a Pacing",
-            self.overlap,
-        )
-        cap_mb = _positive("bucket_cap_mb", "MiB", self.bucket_cap_mb)
-        object.__setattr__(self, "bucket_cap_mb", cap_mb)
-        read_timeout(self.timeout)
-        if self.comm_dtype is not None:
-            known = isinstance(self.comm_dtype, (torch.dtype, Codec))
-            _expect(known, "comm_dtype expects a torch.dtype, a Codec or None", self.comm_dtype)
-            codec_of(self.comm_dtype)
-        _check_choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "ignore"))
-        is_schedule = isinstance(self.schedule, Schedule)
-        _expect(is_schedule, "schedule expects a Schedule", self.schedule)
-        self._check_staleness()
-
-    def _check_staleness(self) -> None:
-        """Check that the options work with rounds that travel under several steps."""
-        if not self.schedule.pacing.needs_snapshot:
-            return
-        if self.overlap is not True:
+        check_fields(self)
+        if self.schedule.pacing.needs_snapshot and self.overlap is not True:
             raise ValueError(
                 'staleness above 1 and gossip_every="auto" expect overlap=True: without overlap a '
                 "round is mixed in the step that launches it"
@@ -267,25 +281,21 @@ class Settings:
             return self.overlap
         return self.schedule.pacing if self.overlap else WithinStep()
 
-    @property
-    def patience(self) -> timedelta | None:
-        """The timeout as a timedelta."""
-        return read_timeout(self.timeout)
-
     def lines(self) -> list[str]:
-        """A line for each option that the ranks can compare as text."""
-        return [*_lines(self, without="schedule"), *_lines(self.schedule, without="outer")]
+        """A line for each option that the ranks can compare as text; an extension has its own."""
+        options = {**vars(self), **vars(self.schedule)}
+        return [f"{k}={v!r}" for k, v in options.items() if k not in ("schedule", "outer")]
 
 
 def build_extensions(settings: Settings, own: Sequence[Extension]) -> Extensions:
-    """The extensions for these settings, and the user's own behind them.
+    """The extensions for these settings, and the user's own after them.
 
     Raises:
         TypeError: one of the user's own is no extension.
         ValueError: two have the same name.
     """
     for each in own:
-        _expect(isinstance(each, Extension), "extensions expects instances of Extension", each)
+        expect(isinstance(each, Extension), "extensions expects instances of Extension", each)
     schedule = settings.schedule
     built: list[Extension] = []
     if settings.gradient_tracking:
@@ -297,25 +307,6 @@ def build_extensions(settings: Settings, own: Sequence[Extension]) -> Extensions
     if schedule.average_state == "average":
         built.append(StateAverage())
     return Extensions([*built, *own, IdenticalRanks()])
-
-
-def read_timeout(timeout: Any) -> timedelta | None:
-    """The timeout as a timedelta; None stands for that of the process group.
-
-    Raises:
-        TypeError: the timeout is neither a timedelta nor a number.
-        ValueError: the timeout is out of range.
-    """
-    if timeout is None:
-        return None
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    _expect(_is_real(seconds), "timeout expects a number of seconds, a timedelta or None", timeout)
-    if not _SHORTEST_TIMEOUT <= seconds <= _LONGEST_TIMEOUT:
-        raise ValueError(
-            f"timeout must be {_SHORTEST_TIMEOUT} to {_LONGEST_TIMEOUT} seconds (torch counts "
-            f"milliseconds in 32 bits), got {seconds}"
-        )
-    return timedelta(seconds=float(seconds))
 
 
 def check_base(optimizer: Any, pacing: Pacing) -> None:
@@ -348,39 +339,3 @@ def check_base(optimizer: Any, pacing: Pacing) -> None:
             f"{kind.__name__} {reason}, which does not work with overlap=True: the gradient "
             f"belongs to the parameters before the mixing; pass overlap=False"
         )
-
-
-def _expect(condition: bool, text: str, value: Any) -> None:
-    if not condition:
-        raise TypeError(f"{text}, got {value!r}")
-
-
-def _lines(record: Any, without: str) -> list[str]:
-    names = [field.name for field in fields(record) if field.name != without]
-    return [f"{name}={getattr(record, name)!r}" for name in names]
-
-
-def _check_choice(name: str, choice: Any, choices: tuple[str, ...]) -> None:
-    _expect(isinstance(choice, str), f"{name} expects one of {choices}", choice)
-    if choice not in choices:
-        hint = did_you_mean(choice, choices)
-        raise ValueError(f"{name} expects one of {choices}, got {choice!r}{hint}")
-
-
-def _check_steps(name: str, value: Any) -> None:
-    """Check a number of steps."""
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    _expect(whole, f"{name} expects a number of steps", value)
-    if value < 1:
-        raise ValueError(f"{name} must be 1 step or more, got {value}")
-
-
-def _positive(name: str, unit: str, value: Any) -> float:
-    _expect(_is_real(value), f"{name} expects a number of {unit}", value)
-    if not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{name} must be above 0 {unit} and finite, got {value}")
-    return float(value)
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)

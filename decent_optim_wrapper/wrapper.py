@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.checks import take_fields
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm.process_groups import CPU, serves
 from decent_optim_wrapper.config import (
@@ -46,7 +47,7 @@ from decent_optim_wrapper.optim.delegating import DelegatingOptimizer, check_sta
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.start.arguments import Arguments
 from decent_optim_wrapper.start.dcp_warning import warn_of_checkpoints
-from decent_optim_wrapper.start.session import Extras, open_session
+from decent_optim_wrapper.start.session import Inputs, ModuleExtras, open_session
 from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.bucket import MIB, Bucket
@@ -139,7 +140,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     _step_supports_amp_scaling = True
 
     # Set by a module that steps in its backward pass; empty without one.
-    _extras = Extras()
+    _extras = ModuleExtras()
 
     def __init__(
         self,
@@ -166,48 +167,34 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         model: nn.Module | None = None,
         extensions: Sequence[Extension] = (),
     ) -> None:
-        start = Start(
-            Arguments(
-                rank=rank,
-                world_size=world_size,
-                local_world_size=local_world_size,
-                process_group=process_group,
-                mesh=mesh,
-                gossip_dim=gossip_dim,
-                elastic=elastic,
-                timeout=timeout,
-            )
-        )
+        # By name: each record takes those that are its fields.
+        options = dict(locals())
+        start = Start(take_fields(Arguments, options))
         with start.failing_together():
-            settings = Settings(
-                bucket_cap_mb=bucket_cap_mb,
-                overlap=overlap,
-                sync_at_start=sync_at_start,
-                comm_dtype=comm_dtype,
-                param_as_bucket_view=param_as_bucket_view,
-                gradient_tracking=gradient_tracking,
-                timeout=timeout,
-                on_nonfinite=on_nonfinite,
-                schedule=schedule,
-            )
+            settings = take_fields(Settings, options)
             check_base(optimizer, settings.pacing)
             super().__init__(optimizer)
             parts = build_extensions(settings, extensions)
             self._local_update = LocalUpdate(optimizer, parts)
         self._settings = settings
-        self._parts = open_session(
-            self._local_update,
-            optimizer,
-            parts,
-            settings,
+        self._inner = open_session(
             start,
-            topology,
-            buffers,
-            self._extras,
-            model,
+            Inputs(
+                optimizer=optimizer,
+                local_update=self._local_update,
+                extensions=parts,
+                settings=settings,
+                topology=topology,
+                buffers=buffers,
+                model=model,
+                extras=self._extras,
+            ),
         )
-        self._gossip = self._parts.gossip
+        self._gossip = self._inner.gossip
         self._pipeline = self._gossip.pipeline
+        # Not an attribute of its own: Join sets it on whatever it is given, such as Fabric's proxy
+        # of the wrapper, which has copies of the attributes, but steps read it here.
+        self._join: dict[str, Any] = {}
         Joinable.__init__(self)
         warn_of_checkpoints(self, self._gossip)
         logger.info("{!r}", self)
@@ -284,7 +271,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def replica(self) -> Replica:
         """The ranks of a mesh that hold one copy of the model together."""
-        return self._parts.replica
+        return self._inner.replica
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -574,16 +561,16 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @property
     def _join_config(self) -> Any:
-        return self._parts.join_config
+        return self._join["config"]
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
-        self._parts.set_join_config(config)
+        self._join["config"] = config
 
     @property
     def join_device(self) -> torch.device:
         """The device on which Join counts the ranks that still have data."""
-        group = self._parts.process_group
+        group = self._inner.process_group
         if group is None or serves(group, CPU):
             return CPU
         return next(param.device for param in self._gossip.params if param.is_cuda)
@@ -591,7 +578,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def join_process_group(self) -> Any:
         """The process group in which Join counts."""
-        return self._parts.process_group
+        return self._inner.process_group
 
     @contextmanager
     def _step(self, in_backward: bool = False) -> Iterator[Step]:
@@ -611,8 +598,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     def _regroup(self, parameters: list[Named], late: list[Named]) -> None:
         """Gossip these parameters, of which `late` are new, from the next round on; collective."""
-        parts = self._parts
-        add = partial(parts.agreement.add, self._pipeline, parts.replica, parameters, late)
+        inner = self._inner
+        add = partial(inner.agreement.add, self._pipeline, inner.replica, parameters, late)
         self._gossip.meet(CollectiveCall.REGROUP, add)
         self._notify_change()
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -23,8 +24,11 @@ from decent_optim_wrapper import (
     Elastic,
     Schedule,
 )
+from decent_optim_wrapper.checks import checks_of
 from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.config import Settings
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat
+from decent_optim_wrapper.start.arguments import Arguments
 
 
 def defaults(record: Any) -> dict[str, Any]:
@@ -107,6 +111,53 @@ def test_a_wrong_elastic_is_refused(
 ) -> None:
     with pytest.raises(error, match=text):
         Elastic(**options)
+
+
+# What the wrapper is built from, beside its options.
+OBJECTS = {"optimizer", "topology", "buffers", "model", "extensions"}
+# Checked together with the process group.
+CHECKED_APART = {"process_group", "mesh", "gossip_dim", "timeout"}
+
+
+def documented(kind: type) -> list[str]:
+    """The names in the section Args of a docstring, in its order."""
+    args = (kind.__doc__ or "").partition("    Args:\n")[2].partition("\n\n")[0]
+    return re.findall(r"^        (\w+): ", args, re.MULTILINE)
+
+
+def test_an_option_of_the_wrapper_is_documented_checked_and_compared() -> None:
+    """The signature, the docstring and the records name the same options, with the same types."""
+    signature = [*inspect.signature(DecentOptimWrapper).parameters]
+    assert documented(DecentOptimWrapper) == signature
+    settings, arguments = ([*defaults(record)] for record in (Settings, Arguments))
+    assert {*settings, *arguments, *OBJECTS} == {*signature}
+    assert not OBJECTS & {*settings, *arguments}
+    hints = get_type_hints(DecentOptimWrapper.__init__)
+    for record in (Settings, Arguments):
+        for name, hint in get_type_hints(record).items():
+            assert name == "_" or hint == hints[name], name
+    assert [*checks_of(Settings)] == settings
+    assert {*arguments} - {*checks_of(Arguments)} == CHECKED_APART
+
+
+@pytest.mark.parametrize("record", [Schedule, Elastic])
+def test_a_field_of_a_record_is_documented_and_checked(record: type) -> None:
+    assert documented(record) == [*defaults(record)] == [*checks_of(record)]
+
+
+def test_the_ranks_compare_every_setting() -> None:
+    """Except functions; an extension says what is compared of those."""
+    options = {
+        name: p.default for name, p in inspect.signature(DecentOptimWrapper).parameters.items()
+    }
+    settings = Settings(**{name: options[name] for name in defaults(Settings)})
+    compared = [line.partition("=")[0] for line in settings.lines()]
+    assert compared == [
+        *(name for name in defaults(Settings) if name != "schedule"),
+        *(name for name in defaults(Schedule) if name != "outer"),
+    ]
+    changed = dataclasses.replace(settings, bucket_cap_mb=3, schedule=Schedule(mixing_rate=0.5))
+    assert {*changed.lines()} - {*settings.lines()} == {"bucket_cap_mb=3.0", "mixing_rate=0.5"}
 
 
 GONE = [

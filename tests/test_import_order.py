@@ -22,7 +22,7 @@ _MESH = {*_COMM, "comm", "optim"}
 _WIRE = {*_MESH, "codecs", "mesh"}
 _GOSSIP = {*_WIRE, "wire"} - {"mesh"}
 _EXTENSIONS = {*_GOSSIP, "gossip", "mesh"}
-_CONFIG = {*_EXTENSIONS, "extensions"}
+_CONFIG = {*_EXTENSIONS, "extensions", "checks"}
 _ELASTIC = {*_CONFIG, "config"}
 _START = {*_ELASTIC, "elastic"}
 _WRAPPER = {*_START, "start"}
@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "topo": set(),
     "codecs": set(),
     "errors": set(),
+    "checks": {"topo"},
     "warn": set(),
     "optim": set(),
     "comm": _COMM,

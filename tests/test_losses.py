@@ -23,8 +23,12 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError, Schedule
 from decent_optim_wrapper.comm.losses import Loss, Losses
-from decent_optim_wrapper.elastic.rendezvous import Gathering, Note, Rendezvous
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.elastic.epoch import FIRST_NOTE, Epoch, Note, with_donor
+from decent_optim_wrapper.elastic.recovery import Recovery
+from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.errors import text_of
+from decent_optim_wrapper.topo import Complete
 
 # Far beyond what a busy machine, or the end of an earlier test in this process, may take.
 PATIENCE = 60.0
@@ -233,6 +237,54 @@ def test_an_error_of_torch_is_quoted_without_its_stack() -> None:
     assert text_of(RuntimeError("nothing\nbut text")) == "nothing\nbut text"
 
 
+def test_nothing_is_sent_and_no_thread_is_started_before_the_ranks_meet() -> None:
+    store, threads = HashStore(), {*threading.enumerate()}
+    rendezvous = Rendezvous(store, 0, 1, timedelta(seconds=10), stale_after=1000.0)
+    epoch = Epoch(notes={0: FIRST_NOTE}, transport=Transport.over(None))
+    recovery = Recovery(rendezvous, epoch, Complete(1), Schedule(), None)
+    assert store.num_keys() == 0
+    assert {*threading.enumerate()} <= threads
+    met = rendezvous.gather(FIRST_NOTE)
+    try:
+        assert store.num_keys() > 0
+        assert {each.name for each in {*threading.enumerate()} - threads} >= {"decent-heartbeat"}
+        # Nobody has any state: this rank needs no other's.
+        assert (met.members, met.note.needs_state, recovery.joins) == ((0,), False, True)
+    finally:
+        rendezvous.leave()
+
+
+def test_a_heartbeat_ends_with_its_rendezvous() -> None:
+    rendezvous = Rendezvous(HashStore(), 0, 1, timedelta(seconds=10), stale_after=0.1)
+    before = {*threading.enumerate()}
+    rendezvous.gather(FIRST_NOTE)
+    (beating,) = (t for t in {*threading.enumerate()} - before if t.name == "decent-heartbeat")
+    del rendezvous
+    gc.collect()
+    beating.join(PATIENCE)
+    assert not beating.is_alive()
+
+
+def test_an_epoch_goes_on_at_the_latest_round_with_the_state_of_a_rank_that_is_there() -> None:
+    notes = {
+        0: Note(round=4, needs_state=False, calls_made=2),
+        2: Note(round=5, needs_state=False, calls_made=3),
+        # Its round is that of an earlier life.
+        3: Note(round=9, needs_state=True, calls_made=1),
+    }
+    epoch = Epoch(notes=notes, transport=Transport(None, 2, (0, 2, 3), timedelta(seconds=1)))
+    assert (epoch.members, epoch.note) == ((0, 2, 3), notes[3])
+    assert (epoch.round, epoch.donor, epoch.calls_made) == (5, 1, 2)
+    assert epoch.has_newcomers
+    assert with_donor(notes) == notes
+
+
+def test_ranks_that_all_need_a_state_take_the_latest_one() -> None:
+    notes = {rank: Note(round=rank // 2, needs_state=True) for rank in range(4)}
+    donors = [rank for rank, note in with_donor(notes).items() if not note.needs_state]
+    assert donors == [2, 3]
+
+
 def slow_rank(
     rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], topology: str
 ) -> tuple[list[int], list[Any], float]:
@@ -241,7 +293,7 @@ def slow_rank(
     gatherings: list[int] = []
     gather = Rendezvous.gather
 
-    def count(self: Rendezvous, note: Note) -> Gathering:
+    def count(self: Rendezvous, note: Note) -> Epoch:
         gatherings.append(note.round)
         return gather(self, note)
 

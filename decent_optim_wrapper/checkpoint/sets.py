@@ -88,10 +88,10 @@ class Checkpoints:
         self._complete: dict[int, list[int]] = {}
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write this rank's file and wait for those of the other ranks; collective.
+        """Write this rank's file and wait for the other ranks' files; collective.
 
         Args:
-            step: number of steps done, the same on every rank, above that of the last set.
+            step: number of steps done, the same on every rank, above the last set's.
             state: ``state_dict()``s, tensors, numbers, strings and containers of these.
 
         Raises:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
 from decent_optim_wrapper.gossip.local_update import Apply, Scaling, global_step_hooks, step_hooks
-from decent_optim_wrapper.start.session import Extras
+from decent_optim_wrapper.start.session import ModuleExtras
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.parameters import named_parameters, sparse_gradient_error
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
@@ -44,7 +44,7 @@ class BackwardOptimizer(DecentOptimWrapper):
         trained = set(map(id, params_of(optimizer)))
         params, buffers = list(model.parameters()), list(model.buffers())
         others = [param for param in params if id(param) not in trained]
-        self._extras = Extras(
+        self._extras = ModuleExtras(
             order=tuple(reversed(params)),
             carried=(*others, *([] if average_buffers else buffers)),
             parts=tuple(parts),
@@ -66,7 +66,7 @@ class BackwardOptimizer(DecentOptimWrapper):
     @property
     def takeovers(self) -> int:
         """How often this rank has received its state from others."""
-        return self._parts.hand_over.takeovers if self._parts.hand_over else 0
+        return self._inner.hand_over.takeovers if self._inner.hand_over else 0
 
     def in_parts(self, apply: Apply) -> AbstractContextManager[Callable[[Bucket], None]]:
         """A step in parts: yields a function that mixes, updates and launches one bucket."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Iterator
+from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from decent_optim_wrapper.checks import expect, instance_of, is_real, take_fields
 from decent_optim_wrapper.config import check_base
 from decent_optim_wrapper.ddp.autograd_hooks import AutogradHooks
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
@@ -110,7 +111,7 @@ class DecentralizedDataParallel(Module):
         super().__init__()
         if param_as_bucket_view is None:
             param_as_bucket_view = wants_views(model, options.get("mesh"))
-        with Start(Arguments.of(options)).failing_together():
+        with Start(take_fields(Arguments, options)).failing_together():
             _check(model, grad_clip_norm, update_in_backward)
             _check_parts(optim_fn, scaler, options)
             base = optim_fn([(n, p) for n, p in model.named_parameters() if p.requires_grad])
@@ -331,15 +332,10 @@ def _check(model: Any, grad_clip_norm: Any, update_in_backward: Any) -> None:
         raise TypeError(f"model expects a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, (DecentralizedDataParallel, DistributedDataParallel)):
         raise TypeError(f"model expects a module that is not wrapped yet, got a {type(model)}")
-    real = isinstance(grad_clip_norm, numbers.Real) and not isinstance(grad_clip_norm, bool)
-    if not real:
-        raise TypeError(f"grad_clip_norm expects a number, got {grad_clip_norm!r}")
+    expect(is_real(grad_clip_norm), "grad_clip_norm expects a number", grad_clip_norm)
     if not grad_clip_norm >= 0 or math.isinf(grad_clip_norm):
         raise ValueError(f"grad_clip_norm must be 0 or more and finite, got {grad_clip_norm}")
-    if update_in_backward is not None and not isinstance(update_in_backward, bool):
-        raise TypeError(
-            f"update_in_backward expects True, False or None, got {update_in_backward!r}"
-        )
+    instance_of("True, False or None", bool, NoneType)("update_in_backward", update_in_backward)
 
 
 # Arguments of the wrapper that have another name here, or are fixed.

@@ -54,16 +54,7 @@ class HandOver:
         named = [*named_parameters(self._optimizer.param_groups), *self._others]
         broadcast([each.tensor for each in named], transport, self._layout, donor, keep=not takes)
         if transport.rank == donor:
-            parts = [self._state_of(part) for part in self._parts]
-            saved = gossip_state(self._gossip)
-            # The round in flight is dropped, and references start again.
-            for key in ("launch_snapshot", "references"):
-                saved.pop(key, None)
-            for each in self._gossip.pipeline.extensions.all:
-                if each.belongs_to_rank:
-                    saved["extensions"][each.name] = None
-            state = [self._optimizer.state_dict(), saved, parts]
-            send_state(state, transport)
+            send_state(self._state(), transport)
             return
         base, saved, parts = receive_state(transport, donor)
         if takes:
@@ -73,12 +64,22 @@ class HandOver:
                 if each.name and each.name not in saved.get("extensions", {}):
                     self._gossip.pipeline.extensions.drop(each)
             saved |= {"in_flight": False, "kept": False}
-            restore(
-                self._gossip, read_state(self._gossip, saved, self._gossip.pipeline.mixing_rate)
-            )
+            rate = self._gossip.pipeline.mixing_rate
+            restore(self._gossip, read_state(self._gossip, saved, rate))
             for part, state in zip(self._parts, parts, strict=True):
                 if state is not None:
                     part.load_state_dict(state)
+
+    def _state(self) -> list[Any]:
+        """The states of the base, of the gossip, and of the further objects."""
+        saved = gossip_state(self._gossip)
+        # The round in flight is dropped, and references start again.
+        for key in ("launch_snapshot", "references"):
+            saved.pop(key, None)
+        for each in self._gossip.pipeline.extensions.all:
+            if each.belongs_to_rank:
+                saved["extensions"][each.name] = None
+        return [self._optimizer.state_dict(), saved, [self._state_of(part) for part in self._parts]]
 
     def _state_of(self, part: Any) -> Any | None:
         state = part.state_dict()

@@ -1,4 +1,4 @@
-"""Heartbeats through the store: every rank sends its own and watches those of the others."""
+"""Heartbeats through the store: every rank sends its own and watches the others'."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from decent_optim_wrapper.comm.store import BoundedStore
 
-# The longest interval between two heartbeats, and between two looks at those of the others.
+# The longest interval between two heartbeats, and between two looks at the others' heartbeats.
 _LONGEST_PAUSE = 0.25
 # The least number of looks without a new heartbeat after which a rank counts as dead.
 _LOOKS = 8
@@ -19,7 +19,7 @@ _LOOKS_FOR_OTHERS = 4
 
 
 class Heartbeat:
-    """Sends this rank's heartbeats and watches those of the others, on a thread of its own.
+    """Sends this rank's heartbeats and watches the others', on a thread of its own.
 
     Args:
         store: shared by all ranks.
@@ -56,7 +56,7 @@ class Heartbeat:
         return False
 
     def start(self, life: int) -> None:
-        """Send heartbeats from now on, and watch those of the others.
+        """Send heartbeats from now on, and watch the others' heartbeats.
 
         Args:
             life: distinguishes this process from earlier ones of this rank.

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
 import torch
 from loguru import logger
 
-from decent_optim_wrapper.comm.state_transfer import difference
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import OnChange, Schedule
-from decent_optim_wrapper.elastic.rendezvous import Note, Rendezvous
+from decent_optim_wrapper.elastic.epoch import Epoch, Note
+from decent_optim_wrapper.elastic.hand_over import HandOver
+from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.header import CollectiveCall
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.topo import Complete, Greedy, RandomMatching, Topology
 
-# Sends the state of the rank at that position; the flag says whether to take it. Collective.
-HandOver = Callable[[int, bool], None]
 Result = TypeVar("Result")
 
 
@@ -35,42 +32,49 @@ class Recovery:
 
     Args:
         rendezvous: agrees on the members.
-        topology: that of all ranks.
+        epoch: the members that have met there.
+        topology: the topology of all ranks.
         schedule: when the ranks mix.
-        timeout: bound of every wait.
         on_change: called with the old and the new members.
     """
+
+    # What is managed, from `begin` on.
+    _gossip: Gossip
+    _hand_over: HandOver
 
     def __init__(
         self,
         rendezvous: Rendezvous,
+        epoch: Epoch,
         topology: Topology,
         schedule: Schedule,
-        timeout: timedelta,
         on_change: OnChange | None,
     ) -> None:
         self._rendezvous = rendezvous
+        self._epoch = epoch
         self._full = topology
         self._schedule = schedule
-        self._timeout = timeout
         self._on_change = on_change
-        # Every rank starts so; if no rank has any state yet, none of them needs another's.
-        self._note = Note(round=0, needs_state=True)
+        # What this rank writes about itself; whether it still needs the state of another.
+        self._note = epoch.note
         # Whether ranks have come back and wait until the others are in a step.
         self._newcomers = False
         # The call that this rank is in, as long as others may wait for it there.
         self._call: CollectiveCall | None = None
-        # How many calls this rank has made in addition to its steps, and how many all ranks have.
-        self._calls_made = self._calls_of_all = 0
-        weakref.finalize(self, rendezvous.leave)
-        self._meet()
+        # How many calls this rank has made in addition to its steps.
+        self._calls_made = 0
         # The members of which the user was last notified.
-        self._notified = self.members
+        self._notified = epoch.members
+
+    @property
+    def transport(self) -> Transport:
+        """Connects the members."""
+        return self._epoch.transport
 
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that take part, as numbered at the start."""
-        return self._rendezvous.members
+        return self._epoch.members
 
     @property
     def joins(self) -> bool:
@@ -82,19 +86,12 @@ class Recovery:
         self._rendezvous.leave()
 
     def agree(self, text: str) -> None:
-        """Compare a description with that of the members, or publish it for ranks that come later.
+        """Publish a description for ranks that come later, or compare it with the members'.
 
         Raises:
-            ValueError: this rank comes back with another description.
+            ValueError: this rank joins them with another description.
         """
-        if not self.joins:
-            self._rendezvous.publish(text)
-        elif (theirs := self._rendezvous.published()) != text:
-            raise ValueError(
-                f"rank {self._rendezvous.rank}: this rank comes back with "
-                f"{difference(text, theirs, 'everyone else')}; build the same model, optimizer and "
-                f"wrapper as before"
-            )
+        self._rendezvous.agree(text, self.joins)
 
     def open_session(self, first_round: int = 0) -> Session:
         """Connect the groups of the members; collective."""
@@ -107,7 +104,7 @@ class Recovery:
         self._hand_over = hand_over
         if self.joins:
             self._call = CollectiveCall.STEP
-            self._settle_all()
+            self._catch_up()
             self._assemble()
             self._notified = self.members
         self.end_step()
@@ -136,13 +133,12 @@ class Recovery:
         results: list[Result] = []
         self._call = call
         try:
-            done = False
-            while not done:
+            while True:
                 self._assemble()
-                done = self._make(call, lambda: results.append(action()))
+                if self._make(call, lambda: results.append(action())):
+                    return results[-1]
         finally:
             self._call = None
-        return results[-1]
 
     def recover(self, reason: object) -> None:
         """Agree on the remaining ranks, drop the round in flight and continue with them.
@@ -168,7 +164,7 @@ class Recovery:
             self.transport.all_gather(torch.zeros(1, device="cpu"))
         except PeerError as error:
             self._gather_again(error, acted)
-            acted = acted and self._calls_of_all > self._calls_made
+            acted = acted and self._epoch.calls_made > self._calls_made
         self._calls_made += acted
         return acted
 
@@ -178,7 +174,7 @@ class Recovery:
         Raises:
             CallOrderError: the others are in different calls.
         """
-        while self._newcomers and self._gossip.pipeline.round >= self._resume:
+        while self._newcomers and self._gossip.pipeline.round >= self._epoch.round:
             calls = self._calls() - {CollectiveCall.STEP}
             if len(calls) > 1:
                 raise CallOrderError(
@@ -214,70 +210,52 @@ class Recovery:
     def _gather_again(self, reason: object, acted: bool = False) -> None:
         """Agree on the remaining ranks, and bring them to the same round."""
         logger.warning("rank {}: {}", self._rendezvous.rank, reason)
-        self._note = self._note._replace(
-            round=self._gossip.pipeline.round, calls_made=self._calls_made + acted
+        self._note = Note(
+            round=self._gossip.pipeline.round,
+            needs_state=self.joins,
+            calls_made=self._calls_made + acted,
         )
-        self._leave_round()
-        self._meet()
-        self._settle_all()
+        self._gather()
+        self._catch_up()
 
-    def _leave_round(self) -> None:
+    def _gather(self) -> None:
+        """Close the connections, and connect the remaining ranks."""
         self._gossip.pipeline.in_flight.abandon()
         self.transport.abort("the members gather again")
+        self._epoch = self._rendezvous.gather(self._note)
+        self._note = self._epoch.note
 
-    def _meet(self) -> None:
-        """Agree on the members, and connect them."""
-        rank, rendezvous = self._rendezvous.rank, self._rendezvous
-        gathering = rendezvous.gather(self._note)
-        self._notes = list(gathering.notes.values())
-        self._note = self._note._replace(needs_state=gathering.notes[rank].needs_state)
-        # No other reference to the communicator is kept: `abort` must be able to close it.
-        self.transport = Transport(
-            gathering.world,
-            gathering.members.index(rank),
-            gathering.members,
-            self._timeout,
-            gathering.store,
-            peer_lost=lambda: rendezvous.wanted,
-        )
-
-    def _settle_all(self) -> None:
-        """Settle; if a rank is lost meanwhile, again with the remaining ones."""
+    def _catch_up(self) -> None:
+        """Bring the members to the same round; if a rank is lost on the way, the remaining ones."""
         while True:
             try:
-                self._settle()
+                self._begin_epoch()
                 return
             except PeerError as error:
                 logger.warning(
                     "rank {}: lost a peer while rebuilding: {}", self._rendezvous.rank, error
                 )
-                self._leave_round()
-                self._meet()
+                self._gather()
 
-    def _settle(self) -> None:
-        """Bring the members to the same round, and send the state to those that come back."""
-        donors = [place for place, note in enumerate(self._notes) if not note.needs_state]
-        self._resume = max(self._notes[place].round for place in donors)
-        self._calls_of_all = min(self._notes[place].calls_made for place in donors)
-        newcomers = len(donors) < len(self._notes)
-        session = self.open_session(self._resume)
-        self._gossip.pipeline.enter(session)
-        if newcomers:
-            # From a rank that is at this round already: others still have steps to make until then.
-            donor = next(p for p in donors if self._notes[p].round == self._resume)
-            self._hand_over(donor, self.joins)
-        synchronous = self._gossip.pipeline.policy.pacing.synchronous
+    def _begin_epoch(self) -> None:
+        """Open a session at the epoch's round, and send the state to ranks that need it."""
+        epoch, gossip = self._epoch, self._gossip
+        session = self.open_session(epoch.round)
+        gossip.pipeline.enter(session)
+        if epoch.has_newcomers:
+            self._hand_over(epoch.donor, self.joins)
+        synchronous = gossip.pipeline.policy.pacing.synchronous
         if self.joins or not synchronous:
-            self._gossip.resume_at(self._resume)
+            gossip.resume_at(epoch.round)
         if self.joins:
-            self._calls_made = self._calls_of_all
-        # Where ranks may be at different steps, the others' calls wait for those of a newcomer.
-        self._newcomers = newcomers and synchronous
+            self._calls_made = epoch.calls_made
+        # Where ranks may be at different steps, the others wait in their calls for a newcomer.
+        self._newcomers = epoch.has_newcomers and synchronous
         if not synchronous:
             self._note = self._note._replace(needs_state=False)
         logger.warning(
             "rank {}: {} of {} ranks go on with round {}: {}, {!r}",
-            *(self._rendezvous.rank, len(self.members), self._full.world_size, self._resume),
+            *(self._rendezvous.rank, len(self.members), self._full.world_size, epoch.round),
             *(self.members, session.topology),
         )
 

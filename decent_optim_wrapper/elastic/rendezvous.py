@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,7 +22,10 @@ from torch.distributed import DistError
 
 from decent_optim_wrapper.comm.background import within
 from decent_optim_wrapper.comm.process_groups import connect_gloo, prefixed
+from decent_optim_wrapper.comm.state_transfer import difference
 from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.elastic.epoch import Epoch, Note, with_donor
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat
 from decent_optim_wrapper.errors import PeerError, text_of
 
@@ -34,39 +38,6 @@ _NEWCOMER_TIMEOUTS = 4
 _LEAST_ATTEMPTS = 2
 # For notifying the others of a failure: this rank's own error must not be delayed much.
 _TELL = timedelta(seconds=2)
-
-
-class Note(NamedTuple):
-    """What a rank writes about itself when it enters an epoch.
-
-    Args:
-        round: the number of its next round.
-        needs_state: whether it needs the state of another rank, if there is one that has any.
-        calls_made: number of collective calls that it has made in addition to its steps.
-    """
-
-    round: int
-    needs_state: bool
-    calls_made: int = 0
-
-
-class Gathering(NamedTuple):
-    """An epoch whose members are connected.
-
-    Args:
-        notes: the notes of the members by rank, in ascending order.
-        world: the group of the members; None if there is only one.
-        store: a store for the members only; None if there is only one.
-    """
-
-    notes: dict[int, Note]
-    world: Any | None
-    store: Any | None
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The ranks, as numbered at the start."""
-        return tuple(self.notes)
 
 
 class Failure(NamedTuple):
@@ -100,16 +71,42 @@ class Rendezvous:
     def __init__(
         self, store: Any, rank: int, world_size: int, timeout: timedelta, stale_after: float
     ) -> None:
-        self._store = _part_of(store, timeout)
+        self._store = self._own_keys(store, timeout)
         self.rank = rank
-        self.members = tuple(range(world_size))
-        self._everyone = self.members
+        self._everyone = self._members = tuple(range(world_size))
         self._timeout = timeout
         self._epoch = 0
         # Whether this rank has been a member; and whether any epoch is known to have had members.
         self._took_part = self._founded = False
         self._life = 0
         self._heartbeat = Heartbeat(self._store, rank, world_size, stale_after)
+        weakref.finalize(self, self._heartbeat.stop)
+
+    @classmethod
+    def tell_failure(cls, store: Any, rank: int, error: Exception) -> None:
+        """Notify the ranks that start together with this one why it does not come.
+
+        This counts as a rendezvous that was built: the next one has the same number on all ranks.
+        """
+        part = cls._own_keys(store, _TELL)
+        try:
+            if part.check(["epoch"]):
+                # The others are training already and do not wait.
+                return
+            epoch, life = 1, part.add(_starts_key(rank), 1)
+            while part.check([_members_key(epoch)]):
+                epoch += 1
+            failure = Failure(rank=rank, life=life, error=f"{type(error).__name__}: {error}")
+            part.claim(_members_key(epoch), json.dumps(failure._asdict()))
+        except DistError as silence:
+            logger.warning("rank {}: the others could not be told: {}", rank, silence)
+
+    @classmethod
+    def _own_keys(cls, store: Any, timeout: timedelta) -> BoundedStore:
+        """The store under a prefix that no other rendezvous of this process has."""
+        part = prefixed(key_prefix(cls.built), store)
+        cls.built += 1
+        return BoundedStore(part, timeout)
 
     @property
     def wanted(self) -> bool:
@@ -120,17 +117,23 @@ class Rendezvous:
         """Send no more heartbeats."""
         self._heartbeat.stop()
 
-    def publish(self, text: str) -> None:
-        """Write what is the same on all members, for ranks that come later."""
-        with _store_errors(self.rank):
-            self._store.set("agreement", text)
+    def agree(self, text: str, joins: bool) -> None:
+        """Publish a description, or compare it with the one that the members have published.
 
-    def published(self) -> str:
-        """What is the same on all members, as published."""
+        Raises:
+            ValueError: this rank joins them with another description.
+        """
         with _store_errors(self.rank):
-            return self._store.get("agreement")
+            if not joins:
+                self._store.set("agreement", text)
+            elif (theirs := self._store.get("agreement")) != text:
+                raise ValueError(
+                    f"rank {self.rank}: this rank comes back with "
+                    f"{difference(text, theirs, 'everyone else')}; build the same model, optimizer "
+                    f"and wrapper as before"
+                )
 
-    def gather(self, note: Note) -> Gathering:
+    def gather(self, note: Note) -> Epoch:
         """Enter epochs until the members of one are connected; every living member does the same.
 
         Raises:
@@ -148,15 +151,15 @@ class Rendezvous:
                 if attempt > _LEAST_ATTEMPTS and time.monotonic() > enough:
                     break
                 epoch = self._enter(note)
-                members = self._agree(epoch, note.needs_state)
+                members = self._agree_on_members(epoch, note.needs_state)
                 if self.rank not in members:
                     # The others continued without this rank: it comes back as a restarted one.
                     logger.warning("rank {}: the others have gone on, ask to join", self.rank)
                     note = note._replace(needs_state=True)
-                elif gathering := self._stand(epoch, members):
-                    return gathering
+                elif connected := self._connect_epoch(epoch, members):
+                    return connected
         raise PeerError(
-            f"rank {self.rank}: the ranks agreed on the members {list(self.members)} several "
+            f"rank {self.rank}: the ranks agreed on the members {list(self._members)} several "
             f"times, but could not connect; look for ranks that fail one after the other and for "
             f"dead links between two ranks, and restart from a checkpoint"
         )
@@ -202,11 +205,11 @@ class Rendezvous:
             self._epoch += 1
             self._read_members(self._epoch)
 
-    def _agree(self, epoch: int, needs_state: bool) -> tuple[int, ...]:
+    def _agree_on_members(self, epoch: int, needs_state: bool) -> tuple[int, ...]:
         """Wait for the members of the epoch to be written, or write them."""
         comes_back = needs_state and self._founded
-        patience = self._timeout * (_NEWCOMER_TIMEOUTS if comes_back else 1)
-        deadline = time.monotonic() + patience.total_seconds()
+        timeout = self._timeout * (_NEWCOMER_TIMEOUTS if comes_back else 1)
+        deadline = time.monotonic() + timeout.total_seconds()
         while not self._store.check([_members_key(epoch)]):
             late = time.monotonic() > deadline
             if present := self._founders(epoch) if needs_state else self._survivors(epoch, late):
@@ -218,7 +221,7 @@ class Rendezvous:
                     if not (self._heartbeat.alive(rank) and self._entered(epoch, [rank]))
                 ]
                 raise PeerError(
-                    f"rank {self.rank}: waited {patience} for the other ranks, of which "
+                    f"rank {self.rank}: waited {timeout} for the other ranks, of which "
                     f"{absent} did not come; start every rank, with the same store"
                 )
             else:
@@ -227,7 +230,7 @@ class Rendezvous:
         if self.rank in members:
             # All of them are known to be alive: they have just entered.
             self._heartbeat.expect(members)
-            self.members = members
+            self._members = members
         return members
 
     def _founders(self, epoch: int) -> tuple[int, ...]:
@@ -240,7 +243,7 @@ class Rendezvous:
 
     def _survivors(self, epoch: int, late: bool) -> tuple[int, ...]:
         """The ranks that have entered, once every other member is dead or too late."""
-        awaited = [rank for rank in self.members if self._heartbeat.alive(rank)]
+        awaited = [rank for rank in self._members if self._heartbeat.alive(rank)]
         if not late and not self._entered(epoch, awaited):
             return ()
         return tuple(rank for rank in self._everyone if self._entered(epoch, [rank]))
@@ -262,35 +265,43 @@ class Rendezvous:
             )
         return ()
 
-    def _stand(self, epoch: int, members: tuple[int, ...]) -> Gathering | None:
+    def _connect_epoch(self, epoch: int, members: tuple[int, ...]) -> Epoch | None:
         """Connect the members; return None if one of them is lost meanwhile."""
-        notes = _with_donor({rank: self._note(epoch, rank) for rank in members})
+        notes = with_donor({rank: self._note(epoch, rank) for rank in members})
         self._heartbeat.await_key(f"{epoch + 1}/join_request")
         try:
-            gathering = Gathering(notes, *self._connect(epoch, members))
+            transport = self._connect(epoch, members)
         except (RuntimeError, TimeoutError) as error:
-            logger.warning("rank {}: epoch {} does not stand: {}", self.rank, epoch, text_of(error))
+            logger.warning(
+                "rank {}: the members of epoch {} cannot connect: {}",
+                *(self.rank, epoch, text_of(error)),
+            )
             return None
         self._store.set("epoch", str(epoch))
         self._took_part = True
-        return gathering
+        return Epoch(notes=notes, transport=transport)
 
-    def _connect(self, epoch: int, members: tuple[int, ...]) -> tuple[Any | None, Any | None]:
+    def _connect(self, epoch: int, members: tuple[int, ...]) -> Transport:
         """Create the group and the store of the members, and check that all are connected."""
-        if len(members) == 1:
-            return None, None
-        place, patience = members.index(self.rank), min(self._timeout, _CONNECT)
+        place, heartbeat = members.index(self.rank), self._heartbeat
+        world = store = None
+        if len(members) > 1:
+            timeout = min(self._timeout, _CONNECT)
 
-        def connect() -> tuple[Any, Any]:
-            store = prefixed(f"{epoch}", self._store.clone())
-            world = connect_gloo(prefixed("world", store), place, len(members), patience)
-            world._set_default_timeout(self._timeout)
-            return world, store
+            def connect() -> tuple[Any, Any]:
+                store = prefixed(f"{epoch}", self._store.clone())
+                world = connect_gloo(prefixed("world", store), place, len(members), timeout)
+                world._set_default_timeout(self._timeout)
+                return world, store
 
-        def pointless() -> bool:
-            return self._heartbeat.came or not all(map(self._heartbeat.alive, members))
-
-        return within(patience.total_seconds(), connect, pointless)
+            world, store = within(
+                timeout.total_seconds(),
+                connect,
+                lambda: heartbeat.came or not all(map(heartbeat.alive, members)),
+            )
+        return Transport(
+            *(world, place, members, self._timeout, store), peer_lost=lambda: heartbeat.came
+        )
 
     def _entered(self, epoch: int, ranks: Iterable[int]) -> bool:
         return self._store.check([_note_key(epoch, rank) for rank in ranks])
@@ -299,42 +310,9 @@ class Rendezvous:
         return Note(*json.loads(self._store.get(_note_key(epoch, rank))))
 
 
-def tell_failure(store: Any, rank: int, error: Exception) -> None:
-    """Notify the ranks that start together with this one why it does not come.
-
-    This counts as a rendezvous that was built: the next one has the same number on all ranks.
-    """
-    part = _part_of(store, _TELL)
-    try:
-        if part.check(["epoch"]):
-            # The others are training already and do not wait.
-            return
-        epoch, life = 1, part.add(_starts_key(rank), 1)
-        while part.check([_members_key(epoch)]):
-            epoch += 1
-        failure = Failure(rank, life, f"{type(error).__name__}: {error}")
-        part.claim(_members_key(epoch), json.dumps(failure._asdict()))
-    except DistError as silence:
-        logger.warning("rank {}: the others could not be told: {}", rank, silence)
-
-
 def key_prefix(number: int) -> str:
     """The prefix of the store's keys of this process's wrapper `number`, from 0."""
     return f"decent_optim_wrapper/rendezvous {number}"
-
-
-def _part_of(store: Any, patience: timedelta) -> BoundedStore:
-    part = prefixed(key_prefix(Rendezvous.built), store)
-    Rendezvous.built += 1
-    return BoundedStore(part, patience)
-
-
-def _with_donor(notes: dict[int, Note]) -> dict[int, Note]:
-    """If all ranks need a state, those at the latest round become donors of their state."""
-    if not all(note.needs_state for note in notes.values()):
-        return notes
-    farthest = max(note.round for note in notes.values())
-    return {rank: note._replace(needs_state=note.round < farthest) for rank, note in notes.items()}
 
 
 def _members_key(epoch: int) -> str:

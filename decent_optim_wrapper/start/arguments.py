@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from numbers import Integral
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Annotated, Any, NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
+from decent_optim_wrapper.checks import check_fields, instance_of, optional, whole
 from decent_optim_wrapper.comm.process_groups import is_closed, is_registered, store_of, timeout_of
 from decent_optim_wrapper.config import Elastic
 from decent_optim_wrapper.topo import Topology, TopologyFactory
 from decent_optim_wrapper.warn import warn
 
+_WHOLE = "a whole number or None"
+
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of `DecentOptimWrapper` by which this rank finds the others."""
+    """The arguments of `DecentOptimWrapper` by which this rank finds the others.
+
+    They check nothing by themselves: this rank needs them to tell the others of an error.
+    """
 
     _: KW_ONLY
-    rank: int | None = None
-    world_size: int | None = None
-    local_world_size: int | None = None
-    process_group: Any | None = None
+    rank: Annotated[int | None, optional(whole(0, _WHOLE))] = None
+    world_size: Annotated[int | None, optional(whole(1, _WHOLE))] = None
+    local_world_size: Annotated[int | None, optional(whole(1, _WHOLE))] = None
+    process_group: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None
     gossip_dim: str | None = None
-    elastic: Elastic | None = None
+    elastic: Annotated[Elastic | None, instance_of("an Elastic or None", Elastic, NoneType)] = None
     timeout: timedelta | float | None = None
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Arguments:
-        """Take the fields from keyword arguments, which may contain others."""
-        names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in options.items() if name in names})
 
 
 def check_arguments(arguments: Arguments) -> None:
@@ -48,14 +48,7 @@ def check_arguments(arguments: Arguments) -> None:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range.
     """
-    for name in ("rank", "world_size", "local_world_size"):
-        value = getattr(arguments, name)
-        if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
-            raise TypeError(f"{name} expects a whole number or None, got {value!r}")
-        if value is not None and value < int(name != "rank"):
-            raise ValueError(f"{name} must be {int(name != 'rank')} or more, got {value}")
-    if arguments.elastic is not None and not isinstance(arguments.elastic, Elastic):
-        raise TypeError(f"elastic expects an Elastic or None, got {arguments.elastic!r}")
+    check_fields(arguments)
     check_mesh(arguments)
 
 
@@ -107,7 +100,7 @@ def resolve_process_group(arguments: Arguments) -> Any | None:
         ValueError: it is closed, lacks this rank, or does not fit the other arguments.
     """
     check_mesh(arguments)
-    group = arguments.process_group
+    group: Any = arguments.process_group
     if arguments.mesh is not None:
         group = arguments.mesh.get_group(arguments.gossip_dim)
     if group is None and dist.is_initialized():
@@ -151,7 +144,7 @@ def check_sizes(group: Any | None, rank: int | None, world_size: int | None) -> 
             )
 
 
-class Found(NamedTuple):
+class StoreWorld(NamedTuple):
     """Ranks that meet through a store.
 
     Args:
@@ -169,7 +162,7 @@ class Found(NamedTuple):
     launched_as: Sequence[int]
 
 
-def resolve_store(arguments: Arguments) -> Found:
+def resolve_store(arguments: Arguments) -> StoreWorld:
     """Find the store, and this rank's number in it.
 
     Raises:
@@ -188,7 +181,7 @@ def resolve_store(arguments: Arguments) -> Found:
                 "torch.distributed.init_process_group() before"
             )
         ranks = dist.get_process_group_ranks(group) if is_registered(group) else None
-        return Found(
+        return StoreWorld(
             store=store,
             rank=group.rank(),
             world_size=group.size(),
@@ -200,7 +193,7 @@ def resolve_store(arguments: Arguments) -> Found:
             f"Elastic(store=...) needs rank and world_size, too, with rank below world_size; got "
             f"{rank=}, {world_size=}"
         )
-    return Found(
+    return StoreWorld(
         store=store,
         rank=rank,
         world_size=world_size,

@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from decent_optim_wrapper.warn import warn
 
-# In the order of the fields of `Ranks`.
+# In the order of the fields of `Ranks` after its launcher.
 _RANK_VARIABLES = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "mpirun": (
@@ -33,7 +33,7 @@ class DistInfo(NamedTuple):
     Args:
         rank: rank in the process group.
         world_size: number of ranks.
-        local_rank: rank among those of the same node.
+        local_rank: rank among the ranks of the same node.
         device: the device for the model.
         local_world_size: number of ranks on the same node.
     """
@@ -64,14 +64,9 @@ class Launch(NamedTuple):
 
     def variables(self) -> dict[str, str]:
         """The environment variables that torchrun would have set."""
-        return {
-            "RANK": str(self.ranks.rank),
-            "WORLD_SIZE": str(self.ranks.world_size),
-            "LOCAL_RANK": str(self.ranks.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.ranks.local_world_size),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": self.master_port,
-        }
+        _, *numbers = self.ranks
+        found = dict(zip(_RANK_VARIABLES["torchrun"], map(str, numbers), strict=True))
+        return {**found, "MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port}
 
 
 def init_distributed(backend: str | None = None, timeout: timedelta | None = None) -> DistInfo:

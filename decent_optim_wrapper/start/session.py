@@ -5,41 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.config import Elastic, Settings
+from decent_optim_wrapper.config import Settings
 from decent_optim_wrapper.elastic.hand_over import HandOver
-from decent_optim_wrapper.elastic.recovery import Recovery
-from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.extension import ExtensionContext, Extensions
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
-from decent_optim_wrapper.gossip.pacing import Pacing
 from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.round import RoundPolicy
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.mesh.replica import Replica
-from decent_optim_wrapper.start.arguments import (
-    check_arguments,
-    check_sizes,
-    resolve_store,
-    resolve_topology,
-)
+from decent_optim_wrapper.start.arguments import check_arguments
 from decent_optim_wrapper.start.consistency import Agreement
-from decent_optim_wrapper.start.nodes import (
-    agree_on_local_world_size,
-    launched_local_world_size,
-    node_name,
-    ranks_per_node,
-)
 from decent_optim_wrapper.start.start import Start
+from decent_optim_wrapper.start.world import World, find_world
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.bucket import Layout, extend_plan, plan_buckets
@@ -57,7 +44,7 @@ from decent_optim_wrapper.wire.references import MOST_REFERENCES
 
 
 @dataclass(frozen=True)
-class Extras:
+class ModuleExtras:
     """What a module that contains the optimizer adds to it.
 
     Args:
@@ -73,8 +60,33 @@ class Extras:
     parts: tuple[Any, ...] = ()
 
 
-@dataclass
-class Parts:
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a wrapper is built from.
+
+    Args:
+        optimizer: the base.
+        local_update: steps the base.
+        extensions: what takes part besides the parameters.
+        settings: the checked settings.
+        topology: a name or an instance.
+        buffers: tensors to average in addition to the parameters.
+        model: the model of the parameters, needed if they are sharded.
+        extras: what a module around the wrapper adds.
+    """
+
+    optimizer: Optimizer
+    local_update: LocalUpdate
+    extensions: Extensions
+    settings: Settings
+    topology: str | Topology
+    buffers: Iterable[Tensor]
+    model: nn.Module | None
+    extras: ModuleExtras
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapperState:
     """The parts of a wrapper.
 
     Args:
@@ -83,9 +95,6 @@ class Parts:
         agreement: what is the same on all ranks.
         process_group: the user's; None if the ranks meet in a store.
         hand_over: sends the state to ranks that come back; None if none can.
-        join_config: that of torch.distributed.algorithms.Join. It is not on the wrapper: Join sets
-            it on whatever it is given, such as Fabric's proxy of the wrapper, but steps read it
-            here.
     """
 
     gossip: Gossip
@@ -93,52 +102,30 @@ class Parts:
     agreement: Agreement
     process_group: Any | None
     hand_over: HandOver | None
-    join_config: Any = None
-
-    def set_join_config(self, config: Any) -> None:
-        """Remember what Join sets."""
-        self.join_config = config
 
 
-class _World(NamedTuple):
-    """The ranks and their connections.
+class _Model(NamedTuple):
+    """What is trained on this rank.
 
     Args:
-        process_group: the user's; None if the ranks meet in a store.
-        transport: connects the ranks.
-        topology: that of all ranks.
-        recovery: continues without lost ranks; None if their loss is an error.
+        parameters: the base's parameters.
+        buffers: the user's buffers.
+        others: the buffers, and what a module around the wrapper adds.
+        replica: the ranks that hold one copy of the model together.
     """
 
-    process_group: Any | None
-    transport: Transport
-    topology: Topology
-    recovery: Recovery | None
+    parameters: list[Named]
+    buffers: list[Named]
+    others: list[Named]
+    replica: Replica
 
 
-def open_session(
-    local_update: LocalUpdate,
-    optimizer: Optimizer,
-    extensions: Extensions,
-    settings: Settings,
-    start: Start,
-    topology: str | Topology,
-    buffers: Iterable[Tensor],
-    extras: Extras,
-    model: nn.Module | None = None,
-) -> Parts:
+def open_session(start: Start, inputs: Inputs) -> WrapperState:
     """Meet the other ranks, compare what they train, and start from the same values; collective.
 
     Args:
-        local_update: steps the base.
-        optimizer: the base.
-        extensions: what takes part besides the parameters.
-        settings: the checked settings.
         start: reaches the other ranks.
-        topology: a name or an instance.
-        buffers: tensors to average in addition to the parameters.
-        extras: what a module around the wrapper adds.
-        model: the model of the parameters, needed if they are sharded.
+        inputs: what the wrapper is built from.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -148,140 +135,163 @@ def open_session(
         check_arguments(start.arguments)
     with start.over_the_mesh() as description:
         with start.failing_together():
-            averaged = named_buffers(buffers)
-            carried = [Named("tensor", str(i), tensor) for i, tensor in enumerate(extras.carried)]
-            others = [*averaged, *carried]
-            check_dense(others)
-            parameters = named_parameters(optimizer.param_groups)
-            replica = Replica(start.dimensions, check_model(model), start.gossip_ranks)
-            _check_pacing(settings.pacing, replica)
-            replica.reshard()
-            check_shards([*parameters, *others], replica, settings.param_as_bucket_view)
-            check_tensors(parameters)
-        world = _find_world(start, topology, settings)
-        transport, recovery = world.transport, world.recovery
-        layout = Layout(
-            settings.bucket_cap_mb,
-            transport.wire_device if recovery is None else _on_cpu,
-            settings.codec,
-            settings.param_as_bucket_view,
-            extras.order,
-            replica.copies,
-        )
-        nonfinite, meter = NonFinitePolicy(settings.on_nonfinite), Meter()
+            model = _check_model(start, inputs)
+        world = find_world(start, inputs.topology, inputs.settings)
+        builder = _Builder(inputs, model, world)
         with start.failing_together():
-            for each in extensions.all:
-                each.attach(
-                    ExtensionContext(
-                        rank=transport.initial_rank,
-                        optimizer=optimizer,
-                        layout=layout,
-                        intervals=settings.schedule.intervals,
-                        pacing=settings.pacing,
-                        nonfinite=nonfinite,
-                        replica=replica,
-                        meter=meter,
-                        detach=partial(extensions.drop, each),
-                    )
-                )
-            lines = [*settings.lines(), f"optimizer {type(optimizer).__name__}"]
-            lines += [each.describe() for each in extensions.all if each.name or each.sends]
-            if start.arguments.elastic is not None:
-                lines.append(f"stale_after={start.arguments.elastic.stale_after}")
-            sync = settings.sync_at_start
-            agreement = Agreement(world.topology, layout, lines, others, recovery, sync, start)
-            description += agreement.settings
-        agreement.check(parameters, transport)
-    replica.connect(named.tensor for named in parameters)
-
-    session = _connect(world, settings, [named.tensor.device for named in (*parameters, *averaged)])
-    if isinstance(topology, str):
-        # The schedules of all ranks are needed no more; a user's own topology is left alone.
-        world.topology.release()
-        session.topology.release()
-    _warn_of_codes(settings, layout, session)
-    _warn_of_rare_rounds(settings, optimizer)
-    extra = [named.tensor for named in averaged if named.tensor.is_floating_point()]
-    if not sync:
-        # Frozen parameters are then not the same everywhere.
-        extra += [p.tensor for p in parameters if not p.tensor.requires_grad]
-    policy = RoundPolicy(pacing=settings.pacing, nonfinite=nonfinite, meter=meter)
-    pipeline = Pipeline(session, policy, extensions, settings.schedule.mixing_rate)
-    average = WorldAverage(transport.initial_rank, nonfinite, plan_buckets(extra, layout.plain))
-    gossip = Gossip(pipeline, local_update, average, replica, members=recovery)
-    agreement.start(parameters, transport)
-    local_update.know(parameters)
-    pipeline.plan(extend_plan((), (p.tensor for p in parameters), layout))
-    if sync and not (recovery and recovery.joins):
-        session.references.begin(pipeline.buckets)
-    hand_over = None
-    if recovery:
-        hand_over = HandOver(optimizer, gossip, others, extras.parts, layout)
-        recovery.begin(gossip, hand_over)
-    return Parts(
+            builder.attach_extensions()
+            agreement = builder.describe(start)
+            description += agreement.lines
+        agreement.check(model.parameters, world.transport)
+    model.replica.connect(named.tensor for named in model.parameters)
+    gossip = builder.build_gossip()
+    builder.start_from_same_values(gossip, agreement)
+    return WrapperState(
         gossip=gossip,
-        replica=replica,
+        replica=model.replica,
         agreement=agreement,
-        process_group=world.process_group,
-        hand_over=hand_over,
+        process_group=start.process_group,
+        hand_over=builder.begin_recovery(gossip),
     )
 
 
-def _find_world(start: Start, topology: str | Topology, settings: Settings) -> _World:
-    """Meet the other ranks in the process group or in the store; collective."""
-    if start.arguments.elastic is None:
-        return _in_process_group(start, topology)
-    return _in_store(start, topology, settings, start.arguments.elastic)
-
-
-def _in_process_group(start: Start, topology: str | Topology) -> _World:
-    arguments = start.arguments
-    with start.failing_together():
-        group, transport = start.process_group, start.transport
-        check_sizes(group, arguments.rank, arguments.world_size)
-        node = node_name(arguments.local_world_size or launched_local_world_size(), transport.rank)
-    local_world_size = agree_on_local_world_size(arguments.local_world_size, node, transport)
-    with start.failing_together():
-        resolved = resolve_topology(topology, transport.world_size, arguments, local_world_size)
-    return _World(process_group=group, transport=transport, topology=resolved, recovery=None)
-
-
-def _in_store(
-    start: Start, topology: str | Topology, settings: Settings, elastic: Elastic
-) -> _World:
-    arguments = start.arguments
-    with start.failing_together():
-        found = resolve_store(arguments)
-        # Nobody is there to agree with yet: every rank takes its own node for the size of all.
-        local_world_size = arguments.local_world_size
-        if local_world_size is None:
-            size = launched_local_world_size()
-            local_world_size = ranks_per_node([rank // size for rank in found.launched_as])
-        resolved = resolve_topology(topology, found.world_size, arguments, local_world_size)
-    timeout = settings.patience or found.timeout
-    rendezvous = Rendezvous(found.store, found.rank, found.world_size, timeout, elastic.stale_after)
-    recovery = Recovery(
-        rendezvous, resolved, settings.schedule, timeout, elastic.on_membership_change
-    )
-    return _World(
-        process_group=None, transport=recovery.transport, topology=resolved, recovery=recovery
-    )
-
-
-def _connect(world: _World, settings: Settings, devices: Iterable[torch.device]) -> Session:
-    if world.recovery:
-        return world.recovery.open_session()
-    intervals, distinct = settings.schedule.intervals, tuple(dict.fromkeys(devices))
-    return Session.connect(world.transport, world.topology, intervals, devices=distinct)
-
-
-def _check_pacing(pacing: Pacing, replica: Replica) -> None:
-    if not pacing.synchronous and replica.size > 1:
+def _check_model(start: Start, inputs: Inputs) -> _Model:
+    """Name what is trained, and check that it can be exchanged."""
+    buffers = named_buffers(inputs.buffers)
+    carried = [Named("tensor", str(i), tensor) for i, tensor in enumerate(inputs.extras.carried)]
+    others = [*buffers, *carried]
+    check_dense(others)
+    parameters = named_parameters(inputs.optimizer.param_groups)
+    replica = Replica(start.dimensions, check_model(inputs.model), start.gossip_ranks)
+    if not inputs.settings.pacing.synchronous and replica.size > 1:
         raise ValueError(
             'gossip_every="auto" expects a whole replica on every rank: the shards of a replica '
             "would be mixed in different steps; pass a number of steps, and staleness to let a "
             "round travel under several of them"
         )
+    replica.reshard()
+    check_shards([*parameters, *others], replica, inputs.settings.param_as_bucket_view)
+    check_tensors(parameters)
+    return _Model(parameters=parameters, buffers=buffers, others=others, replica=replica)
+
+
+class _Builder:
+    """Builds the gossip of ranks that have met.
+
+    Args:
+        inputs: what the wrapper is built from.
+        model: what is trained on this rank.
+        world: the ranks and their connections.
+    """
+
+    def __init__(self, inputs: Inputs, model: _Model, world: World) -> None:
+        self._inputs = inputs
+        self._settings = settings = inputs.settings
+        self._model = model
+        self._world = world
+        self._nonfinite, self._meter = NonFinitePolicy(settings.on_nonfinite), Meter()
+        self._layout = Layout(
+            cap_mb=settings.bucket_cap_mb,
+            wire_device=world.transport.wire_device if world.recovery is None else _on_cpu,
+            codec=settings.codec,
+            as_view=settings.param_as_bucket_view,
+            order=inputs.extras.order,
+            copies=model.replica.copies,
+        )
+
+    def attach_extensions(self) -> None:
+        """Tell the extensions what they may use."""
+        for each in self._inputs.extensions.all:
+            each.attach(
+                ExtensionContext(
+                    rank=self._world.transport.initial_rank,
+                    optimizer=self._inputs.optimizer,
+                    layout=self._layout,
+                    intervals=self._settings.schedule.intervals,
+                    pacing=self._settings.pacing,
+                    nonfinite=self._nonfinite,
+                    replica=self._model.replica,
+                    meter=self._meter,
+                    detach=partial(self._inputs.extensions.drop, each),
+                )
+            )
+
+    def describe(self, start: Start) -> Agreement:
+        """Collect what must be the same on all ranks."""
+        topology, elastic = self._world.topology, start.arguments.elastic
+        extensions = (e for e in self._inputs.extensions.all if e.name or e.sends)
+        return Agreement(
+            lines=[
+                f"decent_optim_wrapper {version('decent-optim-wrapper')}",
+                f"topology {type(topology).__name__} with schedule {topology.digest}",
+                *self._settings.lines(),
+                f"optimizer {type(self._inputs.optimizer).__name__}",
+                *(each.describe() for each in extensions),
+                *([] if elastic is None else [f"stale_after={elastic.stale_after}"]),
+            ],
+            layout=self._layout,
+            others=self._model.others,
+            recovery=self._world.recovery,
+            sync_at_start=self._settings.sync_at_start,
+            start=start,
+        )
+
+    def build_gossip(self) -> Gossip:
+        """Connect the groups of the ranks; collective."""
+        inputs, settings, model = self._inputs, self._settings, self._model
+        session = self._connect()
+        topology = session.topology
+        schedules = map(topology.schedule, range(topology.world_size))
+        widest = max(group.size for groups in schedules for group in groups)
+        if isinstance(inputs.topology, str):
+            # The schedules of all ranks are needed no more; a user's own topology is left alone.
+            self._world.topology.release()
+            session.topology.release()
+        _warn_of_codes(settings, self._layout, session, widest)
+        _warn_of_rare_rounds(settings, inputs.optimizer)
+        averaged = [n.tensor for n in model.buffers if n.tensor.is_floating_point()]
+        if not settings.sync_at_start:
+            # Frozen parameters are then not the same everywhere.
+            averaged += [n.tensor for n in model.parameters if not n.tensor.requires_grad]
+        buckets = plan_buckets(averaged, self._layout.plain)
+        policy = RoundPolicy(pacing=settings.pacing, nonfinite=self._nonfinite, meter=self._meter)
+        rate = settings.schedule.mixing_rate
+        return Gossip(
+            Pipeline(session, policy, inputs.extensions, rate),
+            inputs.local_update,
+            WorldAverage(session.transport.initial_rank, self._nonfinite, buckets),
+            model.replica,
+            members=self._world.recovery,
+        )
+
+    def start_from_same_values(self, gossip: Gossip, agreement: Agreement) -> None:
+        """Take the values of rank 0, if the ranks start from these, and plan the buckets."""
+        parameters = self._model.parameters
+        agreement.synchronize(parameters, self._world.transport)
+        self._inputs.local_update.know(parameters)
+        pipeline = gossip.pipeline
+        pipeline.plan(extend_plan((), (each.tensor for each in parameters), self._layout))
+        if self._settings.sync_at_start and not agreement.joins:
+            pipeline.session.references.begin(pipeline.buckets)
+
+    def begin_recovery(self, gossip: Gossip) -> HandOver | None:
+        """Go on without lost ranks from now on; a rank that joins receives its state."""
+        recovery, inputs = self._world.recovery, self._inputs
+        if recovery is None:
+            return None
+        hand_over = HandOver(
+            inputs.optimizer, gossip, self._model.others, inputs.extras.parts, self._layout
+        )
+        recovery.begin(gossip, hand_over)
+        return hand_over
+
+    def _connect(self) -> Session:
+        world, model = self._world, self._model
+        if world.recovery:
+            return world.recovery.open_session()
+        devices = dict.fromkeys(n.tensor.device for n in (*model.parameters, *model.buffers))
+        intervals = self._settings.schedule.intervals
+        return Session.connect(world.transport, world.topology, intervals, devices=tuple(devices))
 
 
 def _on_cpu(device: torch.device) -> torch.device:
@@ -289,13 +299,19 @@ def _on_cpu(device: torch.device) -> torch.device:
     return torch.device("cpu")
 
 
-def _warn_of_codes(settings: Settings, layout: Layout, session: Session) -> None:
-    """Warn where `comm_dtype` saves nothing, or errs more than users may expect."""
+def _warn_of_codes(settings: Settings, layout: Layout, session: Session, widest: int) -> None:
+    """Warn where `comm_dtype` saves nothing, or errs more than users may expect.
+
+    Args:
+        settings: the checked settings.
+        layout: how tensors are put into buckets.
+        session: the ranks.
+        widest: size of the largest group of any rank.
+    """
     # What holds for all ranks is said by one of them.
     if settings.codec is None or session.transport.initial_rank:
         return
     transport, device = session.transport, session.transport.exchange_device
-    widest = max(group.size for group in session.schedule.phases)
     if widest > 2 and not transport.sends_alone(layout.wire_device(device)):
         warn(
             f"comm_dtype={settings.comm_dtype} saves nothing in groups of more than two over NCCL, "

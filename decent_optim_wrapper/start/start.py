@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from decent_optim_wrapper.comm.state_transfer import difference, share_text
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, read_timeout
-from decent_optim_wrapper.elastic.rendezvous import Rendezvous, tell_failure
+from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.mesh.replica import Dimension
 from decent_optim_wrapper.start.arguments import (
     Arguments,
@@ -104,7 +104,7 @@ class Start:
         try:
             return read_timeout(self.arguments.timeout)
         except (TypeError, ValueError):
-            # The settings reject it later; the others are notified with the group's own timeout.
+            # `Settings` rejects it later; the others are notified with the group's own timeout.
             return None
 
     @contextmanager
@@ -143,24 +143,22 @@ class Start:
         self._agree(self.dimensions, "\n".join(description))
 
     def _notify(self, error: Exception) -> None:
-        ways: tuple[Callable[[Exception], None], ...]
-        ways = (self._notify_in_store, self._notify_in_process_group)
         if self.arguments.mesh is not None and not self._met_in_mesh:
-            ways = (lambda error: self._pass_on(self._mesh.values(), error),)
-        for tell in ways:
-            try:
-                tell(error)
-            except Exception as untold:
-                # If the process group itself is the error, the others cannot be reached.
-                logger.debug("the other ranks could not be told of {!r}: {}", error, untold)
+            with _at_best(error):
+                self._pass_on(self._mesh.values(), error)
+            return
+        with _at_best(error):
+            self._notify_in_store(error)
+        with _at_best(error):
+            self._notify_in_process_group(error)
 
     def _notify_in_store(self, error: Exception) -> None:
         if self.arguments.elastic is None or Rendezvous.built != self._built:
             return
         # If `elastic` is the wrong argument, the others may be in the process group's store.
         arguments = self.arguments if self.elastic else replace(self.arguments, elastic=Elastic())
-        found = resolve_store(arguments)
-        tell_failure(found.store, found.rank, error)
+        world = resolve_store(arguments)
+        Rendezvous.tell_failure(world.store, world.rank, error)
 
     def _notify_in_process_group(self, error: Exception) -> None:
         if self.elastic:
@@ -171,22 +169,20 @@ class Start:
         exchange(self.transport, (), self._reason(error))
 
     def _agree(self, dimensions: Iterable[Dimension], text: str) -> None:
-        """Compare along one dimension after the other, and pass on what is wrong."""
-        ahead = iter(dimensions)
-        for dimension in ahead:
+        """Compare along one dimension after the other; the remaining ones are told of an error."""
+        remaining = iter(dimensions)
+        for dimension in remaining:
             try:
                 check_same(text, dimension.transport)
             except Exception as error:
-                self._pass_on(ahead, error)
+                self._pass_on(remaining, error)
                 raise
 
     def _pass_on(self, dimensions: Iterable[Dimension], error: Exception) -> None:
         """Tell an error along these dimensions."""
         for dimension in dimensions:
-            try:
+            with _at_best(error):
                 exchange(dimension.transport, (), self._reason(error))
-            except Exception as untold:
-                logger.debug("ranks of the mesh could not be told of {!r}: {}", error, untold)
 
     def _reason(self, error: Exception) -> str:
         """What the other ranks are told of an error."""
@@ -196,8 +192,20 @@ class Start:
         return f"rank {rank} raised {type(error).__name__}: {error}"
 
 
+@contextmanager
+def _at_best(error: Exception) -> Iterator[None]:
+    """Notify others of an error in the body, if they can be reached.
+
+    They cannot if the process group itself is the error.
+    """
+    try:
+        yield
+    except Exception as untold:
+        logger.debug("the other ranks could not be told of {!r}: {}", error, untold)
+
+
 def check_same(text: str, transport: Transport) -> None:
-    """Compare a description with those of the other ranks; collective.
+    """Compare a description with the other ranks' descriptions; collective.
 
     Raises:
         ValueError: on every rank; names a rank that differs from rank 0 and the first thing in

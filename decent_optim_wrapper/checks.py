@@ -1,0 +1,108 @@
+"""Checks of arguments, which the fields of a record carry in their annotations.
+
+    staleness: Annotated[int, check_steps] = 1
+
+A check takes the name and the value of a field. It returns the value to keep, or raises a
+`TypeError` or `ValueError` that says what was expected.
+"""
+
+from __future__ import annotations
+
+import numbers
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar, get_type_hints
+
+from decent_optim_wrapper.topo.base import did_you_mean
+
+Check = Callable[[str, Any], Any]
+Record = TypeVar("Record")
+
+
+def take_fields(kind: Callable[..., Record], options: Mapping[str, Any]) -> Record:
+    """Build a dataclass from options by name, among which there may be others."""
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in options.items() if name in names})
+
+
+def check_fields(record: Any) -> None:
+    """Check the fields of a frozen dataclass, and replace each value by what its check returns.
+
+    Raises:
+        TypeError: a value has the wrong type.
+        ValueError: a value is out of range.
+    """
+    for name, check in checks_of(type(record)).items():
+        object.__setattr__(record, name, check(name, getattr(record, name)))
+
+
+def checks_of(kind: type) -> dict[str, Check]:
+    """The check of each field of a dataclass whose annotation has one."""
+    hints = get_type_hints(kind, include_extras=True)
+    carried = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    return {name: checks[0] for name, checks in carried.items() if checks}
+
+
+def expect(condition: bool, text: str, value: Any) -> None:
+    """Raise a `TypeError` with this text and the value unless the condition holds."""
+    if not condition:
+        raise TypeError(f"{text}, got {value!r}")
+
+
+def instance_of(expected: str, *kinds: Any) -> Check:
+    """Expect an instance of one of these classes; `expected` says so in words."""
+
+    def check(name: str, value: Any) -> Any:
+        expect(isinstance(value, kinds), f"{name} expects {expected}", value)
+        return value
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    """Expect None, or what another check accepts."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def one_of(*choices: str) -> Check:
+    """Expect one of these texts."""
+
+    def check(name: str, value: Any) -> Any:
+        expect(isinstance(value, str), f"{name} expects one of {choices}", value)
+        if value not in choices:
+            hint = did_you_mean(value, choices)
+            raise ValueError(f"{name} expects one of {choices}, got {value!r}{hint}")
+        return value
+
+    return check
+
+
+def positive(unit: str) -> Check:
+    """Expect a finite number above 0 of this unit, and keep it as a float."""
+
+    def check(name: str, value: Any) -> float:
+        expect(is_real(value), f"{name} expects a number of {unit}", value)
+        if not 0 < value <= sys.float_info.max:
+            raise ValueError(f"{name} must be above 0 {unit} and finite, got {value}")
+        return float(value)
+
+    return check
+
+
+def whole(least: int, expected: str, unit: str = "") -> Check:
+    """Expect a whole number from `least` on; `expected` says so in words."""
+
+    def check(name: str, value: Any) -> Any:
+        is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        expect(is_whole, f"{name} expects {expected}", value)
+        if value < least:
+            raise ValueError(f"{name} must be {least}{unit} or more, got {value}")
+        return value
+
+    return check
+
+
+def is_real(value: Any) -> bool:
+    """Whether the value is a number, and not a bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
