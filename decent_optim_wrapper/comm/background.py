@@ -35,14 +35,14 @@ def in_background(action: Callable[[], Result]) -> Future[Result]:
 
 
 def wait_for_any(
-    futures: Collection[Future[Any]], seconds: float, pointless: Callable[[], bool] | None = None
+    futures: Collection[Future[Any]], seconds: float, should_stop: Callable[[], bool] | None = None
 ) -> None:
     """Wait until one of the futures is done, for a limited time.
 
     Args:
         futures: one or more.
         seconds: bound of the wait.
-        pointless: tells whether to give up earlier.
+        should_stop: tells whether to give up earlier.
 
     Raises:
         TimeoutError: none of them is done.
@@ -52,12 +52,12 @@ def wait_for_any(
         now = time.monotonic()
         # Time in which this process was stopped does not count: the answer may be there.
         waited, last = waited + min(now - last, _LONGEST_LOOK_SECONDS), now
-        if waited > seconds or (pointless is not None and pointless()):
+        if waited > seconds or (should_stop is not None and should_stop()):
             raise TimeoutError(f"given up within {seconds:.1f} s")
 
 
 def within(
-    seconds: float, action: Callable[[], Result], pointless: Callable[[], bool] | None = None
+    seconds: float, action: Callable[[], Result], should_stop: Callable[[], bool] | None = None
 ) -> Result:
     """Run an action on a daemon thread, and wait for it for a limited time.
 
@@ -66,14 +66,14 @@ def within(
     Args:
         seconds: bound of the wait.
         action: the action, which may block outside of Python.
-        pointless: tells whether to abandon it earlier.
+        should_stop: tells whether to abandon it earlier.
 
     Raises:
         TimeoutError: the action was abandoned.
     """
     future = in_background(action)
     try:
-        wait_for_any([future], seconds, pointless)
+        wait_for_any([future], seconds, should_stop)
         return future.result()
     finally:
         # The future holds the error, whose traceback holds this frame. The cycle would keep alive

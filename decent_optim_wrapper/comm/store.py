@@ -33,15 +33,15 @@ class BoundedStore:
 
     Args:
         store: the store; it is cloned, not used itself.
-        patience: how long the store may be silent.
+        timeout: how long the store may be silent.
         ours: whether nobody else uses the store, so that it is cloned only after a failure.
     """
 
-    def __init__(self, store: Any, patience: timedelta, ours: bool = False) -> None:
+    def __init__(self, store: Any, timeout: timedelta, ours: bool = False) -> None:
         self._store = store
         self._connection: Any | None = store if ours else None
         self._lifeline: Lifeline | None = None
-        self._patience = patience.total_seconds()
+        self._timeout = timeout.total_seconds()
         self._answered = time.monotonic()
 
     def connect(self) -> None:
@@ -124,7 +124,7 @@ class BoundedStore:
         try:
             # After a failure the connection is not used again: a late answer would be taken for
             # the answer to the next call.
-            self._connection, answer = within(max(least, self._patience - silent), connect_and_ask)
+            self._connection, answer = within(max(least, self._timeout - silent), connect_and_ask)
         except TimeoutError as error:
             silent = time.monotonic() - self._answered
             raise DistStoreError(f"no answer for {silent:.1f} s") from error

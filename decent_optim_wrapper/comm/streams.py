@@ -49,7 +49,7 @@ class OnStream:
         return self._work.is_completed()
 
 
-class LateValues:
+class AsyncHostCopy:
     """Values that the host reads later: they are copied without a wait.
 
     Args:
@@ -78,7 +78,7 @@ class LateValues:
         return self._values.tolist()
 
 
-class InOrder:
+class PostingThread:
     """Runs actions one after the other on a thread of its own, if need be behind work of a GPU.
 
     The first one that fails is the last.

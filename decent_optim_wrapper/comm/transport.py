@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import DistError
 
 from decent_optim_wrapper.comm.background import in_background, wait_for_any, within
-from decent_optim_wrapper.comm.losses import Loss, Losses
+from decent_optim_wrapper.comm.failure_reports import FailureReports, PeerLoss
 from decent_optim_wrapper.comm.process_groups import (
     CPU,
     abort,
@@ -36,7 +36,7 @@ from decent_optim_wrapper.comm.process_groups import (
     timeout_of,
 )
 from decent_optim_wrapper.comm.store import cloned
-from decent_optim_wrapper.comm.streams import InOrder, OnStream, Waitable
+from decent_optim_wrapper.comm.streams import OnStream, PostingThread, Waitable
 from decent_optim_wrapper.errors import CallOrderError, PeerError, text_of
 from decent_optim_wrapper.topo import Group
 
@@ -198,12 +198,12 @@ class Transport:
         self._connects_cpu = world is None or serves(world, CPU)
         # Posts what is still packed or coded. Collectives must wait for it: those of one
         # communicator come in the same order on all ranks.
-        self.posting: InOrder | None = None
+        self.posting: PostingThread | None = None
         # By type of device: a backend tells slowly.
         self._coalescing: dict[str, bool] = {}
         # A closed transport is not a world of one rank: what needs the others raises.
         self._closed: _Closed | None = None
-        self._losses = Losses(store, self.initial_rank)
+        self._reports = FailureReports(store, self.initial_rank)
 
     @classmethod
     def over(
@@ -344,7 +344,7 @@ class Transport:
         self._timeout = min(timeout, self._timeout)
         self._peer_lost = None
 
-    def lose(self, suspects: tuple[int, ...], silent: bool) -> Loss:
+    def lose(self, suspects: tuple[int, ...], silent: bool) -> PeerLoss:
         """Close the connections for good after a `WireError`, and find out which rank was lost.
 
         Args:
@@ -354,29 +354,29 @@ class Transport:
         names = [self.members[rank] for rank in suspects]
         if self._peer_lost is not None:
             # All members meet again in any case, and find out there.
-            loss = self._losses.error() or Loss(names)
+            loss = self._reports.error() or PeerLoss(names)
             self.abort(f"{loss} was lost")
             return loss
         # The note first: the neighbours read it when they see the connection closed.
-        self._losses.note(names)
-        self.abort(f"{Loss(names)} was lost")
-        return self._losses.find(names, silent)
+        self._reports.note(names)
+        self.abort(f"{PeerLoss(names)} was lost")
+        return self._reports.find(names, silent)
 
     def fail(self, error: BaseException) -> None:
         """Close the connections for good because this rank cannot continue, and note why."""
         if self._closed is None:
-            self._losses.note_error(error)
+            self._reports.note_error(error)
         self.abort(f"this rank failed with {type(error).__name__}: {error}", broken=True)
 
     def disagree(self, error: CallOrderError) -> None:
         """Close the connections for good because the ranks called different methods; note it."""
-        self._losses.note_error(error)
+        self._reports.note_error(error)
         self.abort("the ranks called different methods")
 
     def pass_on(self, error: Exception) -> None:
         """Close the connections for good because of a loss elsewhere, unless they are; note it."""
         if self._closed is None:
-            self._losses.note_error(error)
+            self._reports.note_error(error)
             self.abort(f"this rank ended with {type(error).__name__}: {error}")
 
     def abort(self, reason: str, broken: bool = False) -> None:
@@ -400,7 +400,7 @@ class Transport:
         """Close the communicators made here and release the user's process group."""
         if self._world is not None and self._closed is None:
             # Before the others see the connections closed.
-            self._losses.note(())
+            self._reports.note(())
         for group in self._release():
             close(group, self._gpus, self._timeout.total_seconds())
         self._user_group = self._world = None

@@ -205,8 +205,8 @@ class Rendezvous:
     def _agree(self, epoch: int, needs_state: bool) -> tuple[int, ...]:
         """Wait for the members of the epoch to be written, or write them."""
         comes_back = needs_state and self._founded
-        patience = self._timeout * (_NEWCOMER_TIMEOUTS if comes_back else 1)
-        deadline = time.monotonic() + patience.total_seconds()
+        timeout = self._timeout * (_NEWCOMER_TIMEOUTS if comes_back else 1)
+        deadline = time.monotonic() + timeout.total_seconds()
         while not self._store.check([_members_key(epoch)]):
             late = time.monotonic() > deadline
             if present := self._founders(epoch) if needs_state else self._survivors(epoch, late):
@@ -218,7 +218,7 @@ class Rendezvous:
                     if not (self._heartbeat.alive(rank) and self._entered(epoch, [rank]))
                 ]
                 raise PeerError(
-                    f"rank {self.rank}: waited {patience} for the other ranks, of which "
+                    f"rank {self.rank}: waited {timeout} for the other ranks, of which "
                     f"{absent} did not come; start every rank, with the same store"
                 )
             else:
@@ -279,18 +279,18 @@ class Rendezvous:
         """Create the group and the store of the members, and check that all are connected."""
         if len(members) == 1:
             return None, None
-        place, patience = members.index(self.rank), min(self._timeout, _CONNECT)
+        place, timeout = members.index(self.rank), min(self._timeout, _CONNECT)
 
         def connect() -> tuple[Any, Any]:
             store = prefixed(f"{epoch}", self._store.clone())
-            world = connect_gloo(prefixed("world", store), place, len(members), patience)
+            world = connect_gloo(prefixed("world", store), place, len(members), timeout)
             world._set_default_timeout(self._timeout)
             return world, store
 
-        def pointless() -> bool:
+        def should_stop() -> bool:
             return self._heartbeat.came or not all(map(self._heartbeat.alive, members))
 
-        return within(patience.total_seconds(), connect, pointless)
+        return within(timeout.total_seconds(), connect, should_stop)
 
     def _entered(self, epoch: int, ranks: Iterable[int]) -> bool:
         return self._store.check([_note_key(epoch, rank) for rank in ranks])
@@ -323,10 +323,10 @@ def key_prefix(number: int) -> str:
     return f"decent_optim_wrapper/rendezvous {number}"
 
 
-def _part_of(store: Any, patience: timedelta) -> BoundedStore:
+def _part_of(store: Any, timeout: timedelta) -> BoundedStore:
     part = prefixed(key_prefix(Rendezvous.built), store)
     Rendezvous.built += 1
-    return BoundedStore(part, patience)
+    return BoundedStore(part, timeout)
 
 
 def _with_donor(notes: dict[int, Note]) -> dict[int, Note]:

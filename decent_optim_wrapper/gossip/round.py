@@ -11,7 +11,7 @@ from loguru import logger
 from torch import Tensor
 
 from decent_optim_wrapper.codecs import Codec
-from decent_optim_wrapper.comm.streams import InOrder, Waitable
+from decent_optim_wrapper.comm.streams import PostingThread, Waitable
 from decent_optim_wrapper.comm.transport import (
     Arrival,
     Awaited,
@@ -106,7 +106,7 @@ class Round:
         # The same where a GPU checks them.
         self._checked_on_gpu: CheckedOnGpu | None = None
         # Posts what has to reach the CPU, or to be coded there, before.
-        self._posting: InOrder | None = None
+        self._posting: PostingThread | None = None
         self._holds_back = False
         self._held_back: list[Exchange] = []
         # What a thread waits for, work by work, if the round may take several steps.
@@ -169,7 +169,7 @@ class Round:
                 self._posted += bucket.versions()
             self._meter.bytes_sent += exchange.bytes_sent
             if exchange.crosses and self._posting is None:
-                self._posting = self._transport.posting = InOrder()
+                self._posting = self._transport.posting = PostingThread()
             if self._posting is not None:
                 # What comes behind, too: sums must have the same order on all ranks.
                 device = exchange.device if exchange.crosses else None
@@ -190,7 +190,7 @@ class Round:
     def seal(self) -> None:
         """Post what was held back, and then tell the group which buckets had finite values."""
         if self._held_back:
-            self._posting = self._posting or InOrder()
+            self._posting = self._posting or PostingThread()
             self._transport.posting = self._posting
             for exchange in self._held_back:
                 self._posting.add(partial(self._start, exchange))
