@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistError, DistStoreError
 
 from decent_optim_wrapper.comm.background import within
 from decent_optim_wrapper.comm.lifeline import Lifeline
+from decent_optim_wrapper.comm.process_groups import prefixed
+from decent_optim_wrapper.errors import PeerError, text_of
 
 # The least wait for an answer, however long the store has been silent before.
 _LEAST_SECONDS = 1.5
@@ -26,6 +28,25 @@ _LEAST_SECONDS_TO_CONNECT = 12.0
 def cloned(store: Any) -> Any:
     """The store over another connection, if it has any, so that a hanging call blocks no others."""
     return store.clone() if hasattr(store, "clone") else store
+
+
+def own_part(store: Any | None, rank: int, timeout: timedelta) -> Any | None:
+    """A part of the store for this wrapper only: ranks build wrappers in the same order."""
+    if store is None:
+        return None
+
+    def connect() -> Any:
+        # What hangs on this connection holds up no call of the user.
+        part = prefixed("decent_optim_wrapper", cloned(store))
+        return prefixed(str(part.add(f"made by {rank}", 1)), part)
+
+    try:
+        return within(timeout.total_seconds(), connect)
+    except (TimeoutError, DistError) as error:
+        raise PeerError(
+            f"rank {rank}: the process group's store does not answer ({text_of(error)}); look at "
+            f"the process that holds it"
+        ) from error
 
 
 class BoundedStore:

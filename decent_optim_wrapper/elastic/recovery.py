@@ -239,7 +239,7 @@ class Recovery:
             gathering.members,
             self._timeout,
             gathering.store,
-            peer_lost=lambda: rendezvous.wanted,
+            should_stop=lambda: rendezvous.wanted,
         )
 
     def _settle_all(self) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from decent_optim_wrapper.comm.announcements import read, send_to_all
 from decent_optim_wrapper.errors import NonFiniteError
 from decent_optim_wrapper.gossip.average import consensus_distance
 from decent_optim_wrapper.gossip.header import Call, check_calls
@@ -120,7 +121,7 @@ class Gossip(Rounds):
         if together or transport.world_size == 1:
             return
         self.agree_on_loaded()
-        coming = transport.send_to_all(torch.tensor([call], device="cpu"))
+        coming = send_to_all(torch.tensor([call], device="cpu"), transport)
         nonfinite: list[NonFiniteError] = []
         self.launch()
         while not coming.arrival.is_over:
@@ -128,10 +129,10 @@ class Gossip(Rounds):
                 # The next one at once: no rank may have mixed a round that is in flight on others.
                 self._finish(nonfinite)
                 self.launch()
-        check_calls(call, transport.read(coming), transport)
+        check_calls(call, read(coming, transport), transport)
         # No collective: those behind still launch rounds, which may be collectives of all ranks.
-        launched = transport.send_to_all(torch.tensor([self.round], device="cpu"))
-        highest = max(number for (number,) in transport.read(launched).values())
+        launched = send_to_all(torch.tensor([self.round], device="cpu"), transport)
+        highest = max(number for (number,) in read(launched, transport).values())
         while self.round < highest:
             self._finish(nonfinite)
             self.launch()

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm.streams import PostingThread, Waitable
-from decent_optim_wrapper.comm.transport import (
-    Arrival,
-    Awaited,
-    Ongoing,
-    PendingMessage,
-    WireError,
-)
+from decent_optim_wrapper.comm.waiting import Arrival, Awaited, Ongoing, PendingMessage, WireError
 from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.gossip.header import Header
 from decent_optim_wrapper.gossip.schedule import Kind, Pacing, RoundPlan, Session
@@ -169,7 +163,8 @@ class Round:
                 self._posted += bucket.versions()
             self._meter.bytes_sent += exchange.bytes_sent
             if exchange.crosses and self._posting is None:
-                self._posting = self._transport.posting = PostingThread()
+                self._posting = PostingThread()
+                self._transport.collectives_wait_for(self._posting)
             if self._posting is not None:
                 # What comes behind, too: sums must have the same order on all ranks.
                 device = exchange.device if exchange.crosses else None
@@ -191,7 +186,7 @@ class Round:
         """Post what was held back, and then tell the group which buckets had finite values."""
         if self._held_back:
             self._posting = self._posting or PostingThread()
-            self._transport.posting = self._posting
+            self._transport.collectives_wait_for(self._posting)
             for exchange in self._held_back:
                 self._posting.add(partial(self._start, exchange))
             self._held_back = []
