@@ -213,6 +213,43 @@ def test_every_way_to_import_is_seen(tmp_path: Path) -> None:
     ]
 
 
+# Rooms whose classes are small.
+TIDY = ["comm"]
+MOST_METHODS, MOST_REWRITTEN = 25, 12
+# Fields of torch's options, which its constructors do not take.
+OPTIONS = {"rootRank", "_timeout"}
+
+
+def assigned(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """The attributes that a piece of code assigns: what owns them, and their names."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+            yield ast.unparse(each.value), each.attr
+
+
+def is_property(method: ast.FunctionDef) -> bool:
+    return any("property" in ast.unparse(each) for each in method.decorator_list)
+
+
+@pytest.mark.parametrize("layer", TIDY)
+def test_a_class_has_few_methods_and_rewrites_few_attributes_its_own_only(layer: str) -> None:
+    classes = 0
+    for path in modules(layer):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        foreign = {(owner, name) for owner, name in assigned(tree) if owner != "self"}
+        assert not [(owner, name) for owner, name in foreign if name not in OPTIONS], path
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            classes += 1
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            assert sum(not is_property(each) for each in methods) <= MOST_METHODS, node.name
+            later = [each for each in methods if each.name != "__init__"]
+            rewritten = {name for each in later for _, name in assigned(each)}
+            assert len(rewritten) <= MOST_REWRITTEN, (node.name, rewritten)
+    assert classes > 1
+
+
 def files_visited(optimizer: DecentOptimWrapper) -> set[str]:
     """The files of the package that a call of `step()` runs through."""
     visited: set[str] = set()

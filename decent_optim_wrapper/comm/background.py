@@ -14,24 +14,35 @@ Result = TypeVar("Result")
 _LOOK_SECONDS = 0.05
 # An interval that is longer on a busy machine counts as this.
 _LONGEST_LOOK_SECONDS = 0.25
-
-
-_here = threading.local()
+_THREAD_NAME = "decent-background"
 
 
 def is_background() -> bool:
     """Whether this thread was started by `in_background`."""
-    return getattr(_here, "is_background", False)
+    return threading.current_thread().name == _THREAD_NAME
 
 
 def in_background(action: Callable[[], Result]) -> Future[Result]:
     """Run an action on a daemon thread, which does not hold up the end of the process."""
     future: Future[Result] = Future()
-    thread = threading.Thread(
-        target=_run, args=(future, action), daemon=True, name="decent-background"
-    )
-    thread.start()
+    threading.Thread(target=_run, args=(future, action), daemon=True, name=_THREAD_NAME).start()
     return future
+
+
+class Ongoing:
+    """What goes on in the background.
+
+    Args:
+        future: is done when it is over.
+    """
+
+    def __init__(self, future: Future[None]) -> None:
+        self.future = future
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is done, or has failed."""
+        return self.future.done()
 
 
 def wait_for_any(
@@ -82,7 +93,6 @@ def within(
 
 
 def _run(future: Future[Result], action: Callable[[], Result]) -> None:
-    _here.is_background = True
     try:
         future.set_result(action())
     except BaseException as error:

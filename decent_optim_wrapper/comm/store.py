@@ -121,7 +121,7 @@ class BoundedStore:
     def _reach_server(self) -> None:
         """As `check_server`, over a connection that it makes at first; it may take long."""
         if self._lifeline is None:
-            self._lifeline = Lifeline(self._store)
+            self._lifeline = Lifeline.to_server_of(self._store)
         self._lifeline.check()
 
     def note_answer(self) -> None:

@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decent_optim_wrapper.comm.background import wait_for_any
+from decent_optim_wrapper.comm.background import Ongoing, wait_for_any
 from decent_optim_wrapper.comm.connections import Connections
 from decent_optim_wrapper.comm.process_groups import exchange_coalesced, store_of, timeout_of
 from decent_optim_wrapper.comm.store import own_part
 from decent_optim_wrapper.comm.streams import OnStream, PostingThread, Waitable
 from decent_optim_wrapper.comm.waiting import (
-    Ongoing,
     PendingMessage,
     WaitLimits,
     WireError,
@@ -98,15 +97,9 @@ class Transport:
         if process_group is None:
             return cls(None, 0, (0,), timeout or timedelta(0))
         timeout = timeout or timeout_of(process_group)
-        rank = process_group.rank()
-        return cls(
-            process_group,
-            rank,
-            members or tuple(range(process_group.size())),
-            timeout,
-            own_part(store_of(process_group), rank, timeout),
-            user_group=process_group,
-        )
+        rank, members = process_group.rank(), members or tuple(range(process_group.size()))
+        store = own_part(store_of(process_group), rank, timeout)
+        return cls(process_group, rank, members, timeout, store, user_group=process_group)
 
     @property
     def exchange_device(self) -> torch.device:
@@ -145,8 +138,8 @@ class Transport:
         Raises:
             RuntimeError: the user's process group has been destroyed, or this rank has failed.
         """
-        connections = self._connections
-        if connections.registered and connections.user_group not in _registered_groups():
+        connections, groups = self._connections, dist.distributed_c10d._world.pg_group_ranks
+        if connections.registered and connections.user_group not in groups:
             raise RuntimeError(
                 f"rank {self.rank}: expected the process group to be open, but it was destroyed; "
                 f"call destroy_process_group() after the last step() and average"
@@ -295,16 +288,14 @@ class Transport:
             ranks: a pair, or a group that is connected.
             tag: as in `exchange`.
         """
-        pending = []
         if len(ranks) - 1 > _MOST_SENT_ONE_BY_ONE:
             self._finish_posting()
-            rows = [torch.empty_like(message) for _ in ranks]
-            works = [self._connections.of(ranks).allgather([rows], [message])]
-            others = tuple(rank for rank in ranks if rank != self.rank)
-            for rank, row in zip(ranks, rows, strict=True):
-                if rank != self.rank:
-                    pending.append(PendingMessage(rank, works, row, others))
-            return pending
+            rows = {rank: torch.empty_like(message) for rank in ranks}
+            works = [self._connections.of(ranks).allgather([[*rows.values()]], [message])]
+            del rows[self.rank]
+            others = tuple(rows)
+            return [PendingMessage(rank, works, row, others) for rank, row in rows.items()]
+        pending = []
         for rank in ranks:
             if rank != self.rank:
                 row = torch.empty_like(message)
@@ -387,7 +378,3 @@ def _raise_if_closed(error: RuntimeError) -> None:
     """Raise that the connection is closed already: then nothing can be posted."""
     if not isinstance(error, torch.OutOfMemoryError):
         raise WireError(text_of(error)) from error
-
-
-def _registered_groups() -> Any:
-    return dist.distributed_c10d._world.pg_group_ranks

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
-from decent_optim_wrapper.comm.background import in_background, within
+from decent_optim_wrapper.comm.background import Ongoing, in_background, within
 from decent_optim_wrapper.comm.streams import Waitable
 
 # What torch's backends can wait for. Who waits for the thread has a timeout of its own.
@@ -65,17 +64,7 @@ class PendingMessage(NamedTuple):
     suspects: tuple[int, ...]
 
 
-class Ongoing(Protocol):
-    """What goes on in the background."""
-
-    future: Future[None]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it is done, or has failed."""
-
-
-class Arrival:
+class Arrival(Ongoing):
     """Waits for works on a thread of its own: works of gloo do not tell whether they are done.
 
     Args:
@@ -88,17 +77,12 @@ class Arrival:
     ) -> None:
         # The thread does not hold the arrival: an error would keep alive all that it refers to.
         self._finished = [0]
-        self.future: Future[None] = Future()
         if works or further:
             wait = partial(_wait_for_each, tuple(works), further, self._finished)
-            self.future = in_background(wait)
+            super().__init__(in_background(wait))
         else:
+            super().__init__(Future())
             self.future.set_result(None)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all works are done, or one has failed."""
-        return self.future.done()
 
     @property
     def finished(self) -> int:
@@ -148,15 +132,12 @@ def _wait_for_each(
     further: Callable[[], Sequence[Awaited]] | None,
     finished: list[int],
 ) -> None:
-    for work, on_gpu in chain(works, _found(further)):
+    for work, on_gpu in works:
         if on_gpu:
             while not work.is_completed():
                 time.sleep(_POLL_SECONDS)
         else:
             work.wait(LONGEST_WAIT)
         finished[0] += 1
-
-
-def _found(further: Callable[[], Sequence[Awaited]] | None) -> Iterator[Awaited]:
     if further is not None:
-        yield from further()
+        _wait_for_each(further(), None, finished)

@@ -11,8 +11,9 @@ from loguru import logger
 from torch import Tensor
 
 from decent_optim_wrapper.codecs import Codec
+from decent_optim_wrapper.comm.background import Ongoing
 from decent_optim_wrapper.comm.streams import PostingThread, Waitable
-from decent_optim_wrapper.comm.waiting import Arrival, Awaited, Ongoing, PendingMessage, WireError
+from decent_optim_wrapper.comm.waiting import Arrival, Awaited, PendingMessage, WireError
 from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.gossip.header import Header
 from decent_optim_wrapper.gossip.schedule import Kind, Pacing, RoundPlan, Session
