@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from decent_optim_wrapper.comm import streams, transport
+from decent_optim_wrapper.comm import connections, streams
 from decent_optim_wrapper.wire import parameters
 
 aten = torch.ops.aten
@@ -366,7 +366,7 @@ def fake_cuda(kind: str, size: int = 2) -> Iterator[tuple[FakeCuda, FakeGroup]]:
         mock.patch.object(torch.Tensor, "item", read),
         mock.patch.object(torch.Tensor, "__float__", read),
         mock.patch.object(optimizer, "_accelerator_graph_capture_health_check", return_value=None),
-        mock.patch.object(transport, "new_communicator", communicator),
+        mock.patch.object(connections, "new_communicator", communicator),
         mock.patch.object(streams, "mark", side_effect=lambda device: FakeEvent(mode)),
         mock.patch.object(parameters, "overlapping", return_value=None),
         mode.fake,

@@ -22,7 +22,7 @@ from restartable_processes import RestartableProcesses
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError, Schedule
-from decent_optim_wrapper.comm.losses import Loss, Losses
+from decent_optim_wrapper.comm.failure_reports import FailureReports, PeerLoss
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.elastic.epoch import FIRST_NOTE, Epoch, Note, with_donor
 from decent_optim_wrapper.elastic.recovery import Recovery
@@ -232,8 +232,9 @@ def test_an_error_of_torch_is_quoted_without_its_stack() -> None:
         "\nException raised from doWait at TCPStore.cpp:1 (most recent call first):\nframe #0: x"
     )
     notes = HashStore()
-    Losses(notes, 3).note_error(RuntimeError(f"get('0') got error: reset{stack}"))
-    assert Losses(notes, 1).error() == Loss([3], "RuntimeError: get('0') got error: reset")
+    FailureReports(notes, 3).note_error(RuntimeError(f"get('0') got error: reset{stack}"))
+    loss = PeerLoss([3], "RuntimeError: get('0') got error: reset")
+    assert FailureReports(notes, 1).error() == loss
     assert text_of(RuntimeError("nothing\nbut text")) == "nothing\nbut text"
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, PeerError, Schedule
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm import streams
-from decent_optim_wrapper.comm.streams import InOrder
+from decent_optim_wrapper.comm.streams import PostingThread
 from decent_optim_wrapper.gossip.timing import SpareTime
 from decent_optim_wrapper.wire import bucket as buckets
 from decent_optim_wrapper.wire import coded, storage
@@ -375,9 +375,9 @@ def test_a_collective_does_not_wait_longer_for_codes_than_for_a_peer(
 @pytest.mark.usefixtures("spare_time")
 def test_a_round_that_is_given_up_is_not_coded_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     dropped: list[int] = []
-    drop = InOrder.drop
+    drop = PostingThread.drop
 
-    def noted(self: InOrder) -> None:
+    def noted(self: PostingThread) -> None:
         drop(self)
         dropped.append(1)
 
@@ -391,7 +391,7 @@ def test_a_round_that_is_given_up_is_not_coded_any_more(monkeypatch: pytest.Monk
                 return bool(dropped)
         return rank == 1
 
-    monkeypatch.setattr(InOrder, "drop", noted)
+    monkeypatch.setattr(PostingThread, "drop", noted)
     assert all(run_threads(2, main))
 
 
@@ -444,7 +444,7 @@ def test_a_drop_does_not_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
             go_on.wait(60)
 
     monkeypatch.setattr(streams, "mark", lambda device: Stuck())
-    posting = InOrder()
+    posting = PostingThread()
     posting.add(lambda: done.append(0), torch.device("cpu"))
     assert began.wait(60)
     posting.drop()
@@ -463,7 +463,7 @@ def test_a_drop_waits_for_the_action_that_has_begun_and_runs_no_other() -> None:
         go_on.wait(60)
         done.append(0)
 
-    posting = InOrder()
+    posting = PostingThread()
     posting.add(first)
     posting.add(lambda: done.append(1))
     assert began.wait(60)

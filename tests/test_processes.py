@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule, TopologyFactory
-from decent_optim_wrapper.comm import transport
+from decent_optim_wrapper.comm import connections
 from decent_optim_wrapper.comm.process_groups import new_communicator
 
 pytestmark = pytest.mark.slow
@@ -110,7 +110,7 @@ def two_wrappers_with_communicators(rank: int) -> tuple[bool, float]:
         timeouts.append(made.options._timeout)
         return made
 
-    transport.new_communicator = noting  # type: ignore[attr-defined]
+    connections.new_communicator = noting  # type: ignore[attr-defined]
     for seed in (0, 1):
         params = make_params(seed=seed)
         topology = TopologyFactory.create("alternating-exp-ring", 6, 3)

@@ -25,7 +25,7 @@ ROOT = Path(decent_optim_wrapper.__file__).parent
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 MOST_METHODS, MOST_REWRITTEN = 25, 12
 CORE_LINES = 1_900
-MOST_CALLS, MOST_FILES = 195, 17
+MOST_CALLS, MOST_FILES = 144, 18
 # What the core must not know by name: these come in through its seams.
 FEATURES = {
     *("tracking", "outer", "int8", "quantised", "quantized"),

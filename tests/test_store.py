@@ -36,7 +36,7 @@ PATIENCE_AT_START = 4.0
 SLACK = 2.0 + 8.0
 
 
-def test_waiting_ends_with_the_action_the_deadline_or_when_it_is_pointless() -> None:
+def test_waiting_ends_with_the_action_the_deadline_or_when_it_should_stop() -> None:
     never = threading.Event()
     assert within(30, lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
@@ -44,7 +44,7 @@ def test_waiting_ends_with_the_action_the_deadline_or_when_it_is_pointless() -> 
     with pytest.raises(TimeoutError):
         within(0.2, never.wait)
     with pytest.raises(TimeoutError):
-        within(30, never.wait, pointless=lambda: True)
+        within(30, never.wait, should_stop=lambda: True)
     never.set()
 
 
@@ -124,15 +124,15 @@ def test_a_call_to_a_stopped_store_ends_and_the_next_one_gets_its_own_answer() -
 def test_calls_to_a_store_whose_server_has_ended_end_at_once_and_write_no_stack(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    patience = timedelta(seconds=30)
+    timeout = timedelta(seconds=30)
     with StoreProcess() as server:
         own = server.connect()
-        stores = [BoundedStore(own, patience), BoundedStore(PrefixStore("part", own), patience)]
+        stores = [BoundedStore(own, timeout), BoundedStore(PrefixStore("part", own), timeout)]
         for store in stores:
             store.set("key", "value")
             assert store.get("key") == "value"
         # One that connects only when the server has ended.
-        stores.append(BoundedStore(own, patience))
+        stores.append(BoundedStore(own, timeout))
         server.kill()
         for store in stores:
             for call in (partial(store.check, ["key"]), partial(store.set, "key", ""), store.clone):

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.profiler import ProfilerActivity, profile
 
 from decent_optim_wrapper import DecentOptimWrapper, Group, Topology, TopologyFactory
-from decent_optim_wrapper.comm import transport
+from decent_optim_wrapper.comm import connections
 from decent_optim_wrapper.comm.process_groups import new_communicator
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
@@ -573,7 +573,7 @@ def test_pairs_need_no_process_group_of_their_own(monkeypatch: pytest.MonkeyPatc
         sizes.append(size)
         return new_communicator(like, store, rank, size, timeout)
 
-    monkeypatch.setattr(transport, "new_communicator", counting)
+    monkeypatch.setattr(connections, "new_communicator", counting)
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
         topology = TopologyFactory.create("one-peer-exp", 8)

@@ -210,7 +210,8 @@ def test_a_part_that_is_not_sent_to_a_rank_that_comes_back_is_warned_of(
     monkeypatch.setattr(hand_over, "send_state", lambda state, _: sent.append(state))
     transport = SimpleNamespace(rank=0, initial_rank=0)
     session = SimpleNamespace(transport=transport)
-    gossip: Any = SimpleNamespace(session=session, extensions=Extensions())
+    pipeline = SimpleNamespace(session=session, extensions=Extensions())
+    gossip: Any = SimpleNamespace(pipeline=pipeline)
     base = torch.optim.SGD(make_params(), lr=0.05)
     parts = [LambdaLR(base, lambda step: 1.0), Schedule15()]
     layout = Layout(TINY_CAP_MB, lambda device: device)

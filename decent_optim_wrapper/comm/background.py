@@ -14,35 +14,46 @@ Result = TypeVar("Result")
 _LOOK_SECONDS = 0.05
 # An interval that is longer on a busy machine counts as this.
 _LONGEST_LOOK_SECONDS = 0.25
-
-
-_here = threading.local()
+_THREAD_NAME = "decent-background"
 
 
 def is_background() -> bool:
     """Whether this thread was started by `in_background`."""
-    return getattr(_here, "is_background", False)
+    return threading.current_thread().name == _THREAD_NAME
 
 
 def in_background(action: Callable[[], Result]) -> Future[Result]:
     """Run an action on a daemon thread, which does not hold up the end of the process."""
     future: Future[Result] = Future()
-    thread = threading.Thread(
-        target=_run, args=(future, action), daemon=True, name="decent-background"
-    )
-    thread.start()
+    threading.Thread(target=_run, args=(future, action), daemon=True, name=_THREAD_NAME).start()
     return future
 
 
+class Ongoing:
+    """What goes on in the background.
+
+    Args:
+        future: is done when it is over.
+    """
+
+    def __init__(self, future: Future[None]) -> None:
+        self.future = future
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is done, or has failed."""
+        return self.future.done()
+
+
 def wait_for_any(
-    futures: Collection[Future[Any]], seconds: float, pointless: Callable[[], bool] | None = None
+    futures: Collection[Future[Any]], seconds: float, should_stop: Callable[[], bool] | None = None
 ) -> None:
     """Wait until one of the futures is done, for a limited time.
 
     Args:
         futures: one or more.
         seconds: bound of the wait.
-        pointless: tells whether to give up earlier.
+        should_stop: tells whether to give up earlier.
 
     Raises:
         TimeoutError: none of them is done.
@@ -52,12 +63,12 @@ def wait_for_any(
         now = time.monotonic()
         # Time in which this process was stopped does not count: the answer may be there.
         waited, last = waited + min(now - last, _LONGEST_LOOK_SECONDS), now
-        if waited > seconds or (pointless is not None and pointless()):
+        if waited > seconds or (should_stop is not None and should_stop()):
             raise TimeoutError(f"given up within {seconds:.1f} s")
 
 
 def within(
-    seconds: float, action: Callable[[], Result], pointless: Callable[[], bool] | None = None
+    seconds: float, action: Callable[[], Result], should_stop: Callable[[], bool] | None = None
 ) -> Result:
     """Run an action on a daemon thread, and wait for it for a limited time.
 
@@ -66,14 +77,14 @@ def within(
     Args:
         seconds: bound of the wait.
         action: the action, which may block outside of Python.
-        pointless: tells whether to abandon it earlier.
+        should_stop: tells whether to abandon it earlier.
 
     Raises:
         TimeoutError: the action was abandoned.
     """
     future = in_background(action)
     try:
-        wait_for_any([future], seconds, pointless)
+        wait_for_any([future], seconds, should_stop)
         return future.result()
     finally:
         # The future holds the error, whose traceback holds this frame. The cycle would keep alive
@@ -82,7 +93,6 @@ def within(
 
 
 def _run(future: Future[Result], action: Callable[[], Result]) -> None:
-    _here.is_background = True
     try:
         future.set_result(action())
     except BaseException as error:

@@ -18,24 +18,29 @@ class Lifeline:
     lines to stderr. A program cannot switch this off after it has imported torch.
 
     Args:
-        store: any store; if it has no server, `check` never raises.
+        connection: the connection; None if there is no server to watch.
+        refused: whether the server did not accept it.
     """
 
-    def __init__(self, store: Any) -> None:
-        self._refused = False
-        self._socket: socket.socket | None = None
-        if (server := _server_of(store)) is None:
-            return
-        try:
-            self._socket = socket.create_connection(server)
-            self._socket.setblocking(False)
+    def __init__(self, connection: socket.socket | None, refused: bool = False) -> None:
+        self._connection = connection
+        self._refused = refused
+        if connection is not None:
+            connection.setblocking(False)
             # Python warns of a socket that is dropped while it is open.
-            weakref.finalize(self, self._socket.close)
+            weakref.finalize(self, connection.close)
+
+    @classmethod
+    def to_server_of(cls, store: Any) -> Lifeline:
+        """Connect to the server of any store; if it has none, `check` never raises."""
+        server = _server_of(store)
+        try:
+            return cls(None if server is None else socket.create_connection(server))
         except ConnectionRefusedError:
-            self._refused = True
+            return cls(None, refused=True)
         except OSError:
             # The store may still be within reach for torch, which tries longer.
-            self._socket = None
+            return cls(None)
 
     def check(self) -> None:
         """Check for the end of the server; never blocks.
@@ -43,7 +48,7 @@ class Lifeline:
         Raises:
             DistStoreError: the server has ended.
         """
-        if self._refused or (self._socket is not None and _is_closed(self._socket)):
+        if self._refused or (self._connection is not None and _is_closed(self._connection)):
             raise DistStoreError("its server has ended")
 
 

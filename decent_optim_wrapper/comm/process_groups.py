@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from decent_optim_wrapper.comm.background import within
@@ -198,3 +199,14 @@ def abort(communicator: Any) -> None:
 def prefixed(prefix: str, store: Any) -> Any:
     """A view of the store with every key under `prefix`."""
     return PrefixStore(prefix, store)
+
+
+def exchange_coalesced(group: Any, outgoing: Tensor, incoming: Tensor, peer: int) -> Any:
+    """Start a send and a receive as one work; as `dist.batch_isend_irecv` for any group."""
+    group._start_coalescing(outgoing.device)
+    try:
+        group.send([outgoing], peer, 0)
+        group.recv([incoming], peer, 0)
+    finally:
+        work = group._end_coalescing(outgoing.device)
+    return work

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistError, DistStoreError
 
 from decent_optim_wrapper.comm.background import within
 from decent_optim_wrapper.comm.lifeline import Lifeline
+from decent_optim_wrapper.comm.process_groups import prefixed
+from decent_optim_wrapper.errors import PeerError, text_of
 
 # The least wait for an answer, however long the store has been silent before.
 _LEAST_SECONDS = 1.5
@@ -28,20 +30,39 @@ def cloned(store: Any) -> Any:
     return store.clone() if hasattr(store, "clone") else store
 
 
+def own_part(store: Any | None, rank: int, timeout: timedelta) -> Any | None:
+    """A part of the store for this wrapper only: ranks build wrappers in the same order."""
+    if store is None:
+        return None
+
+    def connect() -> Any:
+        # What hangs on this connection holds up no call of the user.
+        part = prefixed("decent_optim_wrapper", cloned(store))
+        return prefixed(str(part.add(f"made by {rank}", 1)), part)
+
+    try:
+        return within(timeout.total_seconds(), connect)
+    except (TimeoutError, DistError) as error:
+        raise PeerError(
+            f"rank {rank}: the process group's store does not answer ({text_of(error)}); look at "
+            f"the process that holds it"
+        ) from error
+
+
 class BoundedStore:
     """A store whose calls have a deadline.
 
     Args:
         store: the store; it is cloned, not used itself.
-        patience: how long the store may be silent.
+        timeout: how long the store may be silent.
         ours: whether nobody else uses the store, so that it is cloned only after a failure.
     """
 
-    def __init__(self, store: Any, patience: timedelta, ours: bool = False) -> None:
+    def __init__(self, store: Any, timeout: timedelta, ours: bool = False) -> None:
         self._store = store
         self._connection: Any | None = store if ours else None
         self._lifeline: Lifeline | None = None
-        self._patience = patience.total_seconds()
+        self._timeout = timeout.total_seconds()
         self._answered = time.monotonic()
 
     def connect(self) -> None:
@@ -100,7 +121,7 @@ class BoundedStore:
     def _reach_server(self) -> None:
         """As `check_server`, over a connection that it makes at first; it may take long."""
         if self._lifeline is None:
-            self._lifeline = Lifeline(self._store)
+            self._lifeline = Lifeline.to_server_of(self._store)
         self._lifeline.check()
 
     def note_answer(self) -> None:
@@ -124,7 +145,7 @@ class BoundedStore:
         try:
             # After a failure the connection is not used again: a late answer would be taken for
             # the answer to the next call.
-            self._connection, answer = within(max(least, self._patience - silent), connect_and_ask)
+            self._connection, answer = within(max(least, self._timeout - silent), connect_and_ask)
         except TimeoutError as error:
             silent = time.monotonic() - self._answered
             raise DistStoreError(f"no answer for {silent:.1f} s") from error

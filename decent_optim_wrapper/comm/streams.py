@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.comm.background import in_background
+from decent_optim_wrapper.comm.background import Ongoing, in_background
 
 
 class Waitable(Protocol):
@@ -49,7 +48,7 @@ class OnStream:
         return self._work.is_completed()
 
 
-class LateValues:
+class AsyncHostCopy:
     """Values that the host reads later: they are copied without a wait.
 
     Args:
@@ -78,7 +77,7 @@ class LateValues:
         return self._values.tolist()
 
 
-class InOrder:
+class PostingThread(Ongoing):
     """Runs actions one after the other on a thread of its own, if need be behind work of a GPU.
 
     The first one that fails is the last.
@@ -90,13 +89,7 @@ class InOrder:
         # Held while an action runs, but not while it waits for the GPU.
         self._acting = threading.Lock()
         self._thread: int | None = None
-        # Done when the last action is.
-        self.future: Future[None] = in_background(self._run)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all actions are done, or one has failed."""
-        return self.future.done()
+        super().__init__(in_background(self._run))
 
     @property
     def ended_well(self) -> bool:

@@ -300,7 +300,7 @@ class Rendezvous:
                 lambda: heartbeat.came or not all(map(heartbeat.alive, members)),
             )
         return Transport(
-            *(world, place, members, self._timeout, store), peer_lost=lambda: heartbeat.came
+            *(world, place, members, self._timeout, store), should_stop=lambda: heartbeat.came
         )
 
     def _entered(self, epoch: int, ranks: Iterable[int]) -> bool:

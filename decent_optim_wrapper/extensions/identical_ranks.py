@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.comm.streams import LateValues
+from decent_optim_wrapper.comm.streams import AsyncHostCopy
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext, ReceivedBucket
 from decent_optim_wrapper.gossip.schedule import RoundKind
 from decent_optim_wrapper.warn import warn
@@ -32,7 +32,7 @@ class IdenticalRanks(Extension):
         self._suspicious = 0
         # Whether each bucket was the same, and a checksum of it as it was sent: in the round
         # before, which the host reads only now, and so far in this one.
-        self._last: LateValues | None = None
+        self._last: AsyncHostCopy | None = None
         self._now: list[Tensor] = []
         self._before: list[int] = []
 
@@ -56,7 +56,7 @@ class IdenticalRanks(Extension):
         if self._now:
             # On a GPU if there is one, or its values would be waited for here.
             device = max((each.device for each in self._now), key=lambda each: each.type == "cuda")
-            self._last = LateValues(torch.stack([each.to(device) for each in self._now]))
+            self._last = AsyncHostCopy(torch.stack([each.to(device) for each in self._now]))
             self._now = []
             if not self._last.waits:
                 self._count(self._last.read())

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from loguru import logger
 
-from decent_optim_wrapper.comm.transport import PendingMessage
+from decent_optim_wrapper.comm.waiting import PendingMessage
 from decent_optim_wrapper.gossip.sender import Sender
 from decent_optim_wrapper.wire.checked_on_gpu import CheckedOnGpu
 from decent_optim_wrapper.wire.exchange import Exchange, Wire

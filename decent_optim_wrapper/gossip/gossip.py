@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from decent_optim_wrapper.comm.announcements import read, send_to_all
 from decent_optim_wrapper.errors import NonFiniteError
 from decent_optim_wrapper.gossip.average import WorldAverage, consensus_distance
 from decent_optim_wrapper.gossip.failures import Failures
@@ -233,7 +234,7 @@ class Gossip:
         if together or transport.world_size == 1:
             return
         self.loaded.agree()
-        coming = transport.send_to_all(torch.tensor([call], device="cpu"))
+        coming = send_to_all(torch.tensor([call], device="cpu"), transport)
         nonfinite: list[NonFiniteError] = []
         pipeline.launch()
         while not coming.arrival.is_over:
@@ -242,10 +243,10 @@ class Gossip:
                 # The next one at once: no rank may have mixed a round that is in flight on others.
                 self._finish_keeping(nonfinite)
                 pipeline.launch()
-        check_calls(call, transport.read(coming), transport)
+        check_calls(call, read(coming, transport), transport)
         # No collective: those behind still launch rounds, which may be collectives of all ranks.
-        launched = transport.send_to_all(torch.tensor([pipeline.round], device="cpu"))
-        highest = max(number for (number,) in transport.read(launched).values())
+        launched = send_to_all(torch.tensor([pipeline.round], device="cpu"), transport)
+        highest = max(number for (number,) in read(launched, transport).values())
         while pipeline.round < highest:
             self._finish_keeping(nonfinite)
             pipeline.launch()

@@ -123,9 +123,10 @@ class LocalUpdate:
             RuntimeError: a parameter was replaced, moved, converted or changed, or has a sparse
                 gradient.
         """
-        for param in self.params:
-            if param.grad is not None and param.grad.layout != torch.strided:
-                raise sparse_gradient_error(self._optimizer, param, rank)
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.grad.layout != torch.strided:
+                    raise sparse_gradient_error(self._optimizer, param, rank)
         self._check_replaced(self._partition_of(buckets), rank)
         if relocated := [tensor for bucket in buckets for tensor in bucket.relocated()]:
             raise RuntimeError(

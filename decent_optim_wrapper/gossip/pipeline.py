@@ -67,7 +67,7 @@ class Pipeline:
         # Number of the next round.
         self.round = 0
         # Of the rounds that are launched from now on.
-        self._mixing_rate = mixing_rate
+        self.mixing_rate = mixing_rate
         # The last round that was mixed, if nobody has asked yet what a GPU has found in it.
         self.mixed: Round | None = None
         # Runs when the wrapper is dropped or the interpreter exits, whichever comes first. A rank
@@ -96,14 +96,9 @@ class Pipeline:
         """Continue with this round, as all other ranks do; none is in flight."""
         self.round = round
 
-    @property
-    def mixing_rate(self) -> float:
-        """The mixing rate of the rounds launched from now on."""
-        return self._mixing_rate
-
     def mix_with(self, rate: float) -> None:
         """Launch rounds with this mixing rate from now on."""
-        self._mixing_rate = rate
+        self.mixing_rate = rate
 
     @property
     def state(self) -> GossipState:
@@ -111,7 +106,7 @@ class Pipeline:
         return GossipState(
             round=self.round,
             in_flight=not self.in_flight.is_empty,
-            mixing_rate=self._mixing_rate,
+            mixing_rate=self.mixing_rate,
             last_rate=self.in_flight.rate,
             age=self.in_flight.age,
         )
@@ -129,7 +124,7 @@ class Pipeline:
             snapshot: the parameters with which the round in flight was launched.
             references: to which differences are coded, by group.
         """
-        self.round, self._mixing_rate = state.round, state.mixing_rate
+        self.round, self.mixing_rate = state.round, state.mixing_rate
         needs_snapshot = self.policy.pacing.needs_snapshot
         self.in_flight.restore(state, snapshot if needs_snapshot else None)
         session = self.session
@@ -141,14 +136,14 @@ class Pipeline:
         Returns:
             None if this rank is idle, or while another round is in flight.
         """
-        return self._begin(self.round, self._mixing_rate)
+        return self._begin(self.round, self.mixing_rate)
 
     def _begin(self, number: int, rate: float) -> Round | None:
         plan = self.session.schedule.plan(number, rate)
         if plan.kind is RoundKind.IDLE or self.in_flight.round is not None:
             return None
         transport = self.session.transport
-        names = [transport.members[rank] for rank in plan.group.ranks]
+        names = [*map(transport.members.__getitem__, plan.group.ranks)]
         logger.debug("rank {} round {}: group {}", transport.initial_rank, number, names)
         return self.announce(CollectiveCall.STEP, plan, number)
 
@@ -180,7 +175,7 @@ class Pipeline:
     def hand_over(self, launched: Round) -> None:
         """Leave a round in flight until a later step, once everything is posted."""
         launched.seal()
-        self.in_flight.put(launched, self._mixing_rate)
+        self.in_flight.put(launched, self.mixing_rate)
         if not self.policy.pacing.synchronous:
             self.round += 1
             launched.watch()

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from decent_optim_wrapper.comm.background import Ongoing
 from decent_optim_wrapper.comm.streams import Waitable
-from decent_optim_wrapper.comm.transport import Arrival, Ongoing, PendingMessage, WireError
+from decent_optim_wrapper.comm.waiting import Arrival, PendingMessage, WireError
 from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.gossip.finite_flags import FiniteFlags
 from decent_optim_wrapper.gossip.header import RoundHeader
@@ -73,6 +74,7 @@ class Round:
             references=references,
             needs_snapshot=policy.pacing.needs_snapshot,
             on_nonfinite=policy.nonfinite.on_nonfinite,
+            checks=policy.nonfinite.checks,
         )
         self.sender = Sender(self._wire)
         self.flags = FiniteFlags(self._wire)

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from decent_optim_wrapper.comm.streams import InOrder
-from decent_optim_wrapper.comm.transport import PendingMessage, WireError
+from decent_optim_wrapper.comm.streams import PostingThread
+from decent_optim_wrapper.comm.waiting import PendingMessage, WireError
 from decent_optim_wrapper.wire.exchange import Exchange, Wire
 
 
@@ -32,7 +32,7 @@ class Sender:
         self._deferred: list[Exchange] = []
         # Posts what has to reach the CPU, or to be coded there, before.
         # None if everything was posted at once.
-        self.thread: InOrder | None = None
+        self.thread: PostingThread | None = None
 
     def defer_encoding(self) -> None:
         """Let a thread code all buckets but the first, once the round is sealed.
@@ -102,8 +102,8 @@ class Sender:
             # What a thread still codes lies in memory that the next round uses.
             self.thread.drop()
 
-    def _start_thread(self) -> InOrder:
-        thread = self.thread = InOrder()
+    def _start_thread(self) -> PostingThread:
+        thread = self.thread = PostingThread()
         self._wire.transport.collectives_wait_for(thread)
         return thread
 

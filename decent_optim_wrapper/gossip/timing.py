@@ -57,10 +57,6 @@ class Clock:
         self._start = 0.0
         self._range: record_function | None = None
 
-    def reset(self) -> None:
-        """Count from zero."""
-        self.seconds = 0.0
-
     def __enter__(self) -> None:
         # A range costs more than all else here.
         if _profiler_enabled():
@@ -106,6 +102,8 @@ class Meter:
         self.staleness = 0
         # Whether an overflow has skipped the local update; perhaps as a tensor.
         self.skipped: Tensor | int = False
+        # What the clocks showed when the step began: waiting, mixing and packing, updating.
+        self._before = 0.0, 0.0, 0.0
         self._last = StepStats(0, 0.0, 0.0, 0.0, 0, 0)
         self._skipped: Tensor | int = False
 
@@ -116,8 +114,8 @@ class Meter:
 
     def reset(self) -> None:
         """Start a new step."""
-        for clock in (self.wait, self.mix, self.update, self.launch):
-            clock.reset()
+        mix = self.mix.seconds + self.launch.seconds
+        self._before = self.wait.seconds, mix, self.update.seconds
         self.bytes_sent = 0
         self.staleness = 0
         self.skipped = False
@@ -137,11 +135,12 @@ class Meter:
     def close(self, buckets: int, rounds: int) -> None:
         """End the step: nothing is counted until the next one."""
         self._skipped = self.skipped
+        wait, mix, update = self._before
         self._last = StepStats(
             bytes_sent=self.bytes_sent,
-            wait_seconds=self.wait.seconds,
-            mix_seconds=self.mix.seconds + self.launch.seconds,
-            update_seconds=self.update.seconds,
+            wait_seconds=self.wait.seconds - wait,
+            mix_seconds=self.mix.seconds + self.launch.seconds - mix,
+            update_seconds=self.update.seconds - update,
             buckets=buckets,
             rounds=rounds,
             staleness=self.staleness,

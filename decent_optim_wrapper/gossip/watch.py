@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from decent_optim_wrapper.comm.streams import Waitable
-from decent_optim_wrapper.comm.transport import Arrival, Awaited
+from decent_optim_wrapper.comm.waiting import Arrival, Awaited
 
 
 class Expected(NamedTuple):

@@ -254,7 +254,7 @@ class Bucket:
             others: tensors of the same shapes to copy in place of members.
             waits: whether to wait for a GPU until `flat` on the CPU has the values.
         """
-        if self.via_cpu and flat.data.device != self.device:
+        if flat.data.device != self.device and self.via_cpu:
             # In one copy, not in one for each tensor.
             packed = self.values(others or {}, needs_snapshot=False, dtype=flat.data.dtype)
             flat.data.copy_(packed.data, non_blocking=not waits)

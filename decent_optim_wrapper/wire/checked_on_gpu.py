@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from decent_optim_wrapper.comm.streams import LateValues
+from decent_optim_wrapper.comm.streams import AsyncHostCopy
 from decent_optim_wrapper.wire.exchange import Exchange, MixMask, Wire
 
 
@@ -26,7 +26,7 @@ class CheckedOnGpu:
         own = torch.stack([each.to(finite[0].device) for each in finite])
         # bool of shape (ranks of the group, exchanges), in the order of the group.
         self._rows, self.works = wire.transport.gather(own, wire.group, tag)
-        self._late: LateValues | None = None
+        self._late: AsyncHostCopy | None = None
         self._usable: dict[Exchange, MixMask] = {}
 
     def usable(self, exchange: Exchange) -> MixMask:
@@ -35,7 +35,7 @@ class CheckedOnGpu:
             # On the stream that mixes.
             work.wait()
         if not self._usable:
-            self._late = LateValues(self._rows)
+            self._late = AsyncHostCopy(self._rows)
             self._usable = self._choose(exchange.sums)
         return self._usable[exchange].on(exchange.device)
 

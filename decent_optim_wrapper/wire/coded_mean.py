@@ -17,7 +17,8 @@ from torch import Tensor
 
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm.background import in_background
-from decent_optim_wrapper.comm.transport import LONGEST_WAIT, Transport
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.comm.waiting import LONGEST_WAIT
 
 
 class CodedMean:

@@ -31,6 +31,7 @@ class Wire(NamedTuple):
         references: those of the group; None if it has none.
         needs_snapshot: whether the values may change before they are mixed.
         on_nonfinite: what happens to values that are not finite.
+        checks: whether values are checked before they are sent.
     """
 
     transport: Transport
@@ -41,11 +42,7 @@ class Wire(NamedTuple):
     references: GroupReference | None
     needs_snapshot: bool
     on_nonfinite: OnNonfinite
-
-    @property
-    def checks(self) -> bool:
-        """Whether values are checked before they are sent."""
-        return self.on_nonfinite != "ignore"
+    checks: bool
 
     @property
     def peer(self) -> int:

@@ -23,12 +23,12 @@ _CLOSED_SECONDS = 0.3
 _SILENT_SECONDS = 1.5
 _POLL_SECONDS = 0.02
 # A store that does not answer is given up after this time: errors must not be late.
-_STORE_PATIENCE = timedelta(seconds=1.5)
+_STORE_TIMEOUT = timedelta(seconds=1.5)
 # Characters of an error in a note; longer ones are cut.
 _LONGEST_ERROR = 500
 
 
-class Loss(NamedTuple):
+class PeerLoss(NamedTuple):
     """The outcome of a search for the lost rank.
 
     Args:
@@ -60,7 +60,7 @@ class Loss(NamedTuple):
         return "look there for the first error"
 
 
-class Losses:
+class FailureReports:
     """Reads and writes the notes for one rank.
 
     Args:
@@ -69,7 +69,7 @@ class Losses:
     """
 
     def __init__(self, store: Any | None, rank: int) -> None:
-        self._store = None if store is None else BoundedStore(store, _STORE_PATIENCE, ours=True)
+        self._store = None if store is None else BoundedStore(store, _STORE_TIMEOUT, ours=True)
         self._rank = rank
 
     def note_error(self, error: BaseException) -> None:
@@ -81,7 +81,7 @@ class Losses:
         """Note the ranks whose loss makes this rank close its connections; none at its end."""
         self._try(lambda store: store.set(_key(self._rank), json.dumps(list(suspects))))
 
-    def find(self, suspects: Sequence[int], silent: bool) -> Loss:
+    def find(self, suspects: Sequence[int], silent: bool) -> PeerLoss:
         """Find the lost rank: one of the suspects, or one that their notes name.
 
         Args:
@@ -89,9 +89,9 @@ class Losses:
             silent: whether they did not answer in time; otherwise a connection was closed.
         """
         several = len(suspects) > 1
-        patience = _SILENT_SECONDS if silent or several else _CLOSED_SECONDS
-        deadline = time.monotonic() + patience
-        loss = Loss(sorted(suspects))
+        seconds = _SILENT_SECONDS if silent or several else _CLOSED_SECONDS
+        deadline = time.monotonic() + seconds
+        loss = PeerLoss(sorted(suspects))
         while time.monotonic() < deadline:
             found = self._try(lambda store: self._look(store, suspects))
             if found is None:
@@ -102,7 +102,7 @@ class Losses:
             time.sleep(_POLL_SECONDS)
         return loss
 
-    def error(self) -> Loss | None:
+    def error(self) -> PeerLoss | None:
         """The rank that failed by itself, if there is a note of one."""
         return self._try(_read_error)
 
@@ -110,7 +110,7 @@ class Losses:
         if store.add("errors", 1) == 1:
             store.set("error", json.dumps([self._rank, text]))
 
-    def _look(self, store: BoundedStore, suspects: Sequence[int]) -> Loss:
+    def _look(self, store: BoundedStore, suspects: Sequence[int]) -> PeerLoss:
         """Follow the notes from rank to rank, up to the ranks without one."""
         if broken := _read_error(store):
             return broken
@@ -126,9 +126,9 @@ class Losses:
             elif lost := json.loads(store.get(_key(rank))):
                 pending += lost
             else:
-                return Loss([rank], ended=True)
+                return PeerLoss([rank], ended=True)
         # None are silent if two ranks waited for each other: both then left a note.
-        return Loss(sorted(silent or suspects))
+        return PeerLoss(sorted(silent or suspects))
 
     def _try(self, call: Callable[[BoundedStore], Result]) -> Result | None:
         """Use the store, if there is one and it answers: the store itself may be lost."""
@@ -143,8 +143,8 @@ def _key(rank: int) -> str:
     return f"lost/{rank}"
 
 
-def _read_error(store: BoundedStore) -> Loss | None:
+def _read_error(store: BoundedStore) -> PeerLoss | None:
     if not store.check(["error"]):
         return None
     rank, text = json.loads(store.get("error"))
-    return Loss(ranks=[rank], error=text)
+    return PeerLoss(ranks=[rank], error=text)
