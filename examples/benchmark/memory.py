@@ -2,6 +2,8 @@
 
     python examples/benchmark/memory.py    # 2 ranks on loopback, 50 M float32 parameters, 8 minutes
 
+With --parameters 5e6 it takes a minute or two; what does not grow with them then weighs more.
+
 Every method trains the same stack of linear layers with AdamW on a ring. Private memory is what
 /proc/self/smaps_rollup counts for one process alone, without the libraries that the ranks share.
 Its peak over some steps is exact and not sampled: it is the private memory before them, plus what
