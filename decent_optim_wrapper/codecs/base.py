@@ -115,7 +115,12 @@ def is_finite_on_device(values: Tensor) -> Tensor:
     """Whether all elements are finite, as a bool of shape () that the host has not read."""
     if not values.numel():
         return torch.ones((), dtype=torch.bool, device=values.device)
-    largest: Tensor = torch.linalg.vector_norm(values.detach(), torch.inf)
+    values = values.detach()
+    if values.device.type == "cpu":
+        # There a norm takes twenty times as long; on a GPU it is one kernel.
+        low, high = torch.aminmax(values)
+        return torch.maximum(-low, high) < torch.inf
+    largest: Tensor = torch.linalg.vector_norm(values, torch.inf)
     return largest < torch.inf
 
 

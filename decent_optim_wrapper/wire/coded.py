@@ -205,10 +205,12 @@ class CodedPair(CodedExchange):
 
     def _changes(self, present: Sequence[int]) -> Iterator[Part]:
         (chunk,) = self._chunks
+        both: Tensor | None = None
         for place, (theirs, ours) in self._decode(chunk, self._room, *self._outgoing):
             if self._reference is not None:
                 # The same bits at both ends: a sum of two does not depend on their order.
-                self._reference[place].add_(torch.add(theirs, ours), alpha=0.5)
+                both = torch.add(theirs, ours, out=None if both is None else both[: len(theirs)])
+                self._reference[place].add_(both, alpha=0.5)
             yield place, theirs.sub_(ours)
 
     def _means(self, present: int) -> Iterator[Part]:
