@@ -187,6 +187,18 @@ def test_the_benchmarks_run_without_a_network_lab(tmp_path: Path) -> None:
     assert all(f"| {row} | 0.1 |" in out for row in rows)
 
 
+def test_codes_are_compared_by_accuracy_and_bytes(tmp_path: Path) -> None:
+    script = EXAMPLES / "benchmark" / "codes.py"
+    codes = ("None", "int8", "TopKCodec(16)")
+    small = ("--world-sizes", "4", "--seeds", "0", "--epochs", "1", "--codes", *codes)
+    out = run_script(script, *small, cwd=tmp_path)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines()]
+    sent = {row[0]: float(row[1]) for row in cells[2:]}
+    assert sent["`int8`"] < 0.3 * sent["`None`"]
+    assert sent["`TopKCodec(16)`"] < 0.1 * sent["`None`"]
+    assert all(len(row) == 4 and "%" in row[2] for row in cells[2:])
+
+
 def test_tracking_is_compared_with_ddp_for_every_base(tmp_path: Path) -> None:
     script = EXAMPLES / "benchmark" / "tracking.py"
     small = ("--world-sizes", "4", "--batch", "64", "--topologies", "ring", "--epochs", "1")

@@ -194,7 +194,7 @@ class Connections:
     def lose_in_collective(self, suspects: tuple[int, ...], error: WireError) -> RuntimeError:
         """As `lose`; the error of a collective of all ranks."""
         loss, here = self.lose(suspects, error.silent), self._members[self._rank]
-        if loss.error.startswith(CallOrderError.__name__):
+        if loss.out_of_order:
             # That rank is in another method, and will not come.
             return CallOrderError(f"rank {here}: {loss.error}")
         return PeerError(

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 from decent_optim_wrapper.comm.store import BoundedStore
-from decent_optim_wrapper.errors import text_of
+from decent_optim_wrapper.errors import CallOrderError, text_of
 
 Result = TypeVar("Result")
 
@@ -35,11 +35,13 @@ class PeerLoss(NamedTuple):
         ranks: as numbered at the start; several if it is not known which of them was lost.
         error: the error that the rank itself has noted; empty if there is none.
         ended: whether it has closed its connections without an error of the library.
+        out_of_order: whether its error is a `CallOrderError`: it is alive, but in another call.
     """
 
     ranks: list[int]
     error: str = ""
     ended: bool = False
+    out_of_order: bool = False
 
     def __str__(self) -> str:
         if len(self.ranks) != 1:
@@ -75,7 +77,8 @@ class FailureReports:
     def note_error(self, error: BaseException) -> None:
         """Note that this rank failed by itself; only the first such note counts."""
         text = f"{type(error).__name__}: {text_of(error)}"[:_LONGEST_ERROR]
-        self._try(lambda store: self._note_error(store, text))
+        out_of_order = isinstance(error, CallOrderError)
+        self._try(lambda store: self._note_error(store, text, out_of_order))
 
     def note(self, suspects: Sequence[int]) -> None:
         """Note the ranks whose loss makes this rank close its connections; none at its end."""
@@ -106,9 +109,9 @@ class FailureReports:
         """The rank that failed by itself, if there is a note of one."""
         return self._try(_read_error)
 
-    def _note_error(self, store: BoundedStore, text: str) -> None:
+    def _note_error(self, store: BoundedStore, text: str, out_of_order: bool) -> None:
         if store.add("errors", 1) == 1:
-            store.set("error", json.dumps([self._rank, text]))
+            store.set("error", json.dumps([self._rank, text, out_of_order]))
 
     def _look(self, store: BoundedStore, suspects: Sequence[int]) -> PeerLoss:
         """Follow the notes from rank to rank, up to the ranks without one."""
@@ -146,5 +149,5 @@ def _key(rank: int) -> str:
 def _read_error(store: BoundedStore) -> PeerLoss | None:
     if not store.check(["error"]):
         return None
-    rank, text = json.loads(store.get("error"))
-    return PeerLoss(ranks=[rank], error=text)
+    rank, text, out_of_order = json.loads(store.get("error"))
+    return PeerLoss(ranks=[rank], error=text, out_of_order=out_of_order)

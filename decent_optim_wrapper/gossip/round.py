@@ -332,7 +332,7 @@ class Round:
         self.abandon()
         transport, number = self._transport, self._header.round
         loss = transport.lose(suspects, silent)
-        if loss.error.startswith(CallOrderError.__name__):
+        if loss.out_of_order:
             # That rank closed its connections before this one had read its header.
             return CallOrderError(f"rank {transport.initial_rank}: {loss.error}")
         group = tuple(transport.members[rank] for rank in self._wire.group.ranks)
