@@ -40,7 +40,6 @@ SHARDS = {"shuffled": False, "by digit": True}
 
 def run(code: str, shards: str, world_size: int, seed: int, epochs: int, lr: float) -> Epoch:
     """The end of one training."""
-    torch.set_num_threads(1)
     row = Row(
         optimizer=partial(torch.optim.SGD, momentum=0.9),
         lr=lr,

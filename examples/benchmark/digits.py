@@ -88,6 +88,9 @@ def train(row: Row, epochs: int, seed: int) -> list[Epoch]:
 
 def train_on_threads(row: Row, world_size: int, epochs: int, seed: int) -> list[Epoch]:
     """Train with ranks that are threads of this process: no process has to be started."""
+    # Before any thread computes. In a process that was forked torch replaces its pool of threads at
+    # the first computation, and fails ("Invalid thread pool") if that comes on several threads.
+    torch.set_num_threads(1)
     torch.manual_seed(seed)
     model, store = build_model(), dist.HashStore()
 

@@ -132,7 +132,6 @@ class Cell(NamedTuple):
 
 def main() -> None:
     args = parse_arguments()
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     print("| base | ranks | topology | method | lr | accuracy of the averaged model | MiB sent |")
     print("|---|---|---|---|---|---|---|")
