@@ -582,7 +582,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @contextmanager
     def _step(self, in_backward: bool = False) -> Iterator[Step]:
-        Join.notify_join_context(self)
+        if self._join_config.enable:
+            Join.notify_join_context(self)
         with Step(self._gossip, in_backward) as step:
             yield step
             self._pipeline.policy.meter.note_skipped(self._local_update.skipped)
@@ -615,7 +616,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """A step in parts: yields a function that mixes, updates and launches one bucket."""
         with (
             self._step(in_backward) as step,
-            self._local_update.by_bucket(scaling, step.buckets, apply) as update,
+            self._local_update.by_bucket(scaling, self._pipeline.buckets, apply) as update,
         ):
             yield lambda bucket: step.advance([bucket], partial(update, bucket))
 

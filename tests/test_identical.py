@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from decent_optim_wrapper import DecentOptimWrapper
 from decent_optim_wrapper.codecs import CastCodec
+from decent_optim_wrapper.extensions.identical_ranks import LONGEST_SEARCH, IdenticalRanks
+from decent_optim_wrapper.gossip.schedule import RoundKind
 from decent_optim_wrapper.wire.exchange import PlainPair
 
 WORLDS = {name: (name, size) for name, size in (("ring", 4), ("complete", 3), ("greedy", 5))}
@@ -149,6 +151,27 @@ def test_looking_ends_with_the_first_difference(monkeypatch: pytest.MonkeyPatch)
     looks.clear()
     run_threads(2, lambda rank, group: train(rank, group, own, 30, lambda step: 0.0))
     assert 0 < len(looks) <= 20 * 3
+
+
+def test_looking_ends_where_there_is_nobody_to_compare_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rounds: list[int] = []
+    end_round = IdenticalRanks.end_round
+
+    def counted(extension: IdenticalRanks, kind: RoundKind) -> None:
+        rounds.append(1)
+        end_round(extension, kind)
+
+    monkeypatch.setattr(IdenticalRanks, "end_round", counted)
+    params = make_params()
+    before = flatten(params)
+    optimizer = DecentOptimWrapper(torch.optim.SGD(params, lr=0.1), bucket_cap_mb=TINY_CAP_MB)
+    for step in range(LONGEST_SEARCH + 5):
+        backward(params, 0, step)
+        optimizer.step()
+    assert len(rounds) == LONGEST_SEARCH
+    assert not torch.equal(flatten(params), before)
 
 
 def train_under_ddp(rank: int, wraps: bool) -> tuple[int, list[float]]:

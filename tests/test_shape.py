@@ -25,7 +25,7 @@ ROOT = Path(decent_optim_wrapper.__file__).parent
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 MOST_METHODS, MOST_REWRITTEN = 25, 12
 CORE_LINES = 1_900
-MOST_CALLS, MOST_FILES = 144, 18
+MOST_CALLS, MOST_FILES = 140, 18
 # What the core must not know by name: these come in through its seams.
 FEATURES = {
     *("tracking", "outer", "int8", "quantised", "quantized"),
@@ -189,10 +189,8 @@ def calls_of_a_step(optimizer: DecentOptimWrapper) -> list[str]:
     return files
 
 
-@pytest.mark.parametrize(
-    ("overlap", "most_calls", "most_files"), [(True, 190, 17), (False, 190, 17)]
-)
-def test_a_step_of_pairs_makes_few_calls(overlap: bool, most_calls: int, most_files: int) -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_step_of_pairs_makes_few_calls(overlap: bool) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> list[str]:
         params = make_params(seed=rank)
         optimizer = DecentOptimWrapper(

@@ -53,6 +53,9 @@ class IdenticalRanks(Extension):
         last, self._last = self._last, None
         if last is not None:
             self._count(last.read())
+        elif not self._now:
+            # Nothing could be compared, as in a world of one.
+            self._rounds_left -= bool(self._rounds_left)
         if self._now:
             # On a GPU if there is one, or its values would be waited for here.
             device = max((each.device for each in self._now), key=lambda each: each.type == "cuda")

@@ -123,9 +123,11 @@ class LocalUpdate:
             RuntimeError: a parameter was replaced, moved, converted or changed, or has a sparse
                 gradient.
         """
+        strided = torch.strided
         for group in self._optimizer.param_groups:
             for param in group["params"]:
-                if param.grad is not None and param.grad.layout != torch.strided:
+                # Each access of `grad` makes a call.
+                if (grad := param.grad) is not None and grad.layout is not strided:
                     raise sparse_gradient_error(self._optimizer, param, rank)
         self._check_replaced(self._partition_of(buckets), rank)
         if relocated := [tensor for bucket in buckets for tensor in bucket.relocated()]:
@@ -198,6 +200,7 @@ class LocalUpdate:
         if known is None or known.buckets is not buckets:
             known = self._partition_of(buckets)
         parts = known.parts
+        is_fused = any(group.get("fused") for group in groups)
 
         def update(bucket: Bucket | None) -> None:
             if applies and (part := parts.get(id(bucket))):
@@ -213,8 +216,9 @@ class LocalUpdate:
                 apply(params, make)
                 if not made:
                     self.skipped = True
-                # Fused kernels do not count the change, and a backward pass may not be over yet.
-                torch.autograd.graph.increment_version(params)
+                if is_fused:
+                    # Such kernels do not count the change, and a backward pass may not be over yet.
+                    torch.autograd.graph.increment_version(params)
 
         with self._scaled(scaling) as applies:
             # A scheduler on the base recognises a step by this mark.
@@ -279,27 +283,29 @@ class LocalUpdate:
         scales = bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
         return scales and not self._extensions.corrects_gradients
 
-    @contextmanager
-    def _scaled(self, scaling: Scaling) -> Iterator[bool]:
+    def _scaled(self, scaling: Scaling) -> AbstractContextManager[bool]:
         """Pass the scaling on to the base, or undo it; yields whether the update applies."""
         self.skipped = False
-        if scaling.found_inf is None:
-            yield True
-        elif self.scales_itself:
+        found = scaling.found_inf
+        return nullcontext(True) if found is None else self._with_scaler(found, scaling.grad_scale)
+
+    @contextmanager
+    def _with_scaler(self, found: Tensor | int, grad_scale: Tensor | None) -> Iterator[bool]:
+        if self.scales_itself:
             # A fused kernel unscales and skips by itself, from these two attributes.
-            self._optimizer.found_inf, self._optimizer.grad_scale = scaling
-            self.skipped = scaling.found_inf
+            self._optimizer.found_inf, self._optimizer.grad_scale = found, grad_scale
+            self.skipped = found
             try:
                 yield True
             finally:
                 del self._optimizer.found_inf, self._optimizer.grad_scale
-        elif float(scaling.found_inf):
+        elif float(found):
             logger.debug("gradients overflowed: this rank's local update is skipped")
             self.skipped = True
             yield False
         else:
-            if scaling.grad_scale is not None:
-                unscale_(self._optimizer, scaling.grad_scale)
+            if grad_scale is not None:
+                unscale_(self._optimizer, grad_scale)
             yield True
 
 

@@ -130,17 +130,22 @@ class Pipeline:
         session = self.session
         session.references.load(references, self.buckets, session.transport.members)
 
-    def begin(self) -> Round | None:
-        """Begin the next round, to which the buckets are posted one by one.
+    def begin(self, number: int | None = None, rate: float | None = None) -> Round | None:
+        """Begin a round, to which the buckets are posted one by one.
+
+        Args:
+            number: that of the round; None for the next one.
+            rate: its mixing rate; None for the present one.
 
         Returns:
             None if this rank is idle, or while another round is in flight.
         """
-        return self._begin(self.round, self.mixing_rate)
-
-    def _begin(self, number: int, rate: float) -> Round | None:
-        plan = self.session.schedule.plan(number, rate)
+        number = self.round if number is None else number
+        plan = self.session.schedule.plan(number, self.mixing_rate if rate is None else rate)
         if plan.kind is RoundKind.IDLE or self.in_flight.round is not None:
+            return None
+        if plan.group.size == 1 and not (self.extensions.all or self.policy.pacing.needs_snapshot):
+            # Nothing is exchanged, and nobody wants to know of it.
             return None
         transport = self.session.transport
         names = [*map(transport.members.__getitem__, plan.group.ranks)]
@@ -195,7 +200,7 @@ class Pipeline:
         # synchronize() may come before any step(), and the state may come from a run without an
         # outer optimizer, which would then have no anchors when the round is mixed.
         self.begin_extensions()
-        if launched := self._begin(self.round - flight.age, flight.rate):
+        if launched := self.begin(self.round - flight.age, flight.rate):
             for bucket in self.buckets:
                 self.post(launched, bucket, flight.snapshot)
             launched.seal()
@@ -273,7 +278,7 @@ class Pipeline:
 
     def mix(self, arrived: Round, bucket: Bucket) -> None:
         """Mix what has arrived for a bucket and what is attached to it, if anything has."""
-        if not arrived.has(bucket):
+        if bucket not in arrived.unmixed:
             return
         if not self.extensions.all:
             arrived.mix(bucket)
@@ -296,7 +301,7 @@ class Pipeline:
         if self.in_flight.is_pending:
             self._relaunch()
         if arrived := self._receive():
-            for bucket in arrived.unmixed:
+            for bucket in tuple(arrived.unmixed):
                 self.mix(arrived, bucket)
 
 

@@ -84,7 +84,7 @@ class Round:
         self._rate = plan.mixing_rate
         self._headers: list[PendingMessage] = []
         # The buckets of parameters that are not mixed yet, and what travels behind each.
-        self._unmixed: dict[Bucket, tuple[Bucket, ...]] = {}
+        self.unmixed: dict[Bucket, tuple[Bucket, ...]] = {}
         self._exchanges: dict[Bucket, Exchange] = {}
         self._moves_references = False
         # Parameters whose own memory is being sent, with their version counters.
@@ -95,19 +95,6 @@ class Round:
         # Before the buckets: a group that sums would add up whatever comes first.
         self._headers = self.sender.send(self._header, _HEADER_TAG, 0)
         return self
-
-    @property
-    def unmixed(self) -> list[Bucket]:
-        """The buckets that were posted and are not mixed yet."""
-        return list(self._unmixed)
-
-    def has(self, bucket: Bucket) -> bool:
-        """Whether a bucket was posted and is not mixed yet."""
-        return bucket in self._unmixed
-
-    def defer_encoding(self) -> None:
-        """Let a thread code all buckets but the first; see `Sender.defer_encoding`."""
-        self.sender.defer_encoding()
 
     def post(
         self,
@@ -122,7 +109,7 @@ class Round:
             attached: buckets that are exchanged and mixed together with it.
             snapshot: what is sent in place of its members' values, by member; None for nothing.
         """
-        self._unmixed[bucket] = others = tuple(attached)
+        self.unmixed[bucket] = others = tuple(attached)
         self._post(bucket, snapshot or {})
         for each in others:
             self._post(each, {})
@@ -227,7 +214,7 @@ class Round:
 
     def mix(self, bucket: Bucket) -> None:
         """Mix what has arrived for a posted bucket and for those attached to it, once."""
-        attached = self._unmixed.pop(bucket)
+        attached = self.unmixed.pop(bucket)
         for each in (bucket, *attached):
             exchange = self._exchanges.get(each)
             if exchange is not None:
@@ -282,7 +269,7 @@ class Round:
     def abandon(self) -> None:
         """Drop everything on the wire without waiting for the peers."""
         self.sender.drop()
-        self._unmixed.clear()
+        self.unmixed.clear()
         self._exchanges.clear()
         self._sent_in_place.clear()
         self._headers = []

@@ -15,18 +15,6 @@ from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.references import SavedReference, referring
 
 
-class StateLayout(NamedTuple):
-    """How to put parts of a state dict into the order of the parameters.
-
-    Args:
-        by_parameter: makes a list, with an entry for each parameter.
-        references: makes a list, a tensor for each parameter that has references.
-    """
-
-    by_parameter: Callable[[Any], list[Any]]
-    references: Callable[[Any], list[Tensor]]
-
-
 class SavedState(NamedTuple):
     """The checked contents of a state dict.
 
@@ -77,19 +65,10 @@ def named_state(gossip: Gossip) -> dict[str, Any]:
     """
     state = {"kept": False, **gossip_state(gossip)}
 
-    def named(rows: list[Any]) -> dict[str, Any]:
-        return dict(zip(gossip.replica.names_of(gossip.params), rows, strict=True))
+    def named(rows: list[Any], params: list[Tensor]) -> dict[str, Any]:
+        return dict(zip(gossip.replica.names_of(params), rows, strict=True))
 
-    if "launch_snapshot" in state:
-        state["launch_snapshot"] = named(state["launch_snapshot"])
-    for saved in state.get("extensions", {}).values():
-        if "params" in saved:
-            saved["params"] = named(saved["params"])
-    if "references" in state:
-        names = gossip.replica.names_of(_referring(gossip))
-        for group in state["references"].values():
-            group["values"] = dict(zip(names, group["values"], strict=True))
-    return state
+    return _rearranged(state, named, gossip)
 
 
 def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
@@ -108,8 +87,7 @@ def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
         "load_state_dict expects what state_dict() of a DecentOptimWrapper around the same "
         "parameters has returned, but its key 'gossip' holds something else"
     )
-    layout = StateLayout(by_parameter=lambda rows: rows, references=lambda references: references)
-    return _read(gossip, saved, mixing_rate, expected, layout)
+    return _read(gossip, saved, mixing_rate, expected, dict)
 
 
 def read_named_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
@@ -119,13 +97,35 @@ def read_named_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedSta
         "the same model has returned, but got something else"
     )
 
-    def in_order(params: list[Tensor]) -> Callable[[Any], list[Any]]:
-        return lambda rows: [rows[name] for name in gossip.replica.names_of(params)]
+    def in_order(rows: dict[str, Any], params: list[Tensor]) -> list[Any]:
+        return [rows[name] for name in gossip.replica.names_of(params)]
 
-    layout = StateLayout(
-        by_parameter=in_order(gossip.params), references=in_order(_referring(gossip))
-    )
-    return _read(gossip, saved, mixing_rate, expected, layout)
+    def by_position(state: dict[str, Any]) -> dict[str, Any]:
+        unused = () if state["in_flight"] else ("launch_snapshot",)
+        used = {key: value for key, value in state.items() if key not in unused}
+        return _rearranged(used, in_order, gossip)
+
+    return _read(gossip, saved, mixing_rate, expected, by_position)
+
+
+def _rearranged(
+    saved: dict[str, Any], arrange: Callable[[Any, list[Tensor]], Any], gossip: Gossip
+) -> dict[str, Any]:
+    """A copy of a state in which what is saved of each parameter is arranged in another way."""
+    state, params = dict(saved), gossip.params
+    if "launch_snapshot" in state:
+        state["launch_snapshot"] = arrange(state["launch_snapshot"], params)
+    if "extensions" in state:
+        state["extensions"] = {
+            name: {**each, "params": arrange(each["params"], params)} if "params" in each else each
+            for name, each in state["extensions"].items()
+        }
+    if "references" in state and (coded := _referring(gossip)):
+        state["references"] = {
+            group: {**each, "values": arrange(each["values"], coded)}
+            for group, each in state["references"].items()
+        }
+    return state
 
 
 def restore(gossip: Gossip, saved: SavedState) -> None:
@@ -145,7 +145,7 @@ def _read(
     saved: Any,
     mixing_rate: float,
     expected: str,
-    layout: StateLayout,
+    by_position: Callable[[Any], dict[str, Any]],
 ) -> SavedState:
     """Check a state.
 
@@ -154,10 +154,11 @@ def _read(
         saved: the state.
         mixing_rate: where none was saved.
         expected: what an error says of a state that is something else.
-        layout: puts the parts into the order of the parameters.
+        by_position: brings what is saved of each parameter into their order.
     """
     gossip.check_idle()
     try:
+        saved = by_position(saved)
         rate = check_mixing_rate(saved.get("mixing_rate", mixing_rate))
         state = GossipState(
             round=index(saved["round"]),
@@ -169,9 +170,9 @@ def _read(
         )
         if state.round < state.in_flight * state.age:
             raise ValueError(f"round must be 0 or more, and 1 in flight, got {state.round}")
-        extensions = _read_extensions(gossip, saved, layout.by_parameter)
-        snapshot = _read_snapshot(gossip, saved, layout.by_parameter)
-        references = _read_references(gossip, saved, layout.references)
+        extensions = _read_extensions(gossip, saved)
+        snapshot = _read_snapshot(gossip, saved)
+        references = _read_references(gossip, saved)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"rank {gossip.pipeline.session.transport.initial_rank}: {expected} "
@@ -192,17 +193,13 @@ def _saved_by(gossip: Gossip) -> list[int]:
     return [transport.initial_rank, *transport.members]
 
 
-def _read_extensions(
-    gossip: Gossip, saved: dict[str, Any], arrange: Callable[[Any], list[Any]]
-) -> list[Callable[[], None]]:
+def _read_extensions(gossip: Gossip, saved: dict[str, Any]) -> list[Callable[[], None]]:
     """Check the states of the extensions; those that were not saved start again."""
     states = dict(saved.get("extensions", {}))
     is_own = list(saved.get("saved_by", [])) == _saved_by(gossip)
     loads = []
     for extension in gossip.pipeline.extensions.all:
         state = states.pop(extension.name, None)
-        if state is not None and "params" in state:
-            state = {**state, "params": arrange(state["params"])}
         loads.append(gossip.loaded.prepare(extension, state, is_own))
     if states:
         warn(
@@ -212,13 +209,11 @@ def _read_extensions(
     return loads
 
 
-def _read_snapshot(
-    gossip: Gossip, saved: dict[str, Any], arrange: Callable[[Any], list[Tensor]]
-) -> dict[Tensor, Tensor]:
+def _read_snapshot(gossip: Gossip, saved: dict[str, Any]) -> dict[Tensor, Tensor]:
     """The parameters at the launch of the round in flight; none if they have not changed since."""
     if "launch_snapshot" not in saved or not saved["in_flight"]:
         return {}
-    snapshot = dict(zip(gossip.params, arrange(saved["launch_snapshot"]), strict=True))
+    snapshot = dict(zip(gossip.params, saved["launch_snapshot"], strict=True))
     for param, launched in snapshot.items():
         if param.shape != launched.shape:
             raise ValueError(f"expected a snapshot of shape {param.shape}, got {launched.shape}")
@@ -239,14 +234,12 @@ def _referring(gossip: Gossip) -> list[Tensor]:
     return [param for param in gossip.params if param in members]
 
 
-def _read_references(
-    gossip: Gossip, saved: dict[str, Any], arrange: Callable[[Any], list[Tensor]]
-) -> dict[str, SavedReference]:
+def _read_references(gossip: Gossip, saved: dict[str, Any]) -> dict[str, SavedReference]:
     """The references by group; none if there are none here or there."""
     params = _referring(gossip)
     found = {}
     for group, reference in saved.get("references", {}).items() if params else ():
-        kept = arrange(reference["values"])
+        kept = reference["values"]
         if len(kept) != len(params):
             # Parameters were frozen or unfrozen since, on all ranks: references start again.
             return {}

@@ -80,12 +80,12 @@ class Step:
         self._arrived = arrived = pipeline.receive()
         if arrived:
             # Members of a replaced bucket are in a new one, which is not sent before the mixing.
-            for bucket in arrived.unmixed:
+            for bucket in tuple(arrived.unmixed):
                 if bucket not in pipeline.buckets:
                     pipeline.mix(arrived, bucket)
         self._launched = pipeline.begin()
         if self._launched and not self._in_backward and pipeline.has_time():
-            self._launched.defer_encoding()
+            self._launched.sender.defer_encoding()
 
     def _check_mixed(self) -> None:
         try:

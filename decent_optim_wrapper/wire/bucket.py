@@ -368,7 +368,8 @@ class Bucket:
 
     def relocated(self) -> list[Tensor]:
         """The members that were converted or moved, and views whose storage was replaced."""
-        moved = [m for m in self._members if (m.device, m.dtype) != self._kind[:2]]
+        device, dtype, *_ = self._kind
+        moved = [m for m in self._members if m.dtype is not dtype or m.device != device]
         if self._storage is not None and not moved:
             pairs = zip(self._members, self._places, strict=True)
             moved = [member for member, place in pairs if _Place.of(member) != place]
