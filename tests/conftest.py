@@ -17,6 +17,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # the store serves nobody: for seconds where an answer is lost. So that glibc asks no server at all.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
+# Torch cannot name these addresses then, and says so in a line for each connection: several hundred
+# lines, among which nobody would see an error.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 # Set here, before the workers start, so that all of them have the same.
 os.environ.setdefault("SOAK_SEED", datetime.now(UTC).strftime("%Y%m%d"))
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -289,6 +290,8 @@ def threads_end(seconds: float) -> bool:
 def begin_process() -> None:
     """To be called first in a process that was forked."""
     torch.set_num_threads(1)
+    # What many tests do on purpose. Only pytest's own process has its filters.
+    warnings.filterwarnings("ignore", "the values of rank 0 have replaced others")
     # The collector would write to all that is imported, and so copy 100 MB of memory.
     gc.freeze()
 
