@@ -23,7 +23,7 @@ def send_state(state: Any, transport: Transport) -> None:
         TypeError: the state contains something else.
     """
     tensors: list[Tensor] = []
-    send_text(json.dumps(_describe(state, tensors)), transport)
+    share_text(json.dumps(_describe(state, tensors)), transport, transport.rank)
     for tensor in tensors:
         transport.broadcast(tensor.detach().cpu().contiguous().reshape(-1), transport.rank)
 
@@ -50,40 +50,27 @@ def receive_state(transport: Transport, source: int) -> Any:
         transport.broadcast(tensor.view(-1), source)
         return tensor
 
-    return json.loads(receive_text(transport, source), object_hook=rebuild)
-
-
-def send_text(text: str, transport: Transport) -> None:
-    """Send a text to all ranks; collective."""
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    transport.broadcast(torch.tensor([len(data)], device=CPU), transport.rank)
-    transport.broadcast(data, transport.rank)
+    return json.loads(share_text("", transport, source), object_hook=rebuild)
 
 
 def share_text(text: str, transport: Transport, source: int) -> str:
-    """The `text` of rank `source`, on every rank; collective."""
-    if transport.rank == source:
-        send_text(text, transport)
-        return text
-    return receive_text(transport, source)
-
-
-def receive_text(transport: Transport, source: int) -> str:
-    """Receive the text that rank `source` sends; collective.
+    """The `text` of rank `source`, on every rank; collective.
 
     Raises:
         ValueError: the announced length is impossible.
     """
-    announced = torch.zeros(1, dtype=torch.int64, device=CPU)
+    data = torch.tensor([*text.encode()], dtype=torch.uint8, device=CPU)
+    announced = torch.tensor([len(data)], device=CPU)
     transport.broadcast(announced, source)
     size = int(announced.item())
     if not 0 <= size <= _LONGEST_TEXT:
         raise ValueError(
-            f"rank {transport.initial_rank}: rank {source} announced a text of {size} bytes, "
-            f"which cannot be the state of a wrapper; make sure that nothing else communicates on "
-            f"this process group at the same time, and that all ranks run the same version"
+            f"rank {transport.initial_rank}: rank {source} announced a text of {size} bytes, which "
+            f"cannot be the state of a wrapper; make sure that nothing else communicates on this "
+            f"process group at the same time, and that all ranks run the same version"
         )
-    data = torch.empty(size, dtype=torch.uint8, device=CPU)
+    if transport.rank != source:
+        data = torch.empty(size, dtype=torch.uint8, device=CPU)
     transport.broadcast(data, source)
     return bytes(data.tolist()).decode(errors="replace")
 
