@@ -448,7 +448,7 @@ def test_a_drop_does_not_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     posting.add(lambda: done.append(0), torch.device("cpu"))
     assert began.wait(60)
     posting.drop()
-    assert not posting.is_over
+    assert not posting.future.done()
     go_on.set()
     posting.future.result(60)
     assert not done

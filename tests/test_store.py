@@ -24,9 +24,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import DistError
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
-from decent_optim_wrapper.comm.background import within
 from decent_optim_wrapper.comm.process_groups import new_communicator
 from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.comm.waiting import within
 
 pytestmark = pytest.mark.slow
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.comm.waiting import Arrival, Awaited, PendingMessage, WireError
+from decent_optim_wrapper.comm.waiting import Arrival, Expected, PendingMessage, WireError
 
 # One below the first tag of all other messages; the next one is for aborting.
 _TAG = -2
@@ -39,16 +38,15 @@ def send_to_all(message: Tensor, transport: Transport) -> Announcement:
     Raises:
         PeerError: a rank was lost.
     """
-    pending = []
+    pending: list[PendingMessage] = []
     for rank in transport.others:
-        row = torch.empty_like(message)
         try:
-            works = transport.exchange(message, row, rank, _TAG)
+            # Pair by pair: no collective, which would have to come in the same order everywhere.
+            pending += transport.send_control(message, (transport.rank, rank), _TAG)
         except WireError as error:
             raise transport.lose_in_collective((rank,), error) from error
-        pending.append(PendingMessage(rank, works, row, (rank,)))
-    awaited = [Awaited(work) for each in pending for work in each.works]
-    return Announcement(arrival=Arrival(awaited), messages=pending)
+    expected = [Expected(each.works, 0, each.suspects) for each in pending]
+    return Announcement(arrival=Arrival(expected), messages=pending)
 
 
 def read(announced: Announcement, transport: Transport) -> dict[int, list[int]]:
@@ -58,10 +56,9 @@ def read(announced: Announcement, transport: Transport) -> dict[int, list[int]]:
         PeerError: a rank was lost.
     """
     try:
-        transport.finish(announced.arrival)
+        transport.finish(announced.arrival.future)
     except WireError as error:
-        senders = [each.rank for each in announced.messages for _ in each.works]
-        # The last work may have ended since the wait was given up.
-        sender = senders[min(announced.arrival.finished, len(senders) - 1)]
-        raise transport.lose_in_collective((sender,), error) from error
+        lost = announced.arrival.lost()
+        suspects = lost.suspects if lost else transport.others
+        raise transport.lose_in_collective(suspects, error) from error
     return {each.rank: each.message.tolist() for each in announced.messages}

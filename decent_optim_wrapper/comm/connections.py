@@ -6,10 +6,12 @@ so on through all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm.failure_reports import FailureReports, PeerLoss
 from decent_optim_wrapper.comm.process_groups import (
@@ -21,10 +23,9 @@ from decent_optim_wrapper.comm.process_groups import (
     is_nccl,
     is_registered,
     new_communicator,
-    prefixed,
     serves,
 )
-from decent_optim_wrapper.comm.waiting import WaitLimits, WireError
+from decent_optim_wrapper.comm.waiting import WireError
 from decent_optim_wrapper.errors import CallOrderError, PeerError, text_of
 from decent_optim_wrapper.topo import Group
 
@@ -48,9 +49,11 @@ class Connections:
         world: the communicator of all ranks; None for a world of one rank.
         rank: the position of this rank among the members.
         members: the ranks, as numbered at the start.
-        limits: bound every wait.
+        timeout: bound of every wait.
         store: where the ranks meet to connect, and report losses; None if there is none.
         user_group: the same as `world` if that is the user's own, which is never closed here.
+        should_stop: tells that another rank has lost a peer, or comes back, so that all members
+            meet again and waiting is in vain; None if they never do.
     """
 
     def __init__(
@@ -58,20 +61,26 @@ class Connections:
         world: Any | None,
         rank: int,
         members: tuple[int, ...],
-        limits: WaitLimits,
-        store: Any | None,
-        user_group: Any | None,
+        timeout: timedelta,
+        store: Any | None = None,
+        *,
+        user_group: Any | None = None,
+        should_stop: Callable[[], bool] | None = None,
     ) -> None:
+        self.rank = rank
+        self.members = members
+        self.world_size = len(members)
+        # The number of this rank at the start.
+        self.initial_rank = members[rank]
+        self._timeout = timeout
+        self._should_stop = should_stop
         # What can be used now. Small messages travel on the CPU: a world without a backend for it
         # is replaced when it is first used.
-        self.ready = world if world is not None and serves(world, CPU) else None
+        self._ready = world if world is not None and serves(world, CPU) else None
         self._world = world
-        self._rank = rank
-        self._members = members
-        self._limits = limits
         self._store = store
-        self.user_group = user_group
-        self.registered = user_group is not None and is_registered(user_group)
+        self._user_group = user_group
+        self._registered = user_group is not None and is_registered(user_group)
         self._subgroups: dict[tuple[int, ...], Any] = {}
         # That exchange over NCCL.
         self._gpus: list[torch.device] = []
@@ -79,53 +88,48 @@ class Connections:
         self._coalescing: dict[str, bool] = {}
         self._reports = FailureReports(store, members[rank])
         # A closed world is not one of a single rank: what needs the others raises.
-        self.closure: Closure | None = None
+        self._closure: Closure | None = None
 
     def connect(self, groups: Sequence[Group]) -> None:
         """Create what the groups of this rank need, in their order; waits for all members."""
-        if self._world is self.user_group and self._wants_own_world():
-            self._replace_world()
+        if self._world is self._user_group and self.world_size > 1 and self._store is not None:
+            # With gloo, a wait that times out would close the connections of the user's process
+            # group. With NCCL, the rounds would queue behind the user's own collectives.
+            kind = backend_of(self._world, self.exchange_device).name()
+            if kind == "gloo" or is_nccl(kind):
+                self._replace_world()
         for group in groups:
-            if group.size == len(self._members):
+            if group.size == self.world_size:
                 self._subgroups[group.ranks] = self._world
             elif group.size > 2 and group.ranks not in self._subgroups:
                 self._subgroups[group.ranks] = self._new(group.ranks)
 
-    def add_gpus(self, devices: Collection[torch.device]) -> list[torch.device]:
-        """Remember the GPUs among the devices, and return those that are new."""
-        if len(self._members) == 1:
-            return []
-        new = [d for d in dict.fromkeys(devices) if d not in self._gpus and self.coalesces(d)]
-        self._gpus += new
-        return new
-
-    def world(self) -> Any:
+    def _open_world(self) -> Any:
         """The communicator of all ranks.
 
         Raises:
             PeerError: the connections were closed after a peer was lost.
             RuntimeError: the connections were closed because this rank failed.
         """
-        if self.closure is not None:
-            kind = RuntimeError if self.closure.broken else PeerError
+        if self._closure is not None:
+            kind = RuntimeError if self._closure.broken else PeerError
             raise kind(
-                f"rank {self._members[self._rank]}: expected connections to the other ranks, but "
-                f"this rank has closed them: {self.closure.reason}; restart from the last "
-                f"checkpoint"
+                f"rank {self.initial_rank}: expected connections to the other ranks, but this rank "
+                f"has closed them: {self._closure.reason}; restart from the last checkpoint"
             )
-        if self.ready is None:
+        if self._ready is None:
             # As of init_process_group("nccl").
             self._replace_world()
-        return self.ready
+        return self._ready
 
-    def of(self, ranks: tuple[int, ...]) -> Any:
+    def _of(self, ranks: tuple[int, ...]) -> Any:
         """The communicator of a connected group.
 
         Raises:
-            PeerError: as `world`.
-            RuntimeError: as `world`.
+            PeerError: as `_open_world`.
+            RuntimeError: as `_open_world`.
         """
-        self.world()
+        self._open_world()
         return self._subgroups[ranks]
 
     def coalesces(self, device: torch.device) -> bool:
@@ -137,7 +141,7 @@ class Connections:
 
     def wire_device(self, device: torch.device) -> torch.device:
         """The device on which tensors of `device` are exchanged: with gloo, the CPU."""
-        if self._world is None or len(self._members) == 1:
+        if self._world is None or self.world_size == 1:
             return device
         return CPU if backend_of(self._world, device).name() == "gloo" else device
 
@@ -155,23 +159,23 @@ class Connections:
             reason: the reason in later errors.
             broken: whether this rank itself has failed.
         """
-        if self.closure is None:
-            self.closure = Closure(reason=reason, broken=broken)
+        if self._closure is None:
+            self._closure = Closure(reason=reason, broken=broken)
         made = self._release()
-        if self._world is not self.user_group:
+        if self._world is not self._user_group:
             self._world = None
-        self.ready = None
+        self._ready = None
         for group in made:
             abort(group)
 
     def close(self) -> None:
         """Close the communicators made here and release the user's process group."""
-        if self.ready is not None:
+        if self._ready is not None:
             # Before the others see the connections closed.
             self._reports.note(())
         for group in self._release():
-            close(group, self._gpus, self._limits.timeout.total_seconds())
-        self.user_group = self._world = self.ready = None
+            close(group, self._gpus, self._timeout.total_seconds())
+        self._user_group = self._world = self._ready = None
 
     def lose(self, suspects: tuple[int, ...], silent: bool) -> PeerLoss:
         """Close the connections after a `WireError`, and find out which rank was lost.
@@ -180,8 +184,8 @@ class Connections:
             suspects: the ranks of which one was lost, by their position among the members.
             silent: as in `WireError`.
         """
-        names = [self._members[rank] for rank in suspects]
-        if self._limits.should_stop is not None:
+        names = [self.members[rank] for rank in suspects]
+        if self._should_stop is not None:
             # All members meet again in any case, and find out there.
             loss = self._reports.error() or PeerLoss(names)
             self.abort(f"{loss} was lost")
@@ -193,71 +197,48 @@ class Connections:
 
     def lose_in_collective(self, suspects: tuple[int, ...], error: WireError) -> RuntimeError:
         """As `lose`; the error of a collective of all ranks."""
-        loss, here = self.lose(suspects, error.silent), self._members[self._rank]
-        if loss.out_of_order:
-            # That rank is in another method, and will not come.
-            return CallOrderError(f"rank {here}: {loss.error}")
-        return PeerError(
-            f"rank {here}: expected all {len(self._members)} ranks to take part in a "
-            f"collective within {self._limits.timeout}, but lost {loss} ({error}); "
-            f"{loss.advice}, and call the same methods in the same order everywhere",
-            rank=loss.ranks[0] if len(loss.ranks) == 1 else None,
+        loss = self.lose(suspects, error.silent)
+        return loss.as_error(
+            self.initial_rank,
+            f"expected all {self.world_size} ranks to take part in a collective within "
+            f"{self._timeout}, but lost {loss} ({error}); {loss.advice}, and call the same methods "
+            f"in the same order everywhere",
         )
 
     def fail(self, error: BaseException) -> None:
-        """Close the connections because this rank cannot continue, and report why."""
-        reason = f"this rank failed with {type(error).__name__}: {error}"
-        self._close_for(error, reason, broken=True)
+        """Close the connections because this rank cannot continue, and report why.
 
-    def disagree(self, error: CallOrderError) -> None:
-        """Close the connections because the ranks called different methods, and report it."""
-        self._close_for(error, "the ranks called different methods")
-
-    def pass_on(self, error: Exception) -> None:
-        """Close the connections because of a loss elsewhere, and report it."""
-        self._close_for(error, f"this rank ended with {type(error).__name__}: {error}")
-
-    def _close_for(self, error: BaseException, reason: str, broken: bool = False) -> None:
-        """Report an error and close the connections, unless they are closed for another reason."""
-        if self.closure is None:
+        Nothing happens if they are closed for another reason already.
+        """
+        if self._closure is None:
             self._reports.note_error(error)
-            self.abort(reason, broken)
+            broken = not isinstance(error, (PeerError, CallOrderError))
+            self.abort(f"this rank failed with {type(error).__name__}: {error}", broken)
 
     def _release(self) -> list[Any]:
         """Forget the groups, and return the communicators made here, each once."""
         known = {id(group): group for group in (*self._subgroups.values(), self._world)}
         self._subgroups.clear()
-        users = (None, self.user_group)
+        users = (None, self._user_group)
         return [group for group in known.values() if all(group is not each for each in users)]
 
-    def _wants_own_world(self) -> bool:
-        """Whether to exchange over a communicator that is created here.
-
-        With gloo, a wait that times out would close the connections of the user's process group.
-        With NCCL, the rounds would queue behind the user's own collectives.
-        """
-        if len(self._members) == 1 or self._store is None:
-            return False
-        kind = backend_of(self._world, self.exchange_device).name()
-        return kind == "gloo" or is_nccl(kind)
-
     def _replace_world(self) -> None:
-        self._world = self.ready = self._new(tuple(range(len(self._members))))
+        self._world = self._ready = self._new(tuple(range(self.world_size)))
 
     def _new(self, ranks: tuple[int, ...]) -> Any:
         if self._store is None:
             raise ValueError(
-                f"rank {self._rank}: ranks {ranks} need a communicator of their own, and this "
+                f"rank {self.rank}: ranks {ranks} need a communicator of their own, and this "
                 f"{type(self._world).__name__} has no store to build it on; wrap it in a "
                 f"torch.distributed.ProcessGroup, or use a topology of pairs and no timeout"
             )
-        store, place = prefixed("-".join(map(str, ranks)), self._store), ranks.index(self._rank)
-        timeout = self._limits.timeout
+        store = PrefixStore("-".join(map(str, ranks)), self._store)
+        place, timeout = ranks.index(self.rank), self._timeout
         try:
             return new_communicator(self._world, store, place, len(ranks), timeout)
         except (RuntimeError, TimeoutError) as error:
-            members = [self._members[rank] for rank in ranks]
+            members = [self.members[rank] for rank in ranks]
             raise PeerError(
-                f"rank {self._members[self._rank]}: ranks {members} could not connect within "
+                f"rank {self.initial_rank}: ranks {members} could not connect within "
                 f"{timeout} ({text_of(error)}); look there for the first error"
             ) from error

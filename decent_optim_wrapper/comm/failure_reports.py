@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 from decent_optim_wrapper.comm.store import BoundedStore
-from decent_optim_wrapper.errors import CallOrderError, text_of
+from decent_optim_wrapper.errors import CallOrderError, PeerError, text_of
 
 Result = TypeVar("Result")
 
@@ -61,6 +61,20 @@ class PeerLoss(NamedTuple):
             )
         return "look there for the first error"
 
+    def as_error(self, here: int, text: str, **place: int) -> PeerError | CallOrderError:
+        """The error of a rank that has lost this one.
+
+        Args:
+            here: the rank.
+            text: what was expected, what came, and what to do.
+            place: the round and the bucket that failed, if any.
+        """
+        if self.out_of_order:
+            # It closed its connections before the other had read that it is in another method.
+            return CallOrderError(f"rank {here}: {self.error}")
+        lost = self.ranks[0] if len(self.ranks) == 1 else None
+        return PeerError(f"rank {here}: {text}", lost, **place)
+
 
 class FailureReports:
     """Reads and writes the notes for one rank.
@@ -78,7 +92,12 @@ class FailureReports:
         """Note that this rank failed by itself; only the first such note counts."""
         text = f"{type(error).__name__}: {text_of(error)}"[:_LONGEST_ERROR]
         out_of_order = isinstance(error, CallOrderError)
-        self._try(lambda store: self._note_error(store, text, out_of_order))
+
+        def note(store: BoundedStore) -> None:
+            if store.add("errors", 1) == 1:
+                store.set("error", json.dumps([self._rank, text, out_of_order]))
+
+        self._try(note)
 
     def note(self, suspects: Sequence[int]) -> None:
         """Note the ranks whose loss makes this rank close its connections; none at its end."""
@@ -108,10 +127,6 @@ class FailureReports:
     def error(self) -> PeerLoss | None:
         """The rank that failed by itself, if there is a note of one."""
         return self._try(_read_error)
-
-    def _note_error(self, store: BoundedStore, text: str, out_of_order: bool) -> None:
-        if store.add("errors", 1) == 1:
-            store.set("error", json.dumps([self._rank, text, out_of_order]))
 
     def _look(self, store: BoundedStore, suspects: Sequence[int]) -> PeerLoss:
         """Follow the notes from rank to rank, up to the ranks without one."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
-from decent_optim_wrapper.comm.background import within
+from decent_optim_wrapper.comm.waiting import within
 
 # Where small messages travel, whatever torch.set_default_device says.
 CPU = torch.device("cpu")
@@ -111,7 +111,7 @@ def new_communicator(like: Any, store: Any, rank: int, size: int, timeout: timed
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     # It connects in its first collective.
-    nccl = dist.ProcessGroupNCCL(prefixed(_NCCL, store), rank, size, options)
+    nccl = dist.ProcessGroupNCCL(PrefixStore(_NCCL, store), rank, size, options)
     group = dist.ProcessGroup(store, rank, size)
     kinds = dist.ProcessGroup.BackendType
     group._register_backend(CPU, kinds.GLOO, gloo)
@@ -194,11 +194,6 @@ def abort(communicator: Any) -> None:
             with suppress(RuntimeError):
                 nothing = torch.empty(1, device="cpu")
                 communicator.recv([nothing], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-
-
-def prefixed(prefix: str, store: Any) -> Any:
-    """A view of the store with every key under `prefix`."""
-    return PrefixStore(prefix, store)
 
 
 def exchange_coalesced(group: Any, outgoing: Tensor, incoming: Tensor, peer: int) -> Any:

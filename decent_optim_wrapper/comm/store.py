@@ -6,16 +6,18 @@ the store has. Here such calls run on threads of their own and are abandoned aft
 
 from __future__ import annotations
 
+import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError, DistStoreError
 
-from decent_optim_wrapper.comm.background import within
-from decent_optim_wrapper.comm.lifeline import Lifeline
-from decent_optim_wrapper.comm.process_groups import prefixed
+from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.errors import PeerError, text_of
 
 # The least wait for an answer, however long the store has been silent before.
@@ -37,8 +39,8 @@ def own_part(store: Any | None, rank: int, timeout: timedelta) -> Any | None:
 
     def connect() -> Any:
         # What hangs on this connection holds up no call of the user.
-        part = prefixed("decent_optim_wrapper", cloned(store))
-        return prefixed(str(part.add(f"made by {rank}", 1)), part)
+        part = PrefixStore("decent_optim_wrapper", cloned(store))
+        return PrefixStore(str(part.add(f"made by {rank}", 1)), part)
 
     try:
         return within(timeout.total_seconds(), connect)
@@ -151,3 +153,60 @@ class BoundedStore:
             raise DistStoreError(f"no answer for {silent:.1f} s") from error
         self.note_answer()
         return answer
+
+
+class Lifeline:
+    """An idle connection to the server of a `TCPStore`, which ends with the server.
+
+    If a connection of torch is used after its server has ended, torch writes a C++ stack of 25
+    lines to stderr. A program cannot switch this off after it has imported torch.
+
+    Args:
+        connection: the connection; None if there is no server to watch.
+        refused: whether the server did not accept it.
+    """
+
+    def __init__(self, connection: socket.socket | None, refused: bool = False) -> None:
+        self._connection = connection
+        self._refused = refused
+        if connection is not None:
+            connection.setblocking(False)
+            # Python warns of a socket that is dropped while it is open.
+            weakref.finalize(self, connection.close)
+
+    @classmethod
+    def to_server_of(cls, store: Any) -> Lifeline:
+        """Connect to the server of any store; if it has none, `check` never raises."""
+        server = _server_of(store)
+        try:
+            return cls(None if server is None else socket.create_connection(server))
+        except ConnectionRefusedError:
+            return cls(None, refused=True)
+        except OSError:
+            # The store may still be within reach for torch, which tries longer.
+            return cls(None)
+
+    def check(self) -> None:
+        """Check for the end of the server; never blocks.
+
+        Raises:
+            DistStoreError: the server has ended.
+        """
+        if self._refused or (self._connection is not None and _is_closed(self._connection)):
+            raise DistStoreError("its server has ended")
+
+
+def _server_of(store: Any) -> tuple[str, int] | None:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Whether the other side has closed the connection, over which it never sends anything."""
+    with suppress(BlockingIOError):
+        try:
+            return not connection.recv(1, socket.MSG_PEEK)
+        except ConnectionError:
+            return True
+    return False

@@ -7,22 +7,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.comm.background import Ongoing, in_background
-
-
-class Waitable(Protocol):
-    """A work to wait for, of torch or made of several."""
-
-    def wait(self, timeout: timedelta = ...) -> Any:
-        """Wait until it is done; once, unless it says otherwise."""
-
-    def is_completed(self) -> bool:
-        """Whether it is done; works of gloo do not know before they are waited for."""
+from decent_optim_wrapper.comm.waiting import Waitable, in_background
 
 
 class OnStream:
@@ -77,7 +67,7 @@ class AsyncHostCopy:
         return self._values.tolist()
 
 
-class PostingThread(Ongoing):
+class PostingThread:
     """Runs actions one after the other on a thread of its own, if need be behind work of a GPU.
 
     The first one that fails is the last.
@@ -89,12 +79,13 @@ class PostingThread(Ongoing):
         # Held while an action runs, but not while it waits for the GPU.
         self._acting = threading.Lock()
         self._thread: int | None = None
-        super().__init__(in_background(self._run))
+        # Is done when the last action is, or one has failed.
+        self.future = in_background(self._run)
 
     @property
     def ended_well(self) -> bool:
         """Whether all actions are done, and none has failed."""
-        return self.is_over and self.future.exception() is None
+        return self.future.done() and self.future.exception() is None
 
     @property
     def runs_here(self) -> bool:

@@ -7,7 +7,8 @@ larger group gets a communicator, created by its members only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -15,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decent_optim_wrapper.comm.background import Ongoing, wait_for_any
 from decent_optim_wrapper.comm.connections import Connections
 from decent_optim_wrapper.comm.process_groups import exchange_coalesced, store_of, timeout_of
 from decent_optim_wrapper.comm.store import own_part
-from decent_optim_wrapper.comm.streams import OnStream, PostingThread, Waitable
+from decent_optim_wrapper.comm.streams import OnStream, PostingThread
 from decent_optim_wrapper.comm.waiting import (
     PendingMessage,
-    WaitLimits,
+    Waitable,
     WireError,
+    wait_for_any,
     wait_watchfully,
 )
 from decent_optim_wrapper.errors import text_of
@@ -36,49 +37,12 @@ _FIRST_TAG = 1 << 20
 _MOST_SENT_ONE_BY_ONE = 16
 
 
-class Transport:
-    """The ranks that exchange with each other.
+class Transport(Connections):
+    """The ranks that exchange with each other, over their connections."""
 
-    `lose`, `fail`, `disagree`, `pass_on`, `abort`, `close` and `wire_device` are those of its
-    `Connections`; `limit_waits` tightens its `WaitLimits`.
-
-    Args:
-        world: the communicator of all ranks; None for a world of one rank.
-        rank: the position of this rank among the members.
-        members: the ranks, as numbered at the start.
-        timeout: bound of every wait.
-        store: where the ranks meet to connect, and leave notes of losses; None if there is none.
-        user_group: the same as `world` if that is the user's own, which is never closed here.
-        should_stop: as in `WaitLimits`.
-    """
-
-    def __init__(
-        self,
-        world: Any | None,
-        rank: int,
-        members: tuple[int, ...],
-        timeout: timedelta,
-        store: Any | None = None,
-        *,
-        user_group: Any | None = None,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> None:
-        self.rank = rank
-        self.members = members
-        self.world_size = len(members)
-        # The number of this rank at the start.
-        self.initial_rank = members[rank]
-        self._limits = WaitLimits(timeout, should_stop)
-        self._connections = Connections(world, rank, members, self._limits, store, user_group)
-        # Collectives of one communicator come in the same order on all ranks.
-        self._posting: PostingThread | None = None
-        self.limit_waits = self._limits.tighten
-        connections = self._connections
-        self.wire_device = connections.wire_device
-        self.abort, self.close = connections.abort, connections.close
-        self.lose, self.lose_in_collective = connections.lose, connections.lose_in_collective
-        self.fail, self.disagree = connections.fail, connections.disagree
-        self.pass_on = connections.pass_on
+    # What a thread still posts: collectives of one communicator come in the same order on all
+    # ranks.
+    _posting: PostingThread | None = None
 
     @classmethod
     def over(
@@ -102,35 +66,24 @@ class Transport:
         return cls(process_group, rank, members, timeout, store, user_group=process_group)
 
     @property
-    def exchange_device(self) -> torch.device:
-        """The kind of device whose tensors are exchanged: the GPU if the group serves it."""
-        return self._connections.exchange_device
-
-    @property
     def is_closed(self) -> bool:
         """Whether the connections were aborted."""
-        return self._connections.closure is not None
+        return self._closure is not None
 
-    def connect(self, schedule: Sequence[Group], devices: Collection[torch.device] = ()) -> None:
-        """Create the communicators that `schedule` (this rank's groups, phase by phase) needs.
-
-        Creation waits for all members. It cannot deadlock: every rank goes through the phases in
-        the same order, and the groups of a phase are disjoint.
-
-        Args:
-            schedule: the groups.
-            devices: those of the tensors to exchange.
-        """
-        self._connections.connect(schedule)
-        self.begin_on(devices)
+    def limit_waits(self, timeout: timedelta) -> None:
+        """Wait no longer than `timeout` from now on, and do not meet again."""
+        self._timeout = min(timeout, self._timeout)
+        self._should_stop = None
 
     def begin_on(self, devices: Collection[torch.device]) -> None:
         """Make the first exchange on each GPU that has made none; collective.
 
         A first exchange between some of the ranks only is undefined on NCCL.
         """
-        for device in self._connections.add_gpus(devices):
-            self.sum_(torch.zeros(1, device=device))
+        for device in dict.fromkeys(devices):
+            if self.world_size > 1 and device not in self._gpus and self.coalesces(device):
+                self._gpus.append(device)
+                self.sum_(torch.zeros(1, device=device))
 
     def check_open(self) -> None:
         """Check that this rank can still reach the others.
@@ -138,14 +91,14 @@ class Transport:
         Raises:
             RuntimeError: the user's process group has been destroyed, or this rank has failed.
         """
-        connections, groups = self._connections, dist.distributed_c10d._world.pg_group_ranks
-        if connections.registered and connections.user_group not in groups:
+        groups = dist.distributed_c10d._world.pg_group_ranks
+        if self._registered and self._user_group not in groups:
             raise RuntimeError(
                 f"rank {self.rank}: expected the process group to be open, but it was destroyed; "
                 f"call destroy_process_group() after the last step() and average"
             )
-        if connections.closure is not None and connections.closure.broken:
-            connections.world()
+        if self._closure is not None and self._closure.broken:
+            self._open_world()
 
     def wait(self, works: list[Waitable]) -> None:
         """Wait for each work once, within the timeout; a second call returns at once.
@@ -155,10 +108,10 @@ class Transport:
         """
         pending = works[:]
         works.clear()
-        timeout, start = self._limits.timeout, time.monotonic()
+        timeout, start = self._timeout, time.monotonic()
         try:
-            if self._limits.should_stop is not None:
-                wait_watchfully(pending, self._limits)
+            if self._should_stop is not None:
+                wait_watchfully(pending, timeout, self._should_stop)
                 return
             for work in pending:
                 work.wait(timeout)
@@ -166,30 +119,28 @@ class Transport:
             self._give_up(error, silent=time.monotonic() - start >= timeout.total_seconds())
             raise
 
-    def wait_for_any(self, ongoing: Ongoing, other: Ongoing | None = None) -> None:
-        """Wait until one is over, without asking whether it has failed.
+    def wait_for_any(self, *futures: Future[None]) -> None:
+        """Wait until one is done, without asking whether it has failed.
 
         Raises:
             WireError: the wait timed out.
         """
-        futures = [each.future for each in (ongoing, other) if each is not None]
-        limits = self._limits
         try:
-            wait_for_any(futures, limits.timeout.total_seconds(), limits.should_stop)
+            wait_for_any(futures, self._timeout.total_seconds(), self._should_stop)
         except BaseException as error:
             self._give_up(error)
             raise
 
-    def finish(self, ongoing: Ongoing, other: Ongoing | None = None) -> None:
-        """Wait until `ongoing` has succeeded, or something else is over.
+    def finish(self, awaited: Future[None], *others: Future[None]) -> None:
+        """Wait until `awaited` has succeeded, or something else is done.
 
         Raises:
             WireError: a peer is gone, or the wait timed out.
         """
-        self.wait_for_any(ongoing, other)
+        self.wait_for_any(awaited, *others)
         try:
-            if ongoing.is_over:
-                ongoing.future.result()
+            if awaited.done():
+                awaited.result()
         except BaseException as error:
             self._give_up(error)
             raise
@@ -200,11 +151,10 @@ class Transport:
         Raises:
             WireError: in its place.
         """
-        stopped = self._limits.should_stop is not None and self._limits.should_stop()
-        if isinstance(error, TimeoutError) and stopped:
-            raise WireError("another rank has lost a peer, or comes back") from error
         if isinstance(error, TimeoutError):
-            raise WireError(f"no answer within {self._limits.timeout}", silent=True) from error
+            if self._should_stop is not None and self._should_stop():
+                raise WireError("another rank has lost a peer, or comes back") from error
+            raise WireError(f"no answer within {self._timeout}", silent=True) from error
         if isinstance(error, RuntimeError):
             raise WireError(text_of(error), silent) from error
         # Nobody can wait for the works any more, and what has not arrived must not be mixed.
@@ -227,9 +177,8 @@ class Transport:
             WireError: the connection is closed already.
         """
         # Every step comes here: with as few calls as possible.
-        connections, device = self._connections, outgoing.device
-        world = connections.ready or connections.world()
-        coalesces = device.type != "cpu" and connections.coalesces(device)
+        world, device = self._ready or self._open_world(), outgoing.device
+        coalesces = device.type != "cpu" and self.coalesces(device)
         try:
             if coalesces:
                 return [OnStream(exchange_coalesced(world, outgoing, incoming, peer))]
@@ -242,20 +191,19 @@ class Transport:
 
     def sends_alone(self, device: torch.device) -> bool:
         """Whether `send` and `receive` work for tensors on this device: not on NCCL."""
-        return self._connections.ready is not None and not self._connections.coalesces(device)
+        return self._ready is not None and not self.coalesces(device)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Waitable:
         """Start sending a tensor, as in `exchange`; on any thread."""
-        return _start(self._connections.world().send, tensor, peer, tag)
+        return _start(self._open_world().send, tensor, peer, tag)
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Waitable:
         """Start receiving a tensor, as in `exchange`."""
-        return _start(self._connections.world().recv, tensor, peer, tag)
+        return _start(self._open_world().recv, tensor, peer, tag)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[Waitable]:
         """Start summing `tensor` in place over the ranks of a connected group."""
-        work = self._connections.of(ranks).allreduce([tensor])
-        return [self._on_stream(work, tensor)]
+        return [self._on_stream(self._of(ranks).allreduce([tensor]), tensor)]
 
     def gather(self, tensor: Tensor, group: Group, tag: int) -> tuple[Tensor, list[Waitable]]:
         """Start gathering the tensors of all ranks of a pair or of a connected group, on a GPU.
@@ -273,7 +221,7 @@ class Transport:
         rows[own].copy_(tensor)
         if group.size == 2:
             return rows, self.exchange(tensor, rows[1 - own], group.ranks[1 - own], tag)
-        work = self._connections.of(group.ranks).allgather([list(rows)], [tensor])
+        work = self._of(group.ranks).allgather([list(rows)], [tensor])
         return rows, [self._on_stream(work, tensor)]
 
     def send_control(
@@ -291,7 +239,7 @@ class Transport:
         if len(ranks) - 1 > _MOST_SENT_ONE_BY_ONE:
             self._finish_posting()
             rows = {rank: torch.empty_like(message) for rank in ranks}
-            works = [self._connections.of(ranks).allgather([[*rows.values()]], [message])]
+            works = [self._of(ranks).allgather([[*rows.values()]], [message])]
             del rows[self.rank]
             others = tuple(rows)
             return [PendingMessage(rank, works, row, others) for rank, row in rows.items()]
@@ -335,10 +283,9 @@ class Transport:
 
     def _collective(self, tensor: Tensor, start: Callable[[Any], Waitable]) -> None:
         """Make a collective of all ranks."""
-        self._finish_posting()
-        work = self._on_stream(start(self._connections.world()), tensor)
         try:
-            self.wait([work])
+            self._finish_posting()
+            self.wait([self._on_stream(start(self._open_world()), tensor)])
         except WireError as error:
             raise self.lose_in_collective(self.others, error) from error
 
@@ -346,16 +293,13 @@ class Transport:
         """Wait until nothing else is being posted, before a collective.
 
         Raises:
-            PeerError: a rank was lost.
+            WireError: that took too long.
         """
         posting = self._posting
         if posting is not None and not posting.runs_here:
             self._posting = None
             # Whether it has failed is told by the round.
-            try:
-                self.wait_for_any(posting)
-            except WireError as error:
-                raise self.lose_in_collective(self.others, error) from error
+            self.wait_for_any(posting.future)
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -363,7 +307,7 @@ class Transport:
         return tuple(rank for rank in range(self.world_size) if rank != self.rank)
 
     def _on_stream(self, work: Waitable, tensor: Tensor) -> Waitable:
-        return OnStream(work) if self._connections.coalesces(tensor.device) else work
+        return OnStream(work) if self.coalesces(tensor.device) else work
 
 
 def _start(operation: Callable[..., Waitable], tensor: Tensor, peer: int, tag: int) -> Waitable:

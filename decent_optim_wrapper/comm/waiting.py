@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from decent_optim_wrapper.comm.background import Ongoing, in_background, within
-from decent_optim_wrapper.comm.streams import Waitable
+Result = TypeVar("Result")
 
 # What torch's backends can wait for. Who waits for the thread has a timeout of its own.
 LONGEST_WAIT = timedelta(seconds=2_000_000)
+# Interval of the checks whether to keep waiting.
+_LOOK_SECONDS = 0.05
+# An interval that is longer on a busy machine counts as this.
+_LONGEST_LOOK_SECONDS = 0.25
 # Interval of the checks whether a GPU has finished its work.
 _POLL_SECONDS = 0.001
 # How much later than at its timeout gloo may end a wait.
 _SLACK_SECONDS = 1.0
+_THREAD_NAME = "decent-background"
 
 
 class WireError(RuntimeError):
@@ -35,17 +40,14 @@ class WireError(RuntimeError):
         self.silent = silent
 
 
-class Awaited(NamedTuple):
-    """A work to wait for.
+class Waitable(Protocol):
+    """A work to wait for, of torch or made of several."""
 
-    Args:
-        work: the work.
-        on_gpu: whether it tells whether it is done. A wait for it orders a stream, so that the
-            thread that mixes must do so itself.
-    """
+    def wait(self, timeout: timedelta = ...) -> Any:
+        """Wait until it is done; once, unless it says otherwise."""
 
-    work: Waitable
-    on_gpu: bool = False
+    def is_completed(self) -> bool:
+        """Whether it is done; works of gloo do not know before they are waited for."""
 
 
 class PendingMessage(NamedTuple):
@@ -64,52 +66,145 @@ class PendingMessage(NamedTuple):
     suspects: tuple[int, ...]
 
 
-class Arrival(Ongoing):
+class Expected(NamedTuple):
+    """Works to wait for, and what is lost with them: a bucket, and one of some ranks.
+
+    Args:
+        works: the works.
+        bucket: the position of the bucket that an error names.
+        suspects: the ranks, by position.
+        on_gpu: whether the works tell whether they are done. A wait for them orders a stream, so
+            that the thread that mixes must do so itself.
+    """
+
+    works: list[Waitable]
+    bucket: int
+    suspects: tuple[int, ...]
+    on_gpu: bool = False
+
+
+class Arrival:
     """Waits for works on a thread of its own: works of gloo do not tell whether they are done.
 
     Args:
-        works: the works; nobody else waits for those that are not on a GPU.
-        further: finds further works, on the thread; None if there are none.
+        expected: the works; nobody else waits for those that are not on a GPU.
+        further: called on the thread once these are done, finds further works; None if there are
+            none.
     """
 
     def __init__(
-        self, works: Sequence[Awaited], further: Callable[[], Sequence[Awaited]] | None = None
+        self,
+        expected: Sequence[Expected],
+        further: Callable[[], Sequence[Expected]] | None = None,
     ) -> None:
         # The thread does not hold the arrival: an error would keep alive all that it refers to.
-        self._finished = [0]
-        if works or further:
-            wait = partial(_wait_for_each, tuple(works), further, self._finished)
-            super().__init__(in_background(wait))
+        self._begun: list[Expected] = []
+        # Is done when everything has arrived, or something has failed.
+        self.future: Future[None] = Future()
+        if expected or further:
+            self.future = in_background(partial(_wait_for_each, expected, further, self._begun))
         else:
-            super().__init__(Future())
             self.future.set_result(None)
 
-    @property
-    def finished(self) -> int:
-        """How many works are done."""
-        return self._finished[0]
+    def lost(self) -> Expected | None:
+        """What has not arrived, after the wait has failed; None if that is not known."""
+        return self._begun[-1] if self._begun else None
 
 
-class WaitLimits:
-    """What ends a wait.
+def _wait_for_each(
+    expected: Sequence[Expected],
+    further: Callable[[], Sequence[Expected]] | None,
+    begun: list[Expected],
+) -> None:
+    for each in expected:
+        begun.append(each)
+        for work in each.works:
+            if each.on_gpu:
+                while not work.is_completed():
+                    time.sleep(_POLL_SECONDS)
+            else:
+                work.wait(LONGEST_WAIT)
+        # A second wait for a work of gloo would last forever.
+        if not each.on_gpu:
+            each.works.clear()
+    if further is not None:
+        _wait_for_each(further(), None, begun)
+
+
+def is_background() -> bool:
+    """Whether this thread was started by `in_background`."""
+    return threading.current_thread().name == _THREAD_NAME
+
+
+def in_background(action: Callable[[], Result]) -> Future[Result]:
+    """Run an action on a daemon thread, which does not hold up the end of the process.
+
+    It may block outside of Python.
+    """
+    future: Future[Result] = Future()
+    threading.Thread(target=_run, args=(future, action), daemon=True, name=_THREAD_NAME).start()
+    return future
+
+
+def _run(future: Future[Result], action: Callable[[], Result]) -> None:
+    try:
+        future.set_result(action())
+    except BaseException as error:
+        future.set_exception(error)
+    finally:
+        del future, action
+
+
+def wait_for_any(
+    futures: Collection[Future[Any]], seconds: float, should_stop: Callable[[], bool] | None = None
+) -> None:
+    """Wait until one of the futures is done, for a limited time.
 
     Args:
-        timeout: bound of every wait.
-        should_stop: tells that another rank has lost a peer, or comes back, so that all members
-            meet again and waiting is in vain; None if they never do.
+        futures: one or more.
+        seconds: bound of the wait.
+        should_stop: tells whether to give up earlier.
+
+    Raises:
+        TimeoutError: none of them is done.
     """
-
-    def __init__(self, timeout: timedelta, should_stop: Callable[[], bool] | None = None) -> None:
-        self.timeout = timeout
-        self.should_stop = should_stop
-
-    def tighten(self, timeout: timedelta) -> None:
-        """Wait no longer than `timeout` from now on, and do not meet again."""
-        self.timeout = min(timeout, self.timeout)
-        self.should_stop = None
+    waited, last = 0.0, time.monotonic()
+    while not wait(futures, min(_LOOK_SECONDS, seconds), FIRST_COMPLETED).done:
+        now = time.monotonic()
+        # Time in which this process was stopped does not count: the answer may be there.
+        waited, last = waited + min(now - last, _LONGEST_LOOK_SECONDS), now
+        if waited > seconds or (should_stop is not None and should_stop()):
+            raise TimeoutError(f"given up within {seconds:.1f} s")
 
 
-def wait_watchfully(works: Sequence[Waitable], limits: WaitLimits) -> None:
+def within(
+    seconds: float, action: Callable[[], Result], should_stop: Callable[[], bool] | None = None
+) -> Result:
+    """Run an action on a daemon thread, and wait for it for a limited time.
+
+    An abandoned action runs on, and its result is ignored.
+
+    Args:
+        seconds: bound of the wait.
+        action: the action, which may block outside of Python.
+        should_stop: tells whether to abandon it earlier.
+
+    Raises:
+        TimeoutError: the action was abandoned.
+    """
+    future = in_background(action)
+    try:
+        wait_for_any([future], seconds, should_stop)
+        return future.result()
+    finally:
+        # The future holds the error, whose traceback holds this frame. The cycle would keep alive
+        # what the action used, such as connections, until the next garbage collection.
+        del future
+
+
+def wait_watchfully(
+    works: Sequence[Waitable], timeout: timedelta, should_stop: Callable[[], bool]
+) -> None:
     """Wait on another thread, and check here whether to stop.
 
     Repeated short waits do not do: gloo closes all connections when a wait times out. If the check
@@ -119,25 +214,8 @@ def wait_watchfully(works: Sequence[Waitable], limits: WaitLimits) -> None:
         TimeoutError: the check has ended it.
     """
 
-    def wait() -> None:
+    def wait_for_each() -> None:
         for work in works:
-            work.wait(limits.timeout)
+            work.wait(timeout)
 
-    most = len(works) * limits.timeout.total_seconds() + _SLACK_SECONDS
-    within(most, wait, limits.should_stop)
-
-
-def _wait_for_each(
-    works: Sequence[Awaited],
-    further: Callable[[], Sequence[Awaited]] | None,
-    finished: list[int],
-) -> None:
-    for work, on_gpu in works:
-        if on_gpu:
-            while not work.is_completed():
-                time.sleep(_POLL_SECONDS)
-        else:
-            work.wait(LONGEST_WAIT)
-        finished[0] += 1
-    if further is not None:
-        _wait_for_each(further(), None, finished)
+    within(len(works) * timeout.total_seconds() + _SLACK_SECONDS, wait_for_each, should_stop)

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 from loguru import logger
 from torch.distributed import DistError
+from torch.distributed.distributed_c10d import PrefixStore
 
-from decent_optim_wrapper.comm.background import within
-from decent_optim_wrapper.comm.process_groups import connect_gloo, prefixed
+from decent_optim_wrapper.comm.process_groups import connect_gloo
 from decent_optim_wrapper.comm.state_transfer import difference
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.elastic.epoch import Epoch, Note, with_donor
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat
 from decent_optim_wrapper.errors import PeerError, text_of
@@ -104,7 +105,7 @@ class Rendezvous:
     @classmethod
     def _own_keys(cls, store: Any, timeout: timedelta) -> BoundedStore:
         """The store under a prefix that no other rendezvous of this process has."""
-        part = prefixed(key_prefix(cls.built), store)
+        part = PrefixStore(key_prefix(cls.built), store)
         cls.built += 1
         return BoundedStore(part, timeout)
 
@@ -289,8 +290,8 @@ class Rendezvous:
             timeout = min(self._timeout, _CONNECT)
 
             def connect() -> tuple[Any, Any]:
-                store = prefixed(f"{epoch}", self._store.clone())
-                world = connect_gloo(prefixed("world", store), place, len(members), timeout)
+                store = PrefixStore(f"{epoch}", self._store.clone())
+                world = connect_gloo(PrefixStore("world", store), place, len(members), timeout)
                 world._set_default_timeout(self._timeout)
                 return world, store
 

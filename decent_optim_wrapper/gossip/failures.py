@@ -63,7 +63,7 @@ class Failures:
             if self._replica.transports:
                 # Those of the other dimensions wait for this rank, too.
                 for transport in self.transports:
-                    transport.pass_on(error)
+                    transport.fail(error)
         elif not isinstance(error, (NonFiniteError, *shared)):
             self.close(error)
 

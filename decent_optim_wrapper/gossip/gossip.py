@@ -237,7 +237,7 @@ class Gossip:
         coming = send_to_all(torch.tensor([call], device="cpu"), transport)
         nonfinite: list[NonFiniteError] = []
         pipeline.launch()
-        while not coming.arrival.is_over:
+        while not coming.arrival.future.done():
             flying = pipeline.in_flight.round
             if flying and flying.arrives(coming.arrival):
                 # The next one at once: no rank may have mixed a round that is in flight on others.

@@ -121,5 +121,5 @@ def check_calls(own: CollectiveCall, calls: dict[int, list[int]], transport: Tra
             + "; call the same methods in the same order and equally often on every rank, whatever "
             "the numbers of their steps. Is one of the calls inside an `if rank == 0` branch?"
         )
-        transport.disagree(error)
+        transport.fail(error)
         raise error

@@ -10,7 +10,7 @@ from functools import partial
 from loguru import logger
 from torch import Tensor
 
-from decent_optim_wrapper.comm.background import in_background, is_background
+from decent_optim_wrapper.comm.waiting import in_background, is_background
 from decent_optim_wrapper.gossip.extension import Extensions, ReceivedBucket
 from decent_optim_wrapper.gossip.header import CollectiveCall, RoundHeader
 from decent_optim_wrapper.gossip.in_flight import GossipState, InFlight

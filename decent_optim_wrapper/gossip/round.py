@@ -8,9 +8,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from decent_optim_wrapper.comm.background import Ongoing
-from decent_optim_wrapper.comm.streams import Waitable
-from decent_optim_wrapper.comm.waiting import Arrival, PendingMessage, WireError
+from decent_optim_wrapper.comm.waiting import (
+    Arrival,
+    Expected,
+    PendingMessage,
+    Waitable,
+    WireError,
+)
 from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.gossip.finite_flags import FiniteFlags
 from decent_optim_wrapper.gossip.header import RoundHeader
@@ -19,7 +23,6 @@ from decent_optim_wrapper.gossip.schedule import RoundKind, RoundPlan
 from decent_optim_wrapper.gossip.sender import Sender
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
-from decent_optim_wrapper.gossip.watch import Expected, Watch
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.exchange import Exchange, Wire
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
@@ -79,7 +82,7 @@ class Round:
         self.sender = Sender(self._wire)
         self.flags = FiniteFlags(self._wire)
         # If a thread waits for it.
-        self._watch: Watch | None = None
+        self._watch: Arrival | None = None
         # That of all ranks of the group.
         self._rate = plan.mixing_rate
         self._headers: list[PendingMessage] = []
@@ -148,7 +151,7 @@ class Round:
             return self._expected()
 
         first = [Expected(each.works, 0, each.suspects) for each in headers]
-        self._watch = Watch(first, further if headers else None)
+        self._watch = Arrival(first, further if headers else None)
 
     def _expected(self) -> list[Expected]:
         """What is to arrive behind the headers."""
@@ -166,7 +169,7 @@ class Round:
 
     def has_arrived(self) -> bool:
         """Whether nothing is left to wait for, as far as a thread has watched."""
-        return self._watch is not None and self._watch.is_over
+        return self._watch is not None and self._watch.future.done()
 
     def receive(self) -> None:
         """Wait until everything has arrived; nothing is mixed. A second call returns at once.
@@ -264,7 +267,7 @@ class Round:
         if self._watch is None:
             return True
         self._wait_for(self._watch, other)
-        return self._watch.is_over
+        return self._watch.future.done()
 
     def abandon(self) -> None:
         """Drop everything on the wire without waiting for the peers."""
@@ -283,7 +286,7 @@ class Round:
         except CallOrderError as error:
             # This rank takes no further part: the others must notice, or they would wait for it.
             self.abandon()
-            transport.disagree(error)
+            transport.fail(error)
             raise
 
     def _wait_for_sender(self) -> None:
@@ -292,9 +295,9 @@ class Round:
         except WireError as error:
             raise self._lost(0, self._wire.peers, error.silent) from error
 
-    def _wait_for(self, watch: Watch, other: Ongoing | None = None) -> None:
+    def _wait_for(self, watch: Arrival, *others: Arrival) -> None:
         try:
-            self._transport.finish(watch.arrival, other)
+            self._transport.finish(watch.future, *(each.future for each in others))
         except WireError as error:
             lost = watch.lost() or Expected([], 0, self._wire.peers)
             raise self._lost(lost.bucket, lost.suspects, error.silent) from error
@@ -319,16 +322,13 @@ class Round:
         self.abandon()
         transport, number = self._transport, self._header.round
         loss = transport.lose(suspects, silent)
-        if loss.out_of_order:
-            # That rank closed its connections before this one had read its header.
-            return CallOrderError(f"rank {transport.initial_rank}: {loss.error}")
         group = tuple(transport.members[rank] for rank in self._wire.group.ranks)
-        return PeerError(
-            f"rank {transport.initial_rank}: lost {loss} in round {number}, bucket {bucket}, "
-            f"group {group} of {self._topology!r}; {loss.advice}. The parameters are as they were "
-            f"before this round was mixed: restart from a checkpoint, or let the others go on with "
+        return loss.as_error(
+            transport.initial_rank,
+            f"lost {loss} in round {number}, bucket {bucket}, group {group} of "
+            f"{self._topology!r}; {loss.advice}. The parameters are as they were before this round "
+            f"was mixed: restart from a checkpoint, or let the others go on with "
             f"elastic=Elastic()",
-            rank=loss.ranks[0] if len(loss.ranks) == 1 else None,
             round=number,
             bucket=bucket,
         )

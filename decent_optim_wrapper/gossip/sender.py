@@ -92,7 +92,7 @@ class Sender:
                 rank, as if it had posted here.
         """
         if self.thread is not None and not self.thread.ended_well:
-            self._wire.transport.wait_for_any(self.thread)
+            self._wire.transport.wait_for_any(self.thread.future)
             self.thread.future.result()
 
     def drop(self) -> None:

@@ -54,7 +54,8 @@ class Session:
             intervals=intervals,
             first_round=first_round,
         )
-        transport.connect(schedule.groups, devices)
+        transport.connect(schedule.groups)
+        transport.begin_on(devices)
         return cls(
             transport=transport,
             topology=topology,

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decent_optim_wrapper.comm.streams import Waitable
 from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.comm.waiting import Waitable
 
 
 def pair_seconds(transport: Transport, data: Tensor, peer: int, repeats: int) -> float:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.codecs import Codec
-from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.comm.waiting import LONGEST_WAIT
+from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, in_background
 
 
 class CodedMean:

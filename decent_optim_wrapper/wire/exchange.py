@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.codecs import is_finite_on_device
-from decent_optim_wrapper.comm.streams import Waitable
 from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.comm.waiting import Waitable
 from decent_optim_wrapper.topo import Group
 from decent_optim_wrapper.wire.bucket import Bucket, is_finite
 from decent_optim_wrapper.wire.nonfinite import OnNonfinite
