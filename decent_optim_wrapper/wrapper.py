@@ -177,7 +177,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             parts = build_extensions(settings, extensions)
             self._local_update = LocalUpdate(optimizer, parts)
         self._settings = settings
-        self._inner = open_session(
+        self._gossip, self._setup, self._hand_over = open_session(
             start,
             Inputs(
                 optimizer=optimizer,
@@ -190,7 +190,6 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 extras=self._extras,
             ),
         )
-        self._gossip = self._inner.gossip
         self._pipeline = self._gossip.pipeline
         # Not an attribute of its own: Join sets it on whatever it is given, such as Fabric's proxy
         # of the wrapper, which has copies of the attributes, but steps read it here.
@@ -271,7 +270,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def replica(self) -> Replica:
         """The ranks of a mesh that hold one copy of the model together."""
-        return self._inner.replica
+        return self._setup.replica
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -570,7 +569,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device on which Join counts the ranks that still have data."""
-        group = self._inner.process_group
+        group = self._setup.process_group
         if group is None or serves(group, CPU):
             return CPU
         return next(param.device for param in self._gossip.params if param.is_cuda)
@@ -578,7 +577,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     @property
     def join_process_group(self) -> Any:
         """The process group in which Join counts."""
-        return self._inner.process_group
+        return self._setup.process_group
 
     @contextmanager
     def _step(self, in_backward: bool = False) -> Iterator[Step]:
@@ -599,8 +598,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     def _regroup(self, parameters: list[Named], late: list[Named]) -> None:
         """Gossip these parameters, of which `late` are new, from the next round on; collective."""
-        inner = self._inner
-        add = partial(inner.agreement.add, self._pipeline, inner.replica, parameters, late)
+        add = partial(self._setup.add, self._pipeline, parameters, late)
         self._gossip.meet(CollectiveCall.REGROUP, add)
         self._notify_change()
 

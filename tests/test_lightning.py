@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from decent_optim_wrapper import DecentOptimWrapper
-from decent_optim_wrapper.start.consistency import Agreement
+from decent_optim_wrapper.start.session import Setup
 
 pytestmark = [
     pytest.mark.slow,
@@ -364,7 +364,7 @@ def train_with_fabric(rank: int, folder: Path) -> None:
         fabric.save(folder / "saved.pt", {"model": model, "optimizer": optimizer})
     saved = from_rank_0(plain.validate())
     more = nn.Linear(2, 2)
-    with patch.object(Agreement, "add", autospec=True, side_effect=Agreement.add) as add:
+    with patch.object(Setup, "add", autospec=True, side_effect=Setup.add) as add:
         optimizer.add_param_group({"params": more.parameters()})
     assert len(optimizer.param_groups) == 2
     assert add.call_count == 1, "what Fabric returns looks like the wrapper, but holds it"

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule, TopologyFactory
-from decent_optim_wrapper.start.nodes import ranks_per_node
+from decent_optim_wrapper.start.world import ranks_per_node
 
 
 def wrap(params: list[Tensor], group: dist.ProcessGroup | None = None, **kw: Any) -> Any:

@@ -66,7 +66,7 @@ class BackwardOptimizer(DecentOptimWrapper):
     @property
     def takeovers(self) -> int:
         """How often this rank has received its state from others."""
-        return self._inner.hand_over.takeovers if self._inner.hand_over else 0
+        return self._hand_over.takeovers if self._hand_over else 0
 
     def in_parts(self, apply: Apply) -> AbstractContextManager[Callable[[Bucket], None]]:
         """A step in parts: yields a function that mixes, updates and launches one bucket."""

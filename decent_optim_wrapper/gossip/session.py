@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-
-import torch
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.schedule import Intervals, RoundSchedule
@@ -36,7 +33,6 @@ class Session:
         topology: Topology,
         intervals: Intervals,
         first_round: int = 0,
-        devices: Collection[torch.device] = (),
     ) -> Session:
         """Connect the groups in which this rank mixes; collective.
 
@@ -45,7 +41,6 @@ class Session:
             topology: of as many ranks.
             intervals: as in `RoundSchedule`.
             first_round: as in `RoundSchedule`.
-            devices: those of the tensors to exchange.
         """
         schedule = RoundSchedule(
             phases=topology.schedule(transport.rank),
@@ -55,7 +50,6 @@ class Session:
             first_round=first_round,
         )
         transport.connect(schedule.groups)
-        transport.begin_on(devices)
         return cls(
             transport=transport,
             topology=topology,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Settings
 from decent_optim_wrapper.elastic.hand_over import HandOver
 from decent_optim_wrapper.gossip.average import WorldAverage
@@ -24,11 +26,11 @@ from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.start.arguments import check_arguments
-from decent_optim_wrapper.start.consistency import Agreement
-from decent_optim_wrapper.start.start import Start
+from decent_optim_wrapper.start.start import Start, check_same
 from decent_optim_wrapper.start.world import World, find_world
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
+from decent_optim_wrapper.wire.broadcast import broadcast
 from decent_optim_wrapper.wire.bucket import Layout, extend_plan, plan_buckets
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.parameters import (
@@ -85,25 +87,6 @@ class Inputs:
     extras: ModuleExtras
 
 
-@dataclass(frozen=True, kw_only=True)
-class WrapperState:
-    """The parts of a wrapper.
-
-    Args:
-        gossip: the rounds and the collective calls.
-        replica: the ranks that hold one copy of the model together.
-        agreement: what is the same on all ranks.
-        process_group: the user's; None if the ranks meet in a store.
-        hand_over: sends the state to ranks that come back; None if none can.
-    """
-
-    gossip: Gossip
-    replica: Replica
-    agreement: Agreement
-    process_group: Any | None
-    hand_over: HandOver | None
-
-
 class _Model(NamedTuple):
     """What is trained on this rank.
 
@@ -120,12 +103,16 @@ class _Model(NamedTuple):
     replica: Replica
 
 
-def open_session(start: Start, inputs: Inputs) -> WrapperState:
+def open_session(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver | None]:
     """Meet the other ranks, compare what they train, and start from the same values; collective.
 
     Args:
         start: reaches the other ranks.
         inputs: what the wrapper is built from.
+
+    Returns:
+        The rounds and the collective calls; what takes in parameters that are added later; and what
+        sends the state to ranks that come back, or None if none can.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -137,22 +124,14 @@ def open_session(start: Start, inputs: Inputs) -> WrapperState:
         with start.failing_together():
             model = _check_model(start, inputs)
         world = find_world(start, inputs.topology, inputs.settings)
-        builder = _Builder(inputs, model, world)
         with start.failing_together():
-            builder.attach_extensions()
-            agreement = builder.describe(start)
-            description += agreement.lines
-        agreement.check(model.parameters, world.transport)
+            setup = Setup(start, inputs, model, world)
+            description += setup.lines
+        setup.check(model.parameters, world.transport)
     model.replica.connect(named.tensor for named in model.parameters)
-    gossip = builder.build_gossip()
-    builder.start_from_same_values(gossip, agreement)
-    return WrapperState(
-        gossip=gossip,
-        replica=model.replica,
-        agreement=agreement,
-        process_group=start.process_group,
-        hand_over=builder.begin_recovery(gossip),
-    )
+    gossip = setup.build_gossip()
+    setup.start_from_same_values(gossip.pipeline)
+    return gossip, setup, setup.begin_recovery(gossip)
 
 
 def _check_model(start: Start, inputs: Inputs) -> _Model:
@@ -175,20 +154,27 @@ def _check_model(start: Start, inputs: Inputs) -> _Model:
     return _Model(parameters=parameters, buffers=buffers, others=others, replica=replica)
 
 
-class _Builder:
-    """Builds the gossip of ranks that have met.
+class Setup:
+    """Builds the gossip of ranks that have met, and checks that they train the same model.
+
+    Nothing that arrives is unpickled: descriptions are sent as UTF-8 bytes in tensors.
 
     Args:
+        start: reaches the other ranks if this one fails, those of a mesh, too.
         inputs: what the wrapper is built from.
         model: what is trained on this rank.
         world: the ranks and their connections.
     """
 
-    def __init__(self, inputs: Inputs, model: _Model, world: World) -> None:
+    def __init__(self, start: Start, inputs: Inputs, model: _Model, world: World) -> None:
+        self._start = start
         self._inputs = inputs
         self._settings = settings = inputs.settings
         self._model = model
         self._world = world
+        # The user's; None if the ranks meet in a store.
+        self.process_group = start.process_group
+        self.replica = model.replica
         self._nonfinite, self._meter = NonFinitePolicy(settings.on_nonfinite), Meter()
         self._layout = Layout(
             cap_mb=settings.bucket_cap_mb,
@@ -198,8 +184,11 @@ class _Builder:
             order=inputs.extras.order,
             copies=model.replica.copies,
         )
+        self._attach_extensions()
+        # What must be the same on all ranks of a mesh, too, whatever part of the model they hold.
+        self.lines = self._describe()
 
-    def attach_extensions(self) -> None:
+    def _attach_extensions(self) -> None:
         """Tell the extensions what they may use."""
         for each in self._inputs.extensions.all:
             each.attach(
@@ -216,36 +205,82 @@ class _Builder:
                 )
             )
 
-    def describe(self, start: Start) -> Agreement:
-        """Collect what must be the same on all ranks."""
-        topology, elastic = self._world.topology, start.arguments.elastic
+    def _describe(self) -> list[str]:
+        topology, elastic = self._world.topology, self._start.arguments.elastic
         extensions = (e for e in self._inputs.extensions.all if e.name or e.sends)
-        return Agreement(
-            lines=[
-                f"decent_optim_wrapper {version('decent-optim-wrapper')}",
-                f"topology {type(topology).__name__} with schedule {topology.digest}",
-                *self._settings.lines(),
-                f"optimizer {type(self._inputs.optimizer).__name__}",
-                *(each.describe() for each in extensions),
-                *([] if elastic is None else [f"stale_after={elastic.stale_after}"]),
-            ],
-            layout=self._layout,
-            others=self._model.others,
-            recovery=self._world.recovery,
-            sync_at_start=self._settings.sync_at_start,
-            start=start,
-        )
+        return [
+            f"decent_optim_wrapper {version('decent-optim-wrapper')}",
+            f"topology {type(topology).__name__} with schedule {topology.digest}",
+            *self._settings.lines(),
+            f"optimizer {type(self._inputs.optimizer).__name__}",
+            *(each.describe() for each in extensions),
+            *([] if elastic is None else [f"stale_after={elastic.stale_after}"]),
+        ]
+
+    def check(self, parameters: Sequence[Named], transport: Transport) -> None:
+        """Compare the settings and all tensors with those of the other ranks; collective.
+
+        Raises:
+            ValueError: on every rank; names a rank that differs from rank 0, and the first
+                difference.
+        """
+        layout, lines = self._layout, [*self.lines]
+        named = [*parameters, *self._model.others]
+        for each in named:
+            # Views exchange their storage as it lies in memory.
+            strides = f", strides {each.tensor.stride()}" if layout.as_view else ""
+            lines.append(each.describe() + strides)
+        if layout.order:
+            places = str(layout.places(each.tensor for each in named)).encode()
+            lines.append(f"buckets filled in the order {hashlib.sha256(places).hexdigest()[:8]}")
+        text, recovery = "\n".join(lines), self._world.recovery
+        if recovery is None or not recovery.joins:
+            check_same(text, transport)
+        if recovery:
+            recovery.agree(text)
+
+    def add(self, pipeline: Pipeline, parameters: Sequence[Named], late: Sequence[Named]) -> None:
+        """Gossip these parameters, of which `late` are new, from the next round on.
+
+        Collective, over all of a mesh.
+
+        Raises:
+            TypeError: a parameter cannot be exchanged.
+            ValueError: the same, or the ranks differ, or another rank raised any of these errors.
+        """
+        transport, replica = pipeline.session.transport, self._model.replica
+        with self._start.over_the_mesh():
+            with self._start.failing_together():
+                replica.reshard()
+                check_shards(parameters, replica, self._layout.as_view)
+                check_tensors(parameters)
+            self.check(parameters, transport)
+        replica.connect(named.tensor for named in parameters)
+        transport.begin_on([named.tensor.device for named in parameters])
+        if self._settings.sync_at_start and late:
+            broadcast([named.tensor for named in late], transport, self._layout)
+        self._plan(pipeline, parameters)
+
+    def _plan(self, pipeline: Pipeline, parameters: Sequence[Named]) -> None:
+        tensors = (each.tensor for each in parameters)
+        pipeline.plan(extend_plan(pipeline.buckets, tensors, self._layout))
 
     def build_gossip(self) -> Gossip:
         """Connect the groups of the ranks; collective."""
         inputs, settings, model = self._inputs, self._settings, self._model
-        session = self._connect()
+        world, intervals = self._world, settings.schedule.intervals
+        if world.recovery:
+            session = world.recovery.open_session()
+        else:
+            session = Session.connect(world.transport, world.topology, intervals)
+        devices = [named.tensor.device for named in (*model.parameters, *model.buffers)]
+        session.transport.begin_on(devices)
         topology = session.topology
         schedules = map(topology.schedule, range(topology.world_size))
         widest = max(group.size for groups in schedules for group in groups)
         if isinstance(inputs.topology, str):
             # The schedules of all ranks are needed no more; a user's own topology is left alone.
-            self._world.topology.release()
+            world.topology.release()
             session.topology.release()
         _warn_of_codes(settings, self._layout, session, widest)
         _warn_of_rare_rounds(settings, inputs.optimizer)
@@ -261,18 +296,33 @@ class _Builder:
             inputs.local_update,
             WorldAverage(session.transport.initial_rank, self._nonfinite, buckets),
             model.replica,
-            members=self._world.recovery,
+            members=world.recovery,
         )
 
-    def start_from_same_values(self, gossip: Gossip, agreement: Agreement) -> None:
+    def start_from_same_values(self, pipeline: Pipeline) -> None:
         """Take the values of rank 0, if the ranks start from these, and plan the buckets."""
-        parameters = self._model.parameters
-        agreement.synchronize(parameters, self._world.transport)
+        parameters, recovery = self._model.parameters, self._world.recovery
+        takes = self._settings.sync_at_start and not (recovery and recovery.joins)
+        if takes:
+            self._broadcast(self._world.transport)
         self._inputs.local_update.know(parameters)
-        pipeline = gossip.pipeline
-        pipeline.plan(extend_plan((), (each.tensor for each in parameters), self._layout))
-        if self._settings.sync_at_start and not agreement.joins:
+        self._plan(pipeline, parameters)
+        if takes:
             pipeline.session.references.begin(pipeline.buckets)
+
+    def _broadcast(self, transport: Transport) -> None:
+        """Take the values of rank 0, and warn of others; collective."""
+        values = [named.tensor for named in (*self._model.parameters, *self._model.others)]
+        own = torch.tensor([broadcast(values, transport, self._layout)], device="cpu")
+        replaced = transport.all_gather(own).flatten().tolist()
+        by_rank = {r: count for r, count in zip(transport.members, replaced, strict=True) if count}
+        if by_rank and transport.rank == 0:
+            warn(
+                f"the values of rank 0 have replaced others, tensors by rank: {by_rank} (of "
+                f"{len(values)}). Load weights on rank 0 or on all ranks before the wrapper is "
+                f"built; sync_at_start=False lets every rank keep its own. If they were random, "
+                f"nothing is lost: call torch.manual_seed(0) on all ranks before the model is built"
+            )
 
     def begin_recovery(self, gossip: Gossip) -> HandOver | None:
         """Go on without lost ranks from now on; a rank that joins receives its state."""
@@ -284,14 +334,6 @@ class _Builder:
         )
         recovery.begin(gossip, hand_over)
         return hand_over
-
-    def _connect(self) -> Session:
-        world, model = self._world, self._model
-        if world.recovery:
-            return world.recovery.open_session()
-        devices = dict.fromkeys(n.tensor.device for n in (*model.parameters, *model.buffers))
-        intervals = self._settings.schedule.intervals
-        return Session.connect(world.transport, world.topology, intervals, devices=tuple(devices))
 
 
 def _on_cpu(device: torch.device) -> torch.device:
