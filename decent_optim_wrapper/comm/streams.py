@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.comm.waiting import Waitable, in_background
+
+Action = Callable[[], None]
 
 
 class OnStream:
@@ -74,7 +75,8 @@ class PostingThread:
     """
 
     def __init__(self) -> None:
-        self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # Each with what it waits for on a GPU; None ends the thread.
+        self._actions: SimpleQueue[tuple[torch.cuda.Event | None, Action] | None] = SimpleQueue()
         self._dropped = False
         # Held while an action runs, but not while it waits for the GPU.
         self._acting = threading.Lock()
@@ -92,26 +94,19 @@ class PostingThread:
         """Whether an action asks."""
         return threading.get_ident() == self._thread
 
-    def add(self, action: Callable[[], None], device: torch.device | None = None) -> None:
+    def add(self, action: Action, device: torch.device | None = None) -> None:
         """Run an action, once the GPU has finished what its current stream holds now.
 
         Args:
             action: the action.
             device: the GPU; None waits for none.
         """
-        packed = None if device is None else mark(device)
+        self._actions.put((None if device is None else mark(device), action))
 
-        def run() -> None:
-            if packed is not None:
-                packed.synchronize()
-            self._act(action)
-
-        self._actions.put(run)
-
-    def end(self, last: Callable[[], None] | None = None) -> None:
+    def end(self, last: Action | None = None) -> None:
         """Accept no more actions, and run this one at the end."""
         if last is not None:
-            self._actions.put(partial(self._act, last))
+            self.add(last)
         self._actions.put(None)
 
     def drop(self) -> None:
@@ -123,13 +118,13 @@ class PostingThread:
 
     def _run(self) -> None:
         self._thread = threading.get_ident()
-        while (action := self._actions.get()) is not None and not self._dropped:
-            action()
-
-    def _act(self, action: Callable[[], None]) -> None:
-        with self._acting:
-            if not self._dropped:
-                action()
+        while (queued := self._actions.get()) is not None and not self._dropped:
+            packed, action = queued
+            if packed is not None:
+                packed.synchronize()
+            with self._acting:
+                if not self._dropped:
+                    action()
 
 
 def mark(device: torch.device) -> torch.cuda.Event:
