@@ -25,6 +25,7 @@ _LEAST_SECONDS = 1.5
 # To connect, torch asks the resolver for the name of the other side's address, and so does the
 # store's process. A lost answer costs each of them 5 s, at most twice.
 _LEAST_SECONDS_TO_CONNECT = 12.0
+_ENDED = "its server has ended"
 
 
 def cloned(store: Any) -> Any:
@@ -63,7 +64,9 @@ class BoundedStore:
     def __init__(self, store: Any, timeout: timedelta, ours: bool = False) -> None:
         self._store = store
         self._connection: Any | None = store if ours else None
-        self._lifeline: Lifeline | None = None
+        # An idle connection to the server, which ends with it, if there is one to watch.
+        self._lifeline: socket.socket | None = None
+        self._reached = False
         self._timeout = timeout.total_seconds()
         self._answered = time.monotonic()
 
@@ -117,14 +120,22 @@ class BoundedStore:
         Raises:
             DistError: the server has ended.
         """
-        if self._lifeline is not None:
-            self._lifeline.check()
+        if self._lifeline is not None and _is_closed(self._lifeline):
+            raise DistStoreError(_ENDED)
 
     def _reach_server(self) -> None:
-        """As `check_server`, over a connection that it makes at first; it may take long."""
-        if self._lifeline is None:
-            self._lifeline = Lifeline.to_server_of(self._store)
-        self._lifeline.check()
+        """As `check_server`, over a connection that it makes at first; it may take long.
+
+        If a connection of torch is used after its server has ended, torch writes a C++ stack of 25
+        lines to stderr. A program cannot switch this off after it has imported torch.
+        """
+        if not self._reached:
+            self._lifeline = _connect_to_server_of(self._store)
+            if self._lifeline is not None:
+                # Python warns of a socket that is dropped while it is open.
+                weakref.finalize(self, self._lifeline.close)
+            self._reached = True
+        self.check_server()
 
     def note_answer(self) -> None:
         """Note that the store has answered over another connection."""
@@ -155,51 +166,25 @@ class BoundedStore:
         return answer
 
 
-class Lifeline:
-    """An idle connection to the server of a `TCPStore`, which ends with the server.
+def _connect_to_server_of(store: Any) -> socket.socket | None:
+    """Connect to the server of a `TCPStore`; None if there is none to watch.
 
-    If a connection of torch is used after its server has ended, torch writes a C++ stack of 25
-    lines to stderr. A program cannot switch this off after it has imported torch.
-
-    Args:
-        connection: the connection; None if there is no server to watch.
-        refused: whether the server did not accept it.
+    Raises:
+        DistStoreError: the server has ended.
     """
-
-    def __init__(self, connection: socket.socket | None, refused: bool = False) -> None:
-        self._connection = connection
-        self._refused = refused
-        if connection is not None:
-            connection.setblocking(False)
-            # Python warns of a socket that is dropped while it is open.
-            weakref.finalize(self, connection.close)
-
-    @classmethod
-    def to_server_of(cls, store: Any) -> Lifeline:
-        """Connect to the server of any store; if it has none, `check` never raises."""
-        server = _server_of(store)
-        try:
-            return cls(None if server is None else socket.create_connection(server))
-        except ConnectionRefusedError:
-            return cls(None, refused=True)
-        except OSError:
-            # The store may still be within reach for torch, which tries longer.
-            return cls(None)
-
-    def check(self) -> None:
-        """Check for the end of the server; never blocks.
-
-        Raises:
-            DistStoreError: the server has ended.
-        """
-        if self._refused or (self._connection is not None and _is_closed(self._connection)):
-            raise DistStoreError("its server has ended")
-
-
-def _server_of(store: Any) -> tuple[str, int] | None:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, TCPStore) else None
+    if not isinstance(store, TCPStore):
+        return None
+    try:
+        connection = socket.create_connection((store.host, store.port))
+    except ConnectionRefusedError as error:
+        raise DistStoreError(_ENDED) from error
+    except OSError:
+        # The store may still be within reach for torch, which tries longer.
+        return None
+    connection.setblocking(False)
+    return connection
 
 
 def _is_closed(connection: socket.socket) -> bool:
