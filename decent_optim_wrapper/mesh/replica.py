@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.optim.shards import local, local_grad
 
-# What torch.compile and activation checkpointing put around a module.
-_WRAPPED_AS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+# What torch.compile and activation checkpointing add to the names of parameters.
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 
 
 class Dimension:
@@ -76,29 +77,22 @@ class Replica:
     ) -> None:
         self.dimensions = tuple(dimensions)
         self.gossip = None if gossip is None else frozenset(gossip)
-        self._model = model
+        # The model of its parameters on this rank, if it is known.
+        self.model = model
         modules = [] if model is None else model.modules()
         self._fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
         self.transports: Sequence[Transport] = [each.transport for each in self.dimensions]
+        # Number of ranks over which the replica is spread.
+        self.size = math.prod(transport.world_size for transport in self.transports)
         self.may_gather = bool(self._fsdp_modules)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks over which the replica is spread."""
-        return math.prod(dimension.transport.world_size for dimension in self.dimensions)
 
     @property
     def shard(self) -> int:
         """The place of this rank in the replica, the last dimension of the mesh counted fastest."""
         place = 0
-        for dimension in self.dimensions:
-            place = place * dimension.transport.world_size + dimension.transport.rank
+        for transport in self.transports:
+            place = place * transport.world_size + transport.rank
         return place
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The model of its parameters on this rank, if it is known."""
-        return self._model
 
     def spans(self, ranks: Collection[int]) -> bool:
         """Whether these ranks, this one among them, are those along some of the dimensions."""
@@ -111,8 +105,8 @@ class Replica:
         Raises:
             ValueError: there is no model, or one of the parameters is not its own.
         """
-        named = [] if self._model is None else self._model.named_parameters()
-        names: dict[Tensor, str] = {param: _unwrapped(name) for name, param in named}
+        named = [] if self.model is None else self.model.named_parameters()
+        names: dict[Tensor, str] = {param: _WRAPPERS.sub("", name) for name, param in named}
         try:
             return [names[param] for param in params]
         except KeyError as error:
@@ -129,10 +123,8 @@ class Replica:
         Args:
             tensors: its parameters on this rank.
         """
-        if not self.dimensions:
-            return
-        for dimension in self.dimensions:
-            dimension.transport.connect(())
+        for transport in self.transports:
+            transport.connect(())
         placed = list(tensors)
         found = [any(d.placement(t) is not None for t in placed) for d in self.dimensions]
         counts = torch.tensor(found, dtype=torch.int64, device="cpu")
@@ -142,15 +134,12 @@ class Replica:
 
     def copies(self, tensor: Tensor) -> int:
         """How many ranks of the replica hold the same values as this one."""
-        copies = 1
-        for dimension in self.dimensions:
-            copies *= dimension.copies(tensor)
-        return copies
+        return math.prod(dimension.copies(tensor) for dimension in self.dimensions)
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum a small tensor on the CPU in place over the replica; collective over it."""
-        for dimension in self.dimensions:
-            dimension.transport.sum_(tensor)
+        for transport in self.transports:
+            transport.sum_(tensor)
 
     def reshard(self) -> None:
         """Let what is written into the shards be seen.
@@ -190,8 +179,8 @@ class Replica:
         parts = [(local_grad(p), self.copies(p)) for p in params if p.grad is not None]
         if norm_type == torch.inf:
             total: Tensor = _on_cpu(g.abs().max().double() for g, _ in parts if g.numel()).max()
-            for dimension in self.dimensions:
-                total = dimension.transport.all_gather(total).max()
+            for transport in self.transports:
+                total = transport.all_gather(total).max()
             return total
         total = _on_cpu(_norm(g, norm_type).pow(norm_type) / copies for g, copies in parts).sum()
         self.sum_(total)
@@ -199,7 +188,9 @@ class Replica:
 
 
 def _norm(grad: Tensor, norm_type: float) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=_wide(grad.dtype))
+    # In which squares of a half-precision gradient do not overflow.
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
     return norm.double()
 
 
@@ -210,14 +201,3 @@ def _on_cpu(numbers: Iterable[Tensor]) -> Tensor:
         by_device.setdefault(number.device, []).append(number)
     fetched = [torch.stack(each).cpu() for each in by_device.values()]
     return torch.cat([torch.zeros(1, dtype=torch.float64, device="cpu"), *fetched])
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What squares of a half-precision gradient do not overflow in."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _unwrapped(name: str) -> str:
-    for wrapper in _WRAPPED_AS:
-        name = name.replace(wrapper, "")
-    return name
