@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from decent_optim_wrapper import DecentOptimWrapper, DecentralizedDataParallel, Schedule
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.elastic import hand_over
+from decent_optim_wrapper.elastic import recovery
 from decent_optim_wrapper.gossip.extension import Extensions
 from decent_optim_wrapper.wire.bucket import Layout
 
@@ -205,9 +205,9 @@ def test_a_part_that_is_not_sent_to_a_rank_that_comes_back_is_warned_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr(hand_over, "broadcast", lambda *_, **__: 0)
-    monkeypatch.setattr(hand_over, "gossip_state", lambda _: {})
-    monkeypatch.setattr(hand_over, "send_state", lambda state, _: sent.append(state))
+    monkeypatch.setattr(recovery, "broadcast", lambda *_, **__: 0)
+    monkeypatch.setattr(recovery, "gossip_state", lambda _: {})
+    monkeypatch.setattr(recovery, "send_state", lambda state, _: sent.append(state))
     transport = SimpleNamespace(rank=0, initial_rank=0)
     session = SimpleNamespace(transport=transport)
     pipeline = SimpleNamespace(session=session, extensions=Extensions())
@@ -216,7 +216,7 @@ def test_a_part_that_is_not_sent_to_a_rank_that_comes_back_is_warned_of(
     parts = [LambdaLR(base, lambda step: 1.0), Schedule15()]
     layout = Layout(TINY_CAP_MB, lambda device: device)
     with caught("it is not sent to the rank that comes back") as found:
-        hand_over.HandOver(base, gossip, (), parts, layout)(donor=0, takes=False)
+        recovery.HandOver(base, gossip, (), parts, layout)(donor=0, takes=False)
     (warning,) = found
     assert "the state of Schedule15" in str(warning.message)
     ((_, _, states),) = sent

@@ -39,7 +39,8 @@ class Heartbeat:
         # Looks since the last new heartbeat of each rank.
         self._silent = {other: 0 for other in range(world_size) if other != rank}
         self._awaited = ""
-        self._came = False
+        # Whether the awaited key has been seen.
+        self.came = False
         self._stop = threading.Event()
 
     def is_taken(self) -> bool:
@@ -76,13 +77,8 @@ class Heartbeat:
 
     def await_key(self, key: str) -> None:
         """Look for this key in the store with every heartbeat from now on."""
-        self._came = False
+        self.came = False
         self._awaited = key
-
-    @property
-    def came(self) -> bool:
-        """Whether the awaited key has been seen."""
-        return self._came
 
     def stop(self) -> None:
         """Send no more heartbeats."""
@@ -105,19 +101,15 @@ class Heartbeat:
     def _beat(self, store: Any, beat: str) -> None:
         """Send one heartbeat and look once, in few calls: the link to the store may be slow."""
         store.set(_key(self._rank), beat)
-        keys = {
-            other: _key(other)
-            for other in self._silent
-            if other in self._last or store.check([_key(other)])
-        }
-        beats = dict(zip(keys, _get_all(store, list(keys.values())), strict=True))
+        found = [r for r in self._silent if r in self._last or store.check([_key(r)])]
+        beats = dict(zip(found, _get_all(store, [*map(_key, found)]), strict=True))
         for other in self._silent:
             old, new = self._last.get(other), beats.get(other)
             self._silent[other] = self._silent[other] + 1 if new == old else 0
         self._last |= beats
         awaited = self._awaited
         if awaited and store.check([awaited]) and awaited == self._awaited:
-            self._came = True
+            self.came = True
 
 
 def _key(rank: int) -> str:

@@ -1,27 +1,104 @@
-"""Continues without lost ranks, and with those that come back."""
+"""Continues without lost ranks, and with those that come back, which receive the state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from loguru import logger
+from torch.optim import Optimizer
 
+from decent_optim_wrapper.comm.state_transfer import receive_state, send_state, sendable
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import OnChange, Schedule
 from decent_optim_wrapper.elastic.epoch import Epoch, Note
-from decent_optim_wrapper.elastic.hand_over import HandOver
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.header import CollectiveCall
+from decent_optim_wrapper.gossip.saved_state import gossip_state, read_state, restore
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.topo import Complete, Greedy, RandomMatching, Topology
+from decent_optim_wrapper.warn import warn
+from decent_optim_wrapper.wire.broadcast import broadcast
+from decent_optim_wrapper.wire.bucket import Layout
+from decent_optim_wrapper.wire.parameters import Named, named_parameters
 
 Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class HandOver:
+    """Sends parameters, buffers and states to ranks that need them.
+
+    Args:
+        optimizer: the base.
+        gossip: the gossip of its parameters.
+        others: tensors in addition to the parameters.
+        parts: further objects with a `state_dict`, such as a scheduler.
+        layout: how tensors are put into buckets.
+        takeovers: how often this rank has received its state from others.
+    """
+
+    optimizer: Optimizer
+    gossip: Gossip
+    others: Sequence[Named]
+    parts: Sequence[Any]
+    layout: Layout
+    takeovers: int = 0
+
+    def __call__(self, donor: int, takes: bool) -> None:
+        """Send everything from one rank to all; collective.
+
+        Args:
+            donor: the position of the sender among the members.
+            takes: whether this rank needs the state; otherwise it drops what it receives.
+        """
+        pipeline = self.gossip.pipeline
+        transport, extensions = pipeline.session.transport, pipeline.extensions
+        named = [*named_parameters(self.optimizer.param_groups), *self.others]
+        broadcast([each.tensor for each in named], transport, self.layout, donor, keep=not takes)
+        if transport.rank == donor:
+            send_state(self._state(), transport)
+            return
+        base, saved, parts = receive_state(transport, donor)
+        if takes:
+            self.takeovers += 1
+            self.optimizer.load_state_dict(base)
+            for each in extensions.all:
+                if each.name and each.name not in saved.get("extensions", {}):
+                    extensions.drop(each)
+            saved |= {"in_flight": False, "kept": False}
+            restore(self.gossip, read_state(self.gossip, saved, pipeline.mixing_rate))
+            for part, state in zip(self.parts, parts, strict=True):
+                if state is not None:
+                    part.load_state_dict(state)
+
+    def _state(self) -> list[Any]:
+        """The states of the base, of the gossip, and of the further objects."""
+        saved = gossip_state(self.gossip)
+        # The round in flight is dropped, and references start again.
+        for key in ("launch_snapshot", "references"):
+            saved.pop(key, None)
+        for each in self.gossip.pipeline.extensions.all:
+            if each.belongs_to_rank:
+                saved["extensions"][each.name] = None
+        return [self.optimizer.state_dict(), saved, [self._state_of(part) for part in self.parts]]
+
+    def _state_of(self, part: Any) -> Any | None:
+        state = part.state_dict()
+        if sendable(state):
+            return state
+        rank = self.gossip.pipeline.session.transport.initial_rank
+        warn(
+            f"rank {rank}: the state of {type(part).__name__} contains more than tensors, numbers "
+            f"and strings; it is not sent to the rank that comes back, where it starts anew"
+        )
+        return None
 
 
 class Recovery:
@@ -51,6 +128,9 @@ class Recovery:
         on_change: OnChange | None,
     ) -> None:
         self._rendezvous = rendezvous
+        self._rank = rendezvous.rank
+        # For good: the others continue at once instead of after a timeout.
+        self.leave = rendezvous.leave
         self._epoch = epoch
         self._full = topology
         self._schedule = schedule
@@ -72,18 +152,9 @@ class Recovery:
         return self._epoch.transport
 
     @property
-    def members(self) -> tuple[int, ...]:
-        """The ranks that take part, as numbered at the start."""
-        return self._epoch.members
-
-    @property
     def joins(self) -> bool:
         """Whether this rank joins others that are training already."""
         return self._note.needs_state
-
-    def leave(self) -> None:
-        """Leave for good: the others continue at once instead of after a timeout."""
-        self._rendezvous.leave()
 
     def agree(self, text: str) -> None:
         """Publish a description for ranks that come later, or compare it with the members'.
@@ -95,7 +166,7 @@ class Recovery:
 
     def open_session(self, first_round: int = 0) -> Session:
         """Connect the groups of the members; collective."""
-        topology = fitting(self._full, self.members)
+        topology = fitting(self._full, self._epoch.members)
         return Session.connect(self.transport, topology, self._schedule.intervals, first_round)
 
     def begin(self, gossip: Gossip, hand_over: HandOver) -> None:
@@ -106,7 +177,7 @@ class Recovery:
             self._call = CollectiveCall.STEP
             self._catch_up()
             self._assemble()
-            self._notified = self.members
+            self._notified = self._epoch.members
         self.end_step()
 
     def begin_step(self) -> None:
@@ -178,7 +249,7 @@ class Recovery:
             calls = self._calls() - {CollectiveCall.STEP}
             if len(calls) > 1:
                 raise CallOrderError(
-                    f"rank {self._rendezvous.rank}: expected all ranks in the same method when a "
+                    f"rank {self._rank}: expected all ranks in the same method when a "
                     f"rank comes back, but they are in {' and '.join(map(str, sorted(calls)))}; "
                     f"call the same methods in the same order on every rank"
                 )
@@ -186,7 +257,7 @@ class Recovery:
                 return
             for call in calls:
                 with suppress(NonFiniteError):
-                    self._make(call, partial(_mirror, call, self._gossip, self._rendezvous.rank))
+                    self._make(call, partial(_mirror, call, self._gossip, self._rank))
 
     def _calls(self) -> set[CollectiveCall]:
         """The calls that the ranks are in; once all are in a step, none is a newcomer."""
@@ -203,13 +274,13 @@ class Recovery:
 
     def notify_change(self) -> None:
         """Call the user's callback if the members have changed; its errors are not caught."""
-        before, self._notified = self._notified, self.members
+        before, self._notified = self._notified, self._epoch.members
         if self._on_change is not None and before != self._notified:
             self._on_change(before, self._notified)
 
     def _gather_again(self, reason: object, acted: bool = False) -> None:
         """Agree on the remaining ranks, and bring them to the same round."""
-        logger.warning("rank {}: {}", self._rendezvous.rank, reason)
+        logger.warning("rank {}: {}", self._rank, reason)
         self._note = Note(
             round=self._gossip.pipeline.round,
             needs_state=self.joins,
@@ -232,9 +303,7 @@ class Recovery:
                 self._begin_epoch()
                 return
             except PeerError as error:
-                logger.warning(
-                    "rank {}: lost a peer while rebuilding: {}", self._rendezvous.rank, error
-                )
+                logger.warning("rank {}: lost a peer while rebuilding: {}", self._rank, error)
                 self._gather()
 
     def _begin_epoch(self) -> None:
@@ -255,8 +324,8 @@ class Recovery:
             self._note = self._note._replace(needs_state=False)
         logger.warning(
             "rank {}: {} of {} ranks go on with round {}: {}, {!r}",
-            *(self._rendezvous.rank, len(self.members), self._full.world_size, epoch.round),
-            *(self.members, session.topology),
+            *(self._rank, len(self._epoch.members), self._full.world_size, epoch.round),
+            *(self._epoch.members, session.topology),
         )
 
 

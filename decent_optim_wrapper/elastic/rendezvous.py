@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from loguru import logger
 from torch.distributed import DistError
@@ -39,20 +39,6 @@ _NEWCOMER_TIMEOUTS = 4
 _LEAST_ATTEMPTS = 2
 # For notifying the others of a failure: this rank's own error must not be delayed much.
 _TELL = timedelta(seconds=2)
-
-
-class Failure(NamedTuple):
-    """Written instead of the members of an epoch by a rank that could not start.
-
-    Args:
-        rank: that rank.
-        life: how often it had been started.
-        error: its error.
-    """
-
-    rank: int
-    life: int
-    error: str
 
 
 class Rendezvous:
@@ -97,8 +83,8 @@ class Rendezvous:
             epoch, life = 1, part.add(_starts_key(rank), 1)
             while part.check([_members_key(epoch)]):
                 epoch += 1
-            failure = Failure(rank=rank, life=life, error=f"{type(error).__name__}: {error}")
-            part.claim(_members_key(epoch), json.dumps(failure._asdict()))
+            failure = {"rank": rank, "life": life, "error": f"{type(error).__name__}: {error}"}
+            part.claim(_members_key(epoch), json.dumps(failure))
         except DistError as silence:
             logger.warning("rank {}: the others could not be told: {}", rank, silence)
 
@@ -216,14 +202,11 @@ class Rendezvous:
             if present := self._founders(epoch) if needs_state else self._survivors(epoch, late):
                 self._store.claim(_members_key(epoch), json.dumps(present))
             elif late:
-                absent = [
-                    rank
-                    for rank in self._everyone
-                    if not (self._heartbeat.alive(rank) and self._entered(epoch, [rank]))
-                ]
+                here = filter(self._heartbeat.alive, self._present(epoch))
+                absent = sorted({*self._everyone}.difference(here))
                 raise PeerError(
-                    f"rank {self.rank}: waited {timeout} for the other ranks, of which "
-                    f"{absent} did not come; start every rank, with the same store"
+                    f"rank {self.rank}: waited {timeout} for the other ranks, of which {absent} "
+                    f"did not come; start every rank, with the same store"
                 )
             else:
                 time.sleep(_POLL_SECONDS)
@@ -238,16 +221,15 @@ class Rendezvous:
         """All ranks, once all are present and none has any state that the others need."""
         if not self._entered(epoch, self._everyone):
             return ()
-        return (
-            self._everyone if all(self._note(epoch, r).needs_state for r in self._everyone) else ()
-        )
+        has_state = any(not self._note(epoch, rank).needs_state for rank in self._everyone)
+        return () if has_state else self._everyone
 
     def _survivors(self, epoch: int, late: bool) -> tuple[int, ...]:
         """The ranks that have entered, once every other member is dead or too late."""
         awaited = [rank for rank in self._members if self._heartbeat.alive(rank)]
         if not late and not self._entered(epoch, awaited):
             return ()
-        return tuple(rank for rank in self._everyone if self._entered(epoch, [rank]))
+        return self._present(epoch)
 
     def _read_members(self, epoch: int) -> tuple[int, ...]:
         """The members of the epoch; there are none if a rank could not start.
@@ -258,11 +240,10 @@ class Rendezvous:
         written = json.loads(self._store.get(_members_key(epoch)))
         if not isinstance(written, dict):
             return tuple(written)
-        failure = Failure(**written)
-        if not self._took_part and self._life <= failure.life:
+        if not self._took_part and self._life <= written["life"]:
             raise ValueError(
-                f"rank {self.rank}: rank {failure.rank} could not start, and nobody goes on "
-                f"without it: {failure.error}"
+                f"rank {self.rank}: rank {written['rank']} could not start, and nobody goes on "
+                f"without it: {written['error']}"
             )
         return ()
 
@@ -273,10 +254,8 @@ class Rendezvous:
         try:
             transport = self._connect(epoch, members)
         except (RuntimeError, TimeoutError) as error:
-            logger.warning(
-                "rank {}: the members of epoch {} cannot connect: {}",
-                *(self.rank, epoch, text_of(error)),
-            )
+            text = "rank {}: the members of epoch {} cannot connect: {}"
+            logger.warning(text, self.rank, epoch, text_of(error))
             return None
         self._store.set("epoch", str(epoch))
         self._took_part = True
@@ -303,6 +282,9 @@ class Rendezvous:
         return Transport(
             *(world, place, members, self._timeout, store), should_stop=lambda: heartbeat.came
         )
+
+    def _present(self, epoch: int) -> tuple[int, ...]:
+        return tuple(rank for rank in self._everyone if self._entered(epoch, [rank]))
 
     def _entered(self, epoch: int, ranks: Iterable[int]) -> bool:
         return self._store.check([_note_key(epoch, rank) for rank in ranks])

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Settings
-from decent_optim_wrapper.elastic.hand_over import HandOver
+from decent_optim_wrapper.elastic.recovery import HandOver
 from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.extension import ExtensionContext, Extensions
 from decent_optim_wrapper.gossip.gossip import Gossip
@@ -144,9 +144,8 @@ def _check_model(start: Start, inputs: Inputs) -> _Model:
     replica = Replica(start.dimensions, check_model(inputs.model), start.gossip_ranks)
     if not inputs.settings.pacing.synchronous and replica.size > 1:
         raise ValueError(
-            'gossip_every="auto" expects a whole replica on every rank: the shards of a replica '
-            "would be mixed in different steps; pass a number of steps, and staleness to let a "
-            "round travel under several of them"
+            'gossip_every="auto" expects a whole replica on every rank, since its shards would be '
+            "mixed in different steps; pass a number of steps, and staleness for late rounds"
         )
     replica.reshard()
     check_shards([*parameters, *others], replica, inputs.settings.param_as_bucket_view)
@@ -199,7 +198,7 @@ class Setup:
                     intervals=self._settings.schedule.intervals,
                     pacing=self._settings.pacing,
                     nonfinite=self._nonfinite,
-                    replica=self._model.replica,
+                    replica=self.replica,
                     meter=self._meter,
                     detach=partial(self._inputs.extensions.drop, each),
                 )
@@ -248,7 +247,7 @@ class Setup:
             TypeError: a parameter cannot be exchanged.
             ValueError: the same, or the ranks differ, or another rank raised any of these errors.
         """
-        transport, replica = pipeline.session.transport, self._model.replica
+        transport, replica = pipeline.session.transport, self.replica
         with self._start.over_the_mesh():
             with self._start.failing_together():
                 replica.reshard()
