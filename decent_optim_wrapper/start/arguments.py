@@ -42,23 +42,13 @@ class Arguments:
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Check each argument by itself.
+    """Check each argument by itself, and that a mesh and the dimension of the gossip fit together.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range or missing, or contradicts another one.
     """
     check_fields(arguments)
-    check_mesh(arguments)
-
-
-def check_mesh(arguments: Arguments) -> None:
-    """Make sure that a mesh and the dimension of the gossip fit together.
-
-    Raises:
-        TypeError: one is of the wrong type.
-        ValueError: one is missing, or contradicts another argument.
-    """
     mesh, name = arguments.mesh, arguments.gossip_dim
     if mesh is None:
         if name is not None:
@@ -96,10 +86,9 @@ def resolve_process_group(arguments: Arguments) -> Any | None:
         rank.
 
     Raises:
-        TypeError: it is not a process group, or the mesh is not one.
-        ValueError: it is closed, lacks this rank, or does not fit the other arguments.
+        TypeError: it is not a process group.
+        ValueError: it is closed, or lacks this rank.
     """
-    check_mesh(arguments)
     group: Any = arguments.process_group
     if arguments.mesh is not None:
         group = arguments.mesh.get_group(arguments.gossip_dim)

@@ -59,11 +59,14 @@ def warn_of_checkpoints(optimizer: Optimizer, gossip: Gossip) -> None:
 
     def inspect(_: Optimizer) -> None:
         gossip = alive()
-        if (
-            gossip is not None
-            and _differ(gossip)
-            and (text := _what_is_wrong(_own_numbers(gossip)))
-        ):
+        if gossip is None or not _differ(gossip):
+            return
+        transport = gossip.pipeline.session.transport
+        # The numbers in the keys of this rank: its own, or that of its replica.
+        own = {transport.rank, transport.initial_rank}
+        if dist.is_initialized():
+            own.add(dist.get_rank())
+        if text := _what_is_wrong(own):
             warn(text)
 
     handle = optimizer.register_state_dict_pre_hook(inspect)
@@ -76,13 +79,6 @@ def _differ(gossip: Gossip) -> bool:
     if pipeline.session.transport.world_size == 1 or gossip.average.snapshot is not None:
         return False
     return not pipeline.in_flight.is_empty
-
-
-def _own_numbers(gossip: Gossip) -> set[int]:
-    """The numbers in the keys of this rank: its own, or that of its replica."""
-    transport = gossip.pipeline.session.transport
-    global_rank = [dist.get_rank()] if dist.is_initialized() else []
-    return {transport.rank, transport.initial_rank, *global_rank}
 
 
 def _what_is_wrong(own: set[int]) -> str:

@@ -137,8 +137,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
         if not value:
             raise RuntimeError(
                 f"the variable {name} is missing; export MASTER_ADDR, the host of rank 0, and "
-                f"MASTER_PORT, a free port there, both the same for all ranks (`mpirun -x` passes "
-                f"them on)"
+                f"MASTER_PORT, a free port there, on all ranks (`mpirun -x` passes them on)"
             )
     return Launch(ranks=ranks, master_addr=str(addr), master_port=str(port))
 
