@@ -157,8 +157,9 @@ def resolve_store(arguments: Arguments) -> StoreWorld:
     Raises:
         ValueError: neither a store with `rank` and `world_size` nor a process group that has one.
     """
-    rank, world_size = arguments.rank, arguments.world_size
+    rank, world_size, timeout = arguments.rank, arguments.world_size, default_pg_timeout
     store = None if arguments.elastic is None else arguments.elastic.store
+    launched_as: Sequence[int] = ()
     if store is None:
         group = resolve_process_group(arguments)
         check_sizes(group, rank, world_size)
@@ -169,15 +170,9 @@ def resolve_store(arguments: Arguments) -> StoreWorld:
                 "world_size, or call decent_optim_wrapper.utils.init_distributed() or "
                 "torch.distributed.init_process_group() before"
             )
-        ranks = dist.get_process_group_ranks(group) if is_registered(group) else None
-        return StoreWorld(
-            store=store,
-            rank=group.rank(),
-            world_size=group.size(),
-            timeout=timeout_of(group),
-            launched_as=ranks or range(group.size()),
-        )
-    if rank is None or world_size is None or not 0 <= rank < world_size:
+        rank, world_size, timeout = group.rank(), group.size(), timeout_of(group)
+        launched_as = dist.get_process_group_ranks(group) if is_registered(group) else ()
+    elif rank is None or world_size is None or not 0 <= rank < world_size:
         raise ValueError(
             f"Elastic(store=...) needs rank and world_size, too, with rank below world_size; got "
             f"{rank=}, {world_size=}"
@@ -186,8 +181,8 @@ def resolve_store(arguments: Arguments) -> StoreWorld:
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=default_pg_timeout,
-        launched_as=range(world_size),
+        timeout=timeout,
+        launched_as=launched_as or range(world_size),
     )
 
 

@@ -20,7 +20,6 @@ from decent_optim_wrapper.warn import warn
 
 _PACKAGE = "torch.distributed.checkpoint."
 _SAVERS = ("save", "async_save")
-_LOADERS = ("load",)
 _GETTERS = ("get_optimizer_state_dict", "get_state_dict")
 
 _MIXTURE = (
@@ -92,7 +91,7 @@ def _what_is_wrong(own: set[int]) -> str:
     while frame is not None:
         function = frame.f_code.co_name
         if str(frame.f_globals.get("__name__")).startswith(_PACKAGE):
-            if function in _LOADERS:
+            if function == "load":
                 return ""
             if function in _SAVERS:
                 keys = " ".join(map(str, frame.f_locals["state_dict"]))
