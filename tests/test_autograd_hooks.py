@@ -352,15 +352,21 @@ def test_values_that_the_pass_still_wants_are_not_changed_in_silence(overflows: 
             hidden = hidden @ self.last.weight.detach()
             return self.last(hidden)  # type: ignore[no-any-return]
 
-    module = Detached()
-    fill(module)
-    scaler = GradScaler("cpu", init_scale=1.0)
-    model = wrap(module, None, bucket_size_in_mb=1e-5, scaler=scaler)
-    if overflows:
-        weight = module.last.weight
-        weight.register_hook(lambda grad: grad * float("inf"))  # type: ignore[no-untyped-call]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        backward(scaler.scale(model(batch(0, 0)).sum()))
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        module = Detached()
+        fill(module, rank)
+        scaler = GradScaler("cpu", init_scale=1.0)
+        options = {"bucket_size_in_mb": 1e-5, "scaler": scaler, "sync_at_start": False}
+        model = wrap(module, group, **options)
+        # A round that the next pass mixes.
+        model.idle_step()
+        if overflows:
+            weight = module.last.weight
+            weight.register_hook(lambda grad: grad * float("inf"))  # type: ignore[no-untyped-call]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            backward(scaler.scale(model(batch(rank, 0)).sum()))
+
+    run_threads(2, main)
 
 
 def test_sparse_gradients_are_refused() -> None:

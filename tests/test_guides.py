@@ -199,7 +199,11 @@ def anchors(page: Path) -> set[str]:
     return set(slugs)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}_{page.stem}")
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, Path(__file__).parent / "README.md"],
+    ids=lambda page: f"{page.parent.name}_{page.stem}",
+)
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = [link for link in LINK.findall(prose(text)) if not link.startswith("https://")]
@@ -217,3 +221,11 @@ def test_every_guide_is_linked_from_the_readme() -> None:
     text = PAGES[0].read_text(encoding="utf-8")
     links = {(ROOT / link.partition("#")[0]).resolve() for link in LINK.findall(prose(text))}
     assert set(PAGES[1:]) <= links
+
+
+def test_every_test_file_stands_in_the_table_of_the_tests() -> None:
+    here = Path(__file__).parent
+    rows = (line.split("|") for line in (here / "README.md").read_text("utf-8").splitlines())
+    named = [name.strip() for row in rows if len(row) == 4 for name in row[2].split(",")]
+    files = sorted(path.stem.removeprefix("test_") for path in here.glob("test_*.py"))
+    assert sorted(named) == sorted([*files, "files", "---"])
