@@ -2,6 +2,6 @@
 
 import sys
 
-from decent_optim_wrapper.planning.cli import main
+from decent_optim_wrapper.cli import main
 
 sys.exit(main())

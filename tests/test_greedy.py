@@ -10,20 +10,8 @@ import torch
 from decent_optim_wrapper import TopologyFactory
 from decent_optim_wrapper.elastic.recovery import fitting
 from decent_optim_wrapper.planning import steady_error
-from decent_optim_wrapper.topo import Greedy, RandomMatching
+from decent_optim_wrapper.topo import Base2, Greedy
 from decent_optim_wrapper.topo.matching import match
-
-
-@pytest.mark.parametrize(
-    ("n", "period"),
-    [(5, 2), (6, 2), (7, 2), (8, 3), (10, 5), (12, 8), (16, 4), (24, 10), (32, 5)],
-)
-def test_greedy_has_the_known_period_and_beats_or_ties_the_ring(n: int, period: int) -> None:
-    greedy = Greedy(n)
-    assert greedy.period == period
-    if n % 2 == 0:
-        ring = TopologyFactory.create("ring", n)
-        assert steady_error(greedy) <= steady_error(ring) + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -41,10 +29,15 @@ def test_greedy_has_the_known_period_and_beats_or_ties_the_ring(n: int, period: 
         (256, 8, "c535959d8368e48f"),
     ],
 )
-def test_the_schedules_are_those_of_the_first_version(n: int, period: int, digest: str) -> None:
+def test_the_schedules_are_those_of_the_first_version_and_beat_or_tie_the_ring(
+    n: int, period: int, digest: str
+) -> None:
     """A change of any group at all changes the digest."""
     greedy = Greedy(n)
     assert (greedy.period, greedy.digest) == (period, digest)
+    if n % 2 == 0 and n < 64:
+        ring = TopologyFactory.create("ring", n)
+        assert steady_error(greedy) <= steady_error(ring) + 1e-9
 
 
 def random_table(n: int, levels: int) -> list[list[float]]:
@@ -86,9 +79,10 @@ def test_ties_go_to_the_lower_ranks() -> None:
 
 
 def test_beyond_256_ranks_other_topologies_take_its_place() -> None:
-    with pytest.raises(ValueError, match=r"Greedy needs at most 256 ranks, got world_size=257"):
+    text = r"Greedy needs at most 256 ranks, got world_size=257 .*fit: complete, .*, base-2"
+    with pytest.raises(ValueError, match=text):
         Greedy(257)
     assert isinstance(fitting(TopologyFactory.create("ring", 8), tuple(range(7))), Greedy)
     large = fitting(TopologyFactory.create("ring", 260), tuple(range(259)))
-    assert isinstance(large, RandomMatching)
+    assert isinstance(large, Base2)
     assert large.world_size == 259

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import reduce
 
 import pytest
 import torch
@@ -13,15 +12,6 @@ from decent_optim_wrapper.topo import Hierarchical, RandomMatching
 from decent_optim_wrapper.topo.base import REGISTRY
 
 BUILT_IN = ("complete", "ring", "one-peer-exp", "alternating-exp-ring")
-
-
-def product_over(topology: Topology, start: int, rounds: int) -> torch.Tensor:
-    matrices = [topology.mixing_matrix(t) for t in range(start, start + rounds)]
-    return reduce(lambda done, matrix: matrix @ done, matrices)
-
-
-def mean_matrix(n: int) -> torch.Tensor:
-    return torch.full((n, n), 1 / n, dtype=torch.float64)
 
 
 @pytest.fixture
@@ -66,35 +56,10 @@ def test_a_world_of_one_rank_is_idle_on_every_topology(name: str) -> None:
     assert torch.equal(topology.mixing_matrix(0), torch.ones(1, 1, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "rounds"),
-    [
-        ("complete", (5, 1), 1),
-        ("ring", (2, 1), 1),
-        ("ring", (4, 1), 2),
-        ("one-peer-exp", (8, 1), 3),
-        ("one-peer-exp", (16, 1), 4),
-        ("alternating-exp-ring", (2, 1), 2),
-        ("alternating-exp-ring", (8, 2), 4),
-        ("alternating-exp-ring", (16, 2), 6),
-        ("alternating-exp-ring", (12, 3), 4),
-    ],
-)
-def test_averages_exactly_after_the_known_number_of_rounds(
-    name: str, size: tuple[int, int], rounds: int
-) -> None:
-    topology = TopologyFactory.create(name, *size)
-    every = 2 if name == "alternating-exp-ring" else 1
-    for start in range(0, topology.period, every):
-        torch.testing.assert_close(product_over(topology, start, rounds), mean_matrix(size[0]))
-    if rounds > 1:
-        away = product_over(topology, 0, rounds - 1) - mean_matrix(size[0])
-        assert away.abs().max() > 0.01
-
-
 @pytest.mark.parametrize(("n", "radius"), [(6, 0.25), (8, 0.5), (16, 0.853553)])
 def test_the_ring_contracts_by_the_known_factor_in_two_rounds(n: int, radius: float) -> None:
-    away = product_over(TopologyFactory.create("ring", n), 0, 2) - mean_matrix(n)
+    ring = TopologyFactory.create("ring", n)
+    away = ring.mixing_matrix(1) @ ring.mixing_matrix(0) - 1 / n
     assert torch.linalg.eigvals(away).abs().max().item() == pytest.approx(radius, abs=1e-6)
 
 
@@ -170,12 +135,8 @@ def test_phases_are_the_table_seen_from_the_other_side() -> None:
         assert by_phase.schedule(rank) == by_rank.schedule(rank)
     assert by_phase.digest == by_rank.digest
     assert by_phase.group_of(0, 1) == Group([0])
-
-
-def test_a_star_is_one_line() -> None:
     star = topology_of([[[0, leaf]] for leaf in range(1, 4)], 4)
-    assert star.period == 3
-    assert star.groups(4) == (Group([0, 2]), Group([1]), Group([3]))
+    assert (star.period, star.groups(4)) == (3, (Group([0, 2]), Group([1]), Group([3])))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +166,7 @@ def test_a_topology_is_defined_in_exactly_one_way() -> None:
     class Neither(Topology):
         pass
 
-    with pytest.raises(TypeError, match=r"Neither must define phases\(\) or assign_groups\(\)"):
+    with pytest.raises(TypeError, match=r"Neither must define phases\(\), .* or own_group\(\)"):
         Neither(2)
 
     class Lonely(Topology):
@@ -232,6 +193,7 @@ def test_a_topology_is_defined_in_exactly_one_way() -> None:
         ([[[0, 2]], [[0, 1]]], "phase 0, rank 0: expected ranks below .* got .0, 2."),
         ([[[1]], [[1]]], "phase 0, rank 0: not a member"),
         ([[[0, 1]], [[1]]], r"phase 0: rank 1 is in two groups, .*\(0, 1\).* and .*\(1,\)"),
+        ([[[0, 1]], [[0, 1]], [[0, 2]]], "rank 0 is in two groups"),
         ([[[0]], [[0, 1]]], r"phase 0: rank 0 is in two groups, .*\(0,\).* and .*\(0, 1\)"),
         (
             [[[0], [0, 1]], [[1], Group([0, 1], 0.3)]],
@@ -249,21 +211,10 @@ def test_an_invalid_table_is_refused_with_phase_and_ranks(
         table_topology(table)
 
 
-def test_overlapping_groups_with_a_common_leader_are_refused() -> None:
-    table: list[list[object]] = [[[0, 1]], [[0, 1]], [[0, 2]]]
-    with pytest.raises(ValueError, match="rank 0 is in two groups"):
-        table_topology(table)
-
-
 @pytest.mark.parametrize("weight", [0.0, 1.0, -0.1, float("nan")])
 def test_a_weight_outside_the_open_unit_interval_is_refused(weight: float) -> None:
     with pytest.raises(ValueError, match="self_weight"):
         Group([0, 1], weight)
-
-
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown topology 'rings'.*complete, ring"):
-        TopologyFactory.create("rings", 4)
 
 
 def test_a_taken_name_is_refused_unless_overwritten(registry: None) -> None:
@@ -312,15 +263,6 @@ def test_a_digest_tells_ranks_and_weights_of_groups_apart() -> None:
     assert table_topology(pair(0.5)).digest == digests[0]
 
 
-def test_topologies_are_built_on_the_cpu_whatever_the_default_device() -> None:
-    torch.set_default_device("meta")
-    try:
-        for name in REGISTRY:
-            assert TopologyFactory.create(name, 8, 2).mixing_matrix(0).device.type == "cpu"
-    finally:
-        torch.set_default_device(None)
-
-
 def test_repr_shows_the_parameters_that_make_a_schedule() -> None:
     assert repr(TopologyFactory.create("ring", 4)) == "Ring(world_size=4, local_world_size=1)"
     assert repr(RandomMatching(4, seed=7, period=3)).endswith("size=1, seed=7, period=3)")
@@ -358,9 +300,3 @@ def test_a_subclass_may_keep_a_table_and_a_period_of_its_own() -> None:
     kept = Kept([[Group([0, 1])], [Group([0, 1])]])
     assert (kept.period, vars(kept)["_period"]) == (1, "mine")
     assert kept.schedule(1) == (Group([0, 1]),)
-
-
-def test_large_topologies_are_built_quickly() -> None:
-    for name in BUILT_IN:
-        topology = TopologyFactory.create(name, 1024, 8)
-        assert topology.group_of(1023, 3).ranks

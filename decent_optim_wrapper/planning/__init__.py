@@ -1,4 +1,4 @@
-"""Plan a run before you rent machines: which topology, what it sends, how fast it steps."""
+"""Plan a run: compare topologies, the bytes that they send, and simulated step times."""
 
 from decent_optim_wrapper.planning.analysis import (
     BytesSent,

@@ -16,10 +16,10 @@ from decent_optim_wrapper.topo import Topology, TopologyFactory
 
 # A round that leaves this share of the distance to the mean has averaged exactly, up to rounding.
 _EXACT = 1e-9
-# Below this distance the share of rounding is too large to tell.
+# Below this distance the share of rounding is too large.
 _ROUNDING_SHOWS = 1e-5
 _VANISHED = 1e-16
-# 2^50 periods: whatever has not died out by then does not contract.
+# 2^50 periods: a distance that remains after them does not contract.
 _MOST_DOUBLINGS = 50
 _WITNESSES = 2
 
@@ -37,10 +37,10 @@ class BytesSent(NamedTuple):
 
 
 def consensus_rate(topology: Topology) -> float:
-    """Contraction of the distance to the average per round, in the long run.
+    """Factor by which the distance to the average shrinks per round, in the long run.
 
-    This is the spectral radius of W_p ... W_2 W_1 - J over a period p, to the power 1/p; 0 if the
-    average is reached exactly.
+    This is the spectral radius of W_p ... W_2 W_1 - J over a period p, to the power 1/p, with J the
+    matrix of the mean; 0 if the average is reached exactly.
     """
     # Rounding would turn an exact zero, reached over several periods, into some small rate.
     if rounds_to_consensus(topology) is not None:
@@ -60,7 +60,7 @@ def consensus_rate(topology: Topology) -> float:
 
 
 def rounds_to_consensus(topology: Topology) -> int | None:
-    """Number of rounds from phase 0 on after which all ranks have the average; None if never.
+    """Number of rounds from phase 0 after which all ranks have the exact average; None if never.
 
     The ranks start with random numbers and mix them until a single round removes all of the
     distance to the mean except rounding. If the distance falls below 1e-5 of that at the start
@@ -85,15 +85,15 @@ def rounds_to_consensus(topology: Topology) -> int | None:
 
 
 def steady_error(topology: Topology, overlap: bool = True) -> float:
-    """How far apart unit white noise keeps the ranks: (1/n) E ||x - mean(x)||^2.
+    """Steady distance of the ranks under unit white noise: (1/n) E ||x - mean(x)||^2.
 
     Args:
         topology: the topology.
-        overlap: add the noise after the mixing, x <- W x + noise; else x <- W (x + noise).
+        overlap: add the noise after the mixing, x <- W x + noise; otherwise x <- W (x + noise).
 
     Returns:
         The error after a round in the steady state, averaged over the phases. Smaller is better.
-        It is infinite if some ranks never receive anything from others.
+        It is infinite if some ranks never mix with others.
     """
     mixings = _mixing_matrices(topology)
     n = topology.world_size
@@ -131,10 +131,14 @@ def bytes_per_round(topology: Topology, parameter_bytes: float) -> BytesSent:
     Returns:
         Mean and maximum over the ranks, in bytes.
     """
-    totals = [
-        math.fsum(group.copies_sent for group in topology.schedule(rank))
-        for rank in range(topology.world_size)
-    ]
+    phases = []
+    for phase in range(topology.period):
+        copies = [0.0] * topology.world_size
+        for group in topology.groups(phase):
+            for rank in group.ranks:
+                copies[rank] = group.copies_sent
+        phases.append(copies)
+    totals = [math.fsum(each) for each in zip(*phases, strict=True)]
     per_copy = parameter_bytes / topology.period
     mean = math.fsum(totals) / len(totals)
     return BytesSent(mean=mean * per_copy, maximum=max(totals) * per_copy)
@@ -143,8 +147,7 @@ def bytes_per_round(topology: Topology, parameter_bytes: float) -> BytesSent:
 def suggest(world_size: int, local_world_size: int = 1) -> tuple[str, ...]:
     """The names of the topologies that fit, best first by mixing per byte.
 
-    They are ordered by steady error times mean bytes per round: how far apart noise keeps the
-    ranks, times what it costs.
+    They are ordered by steady error times mean bytes per round.
 
     Args:
         world_size: number of ranks.

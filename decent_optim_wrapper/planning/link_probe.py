@@ -28,7 +28,7 @@ def run(mib: float, repeats: int, mesh: str | None = None) -> Report | None:
     With a mesh, time them along each of its dimensions, in all groups of a dimension at once.
 
     Args:
-        mib: size of the large message in MiB; latency is that of 8 bytes.
+        mib: size of the large message in MiB; latency is measured with 8 bytes.
         repeats: number of measurements, of which the median counts.
         mesh: names and sizes of the dimensions, such as ``data=2,tensor=4``; None for no mesh.
 
@@ -36,8 +36,8 @@ def run(mib: float, repeats: int, mesh: str | None = None) -> Report | None:
         The report on rank 0, None on the others.
 
     Raises:
-        ValueError: a size or a number of repeats is out of range, there is a single rank, as
-            without torchrun, or the mesh is none of this number of ranks.
+        ValueError: a size or a number of repeats is out of range, there is only one rank, as
+            without torchrun, or the mesh has another number of ranks.
     """
     if not _LEAST_MIB <= mib < math.inf or repeats < 1:
         raise ValueError(

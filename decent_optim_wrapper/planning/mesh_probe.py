@@ -1,4 +1,4 @@
-"""Measures the links along each dimension of a mesh, and tells on which one to gossip."""
+"""Measures the links along each dimension of a mesh, to choose the one for gossip."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.planning.stopwatch import median_seconds, pair_seconds
 from decent_optim_wrapper.planning.tables import Report, table
 
-# Two dimensions are about as fast where the slower one has at least this share of the bandwidth of
-# the other.
+# Two dimensions count as equally fast if the slower one has at least this share of the bandwidth
+# of the other.
 _SLOW = 0.7
 
 
@@ -31,7 +31,7 @@ def parse_mesh(text: str, world_size: int) -> dict[str, int]:
         world_size: number of ranks.
 
     Raises:
-        ValueError: the text is no mesh, or one of another number of ranks.
+        ValueError: the text is not a mesh, or has another number of ranks.
     """
     sizes: dict[str, int] = {}
     for item in text.split(","):
@@ -98,9 +98,9 @@ def _measure_group(transport: Transport, messages: Sequence[Tensor], repeats: in
 
 
 def pairings(n: int) -> list[list[int]]:
-    """Each rank's peer, round by round, so that each meets each other once; itself where it rests.
+    """The peer of each rank in each round, so that all pairs meet once; itself if it rests.
 
-    The rounds of a tournament: as many pairs as there can be exchange at the same time.
+    These are the rounds of a tournament, with as many pairs at the same time as possible.
     """
     places = n + n % 2
     rounds = []

@@ -18,7 +18,7 @@ def phases(topology: Topology, name: str, path: Path) -> None:
     Args:
         topology: the topology whose phases are drawn.
         name: its name, for the title.
-        path: the file to write, of any format of matplotlib.
+        path: the file to write, in any format of matplotlib.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing.

@@ -18,11 +18,11 @@ _MIB = 1 << 20
 
 
 class Pace(NamedTuple):
-    """How fast a method steps.
+    """The step time of a method.
 
     Args:
         step_time: mean seconds per step.
-        waiting_share: mean share of that time in which a rank does not compute, in [0, 1].
+        waiting_share: mean share of that time in which a rank waits, in [0, 1].
     """
 
     step_time: float
@@ -33,10 +33,10 @@ class Simulation(NamedTuple):
     """The paces of three methods with the same random compute times.
 
     Args:
-        overlap: gossip whose rounds travel while the ranks compute.
-        no_overlap: gossip whose rounds travel inside a step: in every `gossip_every`-th one, or in
-            each where `gossip_every` is "auto".
-        all_reduce: gradients averaged over all ranks in every step.
+        overlap: gossip with rounds that are transferred while the ranks compute.
+        no_overlap: gossip with rounds inside a step: in every `gossip_every`-th step, or in each
+            step if `gossip_every` is "auto".
+        all_reduce: gradients that are averaged over all ranks in every step.
         steps_per_round: mean number of steps of a rank from one launch of an overlapped round to
             the next.
     """
@@ -59,8 +59,8 @@ class _Phase(NamedTuple):
     """The groups of a phase.
 
     Args:
-        group_of: int64 of shape (ranks,), the number of every rank's group.
-        seconds: float64 of shape (ranks,), the time that the exchange of the rank's group takes.
+        group_of: int64 of shape (ranks,), the number of each rank's group.
+        seconds: float64 of shape (ranks,), the duration of the exchange of each rank's group.
     """
 
     group_of: Tensor
@@ -88,11 +88,11 @@ def simulate(
 
     Every rank computes for a log-normally distributed time. A group exchanges as soon as its last
     member has launched. A rank that has made its steps takes part in the rounds of the others. The
-    all-reduce sends the gradients in buckets, each as soon as backward has filled it. Every rank
-    has its own link.
+    all-reduce sends the gradients in buckets, each as soon as the backward pass has filled it.
+    Every rank has its own link.
 
     Args:
-        topology: which ranks mix.
+        topology: the topology.
         compute_time: mean seconds of forward, backward and update.
         jitter: standard deviation of the compute time in seconds, independent for every rank and
             step.
@@ -102,12 +102,12 @@ def simulate(
         steps: number of steps.
         seed: seed of the compute times.
         gossip_every: number of steps from one round to the next. With "auto" a round is mixed by
-            the first step that finds it arrived, and the next one leaves at the end of that step.
+            the first step that finds it arrived, and the next one starts at the end of that step.
         staleness: number of steps from the launch of a round to its mixing, at most `gossip_every`;
             1 with "auto".
         max_staleness: with "auto", number of steps after which a step waits for the round.
         slow_share: share of slow ranks; if it is above 0, at least one rank is slow.
-        slow_factor: how many times as long as the others a slow rank computes.
+        slow_factor: how many times as long a slow rank computes.
         bucket_cap_mb: size in MiB of a bucket of the all-reduce.
 
     Returns:

@@ -1,4 +1,4 @@
-"""How long an exchange takes: the median of several."""
+"""The duration of an exchange, as the median of several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pair_seconds(transport: Transport, data: Tensor, peer: int, repeats: int) ->
     Args:
         transport: connects this rank with the peer.
         data: the message.
-        peer: its rank, or this one for nobody.
+        peer: the rank of the peer; this rank for none.
         repeats: number of measurements, of which the median counts.
 
     Returns:

@@ -28,7 +28,7 @@ _LEGEND = (
 
 
 class Report(NamedTuple):
-    """The same content as text and as data."""
+    """A report as text and as data."""
 
     text: str
     data: Any
@@ -90,7 +90,7 @@ def simulations(
         local_world_size: ranks per node.
         cluster: the arguments of `simulate` that describe the machines.
         names: as in `topologies`.
-        schedules: the arguments of `simulate` that say when a round leaves and is mixed.
+        schedules: the arguments of `simulate` that say when a round is launched and mixed.
     """
     rows: list[Row] = []
     for world_size in world_sizes:
@@ -116,7 +116,7 @@ def table(rows: Sequence[Row]) -> str:
 def _choose(
     world_size: int, local_world_size: int, names: Sequence[str] | None
 ) -> tuple[dict[str, Topology], list[Row]]:
-    """The topologies that fit, by name, and rows that say what the others need."""
+    """The topologies that fit, by name, and rows with the conditions of the others."""
     kinds = dict(TopologyFactory.registered())
     fitting, misfits = {}, {}
     for name in names or kinds:

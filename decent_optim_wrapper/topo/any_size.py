@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -16,60 +19,72 @@ from decent_optim_wrapper.topo.group import Group
 class Hypercuboid(Topology):
     """Ranks as points of a box whose sides are the prime factors of the world size.
 
-    Round i averages along side i: the ranks that are equal in all mixed-radix digits but digit i.
+    Round i averages along side i: ranks mix if their mixed-radix digits differ in digit i only.
     Exact after as many rounds as there are factors, from any phase. A prime size is complete.
     """
 
-    def phases(self) -> Sequence[Sequence[Sequence[int]]]:
+    def phase_count(self) -> int:
         """One phase per prime factor."""
-        phases = []
-        stride = 1
-        for prime in _prime_factors(self._world_size):
-            starts = (r for r in range(self._world_size) if r // stride % prime == 0)
-            phases.append([range(s, s + prime * stride, stride) for s in starts])
-            stride *= prime
-        return phases
+        return len(_prime_factors(self._world_size))
+
+    def own_group(self, rank: int, phase: int) -> Sequence[int]:
+        """The ranks that differ from `rank` in one digit at most."""
+        *smaller, prime = _prime_factors(self._world_size)[: phase + 1]
+        stride = math.prod(smaller)
+        start = rank - rank // stride % prime * stride
+        return range(start, start + prime * stride, stride)
 
 
 class BipartiteExponential(EvenSizes):
     """Pairs every even rank i with i + s mod n, for s = 1, -1, 3, -3, 5, -5, 9, -9, ... below n.
 
-    Beyond 1 the shifts s are +-(1 + 2^k); shifts that are equal modulo n count once.
+    After 1, the shifts s are +-(1 + 2^k). Shifts that are equal modulo n count once.
     """
 
-    def phases(self) -> Sequence[Sequence[Sequence[int]]]:
+    def phase_count(self) -> int:
         """Two phases per hop, there and back."""
-        n = self._world_size
-        hops = [1, *(1 + 2**k for k in range(1, n.bit_length()) if 1 + 2**k < n)]
-        shifts = dict.fromkeys(shift % n for hop in hops for shift in (hop, -hop))
-        return [[(i, (i + s) % n) for i in range(0, n, 2)] for s in shifts]
+        return len(_shifts(self._world_size))
+
+    def own_group(self, rank: int, phase: int) -> Sequence[int]:
+        """A rank and its partner at one distance."""
+        shift = _shifts(self._world_size)[phase]
+        return rank, (rank + (-shift if rank % 2 else shift)) % self._world_size
 
 
 class Base2(Topology):
     """Exact averaging of any number of ranks in pairs, from phase 0 on.
 
-    The ranks are split into blocks of descending powers of two (`_binary_split`). For a world size
+    The ranks are split into blocks of descending powers of two (`_split_group`). For a world size
     of 2^a q there is a second schedule: that of q in every block of q, then XOR hops across the
     blocks. The shorter one is taken. Takezawa et al., "Beyond Exponential Graph:
     Communication-Efficient Topologies for Decentralized Learning via Finite-time Convergence"
     (2023).
     """
 
-    def phases(self) -> Sequence[Sequence[Group]]:
-        """The shorter of the two schedules."""
+    def phase_count(self) -> int:
+        """That of the shorter schedule."""
+        return min(_split_phases(self._world_size), sum(self._product_phases()))
+
+    def own_group(self, rank: int, phase: int) -> Group:
+        """The group in the shorter schedule."""
         n = self._world_size
-        direct = _binary_split(n)
-        odd = n // (n & -n)
-        blocks = n // odd
-        inner = _binary_split(odd) if odd > 1 else []
-        product: list[list[Group]] = [
-            [Group((r + b * odd for r in g.ranks), g.self_weight) for b in range(blocks) for g in p]
-            for p in inner
-        ]
-        for hop in (odd << bit for bit in range(blocks.bit_length() - 1)):
-            lower = (r for r in range(n) if not r // odd & hop // odd)
-            product.append([Group((r, r + hop)) for r in lower])
-        return product if len(product) < len(direct) else direct
+        inner, across = self._product_phases()
+        if _split_phases(n) <= inner + across:
+            return _split_group(n, rank, phase)
+        odd = self._odd_part()
+        block, place = divmod(rank, odd)
+        if phase >= inner:
+            return Group((rank, (block ^ 1 << phase - inner) * odd + place))
+        group = _split_group(odd, place, phase)
+        return Group((block * odd + each for each in group.ranks), group.self_weight)
+
+    def _odd_part(self) -> int:
+        return self._world_size // (self._world_size & -self._world_size)
+
+    def _product_phases(self) -> tuple[int, int]:
+        """Numbers of phases inside the blocks of q and across them."""
+        odd = self._odd_part()
+        return _split_phases(odd), (self._world_size // odd).bit_length() - 1
 
 
 class RandomMatching(Topology):
@@ -87,23 +102,72 @@ class RandomMatching(Topology):
     ) -> None:
         self._seed = operator.index(seed)
         self._rounds = period
+        # That of the phase that was asked for last: a schedule is read in order.
+        self._drawn: _Shuffled | None = None
         super().__init__(world_size, local_world_size)
 
     def _parameters(self) -> dict[str, Any]:
         return {"seed": self._seed, "period": self._rounds}
 
-    def phases(self) -> Sequence[Sequence[Sequence[int]]]:
-        """`period` random matchings."""
-        draw = random.Random(self._seed)
-        ranks = list(range(self._world_size))
-        phases = []
-        for _ in range(self._rounds):
-            draw.shuffle(ranks)
-            pairs = [ranks[i : i + 2] for i in range(0, len(ranks) - 1, 2)]
-            if len(ranks) % 2:
-                pairs[-1].append(ranks[-1])
-            phases.append(pairs)
-        return phases
+    def phase_count(self) -> int:
+        """`period`."""
+        return self._rounds
+
+    def own_group(self, rank: int, phase: int) -> Sequence[int]:
+        """The neighbour in the order of a phase; the last of an odd number joins the last pair."""
+        shuffled, n = self._shuffled(phase), self._world_size
+        start = 2 * min(shuffled.places[rank] // 2, n // 2 - 1)
+        return shuffled.ranks[start : start + (3 if start + 3 == n else 2)]
+
+    def release(self) -> None:
+        """Free what is kept of schedules; it is built again when it is needed."""
+        super().release()
+        self._drawn = None
+
+    def _shuffled(self, phase: int) -> _Shuffled:
+        drawn = self._drawn
+        if drawn is None or drawn.phase > phase:
+            drawn = _Shuffled.first(self._seed, self._world_size)
+        while drawn.phase < phase:
+            drawn = drawn.next()
+        self._drawn = drawn
+        return drawn
+
+
+@dataclass(frozen=True)
+class _Shuffled:
+    """The ranks in the order of one phase. Several threads may share it.
+
+    Args:
+        phase: the phase.
+        ranks: the order.
+        places: of each rank in it.
+        state: of the random numbers after it.
+    """
+
+    phase: int
+    ranks: list[int]
+    places: list[int]
+    state: tuple[Any, ...]
+
+    @classmethod
+    def first(cls, seed: int, size: int) -> _Shuffled:
+        """The order of phase 0."""
+        return cls._shuffle(0, list(range(size)), random.Random(seed))
+
+    def next(self) -> _Shuffled:
+        """The order of the next phase."""
+        draw = random.Random()
+        draw.setstate(self.state)
+        return self._shuffle(self.phase + 1, [*self.ranks], draw)
+
+    @classmethod
+    def _shuffle(cls, phase: int, ranks: list[int], draw: random.Random) -> _Shuffled:
+        draw.shuffle(ranks)
+        places = [0] * len(ranks)
+        for place, rank in enumerate(ranks):
+            places[rank] = place
+        return cls(phase=phase, ranks=ranks, places=places, state=draw.getstate())
 
 
 class Hierarchical(Topology):
@@ -114,11 +178,11 @@ class Hierarchical(Topology):
     Args:
         world_size: number of ranks.
         local_world_size: ranks per node.
-        inner: the topology over the nodes, of one rank per node: a name or an instance.
+        inner: the topology over the nodes, with one rank per node; a name or an instance.
 
     Raises:
-        ValueError: the sizes do not fit, the name is unknown, or the number of ranks of the
-            instance is not the number of nodes.
+        ValueError: the sizes do not fit, the name is unknown, or the instance has another number of
+            ranks than there are nodes.
     """
 
     condition = "more than one node (world_size / local_world_size)"
@@ -131,6 +195,8 @@ class Hierarchical(Topology):
         inner: str | Topology = "hypercuboid",
     ) -> None:
         self._inner = inner
+        # Built for the check of the sizes; a world of one rank has no nodes.
+        self._nodes: Topology | None = None
         super().__init__(world_size, local_world_size)
 
     @classmethod
@@ -138,40 +204,64 @@ class Hierarchical(Topology):
         """Two nodes or more."""
         return world_size % local_world_size == 0 and world_size > local_world_size
 
-    def phases(self) -> Sequence[Sequence[Group]]:
+    def phase_count(self) -> int:
         """A phase inside the nodes before every phase of the inner topology."""
+        return self._over_nodes().period * (2 if self._local_world_size > 1 else 1)
+
+    def own_group(self, rank: int, phase: int) -> Group:
+        """The ranks of the own node, or those of the same local rank on other nodes."""
         local = self._local_world_size
-        nodes = self._nodes()
-        inside = [
-            Group(range(node * local, (node + 1) * local)) for node in range(nodes.world_size)
-        ]
-        phases = []
-        for phase in range(nodes.period):
-            across = [
-                Group((node * local + rank for node in group.ranks), group.self_weight)
-                for group in nodes.groups(phase)
-                for rank in range(local)
-            ]
-            phases += [inside, across] if local > 1 else [across]
-        return phases
+        node, place = divmod(rank, local)
+        if local > 1:
+            phase, across = divmod(phase, 2)
+            if not across:
+                return Group(range(node * local, (node + 1) * local))
+        group = self._over_nodes().group_of(node, phase)
+        return Group((each * local + place for each in group.ranks), group.self_weight)
+
+    def release(self) -> None:
+        """Free what is kept of schedules; it is built again when it is needed."""
+        super().release()
+        if self._nodes is not None:
+            self._nodes.release()
 
     def _parameters(self) -> dict[str, Any]:
         return {"inner": self._inner}
 
-    def _nodes(self) -> Topology:
-        count = self._world_size // self._local_world_size
-        if isinstance(self._inner, Topology):
-            if self._inner.world_size != count:
+    def _over_nodes(self) -> Topology:
+        """The inner topology."""
+        if self._nodes is None:
+            count = self._world_size // self._local_world_size
+            self._nodes = build(self._inner, count) if isinstance(self._inner, str) else self._inner
+            if self._nodes.world_size != count:
                 raise ValueError(
                     f"inner must be a topology of {count} nodes, got {self._inner!r}; build it "
                     f"with world_size={count} or pass its name"
                 )
-            return self._inner
-        return build(self._inner, count)
+        return self._nodes
 
 
-def _binary_split(n: int) -> list[list[Group]]:
-    """The base-2 schedule of n ranks.
+@cache
+def _shifts(n: int) -> tuple[int, ...]:
+    hops = [1, *(1 + 2**k for k in range(1, n.bit_length()) if 1 + 2**k < n)]
+    return tuple(dict.fromkeys(shift % n for hop in hops for shift in (hop, -hop)))
+
+
+@cache
+def _split_blocks(n: int) -> list[range]:
+    """Blocks of the ranks whose sizes are descending powers of two."""
+    sizes = [1 << bit for bit in reversed(range(n.bit_length())) if n >> bit & 1]
+    return [range(stop - size, stop) for stop, size in zip(accumulate(sizes), sizes, strict=True)]
+
+
+def _split_phases(n: int) -> int:
+    """Number of phases of `_split_group`."""
+    bits = n.bit_length() - 1
+    return bits if n == 1 << bits else 2 * bits + 1
+
+
+def _split_group(n: int, rank: int, phase: int) -> Group:
+    """The group of a rank in the base-2 schedule of n ranks.
 
     The blocks V_0, V_1, ... have descending powers of two as sizes. First every block averages
     itself on an XOR hypercube. Then, for each block V_s except the last, every rank of the later
@@ -179,48 +269,46 @@ def _binary_split(n: int) -> list[list[Group]]:
     the average of V_s and themselves. The other ranks of V_s form pairs. Blocks that have had their
     turn average themselves once more.
     """
-    sizes = [1 << bit for bit in reversed(range(n.bit_length())) if n >> bit & 1]
-    stops = accumulate(sizes)
-    blocks = [range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
-    bits = sizes[0].bit_length() - 1
-    rounds = []
-    for t in range(2 * bits + 1 if len(blocks) > 1 else bits):
-        groups: list[Group] = []
-        for s, block in enumerate(blocks):
-            if t == bits + s and block.stop < n:
-                groups += _hand_over(block, n)
-            elif t < bits:
-                groups += _xor_round(block, t)
-            elif t >= bits + s:
-                groups += _xor_round(block, t - bits - s - 1)
-        rounds.append(groups)
-    return rounds
+    blocks, bits = _split_blocks(n), n.bit_length() - 1
+    own = next(number for number, block in enumerate(blocks) if rank in block)
+    # The block that hands over in this phase, if one does.
+    turn = phase - bits
+    if phase < bits:
+        return _xor_pair(blocks[own], rank, phase)
+    if own < turn or own == len(blocks) - 1 <= turn:
+        return _xor_pair(blocks[own], rank, turn - own - 1)
+    return _hand_over(blocks[turn], rank, n)
 
 
-def _hand_over(block: range, n: int) -> list[Group]:
+def _hand_over(block: range, rank: int, n: int) -> Group:
     """Pair every rank of the later blocks with one of this block, and the others of it in twos."""
-    later = range(block.stop, n)
+    later = n - block.stop
     weight = len(block) / (n - block.start)
-    groups = [Group((own, other), 1 - weight) for own, other in zip(block, later, strict=False)]
-    rest = block[len(later) :]
-    return groups + [Group(pair) for pair in zip(rest[::2], rest[1::2], strict=False)]
+    if rank >= block.stop:
+        return Group((block[rank - block.stop], rank), 1 - weight)
+    place = rank - block.start
+    if place < later:
+        return Group((rank, block.stop + place), 1 - weight)
+    other = (place - later ^ 1) + later
+    return Group((rank, block[other]) if other < len(block) else (rank,))
 
 
-def _xor_round(block: range, t: int) -> list[Group]:
-    """Pairs of a block whose size is a power of two, along bit t of the position in it."""
+def _xor_pair(block: range, rank: int, t: int) -> Group:
+    """The pair in a block whose size is a power of two, along bit t of the position in it."""
     size = len(block)
     if size == 1:
-        return []
+        return Group((rank,))
     hop = 1 << t % (size.bit_length() - 1)
-    return [Group((block[i], block[i ^ hop])) for i in range(size) if not i & hop]
+    return Group((rank, block[rank - block.start ^ hop]))
 
 
-def _prime_factors(n: int) -> list[int]:
+@cache
+def _prime_factors(n: int) -> tuple[int, ...]:
     factors = []
     divisor = 2
-    while n > 1:
+    while divisor * divisor <= n:
         while n % divisor == 0:
             factors.append(divisor)
             n //= divisor
         divisor += 1
-    return factors
+    return (*factors, n) if n > 1 else tuple(factors)

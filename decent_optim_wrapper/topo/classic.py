@@ -21,18 +21,26 @@ class EvenSizes(Topology):
 class Complete(Topology):
     """All ranks average in every round: exact after one round."""
 
-    def phases(self) -> Sequence[Sequence[Sequence[int]]]:
-        """One group of all ranks."""
-        return [[range(self._world_size)]]
+    def phase_count(self) -> int:
+        """One."""
+        return 1
+
+    def own_group(self, rank: int, phase: int) -> Sequence[int]:
+        """All ranks."""
+        return range(self._world_size)
 
 
 class Ring(EvenSizes):
     """Neighbours on a ring: (0,1)(2,3)... in even rounds, (1,2)(3,4)...(n-1,0) in odd ones."""
 
-    def phases(self) -> Sequence[Sequence[Sequence[int]]]:
-        """Two phases of disjoint neighbour pairs."""
-        n = self._world_size
-        return [[(i, (i + 1) % n) for i in range(start, n, 2)] for start in (0, 1)]
+    def phase_count(self) -> int:
+        """Two."""
+        return 2
+
+    def own_group(self, rank: int, phase: int) -> Sequence[int]:
+        """A rank and its neighbour on one side."""
+        side = 1 if rank % 2 == phase else -1
+        return rank, (rank + side) % self._world_size
 
 
 class OnePeerExponential(Topology):
@@ -48,11 +56,13 @@ class OnePeerExponential(Topology):
         """Powers of two."""
         return is_power_of_two(world_size)
 
-    def phases(self) -> Sequence[Sequence[Sequence[int]]]:
+    def phase_count(self) -> int:
         """One phase per bit of the rank."""
-        n = self._world_size
-        hops = [1 << bit for bit in range(n.bit_length() - 1)]
-        return [[(i, i ^ hop) for i in range(n) if not i & hop] for hop in hops]
+        return self._world_size.bit_length() - 1
+
+    def own_group(self, rank: int, phase: int) -> Sequence[int]:
+        """A rank and the one that differs in one bit."""
+        return rank, rank ^ 1 << phase
 
 
 class AlternatingExponentialRing(Topology):
@@ -73,24 +83,25 @@ class AlternatingExponentialRing(Topology):
         nodes, rest = divmod(world_size, local_world_size)
         return rest == 0 and nodes > 1 and is_power_of_two(nodes)
 
-    def phases(self) -> Sequence[Sequence[Sequence[int]]]:
+    def phase_count(self) -> int:
         """Two phases per bit of the node's number."""
+        return 2 * (self._nodes.bit_length() - 1)
+
+    def own_group(self, rank: int, phase: int) -> Sequence[int]:
+        """The ranks of the own node, or of two nodes."""
         size = self._local_world_size
-        count = self._world_size // size
-        nodes = [range(node * size, (node + 1) * size) for node in range(count)]
-        phases: list[list[Sequence[int]]] = []
-        joint_in_second = True
-        for hop in (1 << bit for bit in range(count.bit_length() - 1)):
-            first: list[Sequence[int]] = []
-            second: list[Sequence[int]] = []
-            for j in (j for j in range(count) if not j & hop):
-                apart: list[Sequence[int]] = [nodes[j], nodes[j ^ hop]]
-                joint: list[Sequence[int]] = [[*nodes[j], *nodes[j ^ hop]]]
-                first += apart if joint_in_second else joint
-                second += joint if joint_in_second else apart
-                joint_in_second = not joint_in_second
-            phases += [first, second]
-        return phases
+        node, bit = rank // size, phase // 2
+        low = node & ~(1 << bit)
+        # Its number among the pairs of this bit, of which all bits have the same number.
+        pair = low & (1 << bit) - 1 | low >> bit + 1 << bit
+        number = bit * (self._nodes // 2) + pair
+        if number % 2 == phase % 2:
+            return range(node * size, (node + 1) * size)
+        return [each * size + local for each in (low, low | 1 << bit) for local in range(size)]
+
+    @property
+    def _nodes(self) -> int:
+        return self._world_size // self._local_world_size
 
 
 def is_power_of_two(number: int) -> bool:

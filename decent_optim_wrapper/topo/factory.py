@@ -61,7 +61,7 @@ class TopologyFactory:
         """Make `kind` available as `name`.
 
         Args:
-            name: the name that `topology=` then takes.
+            name: the name, as in ``topology=name``.
             kind: a subclass of `Topology` whose constructor takes the two sizes.
             overwrite: replace an existing topology of that name.
 

@@ -1,4 +1,4 @@
-"""Matching the ranks that disagree most, computed before training."""
+"""A schedule of pairs that disagree most, computed before training."""
 
 from __future__ import annotations
 

@@ -60,6 +60,7 @@ METHODS = {
     "ours, in the backward pass": Method(),
     "ours, in the backward pass, bf16": Method(bytes_share=0.5),
     "ours, overlap=False": Method(pace="no_overlap"),
+    "ours, overlap=False, int8": Method(pace="no_overlap", bytes_share=INT8),
     "ours, every 3 steps, 3 late": Method(schedule={"gossip_every": 3, "staleness": 3}),
     "ours, auto": Method(schedule=AUTO),
     "ours, auto, bf16": Method(schedule=AUTO, bytes_share=0.5),

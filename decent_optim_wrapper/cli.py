@@ -1,11 +1,13 @@
-"""The command line: which topologies fit, their phases, their costs, and the speed of the links.
+"""The command line: plan a run, measure the links, start the ranks, average saved models.
 
+python -m decent_optim_wrapper run --nproc-per-node 4 train.py
 python -m decent_optim_wrapper topologies --world-size 12
 python -m decent_optim_wrapper show greedy --world-size 7 -o greedy.png
 python -m decent_optim_wrapper simulate --world-size 8 64 --parameters 25e6
 python -m decent_optim_wrapper simulate --schedule gossip_every=4,staleness=4 gossip_every=auto
 torchrun --nproc-per-node 4 -m decent_optim_wrapper comm
 torchrun --nproc-per-node 8 -m decent_optim_wrapper comm --mesh data=2,pipe=2,tensor=2
+python -m decent_optim_wrapper average runs/mine --out model.pt
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from decent_optim_wrapper.errors import NonFiniteError
+from decent_optim_wrapper.launcher import add_arguments, launch, read_arguments
 from decent_optim_wrapper.planning import tables
 from decent_optim_wrapper.topo import TopologyFactory
 
@@ -34,14 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: as on the command line; None takes `sys.argv`.
 
     Returns:
-        The exit status: 0, or 2 for bad arguments.
+        The exit status: 0, 2 for bad arguments, or what `launch` returns.
     """
     parser = _parser()
     args = parser.parse_args(arguments)
     try:
-        report: tables.Report | None = args.command(args)
-    except (ValueError, ModuleNotFoundError, OSError) as error:
+        report: tables.Report | int | None = args.run_command(args)
+    except (ValueError, ModuleNotFoundError, OSError, NonFiniteError) as error:
         parser.error(str(error))
+    if isinstance(report, int):
+        return report
     if report is not None:
         print(json.dumps(report.data, indent=1, allow_nan=False) if args.json else report.text)
     return 0
@@ -102,6 +108,18 @@ def _comm(args: argparse.Namespace) -> tables.Report | None:
     return link_probe.run(args.mib, args.repeats, args.mesh)
 
 
+def _average(args: argparse.Namespace) -> tables.Report:
+    from decent_optim_wrapper.checkpoint.export import export_average
+
+    done = export_average(args.folder, args.out, args.part)
+    text = f"{args.out}: the average over {done.world_size} ranks of step {done.step}"
+    return tables.Report(text, {"file": str(args.out), **done._asdict()})
+
+
+def _run(args: argparse.Namespace) -> int:
+    return launch(read_arguments(args))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="decent_optim_wrapper", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(required=True, parser_class=_Parser)
@@ -109,8 +127,13 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, command: Callable[..., object], about: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=about, description=about)
         sub.add_argument("--json", action="store_true", help="print JSON instead of a table")
-        sub.set_defaults(command=command)
+        sub.set_defaults(run_command=command)
         return sub
+
+    about = "start the ranks of this node, and start again those that die"
+    start = commands.add_parser("run", help=about, description=about)
+    start.set_defaults(run_command=_run)
+    add_arguments(start)
 
     table = add("topologies", _topologies, "the topologies that fit, and why others do not")
     table.add_argument("--world-size", type=int, default=8, help="8 by default")
@@ -157,4 +180,9 @@ def _parser() -> argparse.ArgumentParser:
     comm.add_argument(
         "--mesh", metavar="NAME=SIZE,...", help="each dimension of this mesh, outermost first"
     )
+
+    average = add("average", _average, "write the averaged model of a checkpoint set")
+    average.add_argument("folder", type=Path, help="that of Checkpoints, such as runs/mine")
+    average.add_argument("--out", type=Path, required=True, help="model.pt or model.safetensors")
+    average.add_argument("--part", default="model", help='of the saved state; "model" by default')
     return parser
