@@ -1,4 +1,4 @@
-"""Checks of arguments, which the fields of a record carry in their annotations.
+"""Checks of arguments, given in the annotations of the fields of a record.
 
     staleness: Annotated[int, check_steps] = 1
 
@@ -21,7 +21,7 @@ Record = TypeVar("Record")
 
 
 def take_fields(kind: Callable[..., Record], options: Mapping[str, Any]) -> Record:
-    """Build a dataclass from options by name, among which there may be others."""
+    """Build a dataclass from options by name; options that are no fields are ignored."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in options.items() if name in names})
 
@@ -51,7 +51,7 @@ def expect(condition: bool, text: str, value: Any) -> None:
 
 
 def instance_of(expected: str, *kinds: Any) -> Check:
-    """Expect an instance of one of these classes; `expected` says so in words."""
+    """Expect an instance of one of these classes; `expected` describes them in the error."""
 
     def check(name: str, value: Any) -> Any:
         expect(isinstance(value, kinds), f"{name} expects {expected}", value)
@@ -66,7 +66,7 @@ def optional(check: Check) -> Check:
 
 
 def one_of(*choices: str) -> Check:
-    """Expect one of these texts."""
+    """Expect one of these strings."""
 
     def check(name: str, value: Any) -> Any:
         expect(isinstance(value, str), f"{name} expects one of {choices}", value)
@@ -91,7 +91,7 @@ def positive(unit: str) -> Check:
 
 
 def whole(least: int, expected: str, unit: str = "") -> Check:
-    """Expect a whole number from `least` on; `expected` says so in words."""
+    """Expect a whole number from `least` on; `expected` describes it in the error."""
 
     def check(name: str, value: Any) -> Any:
         is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)

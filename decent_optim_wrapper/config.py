@@ -33,7 +33,14 @@ from decent_optim_wrapper.extensions import (
 )
 from decent_optim_wrapper.extensions.outer_optimizer import MakeOptimizer
 from decent_optim_wrapper.gossip.extension import Extension, Extensions
-from decent_optim_wrapper.gossip.pacing import AsItArrives, Delayed, Late, Pacing, WithinStep
+from decent_optim_wrapper.gossip.pacing import (
+    AsItArrives,
+    BeforeForward,
+    Delayed,
+    Late,
+    Pacing,
+    WithinStep,
+)
 from decent_optim_wrapper.gossip.schedule import Intervals
 from decent_optim_wrapper.optim.closures import evaluates_inside_step
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
@@ -42,6 +49,7 @@ from decent_optim_wrapper.wire.nonfinite import OnNonfinite as OnNonfinite
 
 # Called with the old and the new members.
 OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
+Overlap = bool | Literal["forward"] | Pacing
 AverageState = Literal["keep", "average"] | tuple[str, ...]
 
 _MAX_STALENESS = 16
@@ -50,7 +58,7 @@ _SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 0.001, 2_000_000
 
 
 def read_timeout(timeout: Any) -> timedelta | None:
-    """The timeout as a timedelta; None stands for the process group's.
+    """Convert a timeout to a timedelta; None means the timeout of the process group.
 
     Raises:
         TypeError: the timeout is neither a timedelta nor a number.
@@ -101,39 +109,46 @@ def _check_comm_dtype(name: str, value: Any) -> Any:
     return value
 
 
+def _check_overlap(name: str, value: Any) -> Any:
+    known = isinstance(value, (bool, Pacing)) or value == "forward"
+    expect(known, f'{name} expects a bool, "forward" or a Pacing', value)
+    return value
+
+
 _flag = instance_of("a bool", bool)
 _steps = whole(1, "a number of steps", " step")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When and how far the ranks mix; the same on all ranks.
+    """When the ranks mix, and how far; the same on all ranks.
 
     Args:
         gossip_every: number of steps from one round of gossip to the next; or "auto": a step mixes
             the round in flight if it has arrived, and then launches the next one. No step waits
-            for the network or for a slower rank unless `max_staleness` is reached, and rounds are
-            counted apart from steps.
-        mixing_rate: γ in (0, 1]: x <- (1 - γ) x + γ W_t x. The property of the wrapper changes it
-            during training.
+            for the network or for a slower rank before `max_staleness` is reached. Rounds are then
+            counted separately from steps.
+        mixing_rate: γ in (0, 1] in x <- (1 - γ) x + γ W_t x. Assign `mixing_rate` of the wrapper to
+            change it during training.
         global_avg_every: number of steps (with "auto", of rounds) from one exact average to the
-            next, which replaces the round that would be due and is overlapped as a round is
-            (Gossip-PGA, Chen et al. 2021); None for no averages.
+            next (Gossip-PGA, Chen et al. 2021); None for no averages. An average replaces the round
+            that would be due, and is overlapped like a round.
         average_state: what to do with the base optimizer's state (momenta) when an exact average
-            is kept or scheduled: "keep" it, or "average" it too (`on_nonfinite` applies to it as to
-            parameters). Or names of entries of the state, such as ``("exp_avg_sq",)``, which then
-            travel and are mixed in every round together with the parameters.
+            is kept or scheduled: "keep" it, or "average" it, too (`on_nonfinite` then applies to it
+            as to the parameters). Or a tuple of names of state entries, such as
+            ``("exp_avg_sq",)``, which are sent and mixed in every round with the parameters.
         outer: function that makes an outer optimizer from a list of tensors, the anchors, such as
-            ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``; None for none. It
-            steps at every exact average if `global_avg_every` is set, else at every round of
-            gossip, with the gradient anchor - mixed; then x <- anchor. The anchors start as the
-            parameters of the first step. The optimizer is stepped bucket by bucket, so it must
-            update each tensor by itself. It costs a copy of the parameters and its own state.
-        staleness: how many steps after its launch a round is mixed, at most `gossip_every`. A round
-            has that many forward and backward passes to travel. With s_i the parameters at the
-            launch, x_i <- x_i + γ Σ_j W_ij (s_j - s_i): the mean over the ranks does not move. It
-            costs a copy of the parameters if it is above 1.
-        max_staleness: the same for "auto", where it is an upper bound at which a step waits.
+            ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``; None for no outer
+            optimizer. It steps at every exact average if `global_avg_every` is set, otherwise at
+            every round of gossip, with the gradient anchor - mixed; then x <- anchor. The anchors
+            start as the parameters of the first step. The optimizer is stepped bucket by bucket, so
+            it must update each tensor by itself. It costs a copy of the parameters and its own
+            state.
+        staleness: number of steps from the launch of a round to its mixing, at most `gossip_every`.
+            The transfer may take that many forward and backward passes. With s_i the parameters at
+            the launch, x_i <- x_i + γ Σ_j W_ij (s_j - s_i), so the mean over the ranks does not
+            move. A value above 1 costs a copy of the parameters.
+        max_staleness: upper bound of the staleness with "auto"; a step that reaches it waits.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -162,15 +177,15 @@ class Schedule:
             raise ValueError(
                 f"average_state={self.average_state!r} expects rounds that are mixed in the next "
                 f'step, not staleness above 1 or gossip_every="auto": second moments that have '
-                f"become smaller since the launch would get below zero"
+                f"become smaller since the launch could become negative"
             )
 
     def _check_staleness(self) -> None:
-        """Check that one round is mixed before the next one is launched."""
+        """Check that each round is mixed before the next one is launched."""
         if self.gossip_every == "auto":
             if self.staleness != 1:
                 raise ValueError(
-                    f'staleness expects a number of steps as gossip_every; with "auto", pass '
+                    f'staleness expects gossip_every to be a number of steps; with "auto", pass '
                     f"max_staleness={self.staleness} instead"
                 )
             if self.average_state == "average":
@@ -205,7 +220,7 @@ class Schedule:
 
     @property
     def pacing(self) -> Pacing:
-        """When a round is mixed, with overlap."""
+        """When a round is mixed if `overlap` is True."""
         if self.gossip_every == "auto":
             return AsItArrives(self.max_staleness)
         return Delayed() if self.staleness == 1 else Late(self.staleness)
@@ -213,11 +228,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Elastic:
-    """Train on without a rank that is lost, and let it rejoin when it is restarted.
+    """Continue training without a lost rank, and let it rejoin when it is restarted.
 
     Args:
-        store: where the ranks agree on who is left. None takes that of the process group; with a
-            store, `rank` and `world_size`, no process group is needed.
+        store: where the ranks agree on who is left; with a store, `rank` and `world_size`, no
+            process group is needed. None takes that of the process group if there is one, else that
+            of the launcher: ``python -m decent_optim_wrapper run``, or torchrun. The variable
+            DECENT_STORE names one in etcd, which takes precedence over the launcher's own.
         on_membership_change: function that is called with the old and the new `members`, to shard
             the data again.
         stale_after: seconds without a heartbeat after which a rank counts as dead; the same on all
@@ -243,7 +260,7 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Settings:
-    """Further options of `DecentOptimWrapper`, in which the ranks must agree.
+    """Further options of `DecentOptimWrapper`; the same on all ranks.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -252,7 +269,7 @@ class Settings:
 
     _: KW_ONLY
     bucket_cap_mb: Annotated[float, positive("MiB")]
-    overlap: Annotated[bool | Pacing, instance_of("a bool or a Pacing", bool, Pacing)]
+    overlap: Annotated[Overlap, _check_overlap]
     sync_at_start: Annotated[bool, _flag]
     comm_dtype: Annotated[torch.dtype | Codec | None, optional(_check_comm_dtype)]
     param_as_bucket_view: Annotated[bool, _flag]
@@ -265,13 +282,13 @@ class Settings:
         check_fields(self)
         if self.schedule.pacing.needs_snapshot and self.overlap is not True:
             raise ValueError(
-                'staleness above 1 and gossip_every="auto" expect overlap=True: without overlap a '
-                "round is mixed in the step that launches it"
+                'staleness above 1 and gossip_every="auto" expect overlap=True: with False a round '
+                'is mixed in the step that launches it, with "forward" before the next gradient'
             )
 
     @property
     def codec(self) -> Codec | None:
-        """How values travel; None for as they are."""
+        """How values are coded; None sends them unchanged."""
         return None if self.comm_dtype is None else codec_of(self.comm_dtype)
 
     @property
@@ -279,23 +296,32 @@ class Settings:
         """When a round is mixed."""
         if isinstance(self.overlap, Pacing):
             return self.overlap
+        if self.overlap == "forward":
+            return BeforeForward()
         return self.schedule.pacing if self.overlap else WithinStep()
 
     def lines(self) -> list[str]:
-        """A line for each option that the ranks can compare as text; an extension has its own."""
+        """One line for each option that the ranks compare as text; extensions have their own."""
         options = {**vars(self), **vars(self.schedule)}
         return [f"{k}={v!r}" for k, v in options.items() if k not in ("schedule", "outer")]
 
 
 def build_extensions(settings: Settings, own: Sequence[Extension]) -> Extensions:
-    """The extensions for these settings, and the user's own after them.
+    """Build the extensions for these settings, followed by the user's own.
 
     Raises:
-        TypeError: one of the user's own is no extension.
-        ValueError: two have the same name.
+        TypeError: one of the user's own is not an `Extension`.
+        ValueError: two have the same name, or one that has a state has no name.
     """
+    expected = "extensions expects a sequence of instances of Extension"
+    expect(isinstance(own, Sequence), expected, own)
     for each in own:
-        expect(isinstance(each, Extension), "extensions expects instances of Extension", each)
+        expect(isinstance(each, Extension), expected, each)
+        if not each.name and type(each).state_dict is not Extension.state_dict:
+            raise ValueError(
+                f"extensions expects a name for each extension with a state, as its key in "
+                f"checkpoints; set {type(each).__name__}.name"
+            )
     schedule = settings.schedule
     built: list[Extension] = []
     if settings.gradient_tracking:
@@ -313,7 +339,7 @@ def check_base(optimizer: Any, pacing: Pacing) -> None:
     """Check that the optimizer can be wrapped.
 
     Raises:
-        TypeError: it is not an optimizer, or is a wrapper itself.
+        TypeError: it is not an optimizer, or it is a wrapper already.
         ValueError: it has no parameters, exchanges them itself, or does not work with this pacing.
     """
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DelegatingOptimizer):
@@ -326,7 +352,7 @@ def check_base(optimizer: Any, pacing: Pacing) -> None:
             f"optimizer expects parameters to train, got a {type(optimizer).__name__} without any"
         )
     kind = type(optimizer)
-    # By name: importing them takes longer than all else here.
+    # By name, because the import takes longer than everything else here.
     if any(each.__name__ == "ZeroRedundancyOptimizer" for each in kind.__mro__):
         raise ValueError(
             f"optimizer expects one that updates all parameters of this rank, got a "
@@ -336,6 +362,6 @@ def check_base(optimizer: Any, pacing: Pacing) -> None:
     reason = evaluates_inside_step(optimizer)
     if reason and not isinstance(pacing, WithinStep):
         raise ValueError(
-            f"{kind.__name__} {reason}, which does not work with overlap=True: the gradient "
+            f"{kind.__name__} {reason}, which does not work with overlap: the gradient "
             f"belongs to the parameters before the mixing; pass overlap=False"
         )

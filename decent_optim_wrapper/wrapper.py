@@ -1,7 +1,8 @@
-"""A torch optimizer that gossips the parameters of another one."""
+"""A torch optimizer that wraps another one and gossips its parameters."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,16 +23,20 @@ from decent_optim_wrapper.comm.process_groups import CPU, serves
 from decent_optim_wrapper.config import (
     Elastic,
     OnNonfinite,
+    Overlap,
     Schedule,
     Settings,
     build_extensions,
     check_base,
 )
+from decent_optim_wrapper.elastic.recovery import Recovery
+from decent_optim_wrapper.errors import CallOrderError
 from decent_optim_wrapper.extensions import GradientTracking
+from decent_optim_wrapper.forward_hooks import ForwardHooks
 from decent_optim_wrapper.gossip.extension import Extension
+from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.header import CollectiveCall
 from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling, apply_update
-from decent_optim_wrapper.gossip.pacing import Pacing
 from decent_optim_wrapper.gossip.saved_state import (
     gossip_state,
     named_state,
@@ -45,12 +50,15 @@ from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.optim.batch_norms import recalibrated
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer, check_state_dict
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
+from decent_optim_wrapper.report import Report, build_report, print_at_exit
 from decent_optim_wrapper.start.arguments import Arguments
 from decent_optim_wrapper.start.dcp_warning import warn_of_checkpoints
 from decent_optim_wrapper.start.session import Inputs, ModuleExtras, open_session
 from decent_optim_wrapper.start.start import Start
+from decent_optim_wrapper.start.summary import log_summary
 from decent_optim_wrapper.topo import Topology
-from decent_optim_wrapper.wire.bucket import MIB, Bucket
+from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.layout import MIB
 from decent_optim_wrapper.wire.parameters import Named, named_parameters
 
 _STATE_KEY = "gossip"
@@ -59,79 +67,85 @@ _STATE_KEY = "gossip"
 class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     """Wraps an optimizer so that every `step()` also averages parameters with a few neighbours.
 
-    With n ranks, x_i the parameters of rank i, W_t the mixing matrix of round t and u_i the base
-    optimizer's local update from the gradient at x_i, one `step()` does
+    Let x_i be the parameters of rank i, W_t the mixing matrix of round t, and u(x) the local update
+    that the base optimizer computes from the gradient at x. One `step()` then computes
 
     - ``overlap=True``: ``x <- W_t x - u(x)`` (D-PSGD, Lian et al. 2017, with one step of delay).
-      Round t is launched at the end of one `step()` and finished at the start of the next: its
-      bytes travel under the whole forward and backward pass.
-    - ``overlap=False``: ``x <- W_t (x - u(x))`` (adapt then combine). The bytes travel inside
-      `step()`.
+      Round t starts at the end of one `step()` and ends at the start of the next one. It is
+      transferred while the whole forward and backward pass runs.
+    - ``overlap=False``: ``x <- W_t (x - u(x))`` (adapt then combine). The round is transferred
+      inside `step()`.
+    - ``overlap="forward"``: the same trajectory as without overlap. The round is transferred while
+      the next forward pass runs. The pass waits for each bucket just before a module reads its
+      parameters.
 
-    A `Schedule` with `staleness` or ``gossip_every="auto"`` gives a round more time: with s the
-    parameters of its launch, ``x <- x + (W s - s) - u(x)`` some steps later.
+    A `Schedule` with `staleness` or ``gossip_every="auto"`` gives a round more time. With s the
+    parameters at its launch, a later step computes ``x <- x + (W s - s) - u(x)``.
 
-    It is a `torch.optim.Optimizer` whose `param_groups`, `state` and `defaults` are the base's, so
-    schedulers, GradScaler, clipping and checkpoints work with it as usual. All ranks must call the
+    The wrapper is a `torch.optim.Optimizer` with the `param_groups`, `state` and `defaults` of the
+    base, so schedulers, GradScaler, clipping and checkpoints work as usual. All ranks must call the
     constructor, `step` and every method that is marked *collective*, in the same order. With
-    ``gossip_every="auto"`` they may make different numbers of steps in between, and a collective
-    method mixes rounds until all ranks have come, so it changes the parameters.
+    ``gossip_every="auto"`` ranks may make different numbers of steps in between. A collective
+    method then mixes rounds until all ranks have called it, so it changes the parameters.
 
     Args:
         optimizer: the base optimizer.
-        rank: this rank; None takes that of the process group.
-        world_size: number of ranks; None takes that of the process group.
+        rank: this rank; None takes the rank in the process group.
+        world_size: number of ranks; None takes the size of the process group.
         local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE. If nodes have different
             numbers of ranks, or ranks that are not consecutive, every rank counts as a node.
         topology: a name known to `TopologyFactory`, or an instance.
-        bucket_cap_mb: upper bound of a bucket in MiB.
-        overlap: exchange during the next forward and backward pass, as above; or a `Pacing` of your
-            own, with the defaults of `staleness` and a number for `gossip_every`.
-        process_group: the ranks that gossip; None means the default group.
+        bucket_cap_mb: upper bound of the size of a bucket, in MiB.
+        overlap: when a round is transferred, as above; or a `Pacing` of your own, which expects the
+            default `staleness` and a number for `gossip_every`. With "forward", code that reads
+            parameters between `step()` and the forward pass sees them before the mixing: call
+            `synchronize()` first. `state_dict()` of the model and of the wrapper mix the round in
+            flight.
+        process_group: the ranks that gossip; None takes the default group.
         buffers: tensors such as ``model.buffers()``; `global_avg` also averages the floating-point
             ones.
-        sync_at_start: broadcast parameters and buffers from rank 0; weights that only another rank
+        sync_at_start: broadcast parameters and buffers from rank 0. Weights that only another rank
             has loaded are lost, with a warning.
-        comm_dtype: bytes per parameter: 2 with torch.bfloat16 or torch.float16, 1.016 with
-            torch.int8 or torch.float8_e4m3fn, 0.516 with torch.int4; or a `Codec`, such as
-            ``TopKCodec(16)`` with 0.313. A rank's own parameters are not rounded: in a pair
-            x_i + (1 - w) (q(x_j) - q(x_i)), with q the rounding, and no rounding moves the mean.
-            What is rounded is the difference to a reference, which costs a copy of the parameters
-            for each group of the rank; with more than 4 groups, the parameters themselves. Exact
-            averages are not rounded.
+        comm_dtype: the format in which parameters are sent: torch.bfloat16 or torch.float16 (2
+            bytes per parameter), torch.int8 or torch.float8_e4m3fn (1.016), torch.int4 (0.516), or
+            a `Codec` such as ``TopKCodec(16)`` (0.313). With q the rounding, a rank in a pair
+            computes x_i + (1 - w) (q(x_j) - q(x_i)), so its own parameters are not rounded, and
+            rounding never moves the mean over the ranks. The difference to a reference is rounded,
+            which costs a copy of the parameters for each group of the rank. With more than 4
+            groups, the parameters themselves are rounded. Exact averages are not rounded.
         param_as_bucket_view: make the parameters views of the buckets, which saves a copy in time
             and memory. Do not replace their storage afterwards, and call `synchronize()` before
             changing their values by hand, or the next call raises (changes through ``.data`` are
             not noticed). Not for an RNN on a GPU: its flatten_parameters() replaces the storage.
         gradient_tracking: correct the gradients towards the mean of all ranks, for shards that
-            differ between ranks: with m a running mean of the rank's gradients g,
+            differ between ranks. With m a running mean of the rank's gradients g,
             ``y = m + c``, ``c <- c + 0.3 (W_t y - y)``, and the base reads g + c (after DSGT, Pu
-            and Nedic 2018, and Momentum Tracking, Takezawa et al. 2022); Adam and its like take y
-            for their first moment. It doubles the bytes sent and costs two copies of the
-            parameters, and the buffers of y. Clip before `step()`.
-        timeout: how long to wait for a peer, a timedelta or seconds; None takes the timeout of the
-            process group.
-        on_nonfinite: what happens if parameters contain NaN or infinity before they are mixed:
+            and Nedic 2018, and Momentum Tracking, Takezawa et al. 2022). Adam, AdamW, Adamax and
+            RAdam use y as their first moment. Tracking doubles the bytes sent, and costs two copies
+            of the parameters and the buffers for y. Clip before `step()`.
+        timeout: how long to wait for a peer, as a timedelta or in seconds; None takes the timeout
+            of the process group.
+        on_nonfinite: what to do if parameters contain NaN or infinity before they are mixed:
             "raise" a `NonFiniteError` on all ranks of the group, "skip" them in this round (the
-            rank takes the mean of the others of its group), or "ignore", which does not check.
-            A step checks each shard by itself: if a replica is spread over a mesh, the ranks of
-            other shards do not raise, and end with torch's own error once this shard's have ended.
-            An average checks the whole replica.
+            rank takes the mean of the other ranks of its group), or "ignore", which does not check.
+            A step checks each shard by itself. If a replica is spread over a mesh, the ranks of
+            other shards do not raise this error. They end with torch's own error once the ranks of
+            this shard have ended. An average checks the whole replica.
         schedule: when the ranks mix and average, and how; see `Schedule`.
-        elastic: None raises a `PeerError` if a rank is lost; an `Elastic` continues without it,
+        elastic: None raises a `PeerError` if a rank is lost. An `Elastic` continues without it,
             over gloo, whatever the backend of the process group.
-        mesh: all ranks and how they are arranged, if a replica is spread over several of them
+        mesh: all ranks and their arrangement, if a replica is spread over several of them
             (FSDP2, tensor or pipeline parallelism); None means that each rank is a replica.
-        gossip_dim: the name of the mesh's dimension along which replicas gossip.
-        model: that of the parameters, needed where they are sharded, and by
-            `gossip_state_dict()` of an outer optimizer.
+        gossip_dim: the name of the mesh dimension along which replicas gossip.
+        model: the model that the parameters belong to. It is needed if parameters are sharded, with
+            ``overlap="forward"``, and for `gossip_state_dict()` with an outer optimizer.
         extensions: instances of `Extension`, which take part in the rounds.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument contradicts the process group, does not fit the topology or the
-            base optimizer, or the ranks' parameters differ; and on all other ranks, if a rank
-            raises any of these errors.
+        ValueError: an argument contradicts the process group, or does not fit the topology or the
+            base optimizer; the ranks' parameters differ; or another rank raised any of these
+            errors.
         RuntimeError: there is more than one rank and no process group.
     """
 
@@ -151,7 +165,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         topology: str | Topology = "complete",
         bucket_cap_mb: float = 25,
         *,
-        overlap: bool | Pacing = True,
+        overlap: Overlap = True,
         process_group: dist.ProcessGroup | None = None,
         buffers: Iterable[Tensor] = (),
         sync_at_start: bool = True,
@@ -167,7 +181,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         model: nn.Module | None = None,
         extensions: Sequence[Extension] = (),
     ) -> None:
-        # By name: each record takes those that are its fields.
+        # Each record takes the options that are its fields, by name.
         options = dict(locals())
         start = Start(take_fields(Arguments, options))
         with start.failing_together():
@@ -191,21 +205,30 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             ),
         )
         self._pipeline = self._gossip.pipeline
-        # Not an attribute of its own: Join sets it on whatever it is given, such as Fabric's proxy
-        # of the wrapper, which has copies of the attributes, but steps read it here.
+        self._forward_hooks: ForwardHooks | None = None
+        if model is not None and settings.pacing.mixes_early:
+            hooks = ForwardHooks(model, self._gossip.mix_early, self._gossip.settle)
+            self._forward_hooks = hooks
+        self._after_step: list[Callable[[], None]] = []
+        # A dict, not an attribute: Join sets the attribute on the object that it is given. Fabric's
+        # proxy of the wrapper has copies of the attributes, and steps read this one.
         self._join: dict[str, Any] = {}
         Joinable.__init__(self)
         warn_of_checkpoints(self, self._gossip)
+        if os.environ.get("DECENT_REPORT", "0") != "0":
+            print_at_exit(self, DecentOptimWrapper.report, self.rank)
+        if self.rank == 0 and (mesh is None or dist.get_rank() == 0):
+            log_summary(self._pipeline, settings.schedule)
         logger.info("{!r}", self)
 
     @property
     def topology(self) -> Topology:
-        """The topology of the gossip, among `members`."""
+        """The topology over the `members`."""
         return self._pipeline.session.topology
 
     @property
     def round(self) -> int:
-        """Number of steps made so far; with ``gossip_every="auto"``, of rounds launched."""
+        """Number of steps so far; with ``gossip_every="auto"``, number of rounds launched."""
         return self._pipeline.round
 
     @property
@@ -215,10 +238,10 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @property
     def mixing_rate(self) -> float:
-        """The mixing rate of the rounds launched from now on; set the same on all ranks.
+        """The mixing rate of the next rounds; set the same value on all ranks.
 
-        With ``gossip_every="auto"`` ranks may be at different steps, and so have different rates:
-        a group mixes with the lowest of its ranks.
+        With ``gossip_every="auto"`` ranks may be at different steps and have different rates. A
+        group then mixes with the lowest rate of its ranks.
         """
         return self._pipeline.mixing_rate
 
@@ -230,7 +253,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def gradient_tracking(self) -> bool:
         """Whether gradients are tracked.
 
-        Setting it to False is collective, and frees what it costs; it cannot be set to True again.
+        Setting it to False is collective and frees the memory of the tracking. It cannot be set to
+        True again.
         """
         return self._tracking is not None
 
@@ -242,7 +266,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 f"{tracks}; pass gradient_tracking=True to the constructor"
             )
         if not tracks and self._tracking is not None:
-            # A round in flight still mixes what was tracked.
+            # The round in flight still mixes the tracked gradients.
             drop = partial(self._pipeline.extensions.drop, self._tracking)
             self._gossip.meet(CollectiveCall.DROP_EXTENSION, drop)
             self._notify_change()
@@ -254,22 +278,27 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @property
     def rank(self) -> int:
-        """This rank, as numbered at the start."""
+        """The rank of this process, as numbered at the start."""
         return self._pipeline.session.transport.initial_rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that take part."""
+        """Number of ranks that take part now."""
         return self._pipeline.session.transport.world_size
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that take part, as numbered at the start."""
+        """The ranks that take part now, as numbered at the start."""
         return self._pipeline.session.transport.members
 
     @property
+    def recovery(self) -> Recovery | None:
+        """Continues without lost ranks; None without `elastic`."""
+        return self._setup.recovery
+
+    @property
     def replica(self) -> Replica:
-        """The ranks of a mesh that hold one copy of the model together."""
+        """The ranks of a mesh that together hold one copy of the model."""
         return self._setup.replica
 
     @property
@@ -277,21 +306,26 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """The buckets of the parameters, in the order in which they are exchanged."""
         return self._pipeline.buckets
 
+    @property
+    def extensions(self) -> Sequence[Extension]:
+        """The extensions that take part in the rounds."""
+        return self._pipeline.extensions.all
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One local update and one round of gossip; collective.
+        """Make one local update and one round of gossip; collective.
 
         Args:
-            closure: re-evaluates the model and returns the loss; always evaluated at the
+            closure: evaluates the model again and returns the loss. It is always evaluated at the
                 parameters before the mixing.
 
         Returns:
-            The result of the closure; None without one.
+            The result of the closure; None without a closure.
 
         Raises:
-            PeerError: a peer was lost; nothing of the round was mixed.
+            PeerError: a peer was lost. No bucket of the round was mixed.
             CallOrderError: a peer is in another method or round.
-            NonFiniteError: a rank of the group has NaN or infinity in its parameters. Nothing of
+            NonFiniteError: a rank of the group has NaN or infinity in its parameters. No bucket of
                 the round was mixed, and the round is dropped.
         """
         splits = self._local_update.splits
@@ -304,16 +338,16 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 # The others wait for this rank in their rounds.
                 self._gossip.failures.close(error)
                 raise
-        # Not earlier: the closure may have gathered the parameters.
+        # After the closure, which may have gathered the parameters.
         if self._gossip.replica.may_gather:
             self._gossip.replica.reshard()
         if splits:
-            with self._in_parts(self._scaling()) as advance:
+            with self._in_parts(self._scaling) as advance:
                 for bucket in self._pipeline.buckets:
                     advance(bucket)
             return loss
         with self._step() as step:
-            update = partial(self._local_update.whole, closure, self._scaling())
+            update = partial(self._local_update.whole, closure, self._scaling)
             result = step.advance(step.buckets, update)
         return result if loss is None else loss
 
@@ -325,13 +359,17 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         return not in_step or pipeline.extensions.corrects_gradients
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base and gossip its parameters from the next round on.
+        """Add a parameter group to the base and gossip it from the next round on; collective.
 
-        Collective, over all of a mesh: a stage without new parameters adds an empty group.
+        On a mesh all ranks call it. A pipeline stage without new parameters adds an empty group.
+
+        Args:
+            param_group: as in `torch.optim.Optimizer.add_param_group`.
 
         Raises:
-            TypeError: a parameter cannot be exchanged. Then no rank has added its group.
-            ValueError: the same, or the ranks differ, or another rank raised any of these errors.
+            TypeError: a parameter cannot be exchanged. No rank has added its group.
+            ValueError: a parameter cannot be exchanged, the ranks' groups differ, or another rank
+                raised any of these errors. No rank has added its group.
         """
         before = len(named_parameters(self.param_groups))
         self._base.add_param_group(param_group)
@@ -344,23 +382,28 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             raise
 
     def rebuild_buckets(self) -> None:
-        """Also gossip unfrozen parameters, from the next round on; collective."""
+        """Gossip parameters that were unfrozen, too, from the next round on; collective."""
         self._regroup(named_parameters(self.param_groups), [])
 
     def global_avg(self, may_revert: bool = True) -> None:
-        """Replace parameters (and floating-point buffers) by their world average; collective.
+        """Replace the parameters by their average over all ranks; collective.
 
-        A `step()` without `revert_global_avg()` before keeps the average and drops the snapshot and
-        the round in flight.
+        The floating-point tensors in `buffers` are averaged, too. If no `revert_global_avg()` comes
+        before the next `step()`, that step keeps the average and drops the snapshot and the round
+        in flight.
 
         Args:
-            may_revert: keep a snapshot for `revert_global_avg()`, one copy of the parameters.
+            may_revert: keep a snapshot for `revert_global_avg()`, which is one copy of the
+                parameters.
 
         Raises:
-            NonFiniteError: a rank has NaN or infinity in its parameters; nothing was averaged. A
-                round in flight that contains them makes the next `step()` raise, too, unless
-                `load_state_dict()` drops it. With ``may_revert=False``, also if momenta that are to
-                be averaged contain them; the parameters are then averaged, the momenta are not.
+            NonFiniteError: a rank has NaN or infinity in its parameters; nothing was averaged. If
+                the round in flight contains them, the next `step()` raises, too, unless
+                `load_state_dict()` drops that round. With ``may_revert=False`` the error is also
+                raised if momenta that should be averaged are not finite; the parameters are then
+                averaged, the momenta are not.
+            PeerError: a rank was lost.
+            CallOrderError: a rank is in another method.
         """
         self._gossip.global_avg(may_revert)
         self._notify_change()
@@ -377,16 +420,18 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def averaged(
         self, recalibrate: tuple[nn.Module, Iterable[Any]] | None = None
     ) -> Iterator[None]:
-        """Run the body on the average, ``with optimizer.averaged(): validate()``; collective.
+        """Context manager in which the parameters are the average over all ranks; collective.
 
+        Use it as ``with optimizer.averaged(): validate()``. The rank's own values are restored at
+        the end.
         Inside another average the parameters do not change. A `step()` in the body keeps the
         average.
 
         Args:
             recalibrate: a model and batches on which this rank estimates the statistics of the
-                model's batch norms again, for the averaged model and in training mode: the average
-                of the running statistics is not right for it. Norms in evaluation mode in a model
-                in training mode do not change. All buffers are restored with the parameters.
+                model's batch norms again, in training mode, because the average of the running
+                statistics does not fit the averaged model. If the model is in training mode, norms
+                in evaluation mode do not change. All buffers are restored with the parameters.
         """
         nested = self.is_averaged
         try:
@@ -400,12 +445,13 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 self.revert_global_avg()
 
     def synchronize(self) -> None:
-        """Finish and mix the round in flight, at the end or before changing parameters by hand.
+        """Wait for the round in flight and mix it.
 
-        With ``gossip_every="auto"`` it is collective, and brings all ranks to the same round.
+        Call it at the end of training, and before you change parameters by hand. With
+        ``gossip_every="auto"`` it is collective and brings all ranks to the same round.
 
         Raises:
-            RuntimeError: a revertible average is in place, which the mixing would change.
+            RuntimeError: an average is in place that may be reverted, and mixing would change it.
         """
         if self.is_averaged:
             raise RuntimeError(
@@ -416,7 +462,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         self._gossip.synchronize()
 
     def consensus_distance(self) -> float:
-        """Root mean square over the ranks of ||x_i - mean(x)||_2; collective."""
+        """Compute how far the ranks are apart; collective.
+
+        Returns:
+            sqrt(1/n * sum over i of ||x_i - mean(x)||_2^2), the same on all ranks.
+        """
         distance = self._gossip.meet(
             CollectiveCall.CONSENSUS_DISTANCE, self._gossip.consensus_distance
         )
@@ -428,71 +478,100 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     ) -> Tensor:
         """Clip the gradients by the norm of all of them together; collective over a replica.
 
-        As `torch.nn.utils.clip_grad_norm_`, for replicas that are spread over a mesh, too: shards
-        and stages count together, and what several ranks hold counts once.
+        Like `torch.nn.utils.clip_grad_norm_`, but also for replicas that are spread over a mesh:
+        all shards and stages count, and values that several ranks hold count once.
 
         Args:
-            max_norm: bound of the norm.
+            max_norm: upper bound of the norm.
             norm_type: p of the p-norm; infinity for the largest absolute value.
-            error_if_nonfinite: raise where the norm is not finite.
+            error_if_nonfinite: raise an error if the norm is not finite.
 
         Returns:
-            The norm before clipping, the same on all ranks of the replica.
+            The norm before clipping, a tensor of shape (), the same on all ranks of the replica.
 
         Raises:
-            RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
+            RuntimeError: the norm is not finite and `error_if_nonfinite` is True.
         """
         params = [param for group in self.param_groups for param in group["params"]]
         if not self._gossip.replica.transports:
             return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        # The error is that of all ranks of the replica, and nobody else waits for them.
+        # All ranks of the replica raise this error, and no other rank waits for them.
         with self._gossip.failures.propagating(RuntimeError):
             return self.replica.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Stack a small tensor of every rank that takes part; collective.
+        """Stack a small tensor from each of the `members`; collective.
 
         Args:
-            tensor: of the same shape and dtype on all ranks.
+            tensor: a tensor of the same shape and dtype on all ranks.
 
         Returns:
-            shape (world_size, *tensor.shape), on the CPU, in the order of `members`; on a mesh
-            shape (world_size * ranks of a replica, *tensor.shape), one replica after the other.
+            Tensor of shape (world_size, *tensor.shape) on the CPU, in the order of `members`. On a
+            mesh the shape is (world_size * ranks of a replica, *tensor.shape), one replica after
+            the other.
 
         Raises:
-            PeerError: not every rank answers.
+            PeerError: a rank did not answer.
         """
         return self._gossip.all_gather(tensor)
 
+    def after_step(self, call: Callable[[], None]) -> None:
+        """Register a function that is called after each step of this rank.
+
+        Steps inside a backward pass call it, too. Unlike torch's step hooks it does not change how
+        the step is made. Steps without a batch, as in `torch.distributed.algorithms.Join`, do not
+        call it.
+
+        Args:
+            call: the function, without arguments.
+        """
+        self._after_step.append(call)
+
     def stats(self) -> StepStats:
-        """Bytes, seconds and counts of the last `step()` on this rank; communicates nothing."""
+        """Bytes, seconds and counts of the last `step()` on this rank; does not communicate."""
         return self._pipeline.policy.meter.last
 
-    def state_dict(self) -> dict[str, Any]:
-        """The base's state dict and one key for the round; communicates nothing.
+    def report(self) -> Report:
+        """Find the slow rank and the slow link of the last 100 steps; collective.
 
-        Every rank must save its own state dict, with its own parameters. With
-        ``gossip_every="auto"`` call `synchronize()` on all ranks before: it holds no round in
-        flight, and without that the mean over the ranks would move.
+        ``print(optimizer.report())`` shows a table, and ``.as_dict()`` returns plain values. With
+        the environment variable ``DECENT_REPORT=1`` the first rank prints it when the process ends.
+
+        Returns:
+            The times and bytes of all ranks, and what to change.
+
+        Raises:
+            PeerError: a rank did not answer.
+        """
+        return build_report(self._gossip, self.replica.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the base's state dict with one more key for the gossip; does not communicate.
+
+        Every rank must save its own state dict together with its own parameters. With
+        ``gossip_every="auto"`` call `synchronize()` on all ranks first. The state dict holds no
+        round in flight, and without one the mean over the ranks would move.
         """
         return {**self._base.state_dict(), _STATE_KEY: gossip_state(self._gossip)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict()` was taken, or at round 0 with the bare base's state dict.
+        """Load a state dict; does not communicate.
 
-        If a round was in flight then, the next `step()` launches it again: the order in which model
-        and optimizer are loaded does not matter, and nothing is communicated here. A round that is
-        in flight now is dropped.
+        If a round was in flight when the state was saved, the next `step()` launches it again, so
+        model and optimizer may be loaded in any order. A round that is in flight now is dropped.
 
-        Load on all ranks or on none. If only some have loaded, with gradient tracking or
-        ``gossip_every="auto"``, all ranks raise a `CallOrderError`: each in its next round with a
-        rank of the other kind.
+        Load on all ranks or on none. If only some ranks load, with gradient tracking or
+        ``gossip_every="auto"``, all ranks raise a `CallOrderError` in a later round.
+
+        Args:
+            state_dict: the result of `state_dict()`, or the state dict of the bare base optimizer,
+                with which training continues at round 0.
 
         Raises:
             RuntimeError: with ``gossip_every="auto"``, a round is in flight that other ranks may
-                not have launched yet; call `synchronize()` on all ranks before.
-            TypeError: `state_dict` is no dict; nothing was loaded.
-            ValueError: the state dict is that of something else; nothing of it was loaded.
+                not have launched yet; call `synchronize()` on all ranks first.
+            TypeError: `state_dict` is not a dict. Nothing was loaded.
+            ValueError: the state dict does not fit this wrapper. Nothing was loaded.
         """
         check_state_dict(state_dict, type(self).__name__, self.rank)
         rate = self._settings.schedule.mixing_rate
@@ -507,12 +586,12 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         restore(self._gossip, saved)
 
     def gossip_state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of the gossip, beside the model and the base's state.
+        """Return the state of the gossip, without the base's state; does not communicate.
 
-        The same on all ranks of a replica and by the names of the parameters, so that
-        torch.distributed.checkpoint stores it in one layout of the replica and loads it in another,
-        under a key for each replica. What an outer optimizer has is sharded as its parameters are.
-        Communicates nothing.
+        It is the same on all ranks of a replica, and keyed by the names of the parameters. So
+        torch.distributed.checkpoint can store it in one layout of the replica and load it in
+        another one, under a key for each replica. The state of an outer optimizer is sharded like
+        the parameters.
 
         Raises:
             ValueError: there is an outer optimizer, and the wrapper was built without the model.
@@ -520,13 +599,17 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         return named_state(self._gossip)
 
     def load_gossip_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `gossip_state_dict()` was taken; communicates nothing.
+        """Load the result of `gossip_state_dict()`; does not communicate.
 
-        The model and the base's state are loaded apart, before or after. A round that was in flight
-        then is launched again by the next `step()`; one that is in flight now is dropped.
+        Load the model and the base's state separately, before or after. If a round was in flight
+        when the state was saved, the next `step()` launches it again. A round that is in flight now
+        is dropped.
+
+        Args:
+            state_dict: the result of `gossip_state_dict()`.
 
         Raises:
-            ValueError: a state dict of something else. Then nothing of it was loaded.
+            ValueError: the state dict does not fit this wrapper. Nothing was loaded.
         """
         rate = self._settings.schedule.mixing_rate
         restore(self._gossip, read_named_state(self._gossip, state_dict, rate))
@@ -545,7 +628,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> IdleRounds:
-        """The hook that torch.distributed.algorithms.Join runs on a rank whose data has ended.
+        """Return the hook that `torch.distributed.algorithms.Join` runs on a rank without data.
 
         Raises:
             ValueError: with ``gossip_every="auto"``, which needs no Join.
@@ -583,9 +666,15 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def _step(self, in_backward: bool = False) -> Iterator[Step]:
         if self._join_config.enable:
             Join.notify_join_context(self)
+        if self._forward_hooks is not None:
+            _check_forward_pass(self._forward_hooks, self._gossip)
         with Step(self._gossip, in_backward) as step:
             yield step
             self._pipeline.policy.meter.note_skipped(self._local_update.skipped)
+        if self._forward_hooks is not None:
+            self._forward_hooks.end_step()
+        for each in self._after_step:
+            each()
         self._notify_change()
 
     def _idle_step(self) -> None:
@@ -597,13 +686,15 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         self._notify_change()
 
     def _regroup(self, parameters: list[Named], late: list[Named]) -> None:
-        """Gossip these parameters, of which `late` are new, from the next round on; collective."""
+        """Gossip these parameters from the next round on; `late` are the new ones; collective."""
         add = partial(self._setup.add, self._pipeline, parameters, late)
         self._gossip.meet(CollectiveCall.REGROUP, add)
+        if self._forward_hooks is not None:
+            self._forward_hooks.watch()
         self._notify_change()
 
     def _notify_change(self) -> None:
-        """Call the user's callback if the members have changed, when all else is done."""
+        """Call the user's callback if the members have changed, after everything else."""
         if self._gossip.members:
             self._gossip.members.notify_change()
 
@@ -611,28 +702,46 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def _in_parts(
         self, scaling: Scaling, apply: Apply = apply_update, in_backward: bool = False
     ) -> Iterator[Callable[[Bucket], None]]:
-        """A step in parts: yields a function that mixes, updates and launches one bucket."""
+        """Make a step in parts: yields a function that mixes, updates and launches one bucket."""
         with (
             self._step(in_backward) as step,
             self._local_update.by_bucket(scaling, self._pipeline.buckets, apply) as update,
         ):
             yield lambda bucket: step.advance([bucket], partial(update, bucket))
 
+    @property
     def _scaling(self) -> Scaling:
         # GradScaler sets the two attributes here around its call of step().
         return Scaling(vars(self).get("found_inf"), vars(self).get("grad_scale"))
 
 
+def _check_forward_pass(hooks: ForwardHooks, gossip: Gossip) -> None:
+    """Check that the gradients were computed at mixed parameters."""
+    pipeline = gossip.pipeline
+    if hooks.were_called or pipeline.in_flight.round is None:
+        return
+    if any(param.grad is not None for param in gossip.params):
+        error = CallOrderError(
+            f"rank {pipeline.session.transport.initial_rank}: step() expects a forward pass of the "
+            f"model since the last step, which mixes the parameters, but no module was called: the "
+            f"gradients are those at other parameters. Call the model or its modules, or "
+            f"synchronize() before parameters are read in another way; set gradients to None for a "
+            f"step without a batch"
+        )
+        gossip.failures.close(error)
+        raise error
+
+
 class IdleRounds(JoinHook):
-    """Takes part in the rounds of the others without local updates.
+    """Takes part in the rounds of other ranks without local updates.
 
     Args:
-        idle_step: one round without an update.
+        idle_step: makes one round without an update.
     """
 
     def __init__(self, idle_step: Callable[[], None]) -> None:
         self._idle_step = idle_step
 
     def main_hook(self) -> None:
-        """Run once for every step that another rank still makes."""
+        """Make one round for a step that another rank still makes."""
         self._idle_step()

@@ -85,7 +85,9 @@ def parse_arguments() -> argparse.Namespace:
         "--comm-dtype", choices=dtypes, nargs="*", default=["float32"], help="one run for each"
     )
     parser.add_argument("--gradient-tracking", action="store_true")
-    parser.add_argument("--no-overlap", action="store_true", help="finish each round in its step")
+    mixing = parser.add_mutually_exclusive_group()
+    mixing.add_argument("--no-overlap", action="store_true", help="finish each round in its step")
+    mixing.add_argument("--forward", action="store_true", help="mix before the next forward pass")
     parser.add_argument("--ddp", action="store_true", help="compare with DistributedDataParallel")
     parser.add_argument("--shards", choices=("shuffled", "topics"), default="shuffled")
     parser.add_argument("--inner", choices=("fsdp", "tp", "none"), default="none")
@@ -147,7 +149,7 @@ def wrap(
         topology=args.topology,
         comm_dtype=None if comm_dtype == "float32" else getattr(torch, comm_dtype),
         gradient_tracking=args.gradient_tracking,
-        overlap=not args.no_overlap,
+        overlap="forward" if args.forward else not args.no_overlap,
         mesh=mesh,
         gossip_dim="gossip",
         model=model,
@@ -158,7 +160,7 @@ def name_of(args: argparse.Namespace, comm_dtype: str | None) -> str:
     if comm_dtype is None:
         return "DDP"
     options = ", tracking" * args.gradient_tracking + ", no overlap" * args.no_overlap
-    return f"{args.topology}, {comm_dtype}{options}"
+    return f"{args.topology}, {comm_dtype}{options}" + ", forward" * args.forward
 
 
 def train(args: argparse.Namespace, device: torch.device, comm_dtype: str | None) -> list[Point]:

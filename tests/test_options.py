@@ -35,6 +35,7 @@ SPREAD = Layout({"gossip": 2, "tp": 2})
 # Arguments of the wrapper, and fields of its schedule, as the guide writes them.
 OPTIONS: dict[str, dict[str, Any]] = {
     "overlap=False": {"overlap": False},
+    '"forward"': {"overlap": "forward"},
     "staleness": {"schedule": {"gossip_every": 2, "staleness": 2}},
     '"auto"': {"schedule": {"gossip_every": "auto"}},
     "bf16": {"comm_dtype": torch.bfloat16},
@@ -65,7 +66,7 @@ def excluded(pair: tuple[str, str]) -> bool:
     """Whether the two are values of one argument."""
     one, other = (OPTIONS[name] for name in pair)
     fields = one.get("schedule", {}).keys() & other.get("schedule", {}).keys()
-    return "comm_dtype" in one.keys() & other.keys() or "average_state" in fields
+    return bool(one.keys() & other.keys() - {"schedule"}) or "average_state" in fields
 
 
 def options_of(pair: tuple[str, str]) -> dict[str, Any]:

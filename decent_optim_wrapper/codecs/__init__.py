@@ -1,4 +1,4 @@
-"""How values travel: each code in a file of its own."""
+"""How values are coded on the wire, with one codec per file."""
 
 import torch
 
@@ -34,10 +34,10 @@ _CODECS: dict[torch.dtype, Codec] = {
 
 
 def codec_of(comm_dtype: torch.dtype | Codec) -> Codec:
-    """The codec of a `comm_dtype`.
+    """Return the codec for a `comm_dtype`.
 
     Raises:
-        ValueError: there is none for this dtype.
+        ValueError: there is no codec for this dtype.
     """
     if isinstance(comm_dtype, Codec):
         return comm_dtype

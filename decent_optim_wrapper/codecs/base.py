@@ -1,4 +1,4 @@
-"""The interface of codes: what a vector becomes on the wire, and back; no communication."""
+"""The interface of codecs, which code vectors for the wire; no communication."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements that are coded at once, so that they stay in the cache. Part of the format of four bits.
+# Elements that are coded at a time, so that they stay in the cache. Part of the 4-bit format.
 _SLICE = 1 << 17
 
 Decoded = tuple[slice, list[Tensor]]
 
 
 class Codec(ABC):
-    """Codes vectors of floats as messages of bytes.
+    """Codes vectors of floats as messages of bytes; the same on all ranks.
 
-    All ranks of a group decode a message to the same bits: `read` must not depend on anything but
-    the message. A codec is the same on all ranks, and has no state of its own.
+    All ranks of a group must decode a message to the same bits, so `read` must depend on the
+    message only. A codec has no state. `write` may run on any thread, also next to the training, so
+    it must not draw random numbers from torch's global generator.
 
     Attributes:
-        block: elements that are coded together; vectors are cut at multiples of it.
-        uses_reference: whether the difference to a reference is coded, which the ranks of a group
-            share and which moves with each round. What a message leaves out then comes with a later
-            one, and ranks that do not train come together. It costs a copy of the parameters for
-            each group of the rank.
+        block: number of elements that are coded together; vectors are cut at multiples of it.
+        uses_reference: whether to code the difference to a reference that the ranks of a group
+            share and that moves with each round. What a message leaves out is then sent by a later
+            one, and ranks that do not train converge to the same values. It costs a copy of the
+            parameters for each group of the rank.
     """
 
     block: int = 1
@@ -37,26 +38,27 @@ class Codec(ABC):
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Bytes of the message of so many elements, the last block perhaps not full."""
+        """Number of bytes of the message for `numel` elements; the last block may not be full."""
 
     @abstractmethod
     def is_finite(self, message: Tensor) -> Tensor:
-        """Whether the coded values were finite: bool of shape (), on the device of the message."""
+        """Whether the coded values are finite: bool of shape (), on the device of the message."""
 
     @abstractmethod
     def write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:
         """Code one slice of a vector.
 
         Args:
-            message: uint8, the message of the whole vector.
-            place: the slice, which starts at a multiple of `block`.
-            values: the elements there, filled up with zeros to whole blocks; may be overwritten.
-            spare: memory of the same size and dtype.
+            message: the message of the whole vector, uint8.
+            place: the slice of the vector, which starts at a multiple of `block`.
+            values: the elements of the slice, padded with zeros to whole blocks; may be
+                overwritten.
+            spare: scratch memory of the shape and dtype of `values`.
         """
 
     @abstractmethod
     def read(self, message: Tensor, place: slice, values: Tensor) -> None:
-        """Decode one slice into `values`, in whole blocks; as in `write`."""
+        """Decode one slice into `values`, padded to whole blocks; arguments as in `write`."""
 
     @torch.no_grad()
     def encode(self, values: Tensor, message: Tensor, reference: Tensor | None = None) -> None:
@@ -64,12 +66,13 @@ class Codec(ABC):
 
         Args:
             values: a vector of floats.
-            message: overwritten; uint8 of `nbytes(values.numel())`, on the same device.
-            reference: of the shape of `values` and of `wide(values.dtype)`.
+            message: the result, uint8 of `nbytes(values.numel())` elements, on the same device.
+            reference: a vector of the shape of `values` and of dtype `wide(values.dtype)`; None
+                codes the values themselves.
         """
         buffer = self._buffer(values.numel(), wide(values.dtype), values.device)
         spare = torch.empty_like(buffer)
-        for place in slices(values.numel()):
+        for place in self._slices(values.numel()):
             whole = self._in_blocks(place, buffer)
             part = whole[: place.stop - place.start]
             if reference is None:
@@ -83,15 +86,15 @@ class Codec(ABC):
         """Decode messages side by side, slice by slice.
 
         Args:
-            messages: one or more, of `numel` elements each.
-            numel: elements of each vector.
-            dtype: float32 or float64.
+            messages: one or more messages of vectors of `numel` elements.
+            numel: number of elements of each vector.
+            dtype: dtype of the result, float32 or float64.
 
         Yields:
-            A slice, and the values there of each message, which the next slice overwrites.
+            A slice, and the values of each message there. The next slice overwrites them.
         """
         buffers = [self._buffer(numel, dtype, message.device) for message in messages]
-        for place in slices(numel):
+        for place in self._slices(numel):
             values = []
             for message, buffer in zip(messages, buffers, strict=True):
                 whole = self._in_blocks(place, buffer)
@@ -100,9 +103,17 @@ class Codec(ABC):
             yield place, values
 
     def _buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(
-            min(self._blocks(numel) * self.block, _SLICE), dtype=dtype, device=device
-        )
+        longest = min(self._blocks(numel) * self.block, self._slice)
+        return torch.empty(longest, dtype=dtype, device=device)
+
+    @property
+    def _slice(self) -> int:
+        """Number of elements that are coded at a time, a multiple of `block`."""
+        return max(1, _SLICE // self.block) * self.block
+
+    def _slices(self, numel: int) -> Iterator[slice]:
+        for start in range(0, numel, self._slice):
+            yield slice(start, min(start + self._slice, numel))
 
     def _in_blocks(self, place: slice, buffer: Tensor) -> Tensor:
         return buffer[: self._blocks(place.stop - place.start) * self.block]
@@ -112,12 +123,12 @@ class Codec(ABC):
 
 
 def is_finite_on_device(values: Tensor) -> Tensor:
-    """Whether all elements are finite, as a bool of shape () that the host has not read."""
+    """Whether all elements are finite, as a bool tensor of shape (), without a read by the host."""
     if not values.numel():
         return torch.ones((), dtype=torch.bool, device=values.device)
     values = values.detach()
     if values.device.type == "cpu":
-        # There a norm takes twenty times as long; on a GPU it is one kernel.
+        # A norm takes twenty times as long on a CPU; on a GPU it is one kernel.
         low, high = torch.aminmax(values)
         return torch.maximum(-low, high) < torch.inf
     largest: Tensor = torch.linalg.vector_norm(values, torch.inf)
@@ -125,11 +136,5 @@ def is_finite_on_device(values: Tensor) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of a dtype are coded: float64 for float64, else float32."""
+    """The dtype in which values are computed before coding: float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def slices(numel: int) -> Iterator[slice]:
-    """Cut a vector into the slices that are coded at once."""
-    for start in range(0, numel, _SLICE):
-        yield slice(start, min(start + _SLICE, numel))

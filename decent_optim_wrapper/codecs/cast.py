@@ -1,4 +1,4 @@
-"""Codes of 16 bits: a cast to another dtype."""
+"""Codecs of 16 bits, which cast to another dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class CastCodec(Codec):
     """Rounds to another dtype.
 
     Args:
-        dtype: a dtype of floats.
+        dtype: a floating-point dtype.
         uses_reference: as in `Codec`.
     """
 
@@ -21,7 +21,7 @@ class CastCodec(Codec):
         self.uses_reference = uses_reference
 
     def nbytes(self, numel: int) -> int:
-        """One element of the dtype for each."""
+        """One element of the dtype for each element."""
         return numel * self.dtype.itemsize
 
     def is_finite(self, message: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class CastCodec(Codec):
 
     @torch.no_grad()
     def encode(self, values: Tensor, message: Tensor, reference: Tensor | None = None) -> None:
-        """As `Codec.encode`, in one pass: no block needs to stay in the cache."""
+        """Like `Codec.encode`, in one pass."""
         if reference is None:
             message.view(self.dtype).copy_(values)
         else:

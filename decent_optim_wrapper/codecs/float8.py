@@ -1,4 +1,4 @@
-"""Codes of 8 bits that are floats themselves."""
+"""A codec of 8-bit floats."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from decent_optim_wrapper.codecs.scaled import ScaledCodec
 
 
 class Float8Codec(ScaledCodec):
-    """Rounds to float8_e4m3fn, three bits of mantissa: 1.016 bytes per element.
+    """Rounds to float8_e4m3fn, with three bits of mantissa: 1.016 bytes per element.
 
-    Small elements of a block lose less than with `Int8Codec`, large ones more.
+    The error is smaller than with `Int8Codec` for small elements of a block, and larger for large
+    ones.
     """
 
     bits, largest = 8, 448.0

@@ -1,4 +1,4 @@
-"""Codes of 8 and 4 bits, with a scale for each block of 256 elements."""
+"""Codecs of 8 and 4 bits, with a scale for each block of 256 elements."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from decent_optim_wrapper.codecs.base import Codec, is_finite_on_device
 
 _BLOCK = 256
-# Below this the reciprocal of a scale may overflow: such a block is coded as zeros.
+# The reciprocal of a smaller scale may overflow, so such a block is coded as zeros.
 _SMALLEST_SCALE = 2.0**-126
 
 
 class ScaledCodec(Codec):
-    """Codes d / s for each block d, with the scale s = max|d| / largest.
+    """Codes each block d as d / s, with the scale s = max|d| / largest.
 
-    A message is the codes and then the float32 scales. Every operation on values is one
-    multiplication or addition, rounded once, so that all ranks decode the same bits.
+    A message consists of the codes and then the float32 scales. Every operation on values is one
+    multiplication or addition, which is rounded once, so all ranks decode the same bits.
 
     Attributes:
-        bits: of a code.
+        bits: number of bits of a code.
         largest: absolute value of the largest code.
     """
 
@@ -34,24 +34,24 @@ class ScaledCodec(Codec):
         """Write scaled values of whole blocks as codes.
 
         Args:
-            values: of -largest to largest; may be overwritten.
-            codes: int8, `bits` for each value.
+            values: scaled values from -largest to largest; may be overwritten.
+            codes: the result, int8, with `bits` bits for each value.
         """
 
     @abstractmethod
     def unpack(self, codes: Tensor, values: Tensor) -> None:
-        """Read codes as scaled values; as in `pack`."""
+        """Read codes as scaled values; arguments as in `pack`."""
 
     @property
     def _code_bytes(self) -> int:
         return _BLOCK * self.bits // 8
 
     def nbytes(self, numel: int) -> int:
-        """The codes of whole blocks, and their scales."""
+        """The bytes of the codes of whole blocks, and of their scales."""
         return -(-numel // _BLOCK) * (self._code_bytes + torch.float32.itemsize)
 
     def is_finite(self, message: Tensor) -> Tensor:
-        """Whether the coded values were finite: a block that is not has no finite scale."""
+        """Whether all scales are finite; a block that is not finite has a scale that is not."""
         return is_finite_on_device(self._split(message)[1])
 
     def write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:
@@ -60,7 +60,7 @@ class ScaledCodec(Codec):
         rows = values.view(-1, _BLOCK)
         torch.abs(rows, out=spare.view(-1, _BLOCK))
         scales.copy_(spare.view(-1, _BLOCK).amax(1).div_(self.largest))
-        # Of the scale as it travels, which is rounded.
+        # The reciprocal of the scale as it is sent, which is rounded.
         inverse = scales.to(values.dtype).reciprocal().masked_fill_(scales < _SMALLEST_SCALE, 0)
         rows.mul_(inverse.unsqueeze(1))
         self.pack(values, codes)
@@ -72,7 +72,7 @@ class ScaledCodec(Codec):
         values.view(-1, _BLOCK).mul_(scales.to(values.dtype).unsqueeze(1))
 
     def _parts(self, message: Tensor, place: slice, numel: int) -> tuple[Tensor, Tensor]:
-        """The codes and the scales of a slice of so many elements in whole blocks."""
+        """The codes and the scales of a slice of `numel` elements, in whole blocks."""
         codes, scales = self._split(message)
         first, last = place.start // _BLOCK, (place.start + numel) // _BLOCK
         return codes[first * self._code_bytes : last * self._code_bytes], scales[first:last]
@@ -84,7 +84,7 @@ class ScaledCodec(Codec):
 
 
 class Int8Codec(ScaledCodec):
-    """Rounds to 255 steps: 1.016 bytes per element."""
+    """Rounds to 255 levels: 1.016 bytes per element."""
 
     bits, largest = 8, 127
 
@@ -98,7 +98,7 @@ class Int8Codec(ScaledCodec):
 
 
 class Int4Codec(ScaledCodec):
-    """Rounds to 15 steps: 0.516 bytes per element.
+    """Rounds to 15 levels: 0.516 bytes per element.
 
     A byte holds a code k of the first half of a slice and one of the second, as k + 16 k'.
     """

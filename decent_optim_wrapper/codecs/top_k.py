@@ -1,4 +1,4 @@
-"""Codes of the largest elements only."""
+"""A codec that sends the largest elements only."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _BLOCK = 256
 class TopKCodec(Codec):
     """Sends the k elements of each block of 256 that are largest in absolute value, as float32.
 
-    The rest stays in the difference to the reference, and comes later: this is error feedback
+    The rest stays in the difference to the reference and is sent later, which is error feedback
     (EF21, Richtarik et al. 2021). A message takes 5 k / 256 bytes per element.
 
     Args:
-        k: elements of each block, a multiple of 4 up to 256.
+        k: number of elements per block, a multiple of 4 up to 256.
 
     Raises:
-        ValueError: k is something else.
+        ValueError: `k` is not such a number.
     """
 
     block = _BLOCK
@@ -32,15 +32,15 @@ class TopKCodec(Codec):
         self.k = k
 
     def nbytes(self, numel: int) -> int:
-        """The values and places of k elements of each block."""
+        """The bytes of the values and positions of k elements of each block."""
         return -(-numel // _BLOCK) * self.k * 5
 
     def is_finite(self, message: Tensor) -> Tensor:
-        """Whether the values are finite: NaN and infinity are the largest of their block."""
+        """Whether the values are finite; NaN and infinity count as the largest of their block."""
         return is_finite_on_device(self._split(message)[0])
 
     def write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:
-        """Send the largest of each block."""
+        """Write the largest elements of each block."""
         kept, places = self._parts(message, place, values.numel())
         rows = values.view(-1, _BLOCK)
         found = torch.abs(rows, out=spare.view(-1, _BLOCK)).topk(self.k, dim=1).indices
@@ -48,7 +48,7 @@ class TopKCodec(Codec):
         places.copy_(found)
 
     def read(self, message: Tensor, place: slice, values: Tensor) -> None:
-        """Put them back among zeros."""
+        """Read the largest elements of each block; all others are zero."""
         kept, places = self._parts(message, place, values.numel())
         values.zero_().view(-1, _BLOCK).scatter_(1, places.long(), kept.to(values.dtype))
 

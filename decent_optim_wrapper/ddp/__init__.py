@@ -1,4 +1,4 @@
-"""Training by gossip as a module: every backward pass is a step."""
+"""Training by gossip as a module, whose backward passes are steps."""
 
 from decent_optim_wrapper.ddp.module import (
     DecentralizedDataParallel,

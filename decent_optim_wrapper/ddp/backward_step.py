@@ -30,6 +30,8 @@ class BackwardOptimizer(DecentOptimWrapper):
             in the base also start the same on all ranks.
         average_buffers: whether `global_avg` averages the floating-point buffers of the model.
         parts: objects whose state belongs to the training, such as a scheduler.
+        in_forward_order: fill them in the order of the forward pass, which waits for each: what is
+            sent at the end of a backward pass may as well begin with its first layers.
         options: those of `DecentOptimWrapper`.
     """
 
@@ -39,13 +41,14 @@ class BackwardOptimizer(DecentOptimWrapper):
         model: nn.Module,
         average_buffers: bool,
         parts: Iterable[Any] = (),
+        in_forward_order: bool = False,
         **options: Any,
     ) -> None:
         trained = set(map(id, params_of(optimizer)))
         params, buffers = list(model.parameters()), list(model.buffers())
         others = [param for param in params if id(param) not in trained]
         self._extras = ModuleExtras(
-            order=tuple(reversed(params)),
+            order=tuple(params if in_forward_order else reversed(params)),
             carried=(*others, *([] if average_buffers else buffers)),
             parts=tuple(parts),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from types import NoneType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -23,6 +23,7 @@ from decent_optim_wrapper.gossip.pacing import Delayed
 from decent_optim_wrapper.optim.delegating import check_state_dict
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.start.arguments import Arguments
+from decent_optim_wrapper.start.forward_order import overlap_of
 from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
@@ -34,49 +35,56 @@ LRSchedulerFn = Callable[[Optimizer], LRScheduler]
 
 
 class DecentralizedDataParallel(Module):
-    """Trains a module by gossip: the backward pass updates, mixes and launches bucket by bucket.
+    """Trains a module by gossip: the backward pass updates and launches bucket by bucket.
 
-    Every backward pass is one step of `DecentOptimWrapper` with ``overlap=True``,
-    ``x <- W_t x - u(x)``. If the base's update is per parameter, the trajectory is the same: bit
+    Every backward pass is one step of `DecentOptimWrapper` with ``overlap="forward"``,
+    ``x <- W_t (x - u(x))``. If the base's update is per parameter, the trajectory is the same: bit
     for bit in pairs, and up to rounding in larger groups, whose buckets contain other parameters.
-    As soon as all gradients of a bucket are complete, the bucket is mixed, updated and launched,
-    and its gradients are freed: there are never many more gradients than those of one bucket. Do
-    not call `step()` or `zero_grad()`:
+    As soon as all gradients of a bucket are complete, the bucket is updated and launched, and its
+    gradients are freed, so memory never holds many more gradients than those of one bucket. The
+    bucket is mixed right before the next forward pass reads it. Do not call `step()` or
+    `zero_grad()`:
 
         model = DecentralizedDataParallel(model, optim_fn, topology="ring")
         for batch in loader:
             loss(model, batch).backward()
 
-    A bucket with a missing gradient, for example of a frozen or unused parameter, follows at the
+    A bucket with a missing gradient, for example of a frozen or unused parameter, is updated at the
     end of the backward pass. With ``retain_graph=True`` a second pass through the same graph needs
-    values that the first has changed, and torch raises an error. ``torch.autograd.grad`` makes no
-    step.
+    values that the first one has changed, so torch raises an error. ``torch.autograd.grad`` makes
+    no step.
 
     All ranks must make the same number of backward passes; a rank without a batch calls
     `idle_step()`. Move and convert the model before it is wrapped.
 
     Args:
-        model: the module; trained in place, reachable as ``module``.
-        optim_fn: makes the base optimizer from ``[(name, parameter), ...]``, the parameters of the
-            model that require a gradient, in its order; called once. Pass parameters that are
-            unfrozen later to ``optimizer.add_param_group``, on all ranks.
-        lr_scheduler_fn: makes a scheduler from the base; it is stepped after every step.
+        model: the module, which is trained in place; available as ``module``.
+        optim_fn: function that makes the base optimizer from ``[(name, parameter), ...]``, the
+            parameters of the model that require a gradient, in the model's order; called once. Pass
+            parameters that are unfrozen later to ``optimizer.add_param_group``, on all ranks.
+        lr_scheduler_fn: function that makes a scheduler from the base. The scheduler is stepped
+            after every step. None for no scheduler.
         topology: a name known to `TopologyFactory`, or an instance.
         scaler: the GradScaler with which you scale the loss; never call its `step` or `update`.
-            With updates inside the backward pass, an overflow skips the update of its bucket on its
-            rank, and the scale is updated once per step. With updates at the end, it skips the
-            update of the whole model on its rank.
-        grad_clip_norm: bound of the norm of a *bucket's* gradients if the update is inside the
-            backward pass, where the other gradients are not known yet; with
-            ``update_in_backward=False``, of those of the whole model. 0 does not clip.
+            With updates inside the backward pass, an overflow skips the update of its bucket on
+            this rank, and the scale is updated once per step. With updates at the end, it skips the
+            update of the whole model on this rank.
+        grad_clip_norm: upper bound of the norm of the gradients: of a *bucket* if the update is
+            inside the backward pass, where the other gradients are not known yet; of the whole
+            model with ``update_in_backward=False``. 0 does not clip.
         param_as_bucket_view: make the parameters views of the buckets, as in `DecentOptimWrapper`.
             None does so unless there is a mesh, whose shards cannot be views, or an RNN on a GPU,
-            whose weights cuDNN wants in a storage of their own.
+            whose weights cuDNN keeps in a storage of their own.
         sync_buffer_in_global_avg: `global_avg` also averages the floating-point buffers.
         bucket_size_in_mb: upper bound of a bucket in MiB.
-        update_in_backward: False leaves clipping, update and mixing to the end of the backward
-            pass, with all gradients at once. For a base whose update is not known to be per
-            parameter, or that has step hooks, None does the same and True raises an error.
+        update_in_backward: False clips, updates and mixes at the end of the backward pass, with all
+            gradients at once. If the base's update is not known to be per parameter, or the base
+            has step hooks, None does the same and True raises an error.
+        overlap: "forward" mixes a bucket right before the next forward pass reads it, with the
+            trajectory of ``overlap=False``. True mixes it right before its next update, one step
+            later: ``x <- W_t x - u(x)``. None is "forward", or True if the schedule has rounds that
+            take longer than a step, or the model is in TorchScript. For ``overlap=False`` itself
+            use `DecentOptimWrapper`.
         options: further arguments of `DecentOptimWrapper`, by name.
 
     Attributes:
@@ -87,7 +95,7 @@ class DecentralizedDataParallel(Module):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range, or does not fit the base optimizer; or as in
+        ValueError: an argument is out of range or does not fit the base optimizer; see also
             `DecentOptimWrapper`.
     """
 
@@ -106,6 +114,7 @@ class DecentralizedDataParallel(Module):
         bucket_size_in_mb: float = 25,
         *,
         update_in_backward: bool | None = None,
+        overlap: Literal[True, "forward"] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -113,6 +122,7 @@ class DecentralizedDataParallel(Module):
             param_as_bucket_view = wants_views(model, options.get("mesh"))
         with Start(take_fields(Arguments, options)).failing_together():
             _check(model, grad_clip_norm, update_in_backward)
+            _check_overlap(overlap)
             _check_parts(optim_fn, scaler, options)
             base = optim_fn([(n, p) for n, p in model.named_parameters() if p.requires_grad])
             check_base(base, Delayed())
@@ -120,6 +130,9 @@ class DecentralizedDataParallel(Module):
                 raise _not_in_parts(base)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(base)
             _check_scheduler(scheduler)
+        if overlap is None:
+            overlap = overlap_of(options.get("schedule"), model, params_of(base))
+        at_end = update_in_backward is False or type(base) not in SPLITTABLE
         self.module = model
         self.scaler = scaler
         self.lr_scheduler = scheduler
@@ -128,9 +141,10 @@ class DecentralizedDataParallel(Module):
             model,
             sync_buffer_in_global_avg,
             [part for part in (self.lr_scheduler, scaler) if part is not None],
+            in_forward_order=overlap == "forward" and at_end,
             topology=topology,
             bucket_cap_mb=bucket_size_in_mb,
-            overlap=True,
+            overlap=overlap,
             param_as_bucket_view=param_as_bucket_view,
             **options,
         )
@@ -150,7 +164,7 @@ class DecentralizedDataParallel(Module):
         """Run the model.
 
         Raises:
-            RuntimeError: a backward pass has failed in the middle of a step.
+            RuntimeError: a backward pass failed in the middle of a step.
         """
         self._stepper.check()
         # Some may have been added to the optimizer or unfrozen.
@@ -160,29 +174,35 @@ class DecentralizedDataParallel(Module):
         return outputs
 
     def idle_step(self) -> None:
-        """Take part in a round without a batch: no local update, but the scheduler steps.
+        """Take part in a round without a local update; the scheduler steps.
 
-        For a rank whose data ends before those of the others.
+        Call it on a rank whose data ends before that of the others.
         """
         self._stepper.idle()
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
-        """Let backward passes from now on only accumulate gradients, or step again.
+        """Let backward passes accumulate gradients without a step, or step again.
 
-        Switch off before the backward pass of the last micro-batch. Accumulation needs memory for
+        Disable it before the backward pass of the last micro-batch. Accumulation needs memory for
         all gradients.
+
+        Args:
+            enable: whether to accumulate from now on.
         """
         self._stepper.accumulate(enable)
 
     def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
-        """Replace the parameters by their world average; collective.
+        """Replace the parameters by their average over all ranks; collective.
 
-        A backward pass without `revert_global_avg()` before keeps the average and drops the round
-        in flight.
+        If no `revert_global_avg()` comes before the next backward pass, that pass keeps the average
+        and drops the round in flight.
 
         Args:
             will_revert: keep a snapshot for `revert_global_avg()`.
-            return_d2c: return ||x_i - mean(x)||_2, this rank's distance to the average.
+            return_d2c: return this rank's distance to the average, ||x_i - mean(x)||_2.
+
+        Returns:
+            The distance, or None without `return_d2c`.
         """
         self._stepper.check()
         if not return_d2c:
@@ -203,7 +223,7 @@ class DecentralizedDataParallel(Module):
         self.optimizer.revert_global_avg()
 
     def set_adaptive_factor(self, factor: float) -> None:
-        """Set the optimizer's `mixing_rate`, the same on all ranks; the name is decent-dp's."""
+        """Set the optimizer's `mixing_rate`, the same on all ranks; named as in decent-dp."""
         self.optimizer.mixing_rate = factor
 
     def get_lr(self) -> float:
@@ -241,7 +261,7 @@ class DecentralizedDataParallel(Module):
             return super().get_buffer(target)
 
     def __getattr__(self, name: str) -> Any:
-        """Say that an attribute is the model's, and where that is."""
+        """Explain where to find an attribute of the model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -260,10 +280,10 @@ class DecentralizedDataParallel(Module):
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """All that a resumed run needs to continue bit for bit, including the round in flight.
+        """Return all that a resumed run needs to continue bit for bit.
 
-        Every rank must save its own, between two steps. ``module.state_dict()`` is that of the
-        model only.
+        This includes the round in flight. Every rank must save its own state dict, between two
+        steps. ``module.state_dict()`` is the state of the model only.
 
         Returns:
             The states of "model", "optimizer" (base and round), "scheduler" and "scaler"; None for
@@ -284,10 +304,13 @@ class DecentralizedDataParallel(Module):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Continue where `state_dict()` was taken; communicates nothing.
+        """Load the result of `state_dict()`; does not communicate.
+
+        Args:
+            state_dict: the result of `state_dict()`.
 
         Raises:
-            TypeError: `state_dict` is no dict.
+            TypeError: `state_dict` is not a dict.
             ValueError: the state dict does not have the same parts.
         """
         check_state_dict(state_dict, type(self).__name__, self.optimizer.rank)
@@ -338,9 +361,16 @@ def _check(model: Any, grad_clip_norm: Any, update_in_backward: Any) -> None:
     instance_of("True, False or None", bool, NoneType)("update_in_backward", update_in_backward)
 
 
+def _check_overlap(overlap: Any) -> None:
+    if overlap is not None and overlap is not True and overlap != "forward":
+        raise ValueError(
+            f'overlap expects True or "forward" here, where a backward pass sends what it updates, '
+            f"got {overlap!r}; use DecentOptimWrapper for another one"
+        )
+
+
 # Arguments of the wrapper that have another name here, or are fixed.
 _OTHERWISE = {
-    "overlap": "always True here; use DecentOptimWrapper for a base that needs False",
     "bucket_cap_mb": "bucket_size_in_mb",
     "buffers": "sync_buffer_in_global_avg=True",
     "_local_world_size": "local_world_size",

@@ -1,4 +1,4 @@
-"""What takes part in rounds besides the parameters: each feature in a file of its own."""
+"""The extensions of this package, with one feature per file."""
 
 from decent_optim_wrapper.extensions.gradient_tracking import GradientTracking
 from decent_optim_wrapper.extensions.identical_ranks import IdenticalRanks

@@ -5,16 +5,16 @@ correction c and sends y:
 
     y = m + c,    c <- c + 0.3 (W y - y),    c = 0 at first.
 
-The base reads g + c. The corrections of all ranks always sum to zero, so that the mean gradient is
-what it is; and c stops changing where y, and with it m + c, is the same on all ranks. Adam and its
-like read y in place of a momentum of their own.
+The base reads g + c. The corrections of all ranks always sum to zero, so the mean gradient does not
+change. c stops changing when y = m + c is the same on all ranks. Optimizers of the Adam family read
+y in place of their own momentum.
 
-It is DSGT (Pu and Nedic 2018), of a momentum (Momentum Tracking; Takezawa et al. 2022) and with
-damped mixing. Without the mean or without the damping it diverges at the rates that are best for
-all-reduced gradients, since W of a sparse topology takes many rounds to spread a change.
+This is DSGT (Pu and Nedic 2018) of a momentum (Momentum Tracking, Takezawa et al. 2022) with damped
+mixing. Without the mean or without the damping it diverges at the learning rates that are best for
+all-reduced gradients, since W of a sparse topology needs many rounds to spread a change.
 
-y travels in the same round as the parameters. Between two rounds c stays as it is (K-GT; Liu et al.
-2023).
+y is sent in the same round as the parameters. Between two rounds c does not change (K-GT, Liu et
+al. 2023).
 """
 
 from __future__ import annotations
@@ -32,22 +32,24 @@ from torch.optim import Adam, Adamax, AdamW, Optimizer, RAdam
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
 from decent_optim_wrapper.optim.closures import evaluates_inside_step
 from decent_optim_wrapper.optim.shards import local, local_grad
-from decent_optim_wrapper.wire.bucket import HALF_DTYPES, Bucket, Layout
+from decent_optim_wrapper.wire.bucket import HALF_DTYPES, Bucket
+from decent_optim_wrapper.wire.layout import Layout
 
 # How far a round mixes y, and the weight of a new gradient in the mean.
 _DAMPING, _NEW = 0.3, 0.1
-# Their first moment is a mean of gradients, of which they are given a better one. Exact types only.
+# Optimizers whose first moment, a mean of gradients, is replaced by y. Exact types only.
 _WITH_MOMENTS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, RAdam)
 
 
 @dataclass(eq=False)
 class Estimate:
-    """What is tracked of one parameter, with its shape.
+    """What is tracked of one parameter.
 
     Args:
-        y: the estimate y; between the mixing of a round and the next launch, the correction c.
-        mean: the running mean m.
-        steps: how many gradients are in the mean.
+        y: the estimate y, of the shape of the parameter; between the mixing of a round and the next
+            launch, the correction c.
+        mean: the running mean m, of the same shape.
+        steps: number of gradients in the mean.
     """
 
     y: Tensor
@@ -56,19 +58,19 @@ class Estimate:
 
     @classmethod
     def of(cls, param: Tensor) -> Estimate:
-        """Zeros."""
+        """Start from zeros."""
         # The corrections are small differences, which half precision would not hold.
         dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
         y, mean = (torch.zeros_like(param, dtype=dtype, requires_grad=False) for _ in range(2))
         return cls(y=y, mean=mean)
 
     def count_step(self) -> int:
-        """Count a gradient, and return how many there were."""
+        """Count a gradient, and return the number of gradients so far."""
         self.steps += 1
         return self.steps
 
     def forget_steps(self) -> None:
-        """Count from the start."""
+        """Start counting again."""
         self.steps = 0
 
     def load(self, row: dict[str, Any]) -> None:
@@ -82,8 +84,8 @@ class _Tracked:
     """What is tracked of the parameters of one bucket.
 
     Args:
-        params: its members.
-        estimates: one for each of them.
+        params: the members of the bucket.
+        estimates: one for each parameter.
         layout: how y is exchanged.
     """
 
@@ -93,7 +95,7 @@ class _Tracked:
         self.params = params
         self.estimates = estimates
         self.bucket = Bucket([each.y for each in estimates], layout, rate=_DAMPING)
-        # Whether y holds the correction.
+        # Whether y holds the correction c now.
         self.is_open = False
 
     @property
@@ -109,7 +111,7 @@ class _Tracked:
         """Return c, for the update that is made now.
 
         Args:
-            in_flight: whether y is still to be mixed, and must not change until then.
+            in_flight: whether y is in flight, and must not change until it is mixed.
         """
         if in_flight:
             return list(torch._foreach_sub(self.y, self.means))
@@ -120,11 +122,11 @@ class _Tracked:
 
     @torch.no_grad()
     def collect(self, grads: Sequence[Tensor | None], starts_full: bool) -> None:
-        """Move the means towards these gradients; None counts as zero.
+        """Move the running means towards these gradients; None counts as zero.
 
         Args:
-            grads: those of the members.
-            starts_full: take the first gradient as a mean, or start from zero.
+            grads: the gradients of the members.
+            starts_full: whether the first gradient is the first mean; otherwise it starts at zero.
         """
         means, towards, weights = [], [], []
         for estimate, grad in zip(self.estimates, grads, strict=True):
@@ -147,12 +149,12 @@ class _Tracked:
             estimate.forget_steps()
 
     def mark_open(self, is_open: bool) -> None:
-        """Continue with y that holds the correction, or does not."""
+        """Set whether y holds the correction."""
         self.is_open = is_open
 
     @torch.no_grad()
     def close(self) -> None:
-        """Make y of the corrections, to send it."""
+        """Compute y from the corrections, to send it."""
         if self.is_open:
             torch._foreach_add_(self.y, self.means)
             self.is_open = False
@@ -161,7 +163,7 @@ class _Tracked:
 class GradientTracking(Extension):
     """Tracks the gradients of the base optimizer's parameters.
 
-    It costs two copies of the parameters, and what y needs on the wire.
+    It costs two copies of the parameters, and the buffers for y.
     """
 
     name = "gradient_tracking"
@@ -171,7 +173,7 @@ class GradientTracking(Extension):
 
     def __init__(self) -> None:
         self._tracked: dict[Bucket, _Tracked] = {}
-        # By parameter: the bucket's, and its own.
+        # By the id of a parameter: what is tracked of its bucket, and of itself.
         self._of: dict[int, tuple[_Tracked, Estimate]] = {}
         # Whether a round is in flight during the updates.
         self._in_flight = False
@@ -180,13 +182,13 @@ class GradientTracking(Extension):
         """Track the gradients of the base.
 
         Raises:
-            ValueError: the base or ``on_nonfinite="skip"`` does not go with it.
+            ValueError: the base does not work with tracking, or ``on_nonfinite`` is "skip".
         """
         optimizer = context.optimizer
         if context.nonfinite.replaces:
             raise ValueError(
                 'gradient_tracking=True expects on_nonfinite="raise" or "ignore": with "skip" the '
-                "sum of the estimates would no longer be that of the gradients, for good"
+                "sum of the estimates would differ from that of the gradients for good"
             )
         if reason := evaluates_inside_step(optimizer):
             raise ValueError(
@@ -195,13 +197,13 @@ class GradientTracking(Extension):
                 f"gradient_tracking=False"
             )
         self._optimizer: Any = optimizer
-        # Rounding errors of y end up in the corrections, and with these in the next y.
+        # Rounding errors of y get into the corrections, and so into the next y.
         self._layout = context.layout._replace(uses_reference=False)
-        # Whether the base takes y for its momentum.
+        # Whether the base uses y as its momentum.
         self._replaces = type(optimizer) in _WITH_MOMENTS
 
     def plan(self, buckets: Sequence[Bucket]) -> None:
-        """Track the members of these buckets; what is known of them is kept."""
+        """Track the members of these buckets; existing estimates are kept."""
         for each in self._tracked.values():
             each.close()
         for bucket in buckets:
@@ -216,15 +218,15 @@ class GradientTracking(Extension):
         }
 
     def _estimate_of(self, param: Tensor) -> Estimate:
-        """That of a parameter; a new one if it is in no bucket yet."""
+        """The estimate of a parameter; a new one if there is none yet."""
         return self._of[id(param)][1] if id(param) in self._of else Estimate.of(param)
 
     def received(self, in_flight: bool) -> None:
-        """Take note of whether y is in flight during the updates of a step."""
+        """Note whether y is in flight during the updates of a step."""
         self._in_flight = in_flight
 
     def launch(self, bucket: Bucket) -> list[Bucket]:
-        """The bucket of the estimates for a bucket of parameters, to send it."""
+        """The bucket of the estimates that belongs to a bucket of parameters."""
         tracked = self._tracked[bucket]
         tracked.close()
         return [tracked.bucket]
@@ -236,7 +238,7 @@ class GradientTracking(Extension):
             each.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of what is tracked of each parameter."""
+        """Copies of the estimates of all parameters."""
         return {"params": [self._row(param) for param in self._params]}
 
     @property
@@ -256,7 +258,7 @@ class GradientTracking(Extension):
         """Check a state, and return the function that loads it.
 
         Raises:
-            ValueError: it is that of something else.
+            ValueError: the state does not fit the parameters.
         """
         for param, row in zip(self._params, state["params"], strict=True) if state else ():
             shapes = {row["y"].shape, row["mean"].shape}
@@ -281,7 +283,7 @@ class GradientTracking(Extension):
         """Correct the gradients for the update that the body makes.
 
         Args:
-            params: those to update, with their gradients: of whole buckets, or of none.
+            params: the parameters to update: all members of some buckets, or of no bucket.
         """
         tracked = dict.fromkeys(self._of[id(p)][0] for p in params if id(p) in self._of)
         lent = [param for each in tracked for param in self._correct(each)]
@@ -294,11 +296,11 @@ class GradientTracking(Extension):
 
     @torch.no_grad()
     def _correct(self, tracked: _Tracked) -> list[Tensor]:
-        """Correct the gradients; returns the parameters that had none."""
+        """Correct the gradients, and return the parameters that had none."""
         corrections = tracked.corrections(self._in_flight)
         grads = [None if p.grad is None else local_grad(p) for p in tracked.params]
         if not self._in_flight:
-            # A full one for Adam, whose step is as long if the mean is small.
+            # Adam makes a step of the same length if the mean is small, so its mean starts full.
             tracked.collect(grads, starts_full=self._replaces)
         read = corrections
         if self._replaces:
@@ -309,7 +311,7 @@ class GradientTracking(Extension):
     def _put(
         self, params: Sequence[Tensor], grads: Sequence[Tensor | None], read: Sequence[Tensor]
     ) -> None:
-        """Let the base read these gradients, or these in addition to its own."""
+        """Replace the gradients that the base reads, or add to them."""
         own = [grad for grad in grads if grad is not None]
         rows = [row for grad, row in zip(grads, read, strict=True) if grad is not None]
         if own and self._replaces:
@@ -323,7 +325,7 @@ class GradientTracking(Extension):
 
     @contextmanager
     def _without_momentum(self) -> Iterator[None]:
-        """Let Adam take what it reads for its momentum."""
+        """Let Adam use the gradient that it reads as its momentum."""
         groups = self._optimizer.param_groups if self._replaces else []
         before = [group["betas"] for group in groups]
         for group in groups:

@@ -1,4 +1,4 @@
-"""Notice ranks that stay the same while they train: gossip then has no effect."""
+"""Notices ranks that stay the same while they train, so that gossip has no effect."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext, R
 from decent_optim_wrapper.gossip.schedule import RoundKind
 from decent_optim_wrapper.warn import warn
 
-# Rounds of changed parameters that are the same on all ranks before there is a warning.
+# The number of rounds with changed but identical parameters before there is a warning.
 _SUSPICIOUS = 3
-# The search ends after these rounds if parameters do not change, as at a learning rate of 0.
+# The search ends after this many rounds if parameters do not change, as at a learning rate of 0.
 LONGEST_SEARCH = 20
 
 
 class IdenticalRanks(Extension):
-    """Compares what arrives in the first rounds with this rank's values, until they differ once.
+    """Compares received values with this rank's in the first rounds, until they differ once.
 
-    A round counts only if this rank's values have changed since the round before: at a learning
-    rate of 0, or without gradients, ranks stay the same for a good reason. Only rank 0 compares,
+    A round counts only if this rank's values have changed since the previous round: at a learning
+    rate of 0, or without gradients, ranks stay the same for a good reason. Only rank 0 compares
     and warns.
     """
 
     def __init__(self) -> None:
-        # Number of rounds that are still compared.
+        # Number of rounds that are still to be compared.
         self._rounds_left = LONGEST_SEARCH
         self._suspicious = 0
-        # Whether each bucket was the same, and a checksum of it as it was sent: in the round
-        # before, which the host reads only now, and so far in this one.
+        # For each bucket, whether it was the same, and a checksum of it as it was sent: in the
+        # previous round, which the host reads now, and so far in this one.
         self._last: AsyncHostCopy | None = None
         self._now: list[Tensor] = []
         self._before: list[int] = []
@@ -49,7 +49,7 @@ class IdenticalRanks(Extension):
         return nullcontext()
 
     def end_round(self, kind: RoundKind) -> None:
-        """Count the round once all its buckets have been compared; one of a GPU in the next one."""
+        """Count the round after its buckets were compared; on a GPU, one round later."""
         last, self._last = self._last, None
         if last is not None:
             self._count(last.read())
@@ -57,7 +57,7 @@ class IdenticalRanks(Extension):
             # Nothing could be compared, as in a world of one.
             self._rounds_left -= bool(self._rounds_left)
         if self._now:
-            # On a GPU if there is one, or its values would be waited for here.
+            # On a GPU if there is one; otherwise the host would wait for its values here.
             device = max((each.device for each in self._now), key=lambda each: each.type == "cuda")
             self._last = AsyncHostCopy(torch.stack([each.to(device) for each in self._now]))
             self._now = []
@@ -72,7 +72,7 @@ class IdenticalRanks(Extension):
 
         Args:
             equal: whether it is, of shape ().
-            sent: what this rank has sent; a change below the rounding on the wire is none.
+            sent: the values that this rank has sent, after rounding.
         """
         if not equal.is_cuda and not equal:
             self._rounds_left = 0
@@ -93,7 +93,7 @@ class IdenticalRanks(Extension):
         if self._suspicious == _SUSPICIOUS:
             self._rounds_left = 0
             warn(
-                f"rank 0: in {_SUSPICIOUS} rounds of training the peers have sent what this rank "
-                f"has itself, so that gossip does nothing: remove DistributedDataParallel from "
-                f"the model, and give every rank its own part of the data, or its own seed"
+                f"rank 0: in {_SUSPICIOUS} rounds of training the peers have sent the same values "
+                f"as this rank, so gossip has no effect: remove DistributedDataParallel from the "
+                f"model, and give every rank its own part of the data, or its own seed"
             )

@@ -1,4 +1,4 @@
-"""An outer optimizer: any of torch's, over anchors; its gradient is the change by the mixing."""
+"""An outer optimizer of torch over anchors, whose gradient is the change of the parameters."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 class OuterOptimizer(Extension):
     """Steps an optimizer over anchors, the parameters after the previous outer step.
 
-    With φ the anchors and x̄ the parameters after a round was mixed, the gradient is g = φ - x̄;
-    after the step x <- φ. An anchor starts as a copy of its parameter at the beginning of a step.
-    There is an outer step after every exact average if the schedule has any, and otherwise after
-    every round of gossip (DiLoCo, Douillard et al. 2023; SlowMo, Wang et al. 2020).
+    With φ the anchors and x̄ the parameters after the mixing, the gradient is g = φ - x̄. After the
+    step, x <- φ. An anchor starts as a copy of its parameter at the beginning of a step. There is
+    an outer step after every exact average if the schedule has any, otherwise after every round of
+    gossip (DiLoCo, Douillard et al. 2023; SlowMo, Wang et al. 2020).
 
     Args:
-        make: makes the optimizer from the anchors.
+        make: function that makes the optimizer from the anchors.
     """
 
     name = "outer_optimizer"
@@ -41,13 +41,13 @@ class OuterOptimizer(Extension):
         """Make the optimizer over the parameters of the base.
 
         Raises:
-            TypeError: `make` does not make an optimizer.
-            ValueError: the optimizer is one of other tensors.
+            TypeError: `make` does not return an optimizer.
+            ValueError: the optimizer updates other tensors than the anchors.
         """
         self._base = context.optimizer
         averages = context.intervals.global_avg_every is not None
         self._kind = RoundKind.AVERAGE if averages else RoundKind.GOSSIP
-        # Mixing replaces parameters that are not finite, and these must not get into its state.
+        # Mixing replaces parameters that are not finite; these must not get into its state.
         self._heals = context.nonfinite.replaces
         self._anchors = _Anchors(self._make, self._base)
 
@@ -56,7 +56,7 @@ class OuterOptimizer(Extension):
         return f"outer={self._anchors}"
 
     def begin_step(self, buckets: Sequence[Bucket]) -> None:
-        """Start anchors of new parameters."""
+        """Start the anchors of new parameters."""
         self._anchors.start(members_of(buckets))
 
     @contextmanager
@@ -79,7 +79,7 @@ class OuterOptimizer(Extension):
                 bucket.add_(drift, 1.0)
 
     def kept(self, buckets: Sequence[Bucket], transport: Transport) -> None:
-        """Start the anchors again from the average."""
+        """Restart the anchors from the average."""
         self._anchors.rebase()
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class OuterOptimizer(Extension):
         """Check a state, and return the function that loads it.
 
         Raises:
-            ValueError: it is that of other parameters.
+            ValueError: the state belongs to other parameters.
         """
         anchors = _Anchors(self._make, self._base)
         if state is not None:
@@ -102,7 +102,7 @@ class OuterOptimizer(Extension):
         return replace
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue from a state."""
+        """Load a state."""
         self.prepare_load(state)()
 
 
@@ -110,15 +110,15 @@ class _Anchors:
     """The anchors, and the optimizer that steps them.
 
     Args:
-        make: makes the optimizer from the anchors.
+        make: function that makes the optimizer from the anchors.
         base: the optimizer of the parameters.
 
     Raises:
-        TypeError: `make` does not make an optimizer.
-        ValueError: the optimizer is one of other tensors.
+        TypeError: `make` does not return an optimizer.
+        ValueError: the optimizer updates other tensors than the anchors.
     """
 
-    # Tensors made under inference_mode could not be changed outside of it.
+    # Tensors made in inference mode could not be changed outside of it.
     @torch.inference_mode(False)
     def __init__(self, make: MakeOptimizer, base: Optimizer) -> None:
         self._make = make
@@ -187,10 +187,10 @@ class _Anchors:
         torch._foreach_copy_([*map(local, known)], [*map(local, anchors)])
 
     def rows(self) -> list[dict[str, Any]]:
-        """What to save of each parameter, in the order of the groups.
+        """The state to save for each parameter, in the order of the groups.
 
-        Every row is complete, since torch.distributed.checkpoint loads only into existing entries;
-        it says of what is a mere placeholder.
+        Every row is complete, since torch.distributed.checkpoint loads only into existing entries.
+        A row marks entries that are only placeholders.
         """
         self._add_new()
         own = self._optimizer.state_dict()
@@ -217,13 +217,13 @@ class _Anchors:
     @torch.inference_mode(False)
     @torch.no_grad()
     def load(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Continue from what `rows` has returned.
+        """Load the result of `rows`.
 
-        Each group takes the settings of its first parameter; one without parameters, as a pipeline
-        stage may have, keeps its own.
+        Each group takes the settings of its first parameter. A group without parameters, as on a
+        pipeline stage, keeps its own settings.
 
         Raises:
-            ValueError: the rows are those of other parameters.
+            ValueError: the rows belong to other parameters.
         """
         self._add_new()
         found = [row["anchor"].shape for row in rows]
@@ -247,7 +247,7 @@ class _Anchors:
                 self._reset(anchor)
 
     def _add_new(self) -> None:
-        """Add the parameters that were added to the base."""
+        """Add anchors for parameters that were added to the base."""
         new = [param for param in self._params() if param not in self._anchors]
         if not new:
             return
@@ -257,15 +257,16 @@ class _Anchors:
         self._optimizer = optimizer
 
     def _reset(self, anchor: Tensor) -> None:
-        """Give an anchor its initial state, which is empty in most optimizers."""
+        """Reset the state of an anchor, which is empty in most optimizers."""
         self._optimizer.state.pop(anchor, None)
         self._optimizer.state.update(self._make([anchor]).state)
 
     @torch.inference_mode(False)
     def _blank_state(self, value: Tensor) -> dict[str, Any]:
-        """The state of a tensor like this, with the shapes that it has after a step.
+        """A state for a tensor like this one, with the shapes that it has after a step.
 
-        One by one: torch's foreach kernels do not take DTensors together with other tensors.
+        Each tensor is stepped by itself, because torch's foreach kernels do not take DTensors
+        together with other tensors.
         """
         place = torch.zeros_like(value)
         place.grad = torch.zeros_like(place)

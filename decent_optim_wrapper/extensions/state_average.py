@@ -12,15 +12,14 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.average import average, finite_shares
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
 from decent_optim_wrapper.gossip.schedule import RoundKind
+from decent_optim_wrapper.optim.counters import COUNTERS
 from decent_optim_wrapper.topo import Group
-from decent_optim_wrapper.wire.bucket import Bucket, members_of, plan_buckets
-
-# Counters of torch's optimizers and ours; for a parameter without dimensions they have its shape.
-_COUNTERS = frozenset({"step", "position", "mu_product", "eta", "mu"})
+from decent_optim_wrapper.wire.bucket import Bucket, members_of
+from decent_optim_wrapper.wire.plan import plan_buckets
 
 
 class StateAverage(Extension):
-    """Averages the base optimizer's momenta with every exact average that is kept or scheduled."""
+    """Averages the base optimizer's state with every exact average that is kept or scheduled."""
 
     collective = True
 
@@ -41,7 +40,7 @@ class StateAverage(Extension):
         """Average the state of these parameters; collective.
 
         Raises:
-            NonFiniteError: the state is not finite on a rank, and the policy does not allow it.
+            NonFiniteError: the state of a rank is not finite, and the policy does not allow it.
         """
         tensors = [list(self._tensors(param)) for param in params]
         # A rank may have no state yet for a parameter that had no gradient there.
@@ -68,10 +67,10 @@ class StateAverage(Extension):
             bucket.unpack_(mean)
 
     def _tensors(self, param: Tensor) -> Iterator[Tensor]:
-        """The state per element; counters are not averaged."""
+        """The state tensors of the shape of the parameter; counters are not averaged."""
         state = self._context.optimizer.state.get(param, {})
         for name, value in sorted(state.items()):
-            if name not in _COUNTERS and is_like(value, param):
+            if name not in COUNTERS and is_like(value, param):
                 yield value
 
 

@@ -1,4 +1,4 @@
-"""Gossips entries of the base optimizer's state, behind the parameters that they belong to."""
+"""Gossips entries of the base optimizer's state together with the parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from decent_optim_wrapper.codecs import CastCodec
 from decent_optim_wrapper.extensions.state_average import is_like
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
 from decent_optim_wrapper.optim.shards import local
-from decent_optim_wrapper.wire.bucket import Bucket, Layout
+from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.storage import Flat
 
 
@@ -19,7 +20,7 @@ class StateGossip(Extension):
     """Gossips entries of the base's state.
 
     Args:
-        names: of the entries, such as ``("exp_avg_sq",)``; each has the shape of its parameter.
+        names: names of entries with the shape of their parameter, such as ``("exp_avg_sq",)``.
     """
 
     sends = True
@@ -31,7 +32,7 @@ class StateGossip(Extension):
     def attach(self, context: ExtensionContext) -> None:
         """Gossip the state of the base."""
         self._optimizer = context.optimizer
-        # Codes of fewer bits would not tell exactly which ranks have an entry.
+        # Codecs of fewer bits would not code exactly which ranks have an entry.
         codec = context.layout.codec and CastCodec(torch.bfloat16, uses_reference=False)
         self._layout = context.layout._replace(as_view=False, codec=codec)
 
@@ -44,7 +45,7 @@ class StateGossip(Extension):
         self._buckets = {b: state for b, state in self._buckets.items() if b in buckets}
 
     def launch(self, bucket: Bucket) -> list[Bucket]:
-        """The bucket of the state that belongs to a bucket of parameters, to send it."""
+        """The bucket of the state that belongs to a bucket of parameters."""
         entries = [self._entry(param, name) for name in self._names for param in bucket.members]
         known = self._buckets.get(bucket)
         if known is None or not known.holds(entries):
@@ -70,14 +71,14 @@ class StateGossip(Extension):
 
 
 class StateBucket(Bucket):
-    """Entries of the state, and for each of them whether this rank has it.
+    """A bucket of state entries, with a flag for each that says whether this rank has it.
 
-    A rank has none for a parameter that has had no gradient there; mixing mixes only what all ranks
-    of the group have.
+    A rank has no entry for a parameter without gradients. Only entries that all ranks of the group
+    have are mixed.
 
     Args:
-        entries: the entries, None for one that is missing.
-        shapes: a tensor like each of them.
+        entries: the entries; None for a missing one.
+        shapes: for each entry, a tensor of its shape and dtype.
         layout: how they are exchanged.
     """
 
@@ -105,17 +106,17 @@ class StateBucket(Bucket):
 
     @torch.no_grad()
     def mix_(self, flat: Flat, weight: float) -> None:
-        """As `Bucket.mix_`, of the entries that all ranks of the group have."""
+        """Like `Bucket.mix_`, for the entries that all ranks of the group have."""
         self._mix_shared(flat, weight, None)
 
     @torch.no_grad()
     def shift_(self, theirs: Flat, ours: Flat, weight: float) -> None:
-        """As `Bucket.shift_`, of the entries that all ranks of the group have."""
+        """Like `Bucket.shift_`, for the entries that all ranks of the group have."""
         self._mix_shared(theirs, weight, ours)
 
     @torch.no_grad()
     def absorb_(self, parts: Iterable[tuple[slice, Tensor]], weight: float | None) -> None:
-        """As `Bucket.absorb_`, of the entries that all ranks of the group have."""
+        """Like `Bucket.absorb_`, for the entries that all ranks of the group have."""
         whole = self.new_flat()
         for place, part in parts:
             whole.data[place].copy_(part)
@@ -126,7 +127,7 @@ class StateBucket(Bucket):
 
     @torch.no_grad()
     def unpack_(self, flat: Flat) -> None:
-        """As `Bucket.unpack_`, of the entries that all ranks of the group have."""
+        """Like `Bucket.unpack_`, for the entries that all ranks of the group have."""
         arriving, kept = self._as_own(flat), self.pack(self.new_flat())
         there = self._spread(arriving.views[-1] == 1)
         here = kept.data[: len(there)]
@@ -145,8 +146,8 @@ class StateBucket(Bucket):
         self._add_shared(away, weight)
 
     def _add_shared(self, away: Flat, weight: float) -> None:
-        # Of what this rank has, the others have it if the flags do not differ; of a group the mean
-        # arrives. No flag is read on the host, which would wait for a GPU.
+        # The other ranks have an entry of this rank if the flags do not differ; larger groups send
+        # the mean. No flag is read on the host, which would wait for a GPU.
         shared = self._spread(away.views[-1] == 0)
         away.data[: len(shared)].mul_(shared)
         own, parts = self._own(away)
@@ -154,7 +155,7 @@ class StateBucket(Bucket):
             torch._foreach_add_(own, parts, alpha=weight)
 
     def _spread(self, flags: Tensor) -> Tensor:
-        """One flag for each entry, as one for each of its elements."""
+        """Expand one flag per entry to one per element."""
         return flags.repeat_interleave(self._counts, output_size=self.numel - len(self._entries))
 
     def _own(self, flat: Flat) -> tuple[list[Tensor], list[Tensor]]:

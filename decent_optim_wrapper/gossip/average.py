@@ -1,4 +1,4 @@
-"""The world average: put in place, kept, or reverted."""
+"""The average over all ranks: put in place, kept, or reverted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WorldAverage:
         self._rank = rank
         self._nonfinite = nonfinite
         self._extra = tuple(extra)
-        # What was before the average that is in place, if it can still be reverted.
+        # The values before the average that is in place, if it can still be reverted.
         self.snapshot: list[tuple[Bucket, Flat]] | None = None
 
     def apply(
@@ -43,14 +43,15 @@ class WorldAverage:
         Args:
             parameters: the buckets of the parameters.
             transport: connects the ranks.
-            may_revert: keep a snapshot of this rank's values; if an average is in place already,
-                of those before the first one.
-            replica: left out as a whole if one of its ranks has values that are not finite.
+            may_revert: keep a snapshot of this rank's values; if an average is in place already, of
+                the values before the first one.
+            replica: the ranks of a replica, which is left out as a whole if one of them has values
+                that are not finite.
         """
         if not may_revert:
             self.keep()
         elif self.snapshot is not None:
-            # Tensors may have come since, and the snapshot must hold theirs, too.
+            # Tensors may have been added since, and the snapshot must hold them, too.
             self.revert()
         buckets = [*parameters, *self._extra]
         finite = finite_shares(
@@ -63,7 +64,7 @@ class WorldAverage:
                 if any(shares):
                     bucket.unpack_(average(bucket, transport, shares))
         except BaseException:
-            # Half an average is neither the one thing nor the other.
+            # Half an average must not remain.
             if self.snapshot is not None:
                 self.revert()
             raise
@@ -105,7 +106,7 @@ def finite_shares(
     what: str,
     replica: Replica,
 ) -> list[list[bool]]:
-    """For every bucket, which ranks have finite values, which count; collective.
+    """For every bucket, which ranks have finite values and so count; collective.
 
     Args:
         buckets: the buckets to average, the same on every rank.
@@ -113,7 +114,7 @@ def finite_shares(
         nonfinite: what happens to values that are not finite.
         where: the name of the average in errors.
         what: the name of the values in errors.
-        replica: none of its ranks counts unless the values of all are finite.
+        replica: the ranks of a replica, none of which counts unless the values of all are finite.
 
     Raises:
         NonFiniteError: on every rank, if a rank has values that are not finite and the policy does
@@ -180,7 +181,7 @@ def consensus_distance(buckets: Iterable[Bucket], transport: Transport, replica:
 
 
 def _total(squares: Sequence[Tensor]) -> Tensor:
-    """Their sum on the CPU, in their order; what is on a GPU is read once."""
+    """Their sum on the CPU, in their order; a GPU is read once."""
     if not squares:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     return torch.stack([each.to(squares[0].device) for each in squares]).cpu().sum()

@@ -1,4 +1,4 @@
-"""The interface of what takes part in rounds besides the parameters: the seam for features."""
+"""The interface of extensions, through which features take part in rounds."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from decent_optim_wrapper.gossip.pacing import Pacing
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.gossip.schedule import Intervals, RoundKind
 from decent_optim_wrapper.gossip.timing import Meter
-from decent_optim_wrapper.wire.bucket import Bucket, Layout
+from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.storage import Flat
 
 
 class ExtensionContext(NamedTuple):
-    """What an extension may use from its `attach` on.
+    """What an extension may use, from the call of `attach` on.
 
     Args:
         rank: this rank, as numbered at the start.
         optimizer: the base optimizer.
         layout: how tensors are put into buckets.
         intervals: how often rounds are launched.
-        pacing: when they are mixed.
+        pacing: when rounds are mixed.
         nonfinite: what happens to values that are not finite.
-        replica: the ranks that hold one copy of the model together.
+        replica: the ranks that together hold one copy of the model.
         meter: counts the bytes sent.
-        detach: removes the extension from this rank; nothing of it may have been sent.
+        detach: function that removes the extension from this rank, before it has sent anything.
     """
 
     rank: int
@@ -51,10 +52,11 @@ class ReceivedBucket(NamedTuple):
 
     Args:
         kind: the kind of the round.
-        bucket: its members are changed in place by the mixing.
-        snapshot: returns the values of the launch; None if they cannot have changed since.
-        compare: returns whether this rank has what has arrived, of shape (), and what it has sent;
-            None if that cannot be told.
+        bucket: the bucket, whose members the mixing changes in place.
+        snapshot: function that returns the values at the launch; it returns None if they cannot
+            have changed since.
+        compare: function that returns whether the received values equal this rank's, a tensor of
+            shape (), and the values that this rank has sent; it returns None if that is not known.
     """
 
     kind: RoundKind
@@ -64,20 +66,24 @@ class ReceivedBucket(NamedTuple):
 
 
 class Extension:
-    """Takes part in the rounds of a wrapper; every method does nothing by default.
+    """Takes part in the rounds of a wrapper; by default every method does nothing.
 
-    The same extensions are passed on all ranks, in the same order. A step calls, in this order,
-    `begin_step`, `received`, `arrived` if a round is mixed now, and for each bucket `mixing`,
-    `updating` and `launch`; after the last bucket of a round is mixed, `end_round`.
+    Pass the same extensions in the same order on all ranks. A step calls, in this order,
+    `begin_step`, `received`, `arrived` if it mixes a round, and for each bucket `mixing`,
+    `updating` and `launch`. It calls `end_round` after the last bucket of a round is mixed. Without
+    overlap, and if a round is mixed before the next forward pass, `arrived`, `mixing` and
+    `end_round` come after the last `launch`.
 
     Attributes:
         name: the key of its state in checkpoints, different for each extension of a wrapper.
         sends: whether `launch` returns buckets.
-        corrects_gradients: whether `updating` changes gradients. A closure is then evaluated
-            before, and scaled gradients are unscaled before.
-        belongs_to_rank: whether the state is of use to this rank only, and only as long as the
-            members stay. A rank that comes back receives none, and all ranks restart unless all
-            have loaded their own.
+        corrects_gradients: whether `updating` changes gradients. Closures are then evaluated, and
+            scaled gradients unscaled, before `updating`.
+        belongs_to_rank: whether the state is valid only for this rank, and only while the members
+            stay the same. A rank that comes back then receives no state, and all ranks restart
+            unless all of them have loaded their own state. A state that does not belong to a rank
+            is averaged if another number of ranks resumes: its floating-point tensors are averaged,
+            and everything else is taken from one rank.
         collective: whether `kept` communicates.
     """
 
@@ -88,7 +94,10 @@ class Extension:
     collective: ClassVar[bool] = False
 
     def attach(self, context: ExtensionContext) -> None:
-        """Run once, when the ranks have met and before anything is sent.
+        """Called once, after the ranks have met and before anything is sent.
+
+        Args:
+            context: what the extension may use from now on.
 
         Raises:
             TypeError: an argument of the extension has the wrong type; raised on all ranks.
@@ -96,66 +105,66 @@ class Extension:
         """
 
     def describe(self) -> str:
-        """A line that must be the same on all ranks."""
+        """Return a line of text that must be the same on all ranks."""
         return type(self).__name__
 
     def plan(self, buckets: Sequence[Bucket]) -> None:
-        """Run when buckets were made, in which members may have moved."""
+        """Called when buckets were made; parameters may have moved to other buckets."""
 
     def begin_step(self, buckets: Sequence[Bucket]) -> None:
-        """Run at the beginning of a step, with the buckets of the parameters."""
+        """Called at the beginning of a step, with the buckets of the parameters."""
 
     def received(self, in_flight: bool) -> None:
-        """Run when a step has received its round.
+        """Called when a step has received the round that it mixes, if there is one.
 
         Args:
-            in_flight: whether a round is in flight that this step does not mix.
+            in_flight: whether a round stays in flight that this step does not mix.
         """
 
     def arrived(self, kind: RoundKind, buckets: Sequence[Bucket], transport: Transport) -> None:
-        """Run when a round has arrived, before its mixing; collective for exact averages."""
+        """Called when a round has arrived, before it is mixed; collective for exact averages."""
 
     def mixing(self, received: ReceivedBucket) -> AbstractContextManager[None]:
-        """A context around the mixing of a bucket, also in a group of one rank."""
+        """Return a context around the mixing of a bucket, also in a group of one rank."""
         return nullcontext()
 
     def end_round(self, kind: RoundKind) -> None:
-        """Run when all buckets of a round are mixed."""
+        """Called when all buckets of a round are mixed."""
 
     def updating(self, params: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """A context around the base optimizer's update of these parameters.
+        """Return a context around the base optimizer's update of these parameters.
 
         Args:
-            params: those of one bucket or of several, or parameters that are in no bucket.
+            params: the parameters of one bucket or of several, or parameters in no bucket.
         """
         return nullcontext()
 
     def launch(self, bucket: Bucket) -> Sequence[Bucket]:
-        """The buckets to send behind a bucket of parameters, with their present values."""
+        """Return the buckets to send after a bucket of parameters, with their present values."""
         return ()
 
     def kept(self, buckets: Sequence[Bucket], transport: Transport) -> None:
-        """Run when an exact average has become the ranks' own parameters."""
+        """Called when an exact average has become the ranks' own parameters."""
 
     def restart(self) -> None:
-        """Start again, as all ranks do when the members have changed."""
+        """Reset the state; called on all ranks when the members have changed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs; communicates nothing.
+        """Return the state for a checkpoint; must not communicate.
 
-        The key "params", if there is one, holds a dict for each parameter of the base, in the order
-        of its groups. `gossip_state_dict` stores them by name.
+        The key "params", if there is one, holds a list with a dict for each parameter of the base,
+        in the order of its groups. `gossip_state_dict` stores them by name.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue from a state; from the start if it is None. Must not communicate."""
+        """Load a state, or reset it if `state` is None; must not communicate."""
 
     def prepare_load(self, state: dict[str, Any] | None) -> Callable[[], None]:
-        """Check a state without any change, and return the function that loads it.
+        """Check a state without loading it, and return the function that loads it.
 
         Raises:
-            ValueError: the state belongs to something else.
+            ValueError: the state does not fit this extension.
         """
         return partial(self.load_state_dict, state)
 
@@ -171,14 +180,14 @@ class Extensions:
     """
 
     def __init__(self, extensions: Sequence[Extension] = ()) -> None:
-        # An attribute: a step without extensions makes no call for them.
+        # An attribute, so that a step without extensions makes no call for them.
         self.all = tuple(extensions)
         names = [each.name for each in self.all if each.name]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"extensions expects different names, got several of {sorted(twice)}")
 
     def drop(self, extension: Extension) -> None:
-        """Call an extension no longer."""
+        """Stop calling an extension."""
         self.all = tuple(each for each in self.all if each is not extension)
 
     @property
@@ -188,7 +197,7 @@ class Extensions:
 
     @contextmanager
     def mixing(self, received: ReceivedBucket) -> Iterator[None]:
-        """The contexts of all of them around the mixing of a bucket."""
+        """Enter the contexts of all extensions around the mixing of a bucket."""
         with ExitStack() as stack:
             for each in self.all:
                 stack.enter_context(each.mixing(received))
@@ -196,7 +205,7 @@ class Extensions:
 
     @contextmanager
     def updating(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """The contexts of all of them around an update."""
+        """Enter the contexts of all extensions around an update."""
         with ExitStack() as stack:
             for each in self.all:
                 stack.enter_context(each.updating(params))

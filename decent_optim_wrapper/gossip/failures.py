@@ -1,4 +1,4 @@
-"""What happens where a rank fails: the others are told, or go on without it."""
+"""What happens when a rank fails: the others are told, or continue without it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
+from decent_optim_wrapper.gossip.early_mixing import EarlyMixing
 from decent_optim_wrapper.gossip.members import Members
-from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.replica import Replica
 
 Result = TypeVar("Result")
@@ -19,19 +19,21 @@ class Failures:
     """Tells other ranks of errors here, and handles the loss of others.
 
     Args:
-        pipeline: its connections are closed where this rank fails.
-        replica: the ranks of a replica wait for each other, too.
-        members: goes on without lost ranks; None if their loss is an error.
+        early: restores the mixed buckets of a round that fails. The connections of its pipeline are
+            closed if this rank fails.
+        replica: the ranks of the replica, which also wait for each other.
+        members: continues without lost ranks; None if their loss is an error.
     """
 
-    def __init__(self, pipeline: Pipeline, replica: Replica, members: Members | None) -> None:
-        self._pipeline = pipeline
+    def __init__(self, early: EarlyMixing, replica: Replica, members: Members | None) -> None:
+        self._early = early
+        self._pipeline = early.pipeline
         self._replica = replica
         self._members = members
 
     @property
     def transports(self) -> Sequence[Transport]:
-        """What connects this rank: to those it gossips with, and to those of its replica."""
+        """The connections to the ranks that this one gossips with, and to those of its replica."""
         return [self._pipeline.session.transport, *self._replica.transports]
 
     def with_recovery(self, action: Callable[[], Result]) -> Result:
@@ -49,7 +51,7 @@ class Failures:
         """Tell the other ranks if the body fails here, since they would wait for this rank.
 
         Args:
-            shared: further errors, which all ranks raise together and which change nothing.
+            shared: further errors that all ranks raise together and that change nothing.
         """
         try:
             yield
@@ -60,8 +62,9 @@ class Failures:
     def propagate(self, error: BaseException, *shared: type[Exception]) -> None:
         """Close the connections, unless all ranks raise the error; see `propagating`."""
         if isinstance(error, (PeerError, CallOrderError)):
+            self._early.undo()
             if self._replica.transports:
-                # Those of the other dimensions wait for this rank, too.
+                # The ranks along the other dimensions wait for this one, too.
                 for transport in self.transports:
                     transport.fail(error)
         elif not isinstance(error, (NonFiniteError, *shared)):

@@ -1,8 +1,8 @@
-"""The rounds of one rank, and the calls for which all ranks come together."""
+"""The rounds of one rank, and the collective calls between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from decent_optim_wrapper.comm.announcements import read, send_to_all
 from decent_optim_wrapper.errors import NonFiniteError
 from decent_optim_wrapper.gossip.average import WorldAverage, consensus_distance
+from decent_optim_wrapper.gossip.early_mixing import EarlyMixing
 from decent_optim_wrapper.gossip.failures import Failures
 from decent_optim_wrapper.gossip.header import CollectiveCall, check_calls
 from decent_optim_wrapper.gossip.loaded import Loaded
@@ -31,7 +32,7 @@ class Gossip:
         local_update: steps the base optimizer and checks its parameters.
         average: puts the world average in place.
         replica: the ranks that hold one copy of the model together.
-        members: the ranks that may be lost and come back; None if they may not.
+        members: manages ranks that are lost and come back; None if their loss is an error.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class Gossip:
         self.average = average
         self.replica = replica
         self.members = members
-        self.failures = Failures(pipeline, replica, members)
+        self.early = EarlyMixing(pipeline, local_update)
+        self.failures = Failures(self.early, replica, members)
         self.loaded = Loaded(pipeline, alone=members is not None)
         # Whether all ranks have launched the same round, and made no step since.
         self._assembled = False
@@ -65,7 +67,11 @@ class Gossip:
     def begin_step(self) -> None:
         """Check parameters, averages and members for changes since the last step."""
         pipeline = self.pipeline
-        pipeline.policy.meter.reset()
+        if self.early.is_on:
+            # The buckets that no forward pass has needed.
+            self.mix_early()
+        else:
+            pipeline.policy.meter.reset()
         pipeline.session.transport.check_open()
         self.check_parameters()
         if self.loaded.is_average or self.average.snapshot is not None:
@@ -89,6 +95,9 @@ class Gossip:
         if mixes_now:
             self.failures.with_recovery(self._finish)
         pipeline.policy.meter.close(len(pipeline.buckets), pipeline.round)
+        if self.early.is_on:
+            # The waits of the next forward pass count to the next step.
+            pipeline.policy.meter.reset()
 
     def check_parameters(self) -> None:
         """Check the parameters for changes since the wrapper was built."""
@@ -112,20 +121,48 @@ class Gossip:
                 f"on all ranks before"
             )
 
+    def mix_early(self, params: Iterable[Tensor] | None = None) -> None:
+        """Mix the buckets in flight of some parameters, if the pacing mixes between steps.
+
+        Args:
+            params: the parameters that are about to be read; None for all.
+        """
+        flying = self.pipeline.in_flight.round
+        if flying is None or not self.early.is_on:
+            return
+        if len(flying.unmixed) == len(self.pipeline.buckets):
+            # A step has launched it, and the parameters were not checked since.
+            self.check_parameters()
+        if self.replica.may_gather:
+            self.replica.reshard()
+        with self.failures.propagating():
+            self.failures.with_recovery(partial(self.early.mix, params))
+
+    def settle(self) -> None:
+        """Mix the round in flight, or restore the mixed buckets of a dropped round.
+
+        Do not call it in the forward pass: the backward pass may need the mixed values.
+        """
+        self.mix_early()
+        if self.early.is_torn:
+            self.early.undo()
+
     def synchronize(self) -> None:
         """Finish and mix the round in flight."""
+        self.settle()
         self.check_parameters()
         with self.failures.propagating():
             recover = self.failures.with_recovery
             recover(partial(self._assemble, CollectiveCall.SYNCHRONIZE))
             recover(self._finish)
-            # No step may come that would ask.
+            # No step may follow that would check it.
             self.pipeline.check_on_gpu()
 
     def discard(self) -> None:
         """Wait for the round in flight, if there is one, and drop it without mixing."""
         self.pipeline.forget()
         self.failures.with_recovery(self.pipeline.take)
+        self.early.settle()
 
     def _finish(self) -> None:
         # A closure may have gathered the parameters again.
@@ -135,6 +172,7 @@ class Gossip:
 
     def global_avg(self, may_revert: bool) -> None:
         """Put the average in place; collective."""
+        self.settle()
         self.check_parameters()
         if self.pipeline.policy.pacing.synchronous:
             with self.failures.propagating():
@@ -150,7 +188,7 @@ class Gossip:
         self.average.apply(pipeline.buckets, pipeline.session.transport, may_revert, self.replica)
 
     def revert_average(self) -> None:
-        """Restore what was before the average."""
+        """Restore the values before the average."""
         self.replica.reshard()
         self.average.revert()
 
@@ -184,6 +222,7 @@ class Gossip:
             action: the action; it may run several times.
         """
         self.pipeline.session.transport.check_open()
+        self.settle()
         self.check_parameters()
         with self.failures.propagating(TypeError, ValueError):
             if self.members:
@@ -202,7 +241,7 @@ class Gossip:
         pipeline, schedule = self.pipeline, self.pipeline.session.schedule
         plan = schedule.idle()
         if pipeline.round >= schedule.first_round:
-            # The group that this rank meets next, also while it is idle.
+            # The group that this rank meets next, even if it is idle now.
             plan = schedule.next_plan(pipeline.round, pipeline.mixing_rate)
         pipeline.announce(call, plan).receive()
 
@@ -211,17 +250,17 @@ class Gossip:
         with self.failures.propagating():
             self._assemble(CollectiveCall.ALL_GATHER)
             gathered = tensor
-            # What is stacked last is the first dimension of the result.
+            # The transport that stacks last makes the first dimension of the result.
             for transport in reversed(self.failures.transports):
                 gathered = transport.all_gather(gathered)
         return gathered.reshape(-1, *tensor.shape)
 
     def _assemble(self, call: CollectiveCall) -> None:
-        """Bring all ranks to the same round, where they may be at different ones.
+        """Bring all ranks to the same round if they may be at different ones.
 
-        A rank that comes here early takes part in the rounds of the others, without local updates:
-        they would wait for it otherwise, and it for them. Afterwards every rank has launched the
-        same round, and mixed those before it.
+        A rank that gets here early takes part in the rounds of the others without local updates.
+        Otherwise they would wait for each other. Afterwards every rank has launched the same round
+        and mixed all rounds before it.
 
         Raises:
             CallOrderError: a rank is in another method.
@@ -240,11 +279,11 @@ class Gossip:
         while not coming.arrival.future.done():
             flying = pipeline.in_flight.round
             if flying and flying.arrives(coming.arrival):
-                # The next one at once: no rank may have mixed a round that is in flight on others.
+                # Launch the next one at once: no rank may mix a round that is in flight on others.
                 self._finish_keeping(nonfinite)
                 pipeline.launch()
         check_calls(call, read(coming, transport), transport)
-        # No collective: those behind still launch rounds, which may be collectives of all ranks.
+        # Not a collective: ranks that are behind still launch rounds, which may be collectives.
         launched = send_to_all(torch.tensor([pipeline.round], device="cpu"), transport)
         highest = max(number for (number,) in read(launched, transport).values())
         while pipeline.round < highest:
@@ -255,7 +294,7 @@ class Gossip:
             raise nonfinite[0]
 
     def _finish_keeping(self, nonfinite: list[NonFiniteError]) -> None:
-        """Finish the round in flight, and keep its error: the others wait for this rank."""
+        """Finish the round in flight, and keep its error, since the others wait for this rank."""
         try:
             self._finish()
         except NonFiniteError as error:

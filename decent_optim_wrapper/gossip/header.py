@@ -1,4 +1,4 @@
-"""What a rank tells the others that it is about to do, and how they compare it."""
+"""The header of a round: what a rank is about to do, and how the others compare it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class RoundHeader(NamedTuple):
     Args:
         call: the method that the rank is in.
         round: the number of the round that the method launches, or of the next one.
-        mixing_rate: that of the round; if it differed between two ranks, their mean would drift.
-        coded_rounds: how many rounds the group has coded as differences to its references.
+        mixing_rate: the rate of the round; if two ranks had different ones, their mean would drift.
+        coded_rounds: number of rounds that the group has coded as differences to its references.
     """
 
     call: CollectiveCall
@@ -56,15 +56,15 @@ class RoundHeader(NamedTuple):
         """Compare with the message of another rank.
 
         Args:
-            message: that of the other rank, number by number.
+            message: the numbers in the header of the other rank.
             rank: the other rank.
             own_rank: this rank.
-            same_rate: whether the mixing rates must be the same. Ranks that are at different steps
-                may have different ones: the group mixes with the lowest.
+            same_rate: whether the mixing rates must be the same. Ranks at different steps may have
+                different rates; their group mixes with the lowest one.
 
         Raises:
-            CallOrderError: the rank is in another method or round, or has another rate or other
-                references.
+            CallOrderError: the other rank is in another method or round, or has another rate or
+                other references.
         """
         call, round, rate, coded_rounds = message
         # Each rank may have loaded its own round.
@@ -103,7 +103,7 @@ def check_calls(own: CollectiveCall, calls: dict[int, list[int]], transport: Tra
 
     Args:
         own: the method of this rank.
-        calls: those of the others, by position among the members.
+        calls: the methods of the others, by position among the members.
         transport: connects the ranks.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What is in flight between two steps: a round that is still to be mixed."""
+"""The round in flight between two steps, which is still to be mixed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class GossipState(NamedTuple):
     Args:
         round: number of the next round.
         in_flight: whether the last round is still to be mixed.
-        mixing_rate: that of the next round.
-        last_rate: that of the last round.
-        age: steps since the last round was launched.
+        mixing_rate: the mixing rate of the next round.
+        last_rate: the mixing rate of the last round.
+        age: number of steps since the launch of the last round.
     """
 
     round: int
@@ -32,10 +32,10 @@ class GossipState(NamedTuple):
 
 
 class InFlight:
-    """The round in flight, if there is one, or one that a resumed run still has to launch.
+    """The round in flight, if there is one, or a round that a resumed run must launch again.
 
-    Loading a state cannot launch it: it must not communicate, and may come before the parameters
-    are loaded.
+    Loading a state cannot launch it, since it must not communicate and may come before the
+    parameters are loaded.
 
     Args:
         rate: the mixing rate of the first round.
@@ -47,10 +47,12 @@ class InFlight:
         self.age = 0
         # The mixing rate with which the last round was launched.
         self.rate = rate
-        # Whether a resumed run still has to launch it.
+        # Whether a resumed run must still launch it.
         self.is_pending = False
-        # The parameters with which it was launched before, if they have changed since.
+        # The parameters at its first launch, if they have changed since.
         self.snapshot: dict[Tensor, Tensor] = {}
+        # Whether the extensions were told of its arrival.
+        self._is_announced = False
 
     @property
     def is_empty(self) -> bool:
@@ -60,11 +62,17 @@ class InFlight:
     def put(self, launched: Round, rate: float, age: int = 0) -> None:
         """Leave a round in flight, launched so many steps ago."""
         self.round, self.rate, self.age = launched, rate, age
+        self._is_announced = False
 
     def take(self) -> Round | None:
-        """What is in flight here, which then is not any more."""
+        """Return and remove the round in flight."""
         taken, self.round = self.round, None
         return taken
+
+    def announce(self) -> bool:
+        """Whether this is the first call since its launch."""
+        announced, self._is_announced = self._is_announced, True
+        return not announced
 
     def count_step(self) -> None:
         """Count a step since the launch."""
@@ -75,7 +83,7 @@ class InFlight:
         return self.round is not None and pacing.is_due(self.age, self.round.has_arrived)
 
     def clear_pending(self) -> None:
-        """There is nothing to launch again, or it was."""
+        """Note that no round is to be launched again."""
         self.is_pending = False
         self.snapshot = {}
 
@@ -91,8 +99,8 @@ class InFlight:
 
         Args:
             state: the state.
-            snapshot: the parameters with which it was launched; None where nothing may change in
-                flight, and what is sent is what is mixed into.
+            snapshot: the parameters at its launch; None if parameters do not change while a round
+                is in flight.
         """
         self.is_pending, self.rate = state.in_flight, state.last_rate
         self.age = 1 if snapshot is None else state.age
@@ -104,7 +112,7 @@ class InFlight:
 
     @torch.no_grad()
     def values(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of the parameters as it was launched with them, or as they are without one."""
+        """Copies of the parameters at its launch, or of the present ones without a round."""
         copies = {param: self.snapshot.get(param, param).detach().clone() for param in params}
         if self.round is None or self.snapshot:
             return [*copies.values()]

@@ -1,4 +1,4 @@
-"""What was loaded, until the ranks have agreed on how to go on with it."""
+"""Loaded states, until the ranks have agreed on how to continue."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from decent_optim_wrapper.wire.references import SavedReference
 
 
 class Loaded:
-    """Continues from states, which this rank loads without the others.
+    """Continues from states, which each rank loads by itself.
 
     Args:
-        pipeline: what continues.
-        alone: whether a rank may load at another step than the others, as one that comes back.
+        pipeline: the rounds that continue.
+        alone: whether a rank may load at another step than the others, as when it comes back.
     """
 
     def __init__(self, pipeline: Pipeline, alone: bool) -> None:
         self._pipeline = pipeline
         # Then the states of extensions that belong to a rank are of no use.
         self._alone = alone or not pipeline.policy.pacing.synchronous
-        # Whether the states of extensions that were loaded are of this rank. None once the ranks
-        # have agreed on how to go on.
+        # Whether the loaded states of extensions belong to this rank. None after the ranks have
+        # agreed on how to continue.
         self.source: Literal["own", "other"] | None = None
         # Whether the loaded state was saved while an average was in place.
         self.is_average = False
 
     def accept_average(self) -> None:
-        """The average that was saved has become this rank's own parameters."""
+        """Note that the saved average has become this rank's own parameters."""
         self.is_average = False
 
     def restore(
@@ -49,8 +49,8 @@ class Loaded:
         Args:
             state: the state of the rounds.
             is_average: whether an average was in place.
-            snapshot: the parameters with which the round in flight was launched.
-            references: to which differences are coded, by group.
+            snapshot: the parameters at the launch of the round in flight.
+            references: the references of coded differences, by group.
         """
         self.is_average = is_average
         self._pipeline.restore(state, snapshot, references)
@@ -66,10 +66,10 @@ class Loaded:
         Args:
             extension: one of this wrapper's.
             state: None to start again.
-            is_own: whether the state is one of this rank, with the same members.
+            is_own: whether the state was saved by this rank, with the same members.
 
         Raises:
-            ValueError: the state is that of something else.
+            ValueError: the state does not fit the extension.
         """
         load = extension.prepare_load(state)
         if not extension.belongs_to_rank:
@@ -85,11 +85,11 @@ class Loaded:
         return run
 
     def agree(self) -> None:
-        """Go on together if states were loaded since the last call; collective then.
+        """Agree on how to continue if states were loaded since the last call; then collective.
 
-        All continue with the highest round. The states of extensions that belong to a rank start
-        again unless all ranks have loaded their own: corrections of gradients would not sum to
-        zero, and pull the training away for good.
+        All ranks continue with the highest round. The states of extensions that belong to a rank
+        are reset unless all ranks have loaded their own. Otherwise the corrections of gradient
+        tracking would not sum to zero and would bias the training for good.
 
         Raises:
             CallOrderError: a rank has loaded nothing, or the state of another step.
@@ -97,11 +97,11 @@ class Loaded:
         if self.source is None:
             return
         pipeline, session = self._pipeline, self._pipeline.session
-        # A rank that has loaded nothing is found by those that mix with it, in its next round. All
-        # leave before any arrives: that rank may wait for one of these before it comes to another.
+        # A rank that has loaded nothing is found by the ranks that mix with it, in its next round.
+        # All headers are sent before any is received: that rank may wait for one of them first.
         plans = session.schedule.plan_each_group(pipeline.mixing_rate)
         announced = [pipeline.announce(CollectiveCall.LOADED, plan) for plan in plans]
-        # The last may be a collective of all ranks, in which more of them notice that one raises.
+        # The last one may be a collective of all ranks, in which more ranks notice an error.
         for round in reversed(announced):
             round.receive()
         own = torch.tensor([pipeline.round, self.source == "own"], device="cpu")
@@ -114,5 +114,5 @@ class Loaded:
                     extension.restart()
 
     def end(self) -> None:
-        """The ranks have agreed."""
+        """Note that the ranks have agreed."""
         self.source = None

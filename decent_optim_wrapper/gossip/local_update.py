@@ -1,4 +1,4 @@
-"""The local update of the base optimizer, whole or bucket by bucket, with GradScaler or not."""
+"""The local update of the base optimizer, as a whole or by bucket, with or without GradScaler."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Scaling(NamedTuple):
     """What GradScaler sets around its call of `step()`.
 
     Args:
-        found_inf: not zero if a gradient overflowed; None without a GradScaler, and the plain
-            number 0 if there was no gradient at all.
-        grad_scale: the factor that is still in the gradients; None if they are unscaled already.
+        found_inf: not zero if a gradient overflowed; None without a GradScaler, and the number 0 if
+            there were no gradients.
+        grad_scale: the factor of the gradients; None if they are unscaled already.
     """
 
     found_inf: Tensor | int | None
@@ -45,11 +45,11 @@ class _Partition(NamedTuple):
     """The base's parameters by bucket.
 
     Args:
-        ids: of all parameters, in the order of the groups.
-        buckets: those of the gossip.
-        parts: for each bucket, by its id, the parameters of each group; those of no bucket are
+        ids: the ids of all parameters, in the order of the groups.
+        buckets: the buckets of the gossip.
+        parts: for the id of each bucket, its parameters of each group; parameters in no bucket are
             under the id of None.
-        gone: members of buckets that the base has no longer.
+        gone: members of buckets that are no longer in the base.
     """
 
     ids: list[int]
@@ -79,14 +79,14 @@ class LocalUpdate:
 
     Args:
         optimizer: the base.
-        extensions: may change what an update reads; None for none.
+        extensions: extensions, which may change the gradients; None for none.
     """
 
     def __init__(self, optimizer: Optimizer, extensions: Extensions | None = None) -> None:
         self._optimizer: Any = optimizer
         self._extensions = extensions or Extensions()
         self._partition: _Partition | None = None
-        # The names in errors of the parameters that the base had when their buckets were planned.
+        # The names, for errors, of the parameters in the base when the buckets were planned.
         self._names_of: dict[int, str] = {}
         # Whether an overflow has skipped any part of the last update. As a tensor, its value may
         # not be known yet on a GPU.
@@ -116,7 +116,7 @@ class LocalUpdate:
 
         Args:
             buckets: their buckets.
-            changed: those that were changed while they were being sent from their own memory.
+            changed: parameters that were changed while they were being sent in place.
             rank: this rank, for errors.
 
         Raises:
@@ -174,7 +174,7 @@ class LocalUpdate:
 
         Args:
             closure: passed to the base, which evaluates it as often as it needs.
-            scaling: that of the gradients.
+            scaling: the scaling of the gradients.
 
         Returns:
             The result of the base's step; None if an overflow skips it.
@@ -217,7 +217,7 @@ class LocalUpdate:
                 if not made:
                     self.skipped = True
                 if is_fused:
-                    # Such kernels do not count the change, and a backward pass may not be over yet.
+                    # Fused kernels do not count the change, and a backward pass may not be over.
                     torch.autograd.graph.increment_version(params)
 
         with self._scaled(scaling) as applies:
@@ -227,7 +227,7 @@ class LocalUpdate:
             update(None)
 
     def _note_overflow(self, found: Tensor | int | None) -> None:
-        """Note what a fused base is told, which only the GPU knows; without gradients, a number."""
+        """Note the overflow that a fused base sees on the GPU; a number without gradients."""
         if isinstance(found, Tensor) and self.skipped is not True:
             known = self.skipped if isinstance(self.skipped, Tensor) else found
             self.skipped = torch.maximum(known, found)
@@ -279,7 +279,7 @@ class LocalUpdate:
 
     @property
     def scales_itself(self) -> bool:
-        """Whether the base takes scaled gradients; what extensions make of them has no scale."""
+        """Whether the base takes scaled gradients; corrected gradients are never scaled."""
         scales = bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
         return scales and not self._extensions.corrects_gradients
 

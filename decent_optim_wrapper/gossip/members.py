@@ -20,13 +20,13 @@ class Members(Protocol):
         """Note that the next round is launched."""
 
     def recover(self, reason: object) -> None:
-        """Agree on who is left, drop the round in flight, and go on in a new session."""
+        """Agree on the remaining ranks, drop the round in flight, and open a new session."""
 
     def meet(self, call: CollectiveCall, action: Callable[[], Result]) -> Result:
-        """Make a call with all ranks; if one is lost, again with the remaining ones."""
+        """Make a call with all ranks; if one is lost, repeat it with the remaining ones."""
 
     def leave(self) -> None:
-        """Stay away from now on."""
+        """Leave the members for good."""
 
     def notify_change(self) -> None:
         """Call back if the members have changed."""

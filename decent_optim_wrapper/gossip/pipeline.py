@@ -1,4 +1,4 @@
-"""Rounds from their launch to their mixing, one of which is in flight."""
+"""Rounds from their launch to their mixing; at most one is in flight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from functools import partial
 from loguru import logger
 from torch import Tensor
 
-from decent_optim_wrapper.comm.waiting import in_background, is_background
+from decent_optim_wrapper.comm.background import in_background, is_background
+from decent_optim_wrapper.errors import NonFiniteError, late_error, unannounced_error
 from decent_optim_wrapper.gossip.extension import Extensions, ReceivedBucket
 from decent_optim_wrapper.gossip.header import CollectiveCall, RoundHeader
 from decent_optim_wrapper.gossip.in_flight import GossipState, InFlight
@@ -21,16 +22,16 @@ from decent_optim_wrapper.gossip.timing import SpareTime
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.references import SavedReference
 
-# How long a wrapper that is dropped waits for peers that still have to launch its last round.
+# How long a dropped wrapper waits for peers that must still launch its last round.
 _CLOSE_TIMEOUT = timedelta(seconds=5)
 
 
 class _Connected:
-    """What must be closed when the wrapper is dropped.
+    """The connections to close when the wrapper is dropped.
 
     Args:
         session: the ranks that take part.
-        in_flight: what they have launched.
+        in_flight: the round in flight.
     """
 
     def __init__(self, session: Session, in_flight: InFlight) -> None:
@@ -48,8 +49,8 @@ class Pipeline:
     Args:
         session: the ranks that take part; replaced as a whole when they change.
         policy: what all rounds have in common.
-        extensions: what else takes part.
-        mixing_rate: that of the first rounds.
+        extensions: the extensions that take part.
+        mixing_rate: the rate of the first rounds.
     """
 
     def __init__(
@@ -64,11 +65,15 @@ class Pipeline:
         self._spare_time = SpareTime()
         # In the order in which they are exchanged.
         self.buckets: tuple[Bucket, ...] = ()
+        # The bucket of each member, by its id.
+        self.bucket_of: dict[int, Bucket] = {}
+        # The order in which the buckets of the last round were needed, if it is known.
+        self._needed: dict[Bucket, int] = {}
         # Number of the next round.
         self.round = 0
-        # Of the rounds that are launched from now on.
+        # The rate of the next rounds.
         self.mixing_rate = mixing_rate
-        # The last round that was mixed, if nobody has asked yet what a GPU has found in it.
+        # The last mixed round, if the findings of a GPU in it were not read yet.
         self.mixed: Round | None = None
         # Runs when the wrapper is dropped or the interpreter exits, whichever comes first. A rank
         # that leaves with a round in flight would break it for a slower peer, and a gloo thread
@@ -85,6 +90,7 @@ class Pipeline:
     def plan(self, buckets: Sequence[Bucket]) -> None:
         """Exchange these buckets from the next launch on; the round in flight keeps its own."""
         self.buckets = tuple(buckets)
+        self.bucket_of = {id(member): each for each in buckets for member in each.members}
         for extension in self.extensions.all:
             extension.plan(self.buckets)
         self.session.references.replan(self.buckets)
@@ -121,8 +127,8 @@ class Pipeline:
 
         Args:
             state: the state.
-            snapshot: the parameters with which the round in flight was launched.
-            references: to which differences are coded, by group.
+            snapshot: the parameters at the launch of the round in flight.
+            references: the references of coded differences, by group.
         """
         self.round, self.mixing_rate = state.round, state.mixing_rate
         needs_snapshot = self.policy.pacing.needs_snapshot
@@ -131,10 +137,10 @@ class Pipeline:
         session.references.load(references, self.buckets, session.transport.members)
 
     def begin(self, number: int | None = None, rate: float | None = None) -> Round | None:
-        """Begin a round, to which the buckets are posted one by one.
+        """Begin a round, to which buckets are posted one by one.
 
         Args:
-            number: that of the round; None for the next one.
+            number: the number of the round; None for the next one.
             rate: its mixing rate; None for the present one.
 
         Returns:
@@ -142,10 +148,14 @@ class Pipeline:
         """
         number = self.round if number is None else number
         plan = self.session.schedule.plan(number, self.mixing_rate if rate is None else rate)
-        if plan.kind is RoundKind.IDLE or self.in_flight.round is not None:
+        if plan.kind is RoundKind.IDLE:
+            return None
+        if self.in_flight.round is not None:
+            if self.policy.pacing.synchronous:
+                raise late_error(self.session.transport.initial_rank, number, self.policy.pacing)
             return None
         if plan.group.size == 1 and not (self.extensions.all or self.policy.pacing.needs_snapshot):
-            # Nothing is exchanged, and nobody wants to know of it.
+            # Nothing is exchanged, and no extension needs the round.
             return None
         transport = self.session.transport
         names = [*map(transport.members.__getitem__, plan.group.ranks)]
@@ -158,24 +168,40 @@ class Pipeline:
         header = RoundHeader(call, self.round if number is None else number, plan.mixing_rate)
         return Round(header, plan, self.session, self.policy).open()
 
+    def order_sends(self, launched: Round, ahead: bool) -> None:
+        """Send the buckets of a round in the order in which they are needed.
+
+        Args:
+            launched: the round.
+            ahead: whether the memory for receiving it is free.
+        """
+        attaches = any(each.sends for each in self.extensions.all)
+        launched.order_sends(self.buckets if ahead and not attaches else ())
+
     def has_time(self) -> bool:
-        """Whether the round of this step may leave later; ask once in a step."""
-        # With what extensions send the wire soon has no time to spare.
+        """Whether the round of this step may be sent later; call it once per step."""
+        # With the buckets of extensions the wire has no time to spare.
         for each in self.extensions.all:
             if each.sends:
                 return False
         if self.policy.pacing.mixes_in_step(self.round):
             return False
-        return self._spare_time.begin_round()
+        # A forward pass waits for the first bucket only.
+        return self.policy.pacing.mixes_early or self._spare_time.begin_round()
 
     def post(
         self, launched: Round, bucket: Bucket, snapshot: Mapping[Tensor, Tensor] | None = None
     ) -> None:
-        """Send a bucket of parameters, and what is attached to it; see `Round.post`."""
+        """Send a bucket of parameters and the buckets attached to it; see `Round.post`."""
         attached: list[Bucket] = []
         for extension in self.extensions.all:
-            attached += extension.launch(bucket)
-        launched.post(bucket, attached, snapshot)
+            sent = extension.launch(bucket)
+            attached += sent
+            if sent and not extension.sends:
+                raise unannounced_error(self.session.transport.initial_rank, extension)
+        # Buckets that were not needed come last.
+        needed = self._needed.get(bucket, len(self._needed)) if self._needed else None
+        launched.post(bucket, attached, snapshot, needed)
 
     def hand_over(self, launched: Round) -> None:
         """Leave a round in flight until a later step, once everything is posted."""
@@ -191,7 +217,7 @@ class Pipeline:
             for bucket in self.buckets:
                 self.post(launched, bucket, self.in_flight.snapshot)
             self.hand_over(launched)
-            # As if the step before had launched it.
+            # As if the previous step had launched it.
             self.in_flight.count_step()
 
     def _relaunch(self) -> None:
@@ -241,17 +267,35 @@ class Pipeline:
             self.check_on_gpu()
         arrived = self.take()
         if arrived is not None:
-            if arrived.flags.nonfinite:
+            if arrived.flags.refused:
                 arrived.flags.check()
             self.mixed = arrived if arrived.flags.on_gpu else None
-            for extension in self.extensions.all:
-                extension.arrived(arrived.plan.kind, self.buckets, self.session.transport)
+            if self.extensions.all:
+                self.begin_mixing(arrived)
         return arrived
+
+    def begin_mixing(self, round: Round) -> None:
+        """Tell the extensions that a round arrives, once."""
+        if self.in_flight.announce():
+            for extension in self.extensions.all:
+                extension.arrived(round.plan.kind, self.buckets, self.session.transport)
+
+    def note_need(self, wanted: Sequence[Bucket], first: bool) -> None:
+        """Note the buckets that are needed next; the next round is sent in this order.
+
+        Args:
+            wanted: the buckets.
+            first: whether they are the first of their round.
+        """
+        if first:
+            self._needed = {}
+        for bucket in wanted:
+            self._needed[bucket] = len(self._needed)
 
     def take(self) -> Round | None:
         """Wait for the round in flight and return it; it is not mixed.
 
-        A round that fails is no longer in flight either: it is not waited for again.
+        A round that fails is no longer in flight, either, so no later call waits for it.
         """
         taken = self.in_flight.take()
         if taken is not None:
@@ -262,22 +306,28 @@ class Pipeline:
         return taken
 
     def forget(self) -> None:
-        """Neither launch a round again nor ask what a GPU has found in the last one."""
+        """Forget the round to be launched again, and the findings of a GPU in the last one."""
         self.mixed = None
         self.in_flight.clear_pending()
 
     def check_on_gpu(self) -> None:
-        """Check what a GPU has found in the round that was mixed last, if nobody has yet.
+        """Check the findings of a GPU in the last mixed round, unless they were checked.
 
         Raises:
-            NonFiniteError: it has mixed nothing of that round.
+            NonFiniteError: the round was not mixed. The one in flight is dropped.
         """
         mixed, self.mixed = self.mixed, None
-        if mixed is not None:
+        if mixed is None:
+            return
+        try:
             mixed.flags.check_on_gpu()
+        except NonFiniteError:
+            # As for a round that is refused on arrival: the round in flight follows from it.
+            self.take()
+            raise
 
     def mix(self, arrived: Round, bucket: Bucket) -> None:
-        """Mix what has arrived for a bucket and what is attached to it, if anything has."""
+        """Mix a bucket and the buckets attached to it, if they have arrived."""
         if bucket not in arrived.unmixed:
             return
         if not self.extensions.all:
@@ -306,16 +356,16 @@ class Pipeline:
 
 
 def _close(connected: _Connected) -> None:
-    """Wait for a round in flight, which nobody will mix, and release the process group."""
+    """Wait for a round in flight without mixing it, and release the process group."""
     if is_background():
-        # The garbage collector runs on any thread, also on one that this would wait for.
+        # The garbage collector runs on any thread, even on one that this would wait for.
         in_background(partial(_end, connected))
     else:
         _end(connected)
 
 
 def _end(connected: _Connected) -> None:
-    """As `_close`.
+    """Do the work of `_close`.
 
     The peers launch the same round sooner or later, unless they are gone. A script that ends, or a
     wrapper that is replaced, does not wait for them as long as a step would.

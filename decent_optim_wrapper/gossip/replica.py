@@ -11,18 +11,18 @@ from decent_optim_wrapper.comm.transport import Transport
 
 
 class Replica(Protocol):
-    """The ranks that hold one copy of the model together."""
+    """The ranks that together hold one copy of the model."""
 
-    # What connects them, along each dimension; empty for a whole replica on one rank.
+    # Their connections along each dimension; empty if one rank holds the whole replica.
     transports: Sequence[Transport]
-    # Whether `reshard` has to be called.
+    # Whether `reshard` must be called.
     may_gather: bool
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum a small tensor on the CPU in place over them; collective over them."""
 
     def names_of(self, params: Iterable[Tensor]) -> list[str]:
-        """What the model calls its parameters, which is the same however it is spread."""
+        """The names of the parameters in the model, the same however it is spread."""
 
     def reshard(self) -> None:
-        """Let what is written into shards be seen."""
+        """Make modules read the values that were written into their shards."""

@@ -1,30 +1,29 @@
-"""One round on the wire: posted bucket by bucket, received as a whole, mixed bucket by bucket."""
+"""One round on the wire: posted by bucket, received as a whole, mixed by bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
+from decent_optim_wrapper.comm.send_queue import SendQueue
 from decent_optim_wrapper.comm.waiting import (
     Arrival,
     Expected,
     PendingMessage,
-    Waitable,
-    WireError,
 )
 from decent_optim_wrapper.errors import CallOrderError, PeerError
-from decent_optim_wrapper.gossip.finite_flags import FiniteFlags
 from decent_optim_wrapper.gossip.header import RoundHeader
 from decent_optim_wrapper.gossip.pacing import Pacing
 from decent_optim_wrapper.gossip.schedule import RoundKind, RoundPlan
-from decent_optim_wrapper.gossip.sender import Sender
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.exchange import Exchange, Wire
+from decent_optim_wrapper.wire.finite_flags import FiniteFlags
+from decent_optim_wrapper.wire.messages import Sender, Waits
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.pack import pack
 from decent_optim_wrapper.wire.storage import Flat
@@ -65,7 +64,6 @@ class Round:
         self._header = header
         if references is not None:
             self._header = header._replace(coded_rounds=references.coded_rounds)
-        self._topology = session.topology
         self._transport = transport
         self._policy = policy
         self._wire = Wire(
@@ -78,40 +76,60 @@ class Round:
             needs_snapshot=policy.pacing.needs_snapshot,
             on_nonfinite=policy.nonfinite.on_nonfinite,
             checks=policy.nonfinite.checks,
+            sends=SendQueue() if policy.pacing.mixes_early and group.size == 2 else None,
         )
+        self._waits = Waits(self._wire, session.topology)
         self.sender = Sender(self._wire)
         self.flags = FiniteFlags(self._wire)
-        # If a thread waits for it.
+        # The thread that waits for it, if there is one.
         self._watch: Arrival | None = None
-        # That of all ranks of the group.
+        # The mixing rate of all ranks of the group.
         self._rate = plan.mixing_rate
         self._headers: list[PendingMessage] = []
-        # The buckets of parameters that are not mixed yet, and what travels behind each.
+        # The buckets of parameters that are not mixed yet, with the buckets attached to each.
         self.unmixed: dict[Bucket, tuple[Bucket, ...]] = {}
         self._exchanges: dict[Bucket, Exchange] = {}
         self._moves_references = False
-        # Parameters whose own memory is being sent, with their version counters.
-        self._sent_in_place: list[tuple[Tensor, int]] = []
+        # By bucket, the parameters that are sent from their own memory, with version counters.
+        self._sent_in_place: dict[Bucket, list[tuple[Tensor, int]]] = {}
 
     def open(self) -> Round:
         """Tell the group what this rank is about to do."""
-        # Before the buckets: a group that sums would add up whatever comes first.
+        # Before the buckets: larger groups sum, and would add up whatever comes first.
         self._headers = self.sender.send(self._header, _HEADER_TAG, 0)
         return self
+
+    def order_sends(self, buckets: Sequence[Bucket]) -> None:
+        """Send the buckets that the peer of a pair needs first, if the pacing knows them.
+
+        Args:
+            buckets: the buckets that will be posted, in this order and without attached ones; they
+                are received from now on. Empty if there are attached buckets.
+        """
+        if self._wire.sends is not None and not self.sender.failure:
+            self._wire.sends.open()
+            for position, bucket in enumerate(each for each in buckets if each.numel):
+                self.sender.receive_ahead(bucket, position)
 
     def post(
         self,
         bucket: Bucket,
-        attached: Iterable[Bucket] = (),
+        attached: Sequence[Bucket] = (),
         snapshot: Mapping[Tensor, Tensor] | None = None,
+        needed: int | None = None,
     ) -> None:
         """Pack a bucket and start its exchange; a group of one rank exchanges nothing.
 
         Args:
             bucket: the bucket.
             attached: buckets that are exchanged and mixed together with it.
-            snapshot: what is sent in place of its members' values, by member; None for nothing.
+            snapshot: values that are sent in place of the present ones, by member; None for none.
+            needed: its position in the order in which buckets are mixed, if it is known.
         """
+        if needed is not None and self._wire.sends is not None:
+            first = len(self._exchanges)
+            for position in range(first, first + 1 + len(attached)):
+                self._wire.sends.plan(position, needed)
         self.unmixed[bucket] = others = tuple(attached)
         self._post(bucket, snapshot or {})
         for each in others:
@@ -126,24 +144,32 @@ class Round:
             exchange = pack(self._wire, bucket, snapshot, len(self._exchanges))
             self._exchanges[bucket] = exchange
             self._moves_references |= exchange.uses_reference
-            if not keeps:
-                self._sent_in_place += bucket.versions()
+            if not keeps and (versions := bucket.versions()):
+                self._sent_in_place[bucket] = versions
             meter.count_bytes(exchange.bytes_sent)
-            self.sender.post(exchange)
+            if self._policy.pacing.mixes_early:
+                flag = partial(self.flags.send, [exchange], self.sender, alone=True)
+                self.sender.post(exchange, then=flag)
+            else:
+                self.sender.post(exchange)
 
     def seal(self) -> None:
-        """Post what was deferred, and then tell the group which buckets had finite values."""
-        self.sender.seal(partial(self.flags.send, self._exchanges.values(), self.sender))
+        """Post the deferred buckets, and tell the group which buckets had finite values."""
+        if self._policy.pacing.mixes_early:
+            # Each bucket has told it already.
+            self.sender.seal()
+        else:
+            self.sender.seal(partial(self.flags.send, self._exchanges.values(), self.sender))
 
     def watch(self) -> None:
         """Begin to wait on a thread, once the round is sealed."""
         headers, thread = self._headers, self.sender.thread
-        # Those of a thread that still posts are not known yet.
+        # Those that a thread still posts are not known yet.
         posted = [] if thread else self._expected()
 
         def further() -> list[Expected]:
             if any(int(each.message[0]) != self._header.call for each in headers):
-                # `receive` raises: that rank sends no buckets.
+                # That rank sends no buckets, and `receive` raises.
                 return []
             if thread is None:
                 return posted
@@ -154,55 +180,98 @@ class Round:
         self._watch = Arrival(first, further if headers else None)
 
     def _expected(self) -> list[Expected]:
-        """What is to arrive behind the headers."""
+        """The messages that are to arrive after the headers."""
         peers = self._wire.peers
         expected: list[Expected] = []
         expected += [
             Expected(each.works, each.position, peers, each.on_gpu)
             for each in self._exchanges.values()
         ]
-        last = max(0, len(self._exchanges) - 1)
-        if self.flags.on_gpu is not None:
-            expected.append(Expected(self.flags.on_gpu.works, last, peers, on_gpu=True))
-        expected += [Expected(each.works, last, each.suspects) for each in self.flags.pending]
+        for flags in self.flags.messages:
+            last = flags.positions[-1]
+            if flags.on_gpu is not None:
+                expected.append(Expected(flags.on_gpu.works, last, peers, on_gpu=True))
+            expected += [Expected(each.works, last, each.suspects) for each in flags.pending]
         return expected
 
     def has_arrived(self) -> bool:
-        """Whether nothing is left to wait for, as far as a thread has watched."""
+        """Whether everything has arrived, as far as a thread has watched."""
         return self._watch is not None and self._watch.future.done()
 
     def receive(self) -> None:
         """Wait until everything has arrived; nothing is mixed. A second call returns at once.
 
-        What arrives on a GPU is waited for by its stream.
+        On a GPU, the stream waits and not the host.
 
         Raises:
             PeerError: the data of a peer did not arrive.
             CallOrderError: a peer is in another method or round.
         """
-        with self._policy.meter.wait:
-            if self.sender.thread:
-                self._wait_for_sender()
-            if failure := self.sender.failure:
-                peers = self._wire.peers
-                raise self._lost(self.sender.failed_bucket, peers, failure.silent) from failure
-            if self._watch is not None:
-                self._wait_for(self._watch)
-            self._receive_headers()
-            for exchange in self._exchanges.values():
-                self._wait(exchange.works, exchange.position, self._wire.peers, exchange.on_gpu)
-            self._sent_in_place.clear()
-            if self._moves_references and self._wire.references is not None:
-                self._wire.references.count_round()
-                self._moves_references = False
-            if self.flags.pending:
-                for message in self.flags.pending:
-                    self._wait(message.works, len(self._exchanges) - 1, message.suspects)
-                self.flags.read()
+        try:
+            with self._policy.meter.wait:
+                self._receive()
+        except (PeerError, CallOrderError):
+            self.abandon()
+            raise
+
+    def _receive(self) -> None:
+        if self.sender.thread:
+            self._waits.wait_for_sender(self.sender)
+        if self.sender.failure:
+            self._waits.check_sent(self.sender)
+        if self._watch is not None:
+            self._waits.wait_for(self._watch)
+        self._receive_headers()
+        for exchange in self._exchanges.values():
+            peers, on_gpu = self._wire.peers, exchange.on_gpu
+            self._waits.wait(exchange.works, exchange.position, peers, on_gpu)
+        self._sent_in_place.clear()
+        if self._moves_references:
+            self._count_coded()
+        for flags in self.flags.messages:
+            for message in flags.pending:
+                self._waits.wait(message.works, flags.positions[-1], message.suspects)
+            self.flags.read(flags)
+
+    def receive_bucket(self, bucket: Bucket) -> None:
+        """Wait until a bucket and the buckets attached to it have arrived; nothing is mixed.
+
+        Raises:
+            PeerError: the data of a peer did not arrive.
+            CallOrderError: a peer is in another method or round.
+        """
+        try:
+            with self._policy.meter.wait:
+                for each in (bucket, *self.unmixed[bucket]):
+                    if exchange := self._exchanges.get(each):
+                        self._receive_exchange(exchange)
+        except (PeerError, CallOrderError):
+            self.abandon()
+            raise
+        self._sent_in_place.pop(bucket, None)
+        if self._moves_references:
+            self._count_coded()
+
+    def _receive_exchange(self, exchange: Exchange) -> None:
+        waits, position = self._waits, exchange.position
+        waits.wait_for_sender(self.sender, exchange)
+        waits.check_sent(self.sender)
+        self._receive_headers()
+        waits.wait(exchange.works, position, self._wire.peers, exchange.on_gpu)
+        if flags := self.flags.of(exchange):
+            for message in flags.pending:
+                waits.wait(message.works, position, message.suspects)
+            self.flags.read(flags)
+
+    def _count_coded(self) -> None:
+        """Count the round once, as soon as a part of it has arrived."""
+        if self._wire.references is not None:
+            self._wire.references.count_round()
+        self._moves_references = False
 
     def _receive_headers(self) -> None:
         for each in self._headers:
-            self._wait(each.works, 0, each.suspects)
+            self._waits.wait(each.works, 0, each.suspects)
         for each in self._headers:
             message = each.message.tolist()
             if message != [*self._header]:
@@ -213,10 +282,11 @@ class Round:
 
     def changed_in_flight(self) -> list[Tensor]:
         """Parameters that are being sent from their own memory and have changed since."""
-        return [param for param, version in self._sent_in_place if param._version != version]
+        sent = self._sent_in_place.values()
+        return [param for each in sent for param, version in each if param._version != version]
 
     def mix(self, bucket: Bucket) -> None:
-        """Mix what has arrived for a posted bucket and for those attached to it, once."""
+        """Mix a posted bucket and the buckets attached to it, once."""
         attached = self.unmixed.pop(bucket)
         for each in (bucket, *attached):
             exchange = self._exchanges.get(each)
@@ -225,26 +295,26 @@ class Round:
                     self._mix(exchange, self._rate * each.rate)
 
     def _mix(self, exchange: Exchange, rate: float) -> None:
-        on_gpu = self.flags.on_gpu if exchange.on_gpu else None
         if exchange.on_gpu:
-            # The stream that mixes need not be the one that has received.
+            # The stream that mixes may be another one than the stream that has received.
             for work in exchange.works:
                 work.wait()
-        if on_gpu is not None:
-            exchange.mix_usable(rate, on_gpu.usable(exchange))
-            return
+            if (flags := self.flags.of(exchange)) and flags.on_gpu is not None:
+                exchange.mix_usable(rate, flags.on_gpu.usable(exchange))
+                return
         present: tuple[int, ...] | list[int] = self._wire.group.ranks
-        if self.flags.nonfinite:
+        if self.flags.refused:
             left_out = self.flags.left_out(exchange)
             present = [rank for rank in present if rank not in left_out]
         if present:
             exchange.mix(rate, present)
 
     def compare(self, bucket: Bucket) -> tuple[Tensor, Tensor] | None:
-        """Whether this rank has what has arrived for a bucket, of shape (), and what it has sent.
+        """Compare the received values of a bucket with this rank's.
 
         Returns:
-            None if that cannot be told, as where a rank is left out.
+            Whether they are equal, of shape (), and the values that this rank has sent. None if
+            that is not known, as when a rank is left out.
         """
         exchange = self._exchanges.get(bucket)
         if exchange is None or self._wire.group.size == 1 or self.flags.left_out(exchange):
@@ -254,29 +324,41 @@ class Round:
     def snapshot_of(self, bucket: Bucket) -> Flat | None:
         """The bucket's parameters when the round was launched, if they may have changed since."""
         if self.sender.thread:
-            self._wait_for_sender()
+            self._waits.wait_for_sender(self.sender)
         exchange = self._exchanges.get(bucket)
         return None if exchange is None else exchange.snapshot
 
     def arrives(self, other: Arrival) -> bool:
-        """Wait until the round has arrived or the other arrival is over; whether it has arrived.
+        """Wait for the round or the end of another arrival; return whether the round has arrived.
 
         Raises:
             PeerError: the data of a peer did not arrive.
         """
         if self._watch is None:
             return True
-        self._wait_for(self._watch, other)
+        self._waits.wait_for(self._watch, other)
         return self._watch.future.done()
+
+    def sent(self, bucket: Bucket) -> Flat | None:
+        """A copy of a bucket as it was posted; None if there is none."""
+        exchange = self._exchanges.get(bucket)
+        return None if exchange is None else exchange.launched
+
+    def refuses(self, bucket: Bucket) -> bool:
+        """Whether a bucket or one attached to it must not be mixed, because of a rank's values."""
+        found = (self._exchanges.get(each) for each in (bucket, *self.unmixed[bucket]))
+        return any(each is not None and each.position in self.flags.refused for each in found)
 
     def abandon(self) -> None:
         """Drop everything on the wire without waiting for the peers."""
         self.sender.drop()
+        if self._wire.sends is not None:
+            self._wire.sends.drop()
         self.unmixed.clear()
         self._exchanges.clear()
         self._sent_in_place.clear()
         self._headers = []
-        self.flags.pending.clear()
+        self.flags.drop()
 
     def _compare(self, message: list[float], rank: int) -> None:
         transport = self._transport
@@ -284,51 +366,7 @@ class Round:
             same_rate = self._policy.pacing.synchronous
             self._header.check(message, transport.members[rank], transport.initial_rank, same_rate)
         except CallOrderError as error:
-            # This rank takes no further part: the others must notice, or they would wait for it.
+            # This rank leaves the round, and the others must notice, or they would wait for it.
             self.abandon()
             transport.fail(error)
             raise
-
-    def _wait_for_sender(self) -> None:
-        try:
-            self.sender.wait()
-        except WireError as error:
-            raise self._lost(0, self._wire.peers, error.silent) from error
-
-    def _wait_for(self, watch: Arrival, *others: Arrival) -> None:
-        try:
-            self._transport.finish(watch.future, *(each.future for each in others))
-        except WireError as error:
-            lost = watch.lost() or Expected([], 0, self._wire.peers)
-            raise self._lost(lost.bucket, lost.suspects, error.silent) from error
-
-    def _wait(
-        self,
-        works: list[Waitable],
-        bucket: int,
-        suspects: tuple[int, ...],
-        on_gpu: bool = False,
-    ) -> None:
-        try:
-            # Another stream may wait again for those of a GPU.
-            self._transport.wait(works[:] if on_gpu else works)
-        except WireError as error:
-            raise self._lost(bucket, suspects, error.silent) from error
-
-    def _lost(
-        self, bucket: int, suspects: tuple[int, ...], silent: bool
-    ) -> PeerError | CallOrderError:
-        """The error of a round whose bucket did not arrive."""
-        self.abandon()
-        transport, number = self._transport, self._header.round
-        loss = transport.lose(suspects, silent)
-        group = tuple(transport.members[rank] for rank in self._wire.group.ranks)
-        return loss.as_error(
-            transport.initial_rank,
-            f"lost {loss} in round {number}, bucket {bucket}, group {group} of "
-            f"{self._topology!r}; {loss.advice}. The parameters are as they were before this round "
-            f"was mixed: restart from a checkpoint, or let the others go on with "
-            f"elastic=Elastic()",
-            round=number,
-            bucket=bucket,
-        )

@@ -22,9 +22,9 @@ class SavedState(NamedTuple):
         gossip: the state of the rounds.
         kept: whether an average was in place, which the next step keeps.
         extensions: continue each extension with its state.
-        snapshot: the parameters with which the round in flight was launched, where they may have
-            changed since.
-        references: to which differences are coded, by group.
+        snapshot: the parameters at the launch of the round in flight, if they may have changed
+            since.
+        references: the references of coded differences, by group.
     """
 
     gossip: GossipState
@@ -35,7 +35,8 @@ class SavedState(NamedTuple):
 
 
 def gossip_state(gossip: Gossip) -> dict[str, Any]:
-    """The state of the gossip, to save now."""
+    """The state of the gossip, to save now; a round in flight is mixed if that is allowed."""
+    gossip.settle()
     state = gossip.pipeline.state._asdict()
     age = state.pop("age")
     if gossip.average.snapshot is not None:
@@ -45,7 +46,7 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
         # Others may have mixed it, or not have launched it yet.
         state["in_flight"] = False
     elif gossip.pipeline.policy.pacing.needs_snapshot:
-        # Also where none is in flight: torch.distributed.checkpoint loads into existing entries.
+        # Even if no round is in flight: torch.distributed.checkpoint loads into existing entries.
         state |= {"age": age, "launch_snapshot": gossip.pipeline.in_flight.values(gossip.params)}
     if extensions := {
         each.name: each.state_dict() for each in gossip.pipeline.extensions.all if each.name
@@ -91,7 +92,7 @@ def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
 
 
 def read_named_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
-    """As `read_state`, of what `named_state` has returned."""
+    """Like `read_state`, for a result of `named_state`."""
     expected = (
         "load_gossip_state_dict expects what gossip_state_dict() of a DecentOptimWrapper around "
         "the same model has returned, but got something else"
@@ -136,7 +137,7 @@ def restore(gossip: Gossip, saved: SavedState) -> None:
     try:
         gossip.discard()
     finally:
-        # Also where what was in flight has failed.
+        # Even if the round in flight has failed.
         gossip.loaded.restore(saved.gossip, saved.kept, saved.snapshot, saved.references)
 
 
@@ -150,11 +151,11 @@ def _read(
     """Check a state.
 
     Args:
-        gossip: which is to continue; not changed.
+        gossip: the gossip that is to continue; not changed.
         saved: the state.
-        mixing_rate: where none was saved.
-        expected: what an error says of a state that is something else.
-        by_position: brings what is saved of each parameter into their order.
+        mixing_rate: the rate if none was saved.
+        expected: the beginning of the error if the state does not fit.
+        by_position: function that brings the states of the parameters into their order.
     """
     gossip.check_idle()
     try:
@@ -188,13 +189,13 @@ def _read(
 
 
 def _saved_by(gossip: Gossip) -> list[int]:
-    """This rank and the members: a state that belongs to a rank is of use to these only."""
+    """This rank and the members: a state that belongs to a rank is valid for these only."""
     transport = gossip.pipeline.session.transport
     return [transport.initial_rank, *transport.members]
 
 
 def _read_extensions(gossip: Gossip, saved: dict[str, Any]) -> list[Callable[[], None]]:
-    """Check the states of the extensions; those that were not saved start again."""
+    """Check the states of the extensions; extensions without a saved state are reset."""
     states = dict(saved.get("extensions", {}))
     is_own = list(saved.get("saved_by", [])) == _saved_by(gossip)
     loads = []
@@ -210,7 +211,7 @@ def _read_extensions(gossip: Gossip, saved: dict[str, Any]) -> list[Callable[[],
 
 
 def _read_snapshot(gossip: Gossip, saved: dict[str, Any]) -> dict[Tensor, Tensor]:
-    """The parameters at the launch of the round in flight; none if they have not changed since."""
+    """The parameters at the launch of the round in flight; empty if they have not changed."""
     if "launch_snapshot" not in saved or not saved["in_flight"]:
         return {}
     snapshot = dict(zip(gossip.params, saved["launch_snapshot"], strict=True))
@@ -223,7 +224,7 @@ def _read_snapshot(gossip: Gossip, saved: dict[str, Any]) -> dict[Tensor, Tensor
 def _referring(gossip: Gossip) -> list[Tensor]:
     """The parameters whose references a checkpoint holds.
 
-    With automatic rounds each rank may have mixed others, and all start again from zero.
+    With "auto" each rank may have mixed other rounds, so all references start again from zero.
     """
     if (
         not gossip.pipeline.policy.pacing.synchronous
@@ -235,7 +236,7 @@ def _referring(gossip: Gossip) -> list[Tensor]:
 
 
 def _read_references(gossip: Gossip, saved: dict[str, Any]) -> dict[str, SavedReference]:
-    """The references by group; none if there are none here or there."""
+    """The references by group; empty if there are none in the state or on this rank."""
     params = _referring(gossip)
     found = {}
     for group, reference in saved.get("references", {}).items() if params else ():

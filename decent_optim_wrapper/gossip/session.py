@@ -1,4 +1,4 @@
-"""The ranks that take part, and what connects them."""
+"""The ranks that take part, and their connections."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Session:
 
     Args:
         transport: the members and their communicators.
-        topology: of the members.
+        topology: the topology of the members.
         schedule: the rounds of this rank.
-        references: what this rank shares with each of its groups.
+        references: the references that this rank shares with each of its groups.
     """
 
     transport: Transport
@@ -38,7 +38,7 @@ class Session:
 
         Args:
             transport: the members.
-            topology: of as many ranks.
+            topology: a topology of that many ranks.
             intervals: as in `RoundSchedule`.
             first_round: as in `RoundSchedule`.
         """

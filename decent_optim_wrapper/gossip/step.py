@@ -1,19 +1,19 @@
-"""The algorithm: what every rank does in a step, whoever calls it.
+"""The algorithm: what every rank does in a step.
 
 With x the parameters of this rank, W the mixing of the round that has been in flight since the last
 step, and u the local update from the gradient at x, a step is
 
-    x <- W x - u(x),    and the next round leaves with the new x.
+    x <- W x - u(x),    and the next round sends the new x.
 
 Without overlap the next round is finished within the same step: x <- W (x - u(x)).
 
-A round may also travel under several steps. With s the parameters of the step that launched it, the
-step that mixes it does
+A round may also be in flight for several steps. With s the parameters of the step that launched it,
+the step that mixes it does
 
     x <- x + (W s - s) - u(x),
 
-and a step in between is x <- x - u(x). There is one round in flight at a time, so this is stable
-however long it takes, and the mean over the ranks does not move.
+and a step in between is x <- x - u(x). Only one round is in flight at a time, so this is stable
+however long it takes, and mixing does not move the mean over the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TypeVar
 
-from decent_optim_wrapper.errors import NonFiniteError
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.round import Round
 from decent_optim_wrapper.wire.bucket import Bucket
@@ -34,14 +33,13 @@ class Step:
     """One step, as a context: enter, advance part by part, exit.
 
     On entry it receives the round in flight, if it is to be mixed now, and begins the next one.
-    Nothing is mixed before everything has arrived: a round that fails leaves all parameters as they
-    were. No bucket is sent before that either: two rounds on the wire would slow down the older
-    one, for which all ranks are waiting.
+    Nothing is mixed before everything has arrived, so a round that fails does not change any
+    parameter. No bucket is sent before that, either: a second round on the wire would slow down the
+    older one, which all ranks are waiting for.
 
     Args:
         gossip: the rounds, one of which may be in flight.
-        in_backward: whether the parts come in the course of a backward pass, and not one right
-            after the other.
+        in_backward: whether the parts come during a backward pass, and not right after each other.
     """
 
     def __init__(self, gossip: Gossip, in_backward: bool = False) -> None:
@@ -51,7 +49,7 @@ class Step:
         self._arrived: Round | None = None
         self._launched: Round | None = None
         self._ready: set[Bucket] = set()
-        # Those that are not sent yet; None before the step is entered.
+        # The buckets that are not sent yet; None before the step is entered.
         self._waiting: list[Bucket] | None = None
 
     @property
@@ -75,8 +73,10 @@ class Step:
 
     def _receive(self) -> None:
         pipeline = self._pipeline
-        if pipeline.mixed is not None:
-            self._check_mixed()
+        # A round that was mixed before this forward pass is checked before the next one, because a
+        # GPU may not have reached it yet.
+        if pipeline.mixed is not None and not self._gossip.early.is_on:
+            pipeline.check_on_gpu()
         self._arrived = arrived = pipeline.receive()
         if arrived:
             # Members of a replaced bucket are in a new one, which is not sent before the mixing.
@@ -84,16 +84,11 @@ class Step:
                 if bucket not in pipeline.buckets:
                     pipeline.mix(arrived, bucket)
         self._launched = pipeline.begin()
+        if self._launched and self._in_backward and self._gossip.early.is_on:
+            # A backward pass ends with the buckets that the forward pass needs first.
+            pipeline.order_sends(self._launched, ahead=arrived is None)
         if self._launched and not self._in_backward and pipeline.has_time():
             self._launched.sender.defer_encoding()
-
-    def _check_mixed(self) -> None:
-        try:
-            self._pipeline.check_on_gpu()
-        except NonFiniteError:
-            # As a round that is refused when it arrives: what is in flight follows from it.
-            self._gossip.discard()
-            raise
 
     def advance(self, buckets: Sequence[Bucket], update: Callable[[], Result]) -> Result:
         """Mix some buckets, update their parameters, and send them.
@@ -110,6 +105,9 @@ class Step:
         if self._arrived:
             for bucket in buckets:
                 self._pipeline.mix(self._arrived, bucket)
+        if self._gossip.early.is_on:
+            # Buckets of a dropped round that were mixed, and that a backward pass has needed since.
+            self._gossip.early.undo(buckets)
         with self._pipeline.policy.meter.update:
             result = update()
         if self._launched:
@@ -128,8 +126,8 @@ class Step:
     ) -> None:
         failures = self._gossip.failures
         if error is not None:
-            # A round may have begun. This rank closes its connections, so that the others notice,
-            # whatever the error is: another wrapper's, raised by a closure, tells them nothing.
+            # A round may have begun. Whatever the error is, this rank closes its connections, so
+            # that the others notice: an error that a closure raises does not reach them.
             if self._launched:
                 self._launched.abandon()
             failures.close(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -9,29 +10,29 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
-# A wait that counts as none.
+# A shorter wait does not count as one.
 _SHORT_WAIT_SECONDS = 0.01
-_MOST_AT_ONCE = 1024
+_MOST_AT_ONCE, _KEPT_STEPS = 1024, 100
 
 
 class StepStats(NamedTuple):
     """Bytes, seconds and counts of the last `step()` on this rank.
 
-    Seconds are those of the host. On a GPU they are the time to queue the work, except for waits,
-    which last until the host may continue; a profile shows the kernels.
+    Seconds are measured on the host. On a GPU they are the time to queue the work, except for
+    waits, which last until the host may continue. A profile shows the kernels.
 
     Args:
-        bytes_sent: bytes sent; for an all-reduce, those of a ring.
-        wait_seconds: waiting for communication that was not hidden.
-        mix_seconds: mixing what has arrived, and packing and coding what is sent, unless another
+        bytes_sent: number of bytes sent; an all-reduce counts as a ring all-reduce.
+        wait_seconds: time spent waiting for communication.
+        mix_seconds: time to mix what has arrived, and to pack and code what is sent, unless another
             thread codes it.
-        update_seconds: the base optimizer's local update.
+        update_seconds: time of the base optimizer's local update.
         buckets: number of buckets.
-        rounds: number of rounds so far, idle ones included.
-        staleness: how many steps ago the round was launched that this step has mixed; 0 if it has
-            mixed none.
+        rounds: number of rounds so far, including idle ones.
+        staleness: number of steps from the launch of the round that this step has mixed; 0 if it
+            has mixed none.
         skipped: whether GradScaler has found an overflow that skipped the local update; inside a
-            backward pass, that of at least one bucket.
+            backward pass, the update of at least one bucket.
     """
 
     bytes_sent: int
@@ -58,7 +59,7 @@ class Clock:
         self._range: record_function | None = None
 
     def __enter__(self) -> None:
-        # A range costs more than all else here.
+        # A range costs more than everything else here.
         if _profiler_enabled():
             self._range = record_function(self._name)
             self._range.__enter__()  # type: ignore[no-untyped-call]
@@ -72,20 +73,20 @@ class Clock:
 
 
 class SpareTime:
-    """Finds out whether rounds may leave later without a step that waits for them."""
+    """Finds out whether rounds may be sent later without making a step wait."""
 
     def __init__(self) -> None:
-        # Rounds that leave at once, before another one is tried; twice as many after each failure.
+        # Rounds that are sent at once before a late one is tried again; doubles with each failure.
         self._at_once = 0
         self._next = 8
 
     def begin_round(self) -> bool:
-        """Whether this round may leave later."""
+        """Whether this round may be sent later."""
         self._at_once -= 1
         return self._at_once < 0
 
     def note(self, wait: float) -> None:
-        """Take note of how many seconds a step has waited for a round that has left later."""
+        """Note how many seconds a step has waited for a round that was sent later."""
         if wait > _SHORT_WAIT_SECONDS:
             self._at_once, self._next = self._next, min(2 * self._next, _MOST_AT_ONCE)
 
@@ -98,14 +99,15 @@ class Meter:
         self.mix = Clock("decent::mix")
         self.update = Clock("decent::update")
         self.launch = Clock("decent::launch")
-        self.bytes_sent = 0
-        self.staleness = 0
+        self.bytes_sent = self.staleness = 0
         # Whether an overflow has skipped the local update; perhaps as a tensor.
         self.skipped: Tensor | int = False
-        # What the clocks showed when the step began: waiting, mixing and packing, updating.
+        # The clocks at the beginning of the step: waiting, mixing and packing, updating.
         self._before = 0.0, 0.0, 0.0
         self._last = StepStats(0, 0.0, 0.0, 0.0, 0, 0)
         self._skipped: Tensor | int = False
+        # The end and the cost of each of the last steps.
+        self.history: deque[tuple[float, StepStats]] = deque(maxlen=_KEPT_STEPS)
 
     @property
     def last(self) -> StepStats:
@@ -116,8 +118,7 @@ class Meter:
         """Start a new step."""
         mix = self.mix.seconds + self.launch.seconds
         self._before = self.wait.seconds, mix, self.update.seconds
-        self.bytes_sent = 0
-        self.staleness = 0
+        self.bytes_sent = self.staleness = 0
         self.skipped = False
 
     def count_bytes(self, count: int) -> None:
@@ -125,7 +126,7 @@ class Meter:
         self.bytes_sent += count
 
     def note_round(self, staleness: int) -> None:
-        """Note how many steps ago the round was launched that this step mixes."""
+        """Note the staleness of the round that this step mixes."""
         self.staleness = staleness
 
     def note_skipped(self, skipped: Tensor | int) -> None:
@@ -145,3 +146,4 @@ class Meter:
             rounds=rounds,
             staleness=self.staleness,
         )
+        self.history.append((perf_counter(), self._last))

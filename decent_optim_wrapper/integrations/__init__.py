@@ -1,4 +1,4 @@
-"""Training frameworks, each in a module that is imported on demand, and experiment trackers."""
+"""Training frameworks, each in a module to be imported on demand, and experiment trackers."""
 
 from decent_optim_wrapper.integrations.stats import gossip_stats, log_stats
 

@@ -34,8 +34,8 @@ def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> Wrapping:
         **gossip: arguments for `DecentOptimWrapper`, such as `topology` and `schedule`.
 
     Returns:
-        the wrappers of all optimizers that are prepared. Its `averaged` and `keep_average` are
-        collective and average all of them, for the body of a ``with`` statement or for good.
+        An object that holds the wrappers of all prepared optimizers. Its `averaged` (a context
+        manager) and `keep_average` are collective and average all of their parameters.
 
     Raises:
         ValueError: the accelerator shards the model itself.
@@ -78,16 +78,16 @@ def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> Wrapping:
 
 
 class GossipOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Accelerate's proxy of an optimizer, for a wrapper; has the wrapper's methods, too."""
+    """Accelerate's proxy of an optimizer, which also has the methods of the wrapper."""
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether an overflow has skipped the local update; schedulers then wait."""
+        """Whether an overflow has skipped the local update; schedulers then do not step."""
         # Accelerate asks whether the scaler has called step(), which it always does here.
         return bool(self.optimizer.stats().skipped)
 
     def __getattr__(self, name: str) -> Any:
-        """Forward what Accelerate's proxy does not have, such as `averaged`."""
+        """Forward attributes that Accelerate's proxy does not have, such as `averaged`."""
         if name.startswith("_") or name == "optimizer":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.optimizer, name)

@@ -29,8 +29,8 @@ __all__ = ["GossipFabricStrategy", "GossipStrategy"]
 class GossipStrategy(DDPStrategy):
     """A strategy for `lightning.pytorch.Trainer` that gossips parameters instead of gradients.
 
-    Every optimizer of the module is wrapped. Validation and checkpoints use the average of all
-    ranks, and the average is kept at the end of `fit`. Samplers, metrics and launchers are those of
+    Every optimizer of the module is wrapped. Validation and checkpoints use the average over all
+    ranks, and the average is kept at the end of `fit`. Samplers, metrics and launchers work as with
     `DDPStrategy`.
 
     Args:
@@ -92,16 +92,16 @@ class GossipStrategy(DDPStrategy):
         self._wrapping.release()
 
     def teardown(self) -> None:
-        """Move the module to the CPU, where it is averaged no more."""
+        """Move the module to the CPU, and forget the wrappers."""
         self._wrapping.release()
         super().teardown()
 
 
 class MixedPrecision(plugins.MixedPrecision):
-    """Lightning's, for an optimizer that GradScaler steps although a gradient has overflowed.
+    """Lightning's plugin, for an optimizer that GradScaler steps even after an overflow.
 
-    Lightning takes such an optimizer for one that unscales by itself, too late for clipping. The
-    class has the name of Lightning's, because checkpoints store the scaler under it.
+    Lightning assumes that such an optimizer unscales by itself, which is too late for clipping. The
+    class has the same name as Lightning's, because checkpoints store the scaler under it.
     """
 
     def optimizer_step(  # type: ignore[override]
@@ -116,7 +116,7 @@ class MixedPrecision(plugins.MixedPrecision):
         if scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
-        # Without a loss Lightning makes no step. It refuses that where there are several ranks.
+        # Without a loss Lightning makes no step, which it refuses if there are several ranks.
         if result is not None or not model.automatic_optimization:
             scaler.unscale_(optimizer)
         return super().optimizer_step(optimizer, model=model, closure=lambda: result, **kwargs)
@@ -129,8 +129,8 @@ class MixedPrecision(plugins.MixedPrecision):
 class GossipFabricStrategy(FabricDDPStrategy):
     """A strategy for `lightning.fabric.Fabric` that gossips parameters instead of gradients.
 
-    ``fabric.setup`` wraps the optimizers and leaves the module without DDP. What it returns has the
-    methods of the wrapper: evaluate and save inside ``optimizer.averaged()``.
+    ``fabric.setup`` wraps the optimizers and leaves the module without DDP. The optimizers that it
+    returns have the methods of the wrapper: evaluate and save inside ``optimizer.averaged()``.
 
     Args:
         ddp: arguments for Fabric's `DDPStrategy`, such as `process_group_backend`.
@@ -167,7 +167,7 @@ class GossipFabricStrategy(FabricDDPStrategy):
 
 
 class FabricMixedPrecision(fabric_plugins.MixedPrecision):
-    """Fabric's, for an optimizer that GradScaler steps although a gradient has overflowed."""
+    """Fabric's plugin, for an optimizer that GradScaler steps even after an overflow."""
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscale the gradients, before they are clipped."""

@@ -1,4 +1,4 @@
-"""What gossip costs and how far the ranks are apart, for experiment trackers."""
+"""The cost of gossip and the distance between the ranks, for experiment trackers."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ from typing import Any
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 
-def gossip_stats(optimizer: DecentOptimWrapper, *, distance: bool = True) -> dict[str, float]:
-    """The last step's costs on this rank, and how far the ranks are apart; collective.
+def gossip_stats(
+    optimizer: DecentOptimWrapper, *, distance: bool = True, report: bool = False
+) -> dict[str, float]:
+    """Return the cost of this rank's last step and the distance between the ranks; collective.
 
     Args:
         optimizer: the wrapper.
         distance: measure the consensus distance, which sums the parameters over all ranks. Without
-            it nothing is communicated.
+            it and without a report nothing is communicated.
+        report: add the result of `optimizer.report()`.
 
     Returns:
-        numbers by name: ``gossip/bytes``, ``gossip/wait_seconds`` (communication that was not
-        hidden), ``gossip/mix_seconds``, ``gossip/update_seconds``, ``gossip/staleness``,
-        ``gossip/skipped`` and ``gossip/consensus_distance``.
+        Numbers by name: ``gossip/bytes``, ``gossip/wait_seconds`` (waiting for communication),
+        ``gossip/mix_seconds``, ``gossip/update_seconds``, ``gossip/staleness``, ``gossip/skipped``
+        and ``gossip/consensus_distance``. A report adds ``gossip/rank_0/computing_seconds`` and the
+        like for each rank, ``gossip/slow_rank`` (-1 if there is none) and
+        ``gossip/slow_link_seconds`` (0 if there is none).
     """
     last = optimizer.stats()
     values = {
@@ -31,7 +36,22 @@ def gossip_stats(optimizer: DecentOptimWrapper, *, distance: bool = True) -> dic
     }
     if distance:
         values["consensus_distance"] = optimizer.consensus_distance()
+    if report:
+        values |= _report_values(optimizer)
     return {f"gossip/{name}": float(value) for name, value in values.items()}
+
+
+def _report_values(optimizer: DecentOptimWrapper) -> dict[str, float]:
+    found = optimizer.report()
+    link = found.slow_link
+    values: dict[str, float] = {
+        "slow_rank": -1 if found.slow_rank is None else found.slow_rank,
+        "slow_link_seconds": 0.0 if link is None else link.wait_seconds,
+    }
+    for each in found.ranks:
+        for name in ("step_seconds", "computing_seconds", "wait_seconds", "coding_seconds"):
+            values[f"rank_{each.rank}/{name}"] = getattr(each, name)
+    return values
 
 
 def log_stats(
@@ -40,16 +60,18 @@ def log_stats(
     step: int | None = None,
     *,
     distance: bool = True,
+    report: bool = False,
 ) -> None:
     """Write `gossip_stats` to an experiment tracker; collective.
 
     Args:
         optimizer: the wrapper, or what a framework returns for it.
-        writer: one with `add_scalar` (torch.utils.tensorboard's SummaryWriter), `log_metrics`
-            (MLflow, the loggers of Lightning) or `log` (Weights & Biases). None on ranks that only
-            take part.
+        writer: an object with `add_scalar` (torch.utils.tensorboard's SummaryWriter), `log_metrics`
+            (MLflow, the loggers of Lightning) or `log` (Weights & Biases). None on ranks that do
+            not write.
         step: number of this step; None takes `optimizer.round`.
-        distance: as of `gossip_stats`.
+        distance: as in `gossip_stats`.
+        report: as in `gossip_stats`.
 
     Raises:
         TypeError: the writer has none of these methods.
@@ -60,7 +82,7 @@ def log_stats(
             f"writer expects an object that has one of {', '.join(known)}, or None on ranks that "
             f"do not write, got {type(writer).__name__}"
         )
-    values = gossip_stats(optimizer, distance=distance)
+    values = gossip_stats(optimizer, distance=distance, report=report)
     step = optimizer.round if step is None else step
     if hasattr(writer, "add_scalar"):
         for name, value in values.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
@@ -10,13 +10,16 @@ from loguru import logger
 from decent_optim_wrapper.integrations.stats import gossip_stats
 from decent_optim_wrapper.integrations.versions import require
 
-require("transformers", (5, 23), "transformers")
+require("transformers", (4, 57), "transformers", below=6)
 
 from decent_optim_wrapper.integrations.accelerate import prepare_for_gossip  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
+    from transformers import TrainerCallback as _Callback
 else:
+    from transformers.trainer_callback import TrainerCallback as _Callback
+
     _Trainer = object
 
 __all__ = ["GossipMixin"]
@@ -25,9 +28,9 @@ __all__ = ["GossipMixin"]
 class GossipMixin(_Trainer):
     """Lets a Trainer gossip parameters: ``class MyTrainer(GossipMixin, Trainer)``.
 
-    The model goes without DDP and the Trainer's optimizer is wrapped, with its groups and its
-    schedule. Evaluation and checkpoints use the average of all ranks, which is kept at the end
-    unless the best model is loaded. Logs of the loss also have `gossip_stats`.
+    The model is not wrapped in DDP, and the Trainer's optimizer is wrapped, with its groups and its
+    schedule. Evaluation and checkpoints use the average over all ranks, which is kept at the end
+    unless the best model is loaded. Logs of the loss also contain `gossip_stats`.
 
     ``average_tokens_across_devices`` is turned off: it is an all-reduce in every step, for
     gradients that are summed over the ranks.
@@ -41,6 +44,7 @@ class GossipMixin(_Trainer):
     def __init__(self, *args: Any, gossip: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._gossip = dict(gossip or {})
         super().__init__(*args, **kwargs)
+        self.callback_handler.callbacks.insert(0, _KeepAverage(self._wrapping.keep_average))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let the accelerator prepare for gossip."""
@@ -56,7 +60,7 @@ class GossipMixin(_Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add what gossip costs to the losses, which all ranks log together."""
+        """Add `gossip_stats` to the losses, which all ranks log together."""
         if "loss" in logs and "learning_rate" in logs:
             for wrapper in self._wrapping.wrappers:
                 logs.update(gossip_stats(wrapper))
@@ -66,7 +70,23 @@ class GossipMixin(_Trainer):
         with self._wrapping.averaged():
             super()._save_checkpoint(*args, **kwargs)
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        # Before the best model is loaded, which is the same on all ranks.
+    def _load_best_model(self) -> None:
+        # The round in flight must not be mixed into the best model, the same on all ranks.
         self._wrapping.keep_average()
-        return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+        super()._load_best_model()
+
+
+class _KeepAverage(_Callback):
+    """Keeps the average at the end of the training, before other callbacks take the model.
+
+    Args:
+        keep_average: replaces the parameters by their average; collective.
+    """
+
+    def __init__(self, keep_average: Callable[[], None]) -> None:
+        self._keep_average = keep_average
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Average, unless the best model has been loaded."""
+        if not (args.load_best_model_at_end and state.best_model_checkpoint is not None):
+            self._keep_average()

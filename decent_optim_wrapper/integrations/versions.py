@@ -1,29 +1,31 @@
-"""Whether the framework that is installed is one that an integration was written for."""
+"""Checks that the installed version of a framework is supported."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
 
-def require(package: str, oldest: tuple[int, int], extra: str) -> None:
+def require(package: str, oldest: tuple[int, int], extra: str, below: int | None = None) -> None:
     """Check the version of a framework before anything of it is imported.
 
     Args:
-        package: its name in the package index.
-        oldest: the first version that is supported; the next major version is not.
+        package: its name on the package index.
+        oldest: the first supported version.
         extra: the extra of this package that installs it.
+        below: the first major version that is not supported; None means the one after `oldest`.
 
     Raises:
         ImportError: it is not installed, or the version is not supported.
     """
-    expected = f"{package}>={oldest[0]}.{oldest[1]},<{oldest[0] + 1}"
+    below = oldest[0] + 1 if below is None else below
+    expected = f"{package}>={oldest[0]}.{oldest[1]},<{below}"
     try:
         found = version(package)
     except PackageNotFoundError:
         found = None
     if found is not None:
         major, minor = (int(part) for part in found.split(".")[:2])
-        if oldest <= (major, minor) < (oldest[0] + 1, 0):
+        if oldest <= (major, minor) < (below, 0):
             return
     raise ImportError(
         f"decent_optim_wrapper.integrations.{extra} expects {expected}, but "

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.start.forward_order import overlap_of
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 
@@ -16,7 +17,8 @@ class Wrapping:
     """The wrappers of a framework's optimizers, and the models that these train.
 
     Args:
-        gossip: arguments for every `DecentOptimWrapper`.
+        gossip: arguments for every `DecentOptimWrapper`. The default of ``overlap`` is "forward" if
+            that is possible, so that gradients are computed at mixed parameters.
     """
 
     def __init__(self, gossip: Mapping[str, Any]) -> None:
@@ -25,22 +27,24 @@ class Wrapping:
         self.wrappers: list[DecentOptimWrapper] = []
 
     def wrap(self, optimizer: Optimizer) -> DecentOptimWrapper:
-        """Wrap an optimizer, unless its user has; collective.
+        """Wrap an optimizer, unless it is wrapped already; collective.
 
         Args:
-            optimizer: of models that are known and on their devices.
+            optimizer: the optimizer, whose models are known and on their devices.
         """
         if not isinstance(optimizer, DecentOptimWrapper):
             models = self.models_of(optimizer)
             buffers = [each for model in models for each in model.buffers()]
-            found = {"buffers": buffers, "model": models[0] if len(models) == 1 else None}
+            model = models[0] if len(models) == 1 else nn.ModuleList(models)
+            overlap = overlap_of(self._gossip.get("schedule"), model, _params_of(optimizer))
+            found = {"buffers": buffers, "model": model, "overlap": overlap}
             optimizer = DecentOptimWrapper(optimizer, **{**found, **self._gossip})
         self.wrappers.append(optimizer)
         return optimizer
 
     def models_of(self, optimizer: Optimizer) -> list[nn.Module]:
         """The known models that have parameters of this optimizer."""
-        params = {param for group in optimizer.param_groups for param in group["params"]}
+        params = {*_params_of(optimizer)}
         return [model for model in self.models if not params.isdisjoint(model.parameters())]
 
     @property
@@ -62,6 +66,10 @@ class Wrapping:
             wrapper.global_avg(may_revert=False)
 
     def release(self) -> None:
-        """Forget the wrappers, which average no more, and the models."""
+        """Forget the wrappers and the models."""
         self.wrappers = []
         self.models = []
+
+
+def _params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]

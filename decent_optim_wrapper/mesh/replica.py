@@ -1,4 +1,4 @@
-"""One copy of the model, which may be spread over several ranks of a mesh."""
+"""A replica: one copy of the model, which may be spread over several ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Dimension:
 
     def __init__(self, group: Any, timeout: timedelta | None) -> None:
         ranks = dist.get_process_group_ranks(group)
-        # Errors name ranks of the whole job: a number along one dimension says little.
+        # Errors name ranks of the whole job, since a number along one dimension says little.
         self.transport = Transport.over(group, timeout, tuple(ranks))
         self.ranks = frozenset(ranks)
-        # Whether any parameter of the replica is a DTensor along it. Without any, it is a pipeline.
+        # Whether any parameter of the replica is a DTensor along it. If not, it is a pipeline.
         self.has_shards = False
 
     def note_shards(self, has_shards: bool) -> None:
@@ -42,9 +42,9 @@ class Dimension:
         self.has_shards = has_shards
 
     def placement(self, tensor: Tensor) -> Any | None:
-        """How a DTensor lies along this dimension; None if it is no part of its mesh.
+        """The placement of a DTensor along this dimension; None if its mesh does not have it.
 
-        Compared are the ranks and not the names, which differ where a mesh was flattened.
+        It compares ranks and not names, which differ if a mesh was flattened.
         """
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
@@ -88,7 +88,7 @@ class Replica:
 
     @property
     def shard(self) -> int:
-        """The place of this rank in the replica, the last dimension of the mesh counted fastest."""
+        """This rank's position in the replica; the last dimension of the mesh varies fastest."""
         place = 0
         for transport in self.transports:
             place = place * transport.world_size + transport.rank
@@ -100,10 +100,10 @@ class Replica:
         return math.prod(map(len, inside)) == len(ranks)
 
     def names_of(self, params: Iterable[Tensor]) -> list[str]:
-        """What the model calls its parameters, which is the same however it is spread.
+        """The names of the parameters in the model, the same however the replica is spread.
 
         Raises:
-            ValueError: there is no model, or one of the parameters is not its own.
+            ValueError: there is no model, or a parameter does not belong to it.
         """
         named = [] if self.model is None else self.model.named_parameters()
         names: dict[Tensor, str] = {param: _WRAPPERS.sub("", name) for name, param in named}
@@ -111,8 +111,8 @@ class Replica:
             return [names[param] for param in params]
         except KeyError as error:
             raise ValueError(
-                "expected the model of all parameters, to store the state of an outer optimizer "
-                "by their names; pass model= to the wrapper"
+                "expected the model of all parameters, to store by their names what an outer "
+                "optimizer or another extension keeps of each; pass model= to the wrapper"
             ) from error
 
     def connect(self, tensors: Iterable[Tensor]) -> None:
@@ -133,7 +133,7 @@ class Replica:
             dimension.note_shards(count > 0)
 
     def copies(self, tensor: Tensor) -> int:
-        """How many ranks of the replica hold the same values as this one."""
+        """Number of ranks of the replica that hold the same values as this one."""
         return math.prod(dimension.copies(tensor) for dimension in self.dimensions)
 
     def sum_(self, tensor: Tensor) -> None:
@@ -142,10 +142,10 @@ class Replica:
             transport.sum_(tensor)
 
     def reshard(self) -> None:
-        """Let what is written into the shards be seen.
+        """Make modules read the values that were written into their shards.
 
         After a forward pass without gradients a module may still hold gathered parameters, and
-        would go on with these.
+        would continue to use them.
         """
         for module in self._fsdp_modules:
             module.reshard()
@@ -154,7 +154,7 @@ class Replica:
     def clip_grad_norm_(
         self, params: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`, by the norm of the whole replica."""
+        """Like `torch.nn.utils.clip_grad_norm_`, with the norm of the whole replica."""
         norm = self.grad_norm(params, norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(

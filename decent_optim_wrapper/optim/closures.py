@@ -1,4 +1,4 @@
-"""Which optimizers evaluate the model, or a gradient's gradient, inside their step."""
+"""Which optimizers evaluate the model, or a second derivative, inside their step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.optim import LBFGS, Optimizer
 
 
 def evaluates_inside_step(optimizer: Optimizer) -> str | None:
-    """What the optimizer does in its step that needs the parameters as the gradient has them.
+    """What the optimizer does in its step that needs the parameters of the gradient unchanged.
 
     Returns:
         The reason, as a part of a sentence; None if the step only reads gradients.

@@ -98,7 +98,7 @@ def check_state_dict(state_dict: object, owner: str, rank: int) -> None:
         rank: this rank.
 
     Raises:
-        TypeError: it is no dict.
+        TypeError: it is not a dict.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(

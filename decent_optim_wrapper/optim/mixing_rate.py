@@ -18,7 +18,7 @@ def mixing_rate_from_lr(
 
     Args:
         optimizer: the base or the wrapper; lr is the learning rate of its first group.
-        lr_max: the learning rate from which on γ is 1; above 0.
+        lr_max: the learning rate at and above which γ is 1; above 0.
         power: p; with 0, γ is always 1.
         at_least: lower bound of γ, in (0, 1].
 

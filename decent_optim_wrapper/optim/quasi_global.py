@@ -16,8 +16,8 @@ class QGSGD(OptimizerOfGroups):
     """SGD whose momentum follows the averaged model, not the rank's own gradients (QG-DSGDm).
 
     Local momentum accumulates gradients of this rank's shard only. Here the buffer h follows the
-    movement of the parameters, mixing included. At step t, with z_t the parameters at the start of
-    `step` and η_t the learning rate::
+    movement of the parameters, including the mixing. At step t, with z_t the parameters at the
+    start of `step` and η_t the learning rate::
 
         h_t     = μ h_{t-1} + (1 - μ) (z_{t-1} - z_t) / η_{t-1}     (h_0 = 0)
         m       = β h_t + g + λ z_t
@@ -30,7 +30,7 @@ class QGSGD(OptimizerOfGroups):
 
     - ``overlap=False`` is the algorithm of the paper: g is the gradient at z_t.
     - ``overlap=True`` has a delayed gradient: the parameters are already mixed when `step` updates
-      them, and g was taken before that, at z_{t-1} - η_{t-1} u_{t-1}.
+      them, and g was computed before that, at z_{t-1} - η_{t-1} u_{t-1}.
 
     Without mixing and with a constant gradient, u tends to g / (1 - β), as in SGD with momentum β.
 

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from decent_optim_wrapper.checks import check_fields, instance_of, optional, whole
 from decent_optim_wrapper.comm.process_groups import is_closed, is_registered, store_of, timeout_of
-from decent_optim_wrapper.config import Elastic
+from decent_optim_wrapper.config import Elastic, read_timeout
+from decent_optim_wrapper.start.launched_store import find_launched_store
 from decent_optim_wrapper.topo import Topology, TopologyFactory
 from decent_optim_wrapper.warn import warn
 
@@ -27,7 +28,7 @@ _WHOLE = "a whole number or None"
 class Arguments:
     """The arguments of `DecentOptimWrapper` by which this rank finds the others.
 
-    They check nothing by themselves: this rank needs them to tell the others of an error.
+    They are not checked here: this rank needs them to tell the others of an error.
     """
 
     _: KW_ONLY
@@ -42,7 +43,7 @@ class Arguments:
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Check each argument by itself, and that a mesh and the dimension of the gossip fit together.
+    """Check each argument, and that the mesh and the dimension of the gossip fit together.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -82,12 +83,11 @@ def resolve_process_group(arguments: Arguments) -> Any | None:
     """Find the process group.
 
     Returns:
-        The group given, or that of the mesh, else the default group, else None: a world of one
-        rank.
+        The given group, that of the mesh, or the default group; None for a world of one rank.
 
     Raises:
         TypeError: it is not a process group.
-        ValueError: it is closed, or lacks this rank.
+        ValueError: it is closed, or does not contain this rank.
     """
     group: Any = arguments.process_group
     if arguments.mesh is not None:
@@ -137,11 +137,11 @@ class StoreWorld(NamedTuple):
     """Ranks that meet through a store.
 
     Args:
-        store: where they meet.
+        store: the store.
         rank: this rank.
         world_size: number of ranks.
         timeout: bound of every wait.
-        launched_as: the number that the launcher gave each rank.
+        launched_as: the number that the launcher gave to each rank.
     """
 
     store: Any
@@ -155,24 +155,15 @@ def resolve_store(arguments: Arguments) -> StoreWorld:
     """Find the store, and this rank's number in it.
 
     Raises:
-        ValueError: neither a store with `rank` and `world_size` nor a process group that has one.
+        ValueError: there is none, or `rank` or `world_size` is missing or contradicts it.
+        PeerError: the launcher's store does not answer.
     """
-    rank, world_size, timeout = arguments.rank, arguments.world_size, default_pg_timeout
+    rank, world_size = arguments.rank, arguments.world_size
     store = None if arguments.elastic is None else arguments.elastic.store
-    launched_as: Sequence[int] = ()
     if store is None:
         group = resolve_process_group(arguments)
-        check_sizes(group, rank, world_size)
-        store = None if group is None else store_of(group)
-        if group is None or store is None:
-            raise ValueError(
-                "elastic needs a store in which the ranks agree: pass Elastic(store=...), rank and "
-                "world_size, or call decent_optim_wrapper.utils.init_distributed() or "
-                "torch.distributed.init_process_group() before"
-            )
-        rank, world_size, timeout = group.rank(), group.size(), timeout_of(group)
-        launched_as = dist.get_process_group_ranks(group) if is_registered(group) else ()
-    elif rank is None or world_size is None or not 0 <= rank < world_size:
+        return _launched_world(arguments) if group is None else _world_of(group, arguments)
+    if rank is None or world_size is None or not 0 <= rank < world_size:
         raise ValueError(
             f"Elastic(store=...) needs rank and world_size, too, with rank below world_size; got "
             f"{rank=}, {world_size=}"
@@ -181,8 +172,55 @@ def resolve_store(arguments: Arguments) -> StoreWorld:
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=timeout,
-        launched_as=launched_as or range(world_size),
+        timeout=default_pg_timeout,
+        launched_as=range(world_size),
+    )
+
+
+_NO_STORE = (
+    "elastic needs a store in which the ranks agree: start the script with `python -m "
+    "decent_optim_wrapper run` or torchrun, pass Elastic(store=...), rank and world_size, or call "
+    "decent_optim_wrapper.utils.init_distributed() or torch.distributed.init_process_group() before"
+)
+
+
+def _world_of(group: Any, arguments: Arguments) -> StoreWorld:
+    """The ranks of a process group, in its store."""
+    check_sizes(group, arguments.rank, arguments.world_size)
+    store = store_of(group)
+    if store is None:
+        raise ValueError(_NO_STORE)
+    ranks = dist.get_process_group_ranks(group) if is_registered(group) else ()
+    return StoreWorld(
+        store=store,
+        rank=group.rank(),
+        world_size=group.size(),
+        timeout=timeout_of(group),
+        launched_as=ranks or range(group.size()),
+    )
+
+
+def _launched_world(arguments: Arguments) -> StoreWorld:
+    """The ranks of the launcher that has started this process, in its store."""
+    found = find_launched_store(os.environ, read_timeout(arguments.timeout))
+    if found is None:
+        _check_alone(arguments.rank, arguments.world_size)
+        raise ValueError(_NO_STORE)
+    for name, given, actual in (
+        ("rank", arguments.rank, found.rank),
+        ("world_size", arguments.world_size, found.world_size),
+    ):
+        if given is not None and given != actual:
+            raise ValueError(
+                f"{name}={given} contradicts the launcher, whose {name} is {actual} here; leave "
+                f"{name} out, or pass Elastic(store=...) for ranks of your own"
+            )
+    return StoreWorld(
+        store=found.store,
+        rank=found.rank,
+        world_size=found.world_size,
+        timeout=default_pg_timeout,
+        launched_as=range(found.world_size),
     )
 
 
@@ -195,7 +233,7 @@ def resolve_topology(
         topology: a name or an instance.
         world_size: number of ranks.
         arguments: the user's arguments, whose sizes an instance must fit.
-        local_world_size: the size with which a topology is built by name.
+        local_world_size: ranks per node, for a topology that is built by name.
 
     Raises:
         TypeError: `topology` is neither a name nor a `Topology`.

@@ -1,7 +1,7 @@
-"""Warnings of checkpoints that torch.distributed.checkpoint makes without the ranks' own values.
+"""Warns of checkpoints of torch.distributed.checkpoint that do not hold the ranks' own values.
 
-It stores a tensor whose key is the same on several ranks only once, from any of them. Its functions
-for state dicts take from an optimizer only what torch's own optimizers have.
+It stores a tensor with the same key on several ranks only once, from any of them. Its functions for
+state dicts read only the entries of torch's own optimizers.
 """
 
 from __future__ import annotations
@@ -43,16 +43,15 @@ _SAME_KEYS = (
 
 
 def warn_of_checkpoints(optimizer: Optimizer, gossip: Gossip) -> None:
-    """Warn when the state dict of `optimizer` is requested for a checkpoint that is not the ranks'.
+    """Warn if the state dict of `optimizer` is requested for a checkpoint that mixes the ranks.
 
-    Such a checkpoint mixes the ranks, or lacks the round. The caller of `state_dict()` is
-    inspected. A model that is saved alone, or a dict that was made before, is therefore not
-    noticed. A function that also takes `gossip_state_dict()` saves each replica under a key of its
-    own, with the round.
+    It also warns if the checkpoint lacks the round. It inspects the caller of `state_dict()`, so it
+    does not notice a model that is saved alone, or a dict that was made before. A function that
+    also calls `gossip_state_dict()` saves each replica under its own key, with the round.
 
     Args:
         optimizer: the optimizer whose `state_dict()` is watched.
-        gossip: knows whether the ranks' values differ; its end ends the watch.
+        gossip: knows whether the ranks' values differ; the watch ends when it is freed.
     """
     alive = weakref.ref(gossip)
 
@@ -81,10 +80,10 @@ def _differ(gossip: Gossip) -> bool:
 
 
 def _what_is_wrong(own: set[int]) -> str:
-    """What is wrong with the checkpoint that the caller makes; empty if nothing, or if none.
+    """What is wrong with the checkpoint that the caller makes; empty if there is nothing.
 
     Args:
-        own: the numbers by which keys of this rank are known.
+        own: the numbers that mark keys of this rank.
     """
     getter, by_replica = "", False
     frame = sys._getframe().f_back
@@ -108,7 +107,7 @@ def _what_is_wrong(own: set[int]) -> str:
 
 
 def _is_discarded(call: FrameType) -> bool:
-    """Whether the caller throws the result away, as one who only lets torch create the state."""
+    """Whether the caller ignores the result, as when it only lets torch create the state."""
     caller = call.f_back
     if caller is None:
         return False

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Settings
-from decent_optim_wrapper.elastic.recovery import HandOver
+from decent_optim_wrapper.elastic.recovery import HandOver, Recovery
 from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.extension import ExtensionContext, Extensions
 from decent_optim_wrapper.gossip.gossip import Gossip
@@ -26,12 +26,14 @@ from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.start.arguments import check_arguments
+from decent_optim_wrapper.start.forward_order import check_forward, forward_order, head_of
+from decent_optim_wrapper.start.pace import check_pace, longest_flight
 from decent_optim_wrapper.start.start import Start, check_same
 from decent_optim_wrapper.start.world import World, find_world
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.broadcast import broadcast
-from decent_optim_wrapper.wire.bucket import Layout, extend_plan, plan_buckets
+from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.parameters import (
     Named,
@@ -42,18 +44,19 @@ from decent_optim_wrapper.wire.parameters import (
     named_buffers,
     named_parameters,
 )
+from decent_optim_wrapper.wire.plan import extend_plan, plan_buckets
 from decent_optim_wrapper.wire.references import MOST_REFERENCES
 
 
 @dataclass(frozen=True)
 class ModuleExtras:
-    """What a module that contains the optimizer adds to it.
+    """The additions of a module that contains the optimizer.
 
     Args:
         order: the parameters that go first into buckets, in this order; empty means the order of
             the groups.
-        carried: further tensors that are the same on all ranks at the start, and that a restarted
-            rank receives.
+        carried: further tensors that start the same on all ranks, and that a restarted rank
+            receives.
         parts: objects whose `state_dict` a restarted rank receives.
     """
 
@@ -64,17 +67,17 @@ class ModuleExtras:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a wrapper is built from.
+    """The inputs of a wrapper.
 
     Args:
         optimizer: the base.
         local_update: steps the base.
-        extensions: what takes part besides the parameters.
+        extensions: the extensions that take part in rounds.
         settings: the checked settings.
         topology: a name or an instance.
         buffers: tensors to average in addition to the parameters.
         model: the model of the parameters, needed if they are sharded.
-        extras: what a module around the wrapper adds.
+        extras: the additions of a module that contains the wrapper.
     """
 
     optimizer: Optimizer
@@ -88,13 +91,13 @@ class Inputs:
 
 
 class _Model(NamedTuple):
-    """What is trained on this rank.
+    """The tensors that are trained on this rank.
 
     Args:
         parameters: the base's parameters.
         buffers: the user's buffers.
-        others: the buffers, and what a module around the wrapper adds.
-        replica: the ranks that hold one copy of the model together.
+        others: the buffers, and the additions of a module that contains the wrapper.
+        replica: the ranks that together hold one copy of the model.
     """
 
     parameters: list[Named]
@@ -108,22 +111,23 @@ def open_session(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver 
 
     Args:
         start: reaches the other ranks.
-        inputs: what the wrapper is built from.
+        inputs: the inputs of the wrapper.
 
     Returns:
-        The rounds and the collective calls; what takes in parameters that are added later; and what
-        sends the state to ranks that come back, or None if none can.
+        The gossip; the object that adds later parameters; and the one that sends the state to ranks
+        that come back, or None if none can come back.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument contradicts another or does not fit, or the ranks differ.
+        ValueError: an argument contradicts another one or does not fit, or the ranks differ.
     """
     with start.failing_together():
         check_arguments(start.arguments)
     with start.over_the_mesh() as description:
         with start.failing_together():
             model = _check_model(start, inputs)
-        world = find_world(start, inputs.topology, inputs.settings)
+        outline = partial(_outline, start, inputs, model)
+        world = find_world(start, inputs.topology, inputs.settings, outline)
         with start.failing_together():
             setup = Setup(start, inputs, model, world)
             description += setup.lines
@@ -135,33 +139,55 @@ def open_session(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver 
 
 
 def _check_model(start: Start, inputs: Inputs) -> _Model:
-    """Name what is trained, and check that it can be exchanged."""
+    """Name the tensors, and check that they can be exchanged."""
     buffers = named_buffers(inputs.buffers)
     carried = [Named("tensor", str(i), tensor) for i, tensor in enumerate(inputs.extras.carried)]
     others = [*buffers, *carried]
     check_dense(others)
     parameters = named_parameters(inputs.optimizer.param_groups)
     replica = Replica(start.dimensions, check_model(inputs.model), start.gossip_ranks)
-    if not inputs.settings.pacing.synchronous and replica.size > 1:
-        raise ValueError(
-            'gossip_every="auto" expects a whole replica on every rank, since its shards would be '
-            "mixed in different steps; pass a number of steps, and staleness for late rounds"
-        )
+    check_pace(inputs.settings.pacing, inputs.model, replica)
+    check_forward(inputs.settings, inputs.model, parameters)
     replica.reshard()
     check_shards([*parameters, *others], replica, inputs.settings.param_as_bucket_view)
     check_tensors(parameters)
     return _Model(parameters=parameters, buffers=buffers, others=others, replica=replica)
 
 
+def _outline(start: Start, inputs: Inputs, model: _Model, topology: Topology) -> list[str]:
+    """The part of the common description that is known before the ranks meet."""
+    as_view = inputs.settings.param_as_bucket_view
+    return [
+        *_settings_lines(start, inputs, topology),
+        *_tensor_lines([*model.parameters, *model.others], as_view),
+    ]
+
+
+def _settings_lines(start: Start, inputs: Inputs, topology: Topology) -> list[str]:
+    elastic = start.arguments.elastic
+    return [
+        f"decent_optim_wrapper {version('decent-optim-wrapper')}",
+        f"topology {type(topology).__name__} with schedule {topology.digest}",
+        *inputs.settings.lines(),
+        f"optimizer {type(inputs.optimizer).__name__}",
+        *([] if elastic is None else [f"stale_after={elastic.stale_after}"]),
+    ]
+
+
+def _tensor_lines(named: Iterable[Named], as_view: bool) -> list[str]:
+    # Views exchange their storage in memory order.
+    return [n.describe() + (f", strides {n.tensor.stride()}" if as_view else "") for n in named]
+
+
 class Setup:
     """Builds the gossip of ranks that have met, and checks that they train the same model.
 
-    Nothing that arrives is unpickled: descriptions are sent as UTF-8 bytes in tensors.
+    Received data is never unpickled: descriptions are sent as UTF-8 bytes in tensors.
 
     Args:
-        start: reaches the other ranks if this one fails, those of a mesh, too.
-        inputs: what the wrapper is built from.
-        model: what is trained on this rank.
+        start: reaches the other ranks if this one fails, including those of a mesh.
+        inputs: the inputs of the wrapper.
+        model: the tensors that are trained on this rank.
         world: the ranks and their connections.
     """
 
@@ -171,24 +197,34 @@ class Setup:
         self._settings = settings = inputs.settings
         self._model = model
         self._world = world
-        # The user's; None if the ranks meet in a store.
+        # The user's group; None if the ranks meet in a store.
         self.process_group = start.process_group
         self.replica = model.replica
         self._nonfinite, self._meter = NonFinitePolicy(settings.on_nonfinite), Meter()
+        in_forward_order = forward_order(settings, inputs.model)
         self._layout = Layout(
             cap_mb=settings.bucket_cap_mb,
             wire_device=world.transport.wire_device if world.recovery is None else _on_cpu,
             codec=settings.codec,
             as_view=settings.param_as_bucket_view,
-            order=inputs.extras.order,
+            order=inputs.extras.order or in_forward_order,
+            head=head_of(in_forward_order, settings.bucket_cap_mb),
             copies=model.replica.copies,
         )
         self._attach_extensions()
-        # What must be the same on all ranks of a mesh, too, whatever part of the model they hold.
-        self.lines = self._describe()
+        # Lines that must be the same on all ranks of a mesh, whatever part of the model they hold.
+        self._first_lines = _settings_lines(start, inputs, world.topology)
+        extensions = (e for e in inputs.extensions.all if e.name or e.sends)
+        self._last_lines = [each.describe() for each in extensions]
+        self.lines = [*self._first_lines, *self._last_lines]
+
+    @property
+    def recovery(self) -> Recovery | None:
+        """Continues without lost ranks; None if their loss is an error."""
+        return self._world.recovery
 
     def _attach_extensions(self) -> None:
-        """Tell the extensions what they may use."""
+        """Attach the extensions."""
         for each in self._inputs.extensions.all:
             each.attach(
                 ExtensionContext(
@@ -204,18 +240,6 @@ class Setup:
                 )
             )
 
-    def _describe(self) -> list[str]:
-        topology, elastic = self._world.topology, self._start.arguments.elastic
-        extensions = (e for e in self._inputs.extensions.all if e.name or e.sends)
-        return [
-            f"decent_optim_wrapper {version('decent-optim-wrapper')}",
-            f"topology {type(topology).__name__} with schedule {topology.digest}",
-            *self._settings.lines(),
-            f"optimizer {type(self._inputs.optimizer).__name__}",
-            *(each.describe() for each in extensions),
-            *([] if elastic is None else [f"stale_after={elastic.stale_after}"]),
-        ]
-
     def check(self, parameters: Sequence[Named], transport: Transport) -> None:
         """Compare the settings and all tensors with those of the other ranks; collective.
 
@@ -223,12 +247,9 @@ class Setup:
             ValueError: on every rank; names a rank that differs from rank 0, and the first
                 difference.
         """
-        layout, lines = self._layout, [*self.lines]
-        named = [*parameters, *self._model.others]
-        for each in named:
-            # Views exchange their storage as it lies in memory.
-            strides = f", strides {each.tensor.stride()}" if layout.as_view else ""
-            lines.append(each.describe() + strides)
+        layout, named = self._layout, [*parameters, *self._model.others]
+        # In the order of `_outline`, which ranks that come back compare first.
+        lines = [*self._first_lines, *_tensor_lines(named, layout.as_view), *self._last_lines]
         if layout.order:
             places = str(layout.places(each.tensor for each in named)).encode()
             lines.append(f"buckets filled in the order {hashlib.sha256(places).hexdigest()[:8]}")
@@ -239,17 +260,19 @@ class Setup:
             recovery.agree(text)
 
     def add(self, pipeline: Pipeline, parameters: Sequence[Named], late: Sequence[Named]) -> None:
-        """Gossip these parameters, of which `late` are new, from the next round on.
+        """Gossip these parameters from the next round on; `late` are the new ones.
 
-        Collective, over all of a mesh.
+        It is collective over all ranks of a mesh.
 
         Raises:
             TypeError: a parameter cannot be exchanged.
-            ValueError: the same, or the ranks differ, or another rank raised any of these errors.
+            ValueError: a parameter cannot be exchanged, the ranks differ, or another rank raised
+                any of these errors.
         """
         transport, replica = pipeline.session.transport, self.replica
         with self._start.over_the_mesh():
             with self._start.failing_together():
+                check_forward(self._settings, self._inputs.model, parameters)
                 replica.reshard()
                 check_shards(parameters, replica, self._layout.as_view)
                 check_tensors(parameters)
@@ -273,19 +296,17 @@ class Setup:
         else:
             session = Session.connect(world.transport, world.topology, intervals)
         devices = [named.tensor.device for named in (*model.parameters, *model.buffers)]
+        session.transport.let_rounds_take(longest_flight(settings.pacing))
         session.transport.begin_on(devices)
-        topology = session.topology
-        schedules = map(topology.schedule, range(topology.world_size))
-        widest = max(group.size for groups in schedules for group in groups)
+        _warn_of_codes(settings, self._layout, session)
         if isinstance(inputs.topology, str):
-            # The schedules of all ranks are needed no more; a user's own topology is left alone.
+            # The schedules of all ranks are not needed any more; a user's own topology is kept.
             world.topology.release()
             session.topology.release()
-        _warn_of_codes(settings, self._layout, session, widest)
         _warn_of_rare_rounds(settings, inputs.optimizer)
         averaged = [n.tensor for n in model.buffers if n.tensor.is_floating_point()]
         if not settings.sync_at_start:
-            # Frozen parameters are then not the same everywhere.
+            # Frozen parameters are then not the same on all ranks.
             averaged += [n.tensor for n in model.parameters if not n.tensor.requires_grad]
         buckets = plan_buckets(averaged, self._layout.plain)
         policy = RoundPolicy(pacing=settings.pacing, nonfinite=self._nonfinite, meter=self._meter)
@@ -299,7 +320,7 @@ class Setup:
         )
 
     def start_from_same_values(self, pipeline: Pipeline) -> None:
-        """Take the values of rank 0, if the ranks start from these, and plan the buckets."""
+        """Take the values of rank 0, unless each rank keeps its own, and plan the buckets."""
         parameters, recovery = self._model.parameters, self._world.recovery
         takes = self._settings.sync_at_start and not (recovery and recovery.joins)
         if takes:
@@ -310,7 +331,7 @@ class Setup:
             pipeline.session.references.begin(pipeline.buckets)
 
     def _broadcast(self, transport: Transport) -> None:
-        """Take the values of rank 0, and warn of others; collective."""
+        """Take the values of rank 0, and warn if other ranks had different ones; collective."""
         values = [named.tensor for named in (*self._model.parameters, *self._model.others)]
         own = torch.tensor([broadcast(values, transport, self._layout)], device="cpu")
         replaced = transport.all_gather(own).flatten().tolist()
@@ -324,7 +345,7 @@ class Setup:
             )
 
     def begin_recovery(self, gossip: Gossip) -> HandOver | None:
-        """Go on without lost ranks from now on; a rank that joins receives its state."""
+        """Continue without lost ranks from now on; a rank that joins receives its state."""
         recovery, inputs = self._world.recovery, self._inputs
         if recovery is None:
             return None
@@ -340,20 +361,23 @@ def _on_cpu(device: torch.device) -> torch.device:
     return torch.device("cpu")
 
 
-def _warn_of_codes(settings: Settings, layout: Layout, session: Session, widest: int) -> None:
+def _warn_of_codes(settings: Settings, layout: Layout, session: Session) -> None:
     """Warn where `comm_dtype` saves nothing, or errs more than users may expect.
 
     Args:
         settings: the checked settings.
         layout: how tensors are put into buckets.
         session: the ranks.
-        widest: size of the largest group of any rank.
     """
-    # What holds for all ranks is said by one of them.
+    # The warnings hold for all ranks, so only one of them warns.
     if settings.codec is None or session.transport.initial_rank:
         return
     transport, device = session.transport, session.transport.exchange_device
-    if widest > 2 and not transport.sends_alone(layout.wire_device(device)):
+    topology = session.topology
+    phases = map(topology.groups, range(topology.period))
+    if not transport.sends_alone(layout.wire_device(device)) and any(
+        group.size > 2 for phase in phases for group in phase
+    ):
         warn(
             f"comm_dtype={settings.comm_dtype} saves nothing in groups of more than two over NCCL, "
             f"which {session.topology!r} has; take a topology of pairs, such as ring"
@@ -378,6 +402,6 @@ def _warn_of_rare_rounds(settings: Settings, optimizer: Optimizer) -> None:
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     if any("ScheduleFree" in kind for kind in kinds) and "z" not in schedule.average_state:
         warn(
-            f"{kinds[0]} keeps an iterate of its own in the state, which drifts apart where only "
+            f"{kinds[0]} keeps an iterate in its state, which drifts apart if only "
             f'parameters are mixed; pass Schedule(average_state=("z",))'
         )

@@ -25,6 +25,7 @@ from decent_optim_wrapper.comm.state_transfer import difference, share_text
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, read_timeout
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous
+from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.mesh.replica import Dimension
 from decent_optim_wrapper.start.arguments import (
     Arguments,
@@ -32,7 +33,7 @@ from decent_optim_wrapper.start.arguments import (
     resolve_store,
 )
 
-# A SHA-256 digest. All exchanges have one size: a failing rank does not know which one is next.
+# A SHA-256 digest. All exchanges have this size: a failing rank does not know the next one.
 _NUMBERS = 4
 # How long a rank that cannot start waits for others, which may be meeting elsewhere.
 _TELL = timedelta(seconds=5)
@@ -42,7 +43,7 @@ class OtherRankError(ValueError):
     """Another rank cannot start.
 
     Args:
-        reason: which one, and its error.
+        reason: the rank and its error.
     """
 
     def __init__(self, reason: str) -> None:
@@ -60,7 +61,7 @@ class Start:
     def __init__(self, arguments: Arguments) -> None:
         self.arguments = arguments
         self._built = Rendezvous.built
-        # Whether the ranks of a mesh know that they mean the same one. Until then, an error is told
+        # Whether the ranks of a mesh know that they have the same one. Until then, an error is sent
         # along all its dimensions.
         self._met_in_mesh = False
 
@@ -120,11 +121,11 @@ class Start:
     def over_the_mesh(self) -> Iterator[list[str]]:
         """Fail on all ranks of the mesh if the body fails on one, or if the ranks differ.
 
-        The ranks of one gossip group notify each other in the body; each of them notifies those
+        The ranks of one gossip group notify each other in the body; each of them notifies the ranks
         along the other dimensions.
 
         Yields:
-            An empty list, for a description of what must be the same on all ranks, in lines.
+            An empty list, for the lines of a description that must be the same on all ranks.
 
         Raises:
             ValueError: a rank cannot start, or has another description.
@@ -155,6 +156,9 @@ class Start:
     def _notify_in_store(self, error: Exception) -> None:
         if self.arguments.elastic is None or Rendezvous.built != self._built:
             return
+        if isinstance(error, PeerError):
+            # The store itself does not answer.
+            return
         # If `elastic` is the wrong argument, the others may be in the process group's store.
         arguments = self.arguments if self.elastic else replace(self.arguments, elastic=Elastic())
         world = resolve_store(arguments)
@@ -164,12 +168,12 @@ class Start:
         if self.elastic:
             return
         if self.arguments.elastic is not None:
-            # It is not known whether the others come here.
+            # The others may never come here.
             self.transport.limit_waits(_TELL)
         exchange(self.transport, (), self._reason(error))
 
     def _agree(self, dimensions: Iterable[Dimension], text: str) -> None:
-        """Compare along one dimension after the other; the remaining ones are told of an error."""
+        """Compare along one dimension after the other; an error goes to the remaining ones."""
         remaining = iter(dimensions)
         for dimension in remaining:
             try:
@@ -179,13 +183,13 @@ class Start:
                 raise
 
     def _pass_on(self, dimensions: Iterable[Dimension], error: Exception) -> None:
-        """Tell an error along these dimensions."""
+        """Send an error along these dimensions."""
         for dimension in dimensions:
             with _at_best(error):
                 exchange(dimension.transport, (), self._reason(error))
 
     def _reason(self, error: Exception) -> str:
-        """What the other ranks are told of an error."""
+        """The description of an error for the other ranks."""
         if isinstance(error, OtherRankError):
             return error.reason
         rank = self.transport.initial_rank if self.arguments.mesh is None else dist.get_rank()
@@ -208,8 +212,8 @@ def check_same(text: str, transport: Transport) -> None:
     """Compare a description with the other ranks' descriptions; collective.
 
     Raises:
-        ValueError: on every rank; names a rank that differs from rank 0 and the first thing in
-            which it does.
+        ValueError: the descriptions differ; raised on all ranks. It names a rank that differs from
+            rank 0, and the first difference.
     """
     digest = hashlib.sha256(text.encode()).digest()
     digests = exchange(transport, struct.unpack("<4q", digest))
@@ -229,8 +233,8 @@ def exchange(transport: Transport, numbers: Sequence[int], failure: str = "") ->
 
     Args:
         transport: connects the ranks.
-        numbers: at most 4, of 64 bits.
-        failure: that this rank cannot start, and why; empty if it can.
+        numbers: at most 4 numbers of 64 bits.
+        failure: why this rank cannot start; empty if it can.
 
     Returns:
         int64 tensor of shape (world_size, 4), on the CPU.

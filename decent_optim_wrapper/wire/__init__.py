@@ -1,1 +1,1 @@
-"""How values travel: buckets, their memory, codes, references, and what arrives mixed in."""
+"""How values are sent and mixed: buckets, their memory, codes, references."""

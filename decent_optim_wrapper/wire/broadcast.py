@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.wire.bucket import Layout, plan_buckets
+from decent_optim_wrapper.wire.layout import Layout
+from decent_optim_wrapper.wire.plan import plan_buckets
 
 
 def broadcast(
@@ -28,10 +29,10 @@ def broadcast(
         keep: receive the values, but keep this rank's own.
 
     Returns:
-        The number of tensors that had other values on this rank.
+        The number of tensors whose values differed on this rank.
     """
     replaced = 0
-    # Behind autograd's back: a backward pass in which this happens can still come to its end.
+    # Without autograd's notice, so that a backward pass in which this happens can still finish.
     for bucket in plan_buckets((tensor.data for tensor in tensors), layout.plain):
         own = bucket.pack(bucket.new_flat(bucket.wire_device))
         flat = bucket.view(own.data.clone())
@@ -44,5 +45,5 @@ def broadcast(
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bytes, NaN included."""
+    """Whether two tensors have the same bytes, including NaN."""
     return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))

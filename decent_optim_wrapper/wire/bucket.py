@@ -1,77 +1,24 @@
-"""Buckets: tensors of one device and dtype that travel together as one flat vector.
+"""Buckets: tensors of one device and dtype that are exchanged as one flat vector.
 
 Layout, packing and mixing; no communication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from decent_optim_wrapper.codecs import Codec, wide
-from decent_optim_wrapper.optim.shards import largest_shard_bytes, local
+from decent_optim_wrapper.optim.shards import local
+from decent_optim_wrapper.wire.layout import MIB, Kind, Layout, saving
 from decent_optim_wrapper.wire.storage import Arena, Flat, move_together, new_vector
 
-MIB = 1024 * 1024
-# Elements that are mixed at once where a temporary copy is needed.
+# Elements that are mixed at a time if a temporary copy is needed.
 _SLICE = 1 << 18
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-
-
-class Layout(NamedTuple):
-    """How tensors are put into buckets.
-
-    Args:
-        cap_mb: upper bound of a bucket in MiB; a larger tensor gets a bucket of its own.
-        wire_device: maps a tensor's device to the device that the transport exchanges on.
-        codec: how values travel where that takes fewer bytes; None sends them as they are.
-        as_view: make the tensors views of the bucket's own storage.
-        order: the tensors that go first into buckets, in this order.
-        copies: how many ranks of a replica hold the same values of a tensor.
-        uses_reference: whether codes may be those of differences to a reference, at the cost of a
-            copy for each group; without, they are those of the values.
-    """
-
-    cap_mb: float
-    wire_device: Callable[[torch.device], torch.device] = lambda device: device
-    codec: Codec | None = None
-    as_view: bool = False
-    order: tuple[Tensor, ...] = ()
-    copies: Callable[[Tensor], int] = lambda tensor: 1
-    uses_reference: bool = True
-
-    @property
-    def plain(self) -> Layout:
-        """The layout for tensors that are exchanged as they are, outside the gossip."""
-        return Layout(self.cap_mb, self.wire_device, copies=self.copies)
-
-    def places(self, tensors: Iterable[Tensor]) -> list[int]:
-        """The position of each tensor in the order; the others come last."""
-        places = {id(tensor): place for place, tensor in enumerate(self.order)}
-        return [places.get(id(tensor), len(places)) for tensor in tensors]
-
-
-class _Kind(NamedTuple):
-    """What the members of a bucket have in common.
-
-    Kernels take the DTensors of one mesh only. What several ranks of a replica hold is summed in
-    the same buckets on all of them, and so rounds in the same way.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    mesh: Any = None
-    copies: int = 1
-
-    @classmethod
-    def of(cls, tensor: Tensor, layout: Layout) -> _Kind:
-        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-        return cls(tensor.device, tensor.dtype, mesh, layout.copies(tensor))
 
 
 class _Place(NamedTuple):
@@ -102,7 +49,7 @@ class _Memory:
         self._flats: dict[tuple[int, torch.dtype], tuple[Flat, ...]] = {}
 
     def vectors(self, count: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """As `Arena.vectors`."""
+        """Like `Arena.vectors`."""
         if not self._arena.fits(count, numel, dtype):
             self._flats.clear()
         return self._arena.vectors(count, numel, dtype)
@@ -119,7 +66,7 @@ class _Memory:
 class Bucket:
     """Tensors of one device and dtype, and the wire buffers through which they are exchanged.
 
-    Complex tensors travel as pairs of reals. The order on the wire is the logical order of the
+    Complex tensors are sent as pairs of reals. The order on the wire is the logical order of the
     elements, so ranks need not agree on memory layouts; with `as_view` it is the memory order.
 
     Args:
@@ -130,8 +77,8 @@ class Bucket:
 
     def __init__(self, tensors: Sequence[Tensor], layout: Layout, rate: float = 1.0) -> None:
         self._members = tuple(tensors)
-        self._kind = _Kind.of(self._members[0], layout)
-        # How many ranks of a replica hold the same values.
+        self._kind = Kind.of(self._members[0], layout)
+        # Number of ranks of a replica that hold the same values.
         self.copies = self._kind.copies
         self.rate = rate
         self._sharded = self._kind.mesh is not None
@@ -152,7 +99,7 @@ class Bucket:
             self._storage = Flat(data, (data,))
         self._places = [_Place.of(member) for member in self._members] if layout.as_view else []
         self._wire = _Memory(self.wire_device, pinned=self.via_cpu)
-        # Where values are packed that are coded next, and changes gathered that are mixed in.
+        # Memory for values that are coded next, and for changes that are mixed in.
         self._near = _Memory(self.device, pinned=False)
 
     def __repr__(self) -> str:
@@ -163,7 +110,7 @@ class Bucket:
         )
 
     def codec(self, size: int) -> Codec | None:
-        """The codec with which it travels in a group of this size; None for none."""
+        """The codec in a group of this size; None for none."""
         return self.pair_codec if size == 2 else self.group_codec
 
     @property
@@ -173,7 +120,7 @@ class Bucket:
 
     @property
     def via_cpu(self) -> bool:
-        """Whether the values travel between a GPU and the CPU on their way to the wire."""
+        """Whether the values are copied between a GPU and the CPU before they are sent."""
         return self.wire_device.type != self.device.type
 
     @property
@@ -208,23 +155,23 @@ class Bucket:
         needs_snapshot: bool,
         dtype: torch.dtype | None = None,
     ) -> Flat:
-        """The tensors as one vector where they are: if possible their own storage, else packed.
+        """The tensors as one vector: if possible their own storage, otherwise packed.
 
         Args:
             others: as in `pack`.
-            needs_snapshot: whether the vector must stay as it is while the tensors change.
-            dtype: that of a packed vector; None means the tensors' own.
+            needs_snapshot: whether the vector must not change when the tensors do.
+            dtype: dtype of a packed vector; None takes that of the tensors.
         """
         if self._storage is not None and not others and not needs_snapshot:
             return self._storage
         return self.pack(self.spare(dtype or self.dtype), others)
 
     def spare(self, dtype: torch.dtype) -> Flat:
-        """A flat vector on the tensors' device; what it held before is lost."""
+        """A flat vector on the tensors' device; its old contents are lost."""
         return self._near.flats(self, 1, dtype)[0]
 
     def messages(self, nbytes: int) -> tuple[Tensor, ...]:
-        """Two wire buffers for codes; what they held before is lost."""
+        """Two wire buffers for codes; their old contents are lost."""
         return self._wire.vectors(2, nbytes, torch.uint8)
 
     def new_flat(
@@ -232,7 +179,7 @@ class Bucket:
     ) -> Flat:
         """Make an uninitialised flat vector with the bucket's layout."""
         device = device or self.device
-        # Pinned memory, or the copies between GPU and wire go through one more buffer.
+        # Pinned memory, since copies between GPU and wire would use one more buffer otherwise.
         pinned = device == self.wire_device and self.via_cpu
         return self.view(new_vector(self.flat_numel, dtype or self.dtype, device, pinned))
 
@@ -295,12 +242,12 @@ class Bucket:
 
     @torch.no_grad()
     def shift_(self, theirs: Flat, ours: Flat, weight: float) -> None:
-        """In place, x <- x + weight * (theirs - ours), with ours what x was when it was sent.
+        """In place, x <- x + weight * (theirs - ours), with ours the values of x when it was sent.
 
         The peer adds the exact opposite, so the mean of the two does not move.
         """
         # In parts with views, and on the CPU, which adds tensor by tensor in any case: the
-        # difference would take another copy of the bucket for a while.
+        # difference would temporarily take another copy of the bucket.
         if self._storage is None and (self.via_cpu or self.on_gpu):
             whole = self.view(self.difference(theirs.data, ours.data))
             torch._foreach_add_(self._tensors(), whole.views, alpha=weight)
@@ -350,7 +297,7 @@ class Bucket:
         """Whether the tensors contain neither NaN nor infinity.
 
         Returns:
-            bool of shape () on their device, which the host has not read.
+            bool tensor of shape () on their device, without a read by the host.
         """
         held = [tensor for tensor in self._tensors() if tensor.numel()]
         if not held:
@@ -367,7 +314,7 @@ class Bucket:
         return [(member, member._version) for member in self._members if not member.is_inference()]
 
     def relocated(self) -> list[Tensor]:
-        """The members that were converted or moved, and views whose storage was replaced."""
+        """The members that were converted or moved, or whose shared storage was replaced."""
         device, dtype, *_ = self._kind
         moved = [m for m in self._members if m.dtype is not dtype or m.device != device]
         if self._storage is not None and not moved:
@@ -416,13 +363,6 @@ class Bucket:
         return self._members
 
 
-def saving(codec: Codec | None, dtype: torch.dtype) -> Codec | None:
-    """The codec, if its messages take fewer bytes than values of this dtype."""
-    if codec is None or codec.nbytes(codec.block) >= codec.block * dtype.itemsize:
-        return None
-    return codec
-
-
 def is_finite(data: Tensor) -> bool:
     """Whether all elements are finite: one pass, and a second one if the sum overflows."""
     data = data.detach()
@@ -430,7 +370,7 @@ def is_finite(data: Tensor) -> bool:
 
 
 def all_finite(buckets: Sequence[Bucket]) -> list[bool]:
-    """Whether the tensors of each bucket are finite; what is on a GPU is read once."""
+    """Whether the tensors of each bucket are finite; a GPU is read once."""
     found = [bucket.is_finite() for bucket in buckets]
     places = dict.fromkeys(each.device for each in found)
     for device in places:
@@ -439,57 +379,6 @@ def all_finite(buckets: Sequence[Bucket]) -> list[bool]:
         for index, value in zip(own, read, strict=True):
             found[index] = value
     return [bool(each) for each in found]
-
-
-def extend_plan(
-    buckets: Sequence[Bucket], tensors: Iterable[Tensor], layout: Layout
-) -> tuple[Bucket, ...]:
-    """Plan the buckets of the tensors that require a gradient or are in a bucket already.
-
-    Args:
-        buckets: the present buckets.
-        tensors: all parameters, some of them perhaps several times.
-        layout: cap and form of the buckets.
-
-    Returns:
-        The buckets that a new wrapper on the same parameters would have, so that a resumed run sums
-        in the same order. With views, the present buckets, whose members stay in their storage, and
-        further ones.
-    """
-    known = {id(member) for bucket in buckets for member in bucket.members}
-    distinct = {id(tensor): tensor for tensor in tensors}
-    live = [t for key, t in distinct.items() if t.requires_grad or key in known]
-    if not layout.as_view:
-        return plan_buckets(live, layout)
-    return (*buckets, *plan_buckets((t for t in live if id(t) not in known), layout))
-
-
-def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...]:
-    """Fill buckets in the layout's order, one open bucket for each device and dtype.
-
-    Args:
-        tensors: any tensors, in an order that is the same on every rank.
-        layout: cap and form of the buckets.
-
-    Returns:
-        The buckets, ordered by their first tensor.
-    """
-    cap_bytes = layout.cap_mb * MIB
-    filled: list[list[Tensor]] = []
-    open_buckets: dict[_Kind, tuple[list[Tensor], int]] = {}
-    listed = list(tensors)
-    placed = sorted(zip(layout.places(listed), listed, strict=True), key=itemgetter(0))
-    for _, tensor in placed:
-        kind = _Kind.of(tensor, layout)
-        # This rank's own shard may be smaller, and would lead to other buckets than its replica's.
-        nbytes = largest_shard_bytes(tensor)
-        members, used_bytes = open_buckets.get(kind, ([], 0))
-        if not members or used_bytes + nbytes > cap_bytes:
-            members, used_bytes = [], 0
-            filled.append(members)
-        members.append(tensor)
-        open_buckets[kind] = (members, used_bytes + nbytes)
-    return tuple(Bucket(members, layout) for members in filled)
 
 
 def members_of(buckets: Iterable[Bucket]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Which ranks have finite values, where the host does not wait for a GPU to know."""
+"""Which ranks have finite values, without a wait of the host for a GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class CheckedOnGpu:
 
     Args:
         wire: what the exchanges have in common.
-        exchanges: all of the round whose values a GPU has checked.
-        tag: that of the message.
+        exchanges: the exchanges of the round whose values a GPU has checked.
+        tag: the tag of the message.
     """
 
     def __init__(self, wire: Wire, exchanges: Sequence[Exchange], tag: int) -> None:
@@ -30,7 +30,7 @@ class CheckedOnGpu:
         self._usable: dict[Exchange, MixMask] = {}
 
     def usable(self, exchange: Exchange) -> MixMask:
-        """What of an exchange may be mixed."""
+        """The part of an exchange that may be mixed."""
         for work in self.works:
             # On the stream that mixes.
             work.wait()

@@ -1,12 +1,12 @@
-"""Buckets that travel as codes, and how what arrives is mixed in.
+"""Buckets that are sent as codes, and how they are mixed.
 
-With q_i what rank i has sent, decoded,
+With q_i the decoded message of rank i,
 
     x_i <- x_i + weight (mean(q) - q_i),    r <- r + mean(q),
 
 with r the reference that the ranks of a group share, to which q is a difference. The changes cancel
-over the group whatever the rounding, so its mean does not move. If ranks are left out, whose values
-are not finite, the mean is that of the others, and so is what does not move; r stays as it is.
+over the group whatever the rounding, so its mean does not move. If ranks are left out because their
+values are not finite, this holds for the mean of the others, and r does not change.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Part = tuple[slice, Tensor]
 
 
 class CodedExchange(Exchange):
-    """A bucket that travels as codes.
+    """A bucket that is sent as codes.
 
     Args:
         wire: as in `Exchange`.
         bucket: the bucket.
-        codec: that of the bucket.
-        snapshot: what is sent in place of its members' values.
-        chunks: the parts of the vector that are coded by themselves.
+        codec: the codec of the bucket.
+        snapshot: the values that are sent in place of its members'.
+        chunks: the parts of the vector that are coded separately.
         position: its number among the buckets of the round.
     """
 
@@ -102,10 +102,10 @@ class CodedExchange(Exchange):
                 self._wire.references.settle(self._bucket, self._reference)
 
     def mix_usable(self, rate: float, usable: MixMask) -> None:
-        """Mix in what has arrived if the values of both are finite, which only the GPU knows.
+        """Mix the received values if those of both ends are finite, which only the GPU knows.
 
         Otherwise both ends mix and refer to zeros. A rank whose own values are not finite takes
-        those that have arrived.
+        the received ones.
         """
         if usable.own is None:
             self._mix_where(usable.arrived, rate)
@@ -126,12 +126,14 @@ class CodedExchange(Exchange):
         self.mix(rate, self._wire.group.ranks)
 
     def compare(self) -> tuple[Tensor, Tensor] | None:
-        """Whether this rank has what has arrived, of shape (), and the values that it has coded.
+        """Compare the received values with this rank's.
 
-        Not the codes: those of equal values differ from round to round while a reference follows.
+        Codes are not compared: those of equal values differ from round to round while a reference
+        follows.
 
         Returns:
-            None where a mean has scales of its own: equal values do not arrive as the same bits.
+            Whether they are equal, of shape (), and the values that this rank has coded. None if a
+            mean has its own scales, with which equal values do not arrive as the same bits.
         """
         if self._wire.group.size > 2 and self._codec.block > 1:
             return None
@@ -146,18 +148,18 @@ class CodedExchange(Exchange):
     @property
     @abstractmethod
     def _arrived(self) -> list[Tensor]:
-        """The message of each chunk that has arrived: the peer's, or that of the mean."""
+        """The received message of each chunk: that of the peer, or that of the mean."""
 
     @abstractmethod
     def _changes(self, present: Sequence[int]) -> Iterator[Part]:
-        """What the weight is for, slice by slice; moves the reference if all ranks are present."""
+        """The changes before the weight, by slice; moves the reference if all ranks are present."""
 
     @abstractmethod
     def _means(self, present: int) -> Iterator[Part]:
-        """mean(q) of the ranks that are present, slice by slice."""
+        """mean(q) of the ranks that are present, by slice."""
 
     def _decode(self, chunk: slice, *messages: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-        """The values of messages in a chunk, slice by slice of the whole vector."""
+        """The values of messages in a chunk, by slice of the whole vector."""
         near = (message.to(self._bucket.device, non_blocking=True) for message in messages)
         dtype = wide(self._bucket.dtype)
         for place, values in self._codec.decode(*near, numel=_length(chunk), dtype=dtype):
@@ -196,8 +198,7 @@ class CodedPair(CodedExchange):
         self.bytes_sent = self._messages.nbytes
 
     def _send(self) -> None:
-        exchange, peer = self._wire.transport.exchange, self._wire.peer
-        self.works += exchange(self._messages, self._room, peer, self._tag)
+        self.works += self._wire.exchange(self._messages, self._room, self._tag, self.position)
 
     @property
     def _arrived(self) -> list[Tensor]:

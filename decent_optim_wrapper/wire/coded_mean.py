@@ -1,9 +1,9 @@
-"""The mean over a group of what its ranks have coded: a reduce-scatter and an all-gather of codes.
+"""The mean of the coded values of a group: a reduce-scatter and an all-gather of codes.
 
-Each rank owns a chunk. All send their codes of it to the owner, which decodes and averages them,
-codes the mean, and sends that to all. Point to point, since collectives would have to come in the
-same order on all ranks; on a thread of its own, since the mean is due in the middle of a backward
-pass.
+Each rank owns a chunk. All ranks send their codes of it to the owner, which decodes and averages
+them, codes the mean, and sends it to all. Messages are point to point, since collectives would have
+to come in the same order on all ranks, and on a separate thread, since the mean is due in the
+middle of a backward pass.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.codecs import Codec
+from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, in_background
+from decent_optim_wrapper.comm.waiting import LONGEST_WAIT
 
 
 class CodedMean:
@@ -26,7 +27,7 @@ class CodedMean:
     Args:
         transport: connects the ranks.
         ranks: the group, each of which owns a chunk.
-        codec: that of the messages.
+        codec: the codec of the messages.
         outgoing: this rank's message of each chunk.
         room: memory for as many messages of the largest chunk as there are ranks. It first takes
             the others' messages of this rank's chunk, and then the means of theirs.
@@ -64,14 +65,14 @@ class CodedMean:
         self.error = error
         self._arriving = [row[: own.numel()] for row in rooms]
         self._arriving[self.position] = outgoing[self.position]
-        # Chunks of a small vector may be empty: nothing is sent for them.
+        # Chunks of a small vector may be empty; they are not sent.
         self._owners = [place for place in self._others if outgoing[place].numel()]
         senders = self._others if own.numel() else []
         # The receives first: their notices let the data start.
         receive, send = transport.receive, transport.send
         self._coming = {p: receive(self._arriving[p], ranks[p], tags[0]) for p in senders}
         self._going = [send(outgoing[p], ranks[p], tags[0]) for p in self._owners]
-        # The text of an error: the error itself would keep alive what the thread has used.
+        # The text of an error only: the error would keep alive what the thread has used.
         self._failure: Future[str] = in_background(self._run)
 
     def wait(self, timeout: timedelta = LONGEST_WAIT) -> bool:
@@ -112,7 +113,7 @@ class CodedMean:
     @torch.no_grad()
     def _average(self) -> None:
         total, own = self.error, self.means[self.position]
-        # In the order of the ranks: the mean must not depend on what comes first.
+        # In the order of the ranks: the mean must not depend on the order of arrival.
         for place, message in enumerate(self._arriving):
             if place in self._coming:
                 self._coming[place].wait(LONGEST_WAIT)

@@ -1,15 +1,17 @@
-"""One bucket on the wire, and how what arrives is mixed in."""
+"""One bucket on the wire, and how it is mixed."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from decent_optim_wrapper.codecs import is_finite_on_device
+from decent_optim_wrapper.comm.send_queue import SendQueue
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import Waitable
 from decent_optim_wrapper.topo import Group
@@ -18,6 +20,10 @@ from decent_optim_wrapper.wire.nonfinite import OnNonfinite
 from decent_optim_wrapper.wire.references import GroupReference
 from decent_optim_wrapper.wire.storage import Flat
 
+# Messages are cut into pieces of at least this size if more urgent ones may overtake them. A piece
+# is short on a slow link, and long on a fast one compared with the time to start sending.
+_PIECE_BYTES = 1 << 19
+
 
 class Wire(NamedTuple):
     """What the buckets of one round have in common.
@@ -25,13 +31,14 @@ class Wire(NamedTuple):
     Args:
         transport: connects the ranks.
         group: the ranks that mix.
-        peers: those of them that are not this one.
-        round: its number.
+        peers: the other ranks of the group.
+        round: the number of the round.
         is_average: whether the mean is exact: the same on all ranks, even on two, and not rounded.
-        references: those of the group; None if it has none.
+        references: the references of the group; None if it has none.
         needs_snapshot: whether the values may change before they are mixed.
         on_nonfinite: what happens to values that are not finite.
         checks: whether values are checked before they are sent.
+        sends: sends to the peer of a pair in the order of need; None sends in the order of posting.
     """
 
     transport: Transport
@@ -43,6 +50,34 @@ class Wire(NamedTuple):
     needs_snapshot: bool
     on_nonfinite: OnNonfinite
     checks: bool
+    sends: SendQueue | None = None
+
+    def exchange(
+        self, outgoing: Tensor, incoming: Tensor, tag: int, position: int
+    ) -> list[Waitable]:
+        """Start an exchange with the peer of a pair, as `Transport.exchange` does.
+
+        The peer's message is received from now on, whenever this rank's own message is sent.
+
+        Args:
+            outgoing: as in `Transport.exchange`.
+            incoming: as in `Transport.exchange`.
+            tag: as in `Transport.exchange`.
+            position: the number of the bucket in the round.
+        """
+        sends = self.sends
+        if sends is None or not self.transport.sends_alone(outgoing.device):
+            return self.transport.exchange(outgoing, incoming, self.peer, tag)
+        works = sends.received.pop(position, None) or self.receive(incoming, tag)
+        for piece in _pieces(outgoing):
+            start = partial(self.transport.send, piece, self.peer, tag)
+            works.append(sends.add(start, position))
+        return works
+
+    def receive(self, incoming: Tensor, tag: int) -> list[Waitable]:
+        """Start receiving what the peer sends with `exchange`."""
+        # Messages of one tag arrive in the order in which they are sent.
+        return [self.transport.receive(piece, self.peer, tag) for piece in _pieces(incoming)]
 
     @property
     def peer(self) -> int:
@@ -50,14 +85,19 @@ class Wire(NamedTuple):
         return self.peers[0]
 
 
+def _pieces(message: Tensor) -> tuple[Tensor, ...]:
+    # No small pieces: each costs as much as a separate message.
+    return torch.tensor_split(message, max(1, message.nbytes // _PIECE_BYTES))
+
+
 class MixMask(NamedTuple):
-    """What may be mixed, as a GPU knows it: tensors of shape ().
+    """The values that may be mixed, as known on a GPU: tensors of shape ().
 
     Args:
-        arrived: whether what has arrived may be mixed.
-        present: how many ranks of the group have sent finite values.
-        own: whether this rank takes part; otherwise it takes what has arrived. None if it does in
-            any case.
+        arrived: whether the received values may be mixed.
+        present: number of ranks of the group that have sent finite values.
+        own: whether this rank takes part; otherwise it takes the received values. None if it takes
+            part in any case.
     """
 
     arrived: Tensor
@@ -78,7 +118,7 @@ class MixMask(NamedTuple):
 
 
 class Exchange(ABC):
-    """A bucket that is on its way, from its packing to its mixing.
+    """A bucket in flight, from its packing to its mixing.
 
     Args:
         wire: the ranks, and what the buckets of the round have in common.
@@ -86,9 +126,9 @@ class Exchange(ABC):
         position: its number among the buckets of the round.
     """
 
-    # Whether the mean of all ranks arrives, and not the values of the peer.
+    # Whether the mean of all ranks is received, and not the values of the peer.
     sums = False
-    # Whether what arrives moves a reference.
+    # Whether the received values move a reference.
     uses_reference = False
 
     def __init__(self, wire: Wire, bucket: Bucket, position: int) -> None:
@@ -98,9 +138,9 @@ class Exchange(ABC):
         self.device = bucket.device
         # Whether the works belong to a GPU, for which a stream waits.
         self.on_gpu = bucket.on_gpu
-        # Whether the values travel between a GPU and the CPU on their way to the wire.
+        # Whether the values are copied between a GPU and the CPU before they are sent.
         self.via_cpu = bucket.via_cpu
-        # What was sent, if it may change before it is mixed or is rounded on the wire.
+        # The sent values, if the tensors may change before the mixing, or are rounded on the wire.
         self.snapshot: Flat | None = None
         # Whether the values are finite: of shape () if a GPU has checked them.
         self.finite: bool | Tensor = True
@@ -112,11 +152,16 @@ class Exchange(ABC):
         """Whether the values are coded in `post`, which then takes long."""
         return False
 
+    @property
+    def launched(self) -> Flat | None:
+        """This rank's values as they were packed; None if they are not kept."""
+        return None
+
     @abstractmethod
     def post(self) -> None:
         """Check the values and start the exchange.
 
-        Values that travel over the CPU are there already.
+        Values that are sent from the CPU are there already.
 
         Raises:
             WireError: the connection is closed already.
@@ -124,12 +169,12 @@ class Exchange(ABC):
 
     @abstractmethod
     def mix(self, rate: float, present: Sequence[int]) -> None:
-        """Mix in what has arrived.
+        """Mix the received values.
 
         Args:
             rate: the mixing rate.
-            present: the ranks of the group that have sent finite values, at least one. A rank that
-                is not among them takes their mean.
+            present: the ranks of the group that have sent finite values, at least one. All other
+                ranks take the mean of these.
         """
 
     @abstractmethod
@@ -138,10 +183,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def compare(self) -> tuple[Tensor, Tensor] | None:
-        """Whether this rank has what has arrived, of shape (), and what it has sent.
+        """Compare the received values with this rank's.
 
         Returns:
-            None if that cannot be told.
+            Whether they are equal, of shape (), and the values that this rank has sent. None if
+            that is not known.
         """
 
     def _check(self, data: Tensor) -> None:
@@ -150,12 +196,12 @@ class Exchange(ABC):
 
 
 class LaunchSnapshot(Exchange):
-    """The parameters of the launch in a group of one: what follows the mixing begins there.
+    """The parameters at the launch in a group of one rank, for extensions that follow the mixing.
 
     Args:
         wire: as in `Exchange`.
         bucket: the bucket.
-        snapshot: what is kept in place of its members' values.
+        snapshot: the values that are kept in place of its members'.
         position: its number among the buckets of the round.
     """
 
@@ -182,13 +228,13 @@ class LaunchSnapshot(Exchange):
 
 
 class PlainExchange(Exchange):
-    """Values that travel as they are, or rounded to another dtype.
+    """Values that are sent unchanged, or rounded to another dtype.
 
     Args:
         wire: as in `Exchange`.
         bucket: the bucket.
         position: its number among the buckets of the round.
-        arriving: where the values of the peer, or the sum of the group, arrive.
+        arriving: memory for the values of the peer, or for the sum of the group.
         weight: x <- x + rate * weight * (arriving - start), where start is x unless it is kept.
     """
 
@@ -231,11 +277,11 @@ class PlainExchange(Exchange):
 
     @abstractmethod
     def _sent(self) -> Flat:
-        """This rank's values as they were sent, in the form of what arrives."""
+        """This rank's values as they were sent, in the form of the received ones."""
 
     @abstractmethod
     def _mean(self, present: Tensor | int) -> Flat:
-        """What is mixed in, of so many ranks."""
+        """The values to mix, from so many ranks."""
 
 
 class PlainPair(PlainExchange):
@@ -264,13 +310,20 @@ class PlainPair(PlainExchange):
         self.snapshot = outgoing if wire.needs_snapshot else None
         self.bytes_sent = outgoing.data.nbytes
 
+    @property
+    def launched(self) -> Flat | None:
+        """This rank's values as they were packed; None if the tensors' own memory is sent."""
+        return None if self._bucket.versions() else self._outgoing
+
     def post(self) -> None:
         """Check the values and start the exchange."""
         outgoing = self._outgoing.data
         self._check(outgoing)
-        self.works += self._wire.transport.exchange(
-            outgoing, self._arriving.data, self._wire.peer, self._tag
-        )
+        wire, arriving = self._wire, self._arriving.data
+        if wire.sends is None:
+            self.works += wire.transport.exchange(outgoing, arriving, wire.peer, self._tag)
+        else:
+            self.works += wire.exchange(outgoing, arriving, self._tag, self.position)
 
     def mix(self, rate: float, present: Sequence[int]) -> None:
         """Mix in what has arrived."""

@@ -37,7 +37,7 @@ def nonfinite_error(
     """The error on every rank that would have mixed these values in.
 
     Args:
-        bad: the ranks that have them.
+        bad: the ranks whose values are not finite.
         own_rank: this rank.
         where: the round or the average.
         what: the name of the values.

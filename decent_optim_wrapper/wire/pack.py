@@ -1,4 +1,4 @@
-"""The form in which a bucket travels."""
+"""The form in which a bucket is sent."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _FIRST_MEAN_TAG = 1 << 18
 
 
 def pack(wire: Wire, bucket: Bucket, snapshot: Mapping[Tensor, Tensor], position: int) -> Exchange:
-    """Pack a bucket in the form in which it travels.
+    """Pack a bucket in the form in which it is sent.
 
     Args:
         wire: what the buckets of the round have in common.
         bucket: the bucket.
-        snapshot: what is sent in place of its members' values.
+        snapshot: the values that are sent in place of its members'.
         position: its number among the buckets of the round.
     """
     tag, mean_tag = _FIRST_BUCKET_TAG + position, _FIRST_MEAN_TAG + position
@@ -46,8 +46,29 @@ def pack(wire: Wire, bucket: Bucket, snapshot: Mapping[Tensor, Tensor], position
     return PlainPair(wire, bucket, snapshot, position, tag)
 
 
+def receive_ahead(wire: Wire, bucket: Bucket, position: int) -> None:
+    """Start receiving a bucket that is packed later, if a pair sends in the order of need.
+
+    A peer sends only what this rank has begun to receive. If this rank began when it has packed the
+    bucket, its notice would wait behind other data on the wire.
+
+    Args:
+        wire: as in `pack`.
+        bucket: as in `pack`.
+        position: as in `pack`.
+    """
+    if wire.sends is None or wire.is_average or not wire.transport.sends_alone(bucket.wire_device):
+        return
+    codec = _codec_of(wire, bucket)
+    if codec is None:
+        incoming = bucket.pair(wire.needs_snapshot).incoming.data
+    else:
+        _, incoming = bucket.messages(codec.nbytes(bucket.flat_numel))
+    wire.sends.received[position] = wire.receive(incoming, _FIRST_BUCKET_TAG + position)
+
+
 def _codec_of(wire: Wire, bucket: Bucket) -> Codec | None:
-    """The codec with which a bucket travels; None for its values as they are."""
+    """The codec of a bucket; None if its values are sent unchanged."""
     if wire.references is None or wire.is_average:
         return None
     if wire.group.size > 2 and not wire.transport.sends_alone(bucket.wire_device):

@@ -31,7 +31,7 @@ class Named(NamedTuple):
 
     @property
     def part(self) -> str:
-        """The shape, and which part of it this rank holds."""
+        """The shape, and the part of it on this rank."""
         shape = f"{tuple(self.tensor.shape)}"
         if not isinstance(self.tensor, DTensor):
             return shape
@@ -68,7 +68,7 @@ def named_buffers(buffers: Any) -> list[Named]:
 
 
 def check_tensors(named: Sequence[Named]) -> None:
-    """Check that every parameter is a dense tensor with memory of its own.
+    """Check that every parameter is a dense tensor with its own memory.
 
     Raises:
         TypeError: a parameter is made of other tensors.
@@ -81,7 +81,7 @@ def check_tensors(named: Sequence[Named]) -> None:
         one, other = (next(e.name for e in distinct if e.tensor is tensor) for tensor in found)
         raise ValueError(
             f"expected parameters with memory of their own, but {one} and {other} overlap; tie "
-            f"them by using one and the same Parameter"
+            f"them by using the same Parameter"
         )
 
 
@@ -110,7 +110,7 @@ def check_model(model: Any) -> nn.Module | None:
     """The model, if there is one.
 
     Raises:
-        TypeError: it is no module.
+        TypeError: it is not a module.
     """
     if model is None or isinstance(model, nn.Module):
         return model
@@ -122,7 +122,7 @@ def check_shards(named: Sequence[Named], replica: Replica, as_view: bool) -> Non
 
     Args:
         named: parameters and buffers.
-        replica: of which this rank holds a part; its model holds the tensors, resharded.
+        replica: the replica that this rank holds a part of; its model holds the tensors, resharded.
         as_view: whether the tensors are to become views of buckets.
 
     Raises:

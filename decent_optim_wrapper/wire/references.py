@@ -1,8 +1,8 @@
-"""What the ranks of a group share bit by bit: the vectors to which they code differences.
+"""References: vectors that are the same on all ranks of a group, for coding differences.
 
-A reference starts as the values with which all ranks start, or at zero where these may differ.
-Every meeting moves it to the mean of what the ranks have sent. The differences so become smaller
-from meeting to meeting, and with them the steps of the codes.
+A reference starts as the values with which all ranks start, or at zero if these may differ. Every
+round of the group moves it to the mean of the sent values. So the differences become smaller from
+round to round, and with them the rounding errors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.bucket import Bucket, as_real
 from decent_optim_wrapper.wire.storage import new_vector
 
-# Copies of the parameters that a rank keeps as references at most, one for each of its groups.
+# The most copies of the parameters that a rank keeps as references, one per group.
 MOST_REFERENCES = 4
 
 
@@ -26,8 +26,8 @@ class SavedReference(NamedTuple):
     """The saved references of one group.
 
     Args:
-        coded_rounds: how many rounds have been coded.
-        values: by parameter.
+        coded_rounds: number of coded rounds.
+        values: the references by parameter.
     """
 
     coded_rounds: int
@@ -45,7 +45,7 @@ class GroupReference:
     def __init__(self, size: int, keeps: bool) -> None:
         self._size = size
         self.keeps = keeps
-        # How many rounds have been coded: two ranks with different numbers decode garbage.
+        # Number of coded rounds: ranks with different numbers would decode wrong values.
         self.coded_rounds = 0
         self._vectors: dict[Bucket, Tensor] = {}
 
@@ -89,28 +89,28 @@ class GroupReference:
     def restore(
         self, coded_rounds: int, buckets: Sequence[Bucket], parts: Mapping[Tensor, Tensor]
     ) -> None:
-        """Continue after so many coded rounds; as in `fill`."""
+        """Like `fill`, after so many coded rounds."""
         self.coded_rounds = coded_rounds
         self.fill(buckets, parts)
 
     def count_round(self) -> None:
         """Count a coded round that has arrived.
 
-        Not when it is mixed: some ranks begin the next round before that, and say so.
+        It is not counted when it is mixed: some ranks send the header of the next round before.
         """
         self.coded_rounds += 1
 
     def replan(self, buckets: Sequence[Bucket]) -> None:
-        """Keep what is known of the parameters when their buckets are replaced by these."""
+        """Keep the references of the parameters when their buckets are replaced."""
         self.fill(buckets, self.parts())
 
     def settle(self, bucket: Bucket, vector: Tensor) -> None:
-        """Take over what the mixing of a bucket has moved, if it was replaced in flight.
+        """Take over the changes by the mixing of a bucket that was replaced in flight.
 
         Args:
             bucket: the bucket as it was sent.
-            vector: its reference then. Only the round in flight still holds one that was replaced,
-                so that it is freed with the round.
+            vector: its reference then. Only the round in flight holds a replaced one, which is
+                freed with it.
         """
         if self._vectors.get(bucket) is not vector:
             parts, moved = self.parts(), bucket.parts(bucket.view(vector))
@@ -122,7 +122,7 @@ class GroupReference:
 class References:
     """The references of one rank, from a session's start to its end.
 
-    A rank that is lost or comes back starts a new session, and so new references at all ranks.
+    A rank that is lost or comes back starts a new session, with new references on all ranks.
 
     Args:
         groups: the ranks of each group in which this rank gossips, by position.
@@ -138,15 +138,17 @@ class References:
     @classmethod
     def of(cls, topology: Topology, rank: int) -> References:
         """Those of one rank; none on any rank if one of them has too many groups."""
-        count = max(len(_groups(topology, each)) for each in range(topology.world_size))
-        return cls(_groups(topology, rank), keeps=count <= MOST_REFERENCES)
+        few = topology.period <= MOST_REFERENCES or all(
+            len(_groups(topology, each)) <= MOST_REFERENCES for each in range(topology.world_size)
+        )
+        return cls(_groups(topology, rank), keeps=few)
 
     @torch.no_grad()
     def state(self, params: Sequence[Tensor], members: Sequence[int]) -> dict[str, Any]:
-        """What a checkpoint holds, by group.
+        """The state for a checkpoint, by group.
 
         Args:
-            params: those that have references.
+            params: the parameters that have references.
             members: the ranks of the session, as numbered at the start.
         """
         return {
@@ -165,7 +167,7 @@ class References:
 
         Args:
             saved: by group, as `state` names them.
-            buckets: those of the parameters.
+            buckets: the buckets of the parameters.
             members: as in `state`.
         """
         for ranks, group in self.groups.items():
@@ -182,13 +184,13 @@ class References:
 
     @torch.no_grad()
     def replan(self, buckets: Sequence[Bucket]) -> None:
-        """As `GroupReference.replan`."""
+        """Like `GroupReference.replan`."""
         for group in self.groups.values():
             group.replan(buckets)
 
 
 def uses_reference(bucket: Bucket, size: int) -> bool:
-    """Whether the difference to a reference travels in a group of this size."""
+    """Whether the difference to a reference is sent in a group of this size."""
     codec = bucket.codec(size)
     return codec is not None and codec.uses_reference and bucket.may_use_reference
 

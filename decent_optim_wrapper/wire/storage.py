@@ -23,7 +23,7 @@ class Flat(NamedTuple):
 
 
 class Arena:
-    """Memory that is reused for different sets of vectors; as large as the largest set.
+    """Memory that is reused for different sets of vectors, as large as the largest set.
 
     Args:
         device: the device of the memory.
@@ -49,7 +49,7 @@ class Arena:
         """
         stride = _stride(numel, dtype)
         if not self.fits(count, numel, dtype):
-            # The old bytes are freed first, or both would count at the peak.
+            # The old bytes are freed first; otherwise both would count at the peak.
             self._bytes = new_vector(0, torch.uint8, self._device)
             self._bytes = new_vector(count * stride, torch.uint8, self._device, self._pinned)
         arena = self._bytes

@@ -206,6 +206,16 @@ def slow_down(where: Lab, host: int, rate: str) -> None:
     _sh(f"tc -n {where.hosts[host]} qdisc replace dev eth0 {bucket}")
 
 
+def slow_link(where: Lab, one: int, other: int, rate: str) -> None:
+    """Give two hosts a link of their own of this rate; what they send to others stays as it is."""
+    hosts, device = [where.hosts[one], where.hosts[other]], f"own{one}{other}"
+    _sh(f"ip -n {hosts[0]} link add {device} type veth peer name {device} netns {hosts[1]}")
+    for space, own, peer in (hosts[0], one, other), (hosts[1], other, one):
+        _sh(f"ip -n {space} link set {device} up")
+        _sh(f"tc -n {space} qdisc add dev {device} root tbf rate {rate} burst 32kb latency 2s")
+        _sh(f"ip -n {space} route add {address(peer)}/32 dev {device} src {address(own)}")
+
+
 def _up(tag: str, hosts: int, rate: str) -> None:
     bucket = f"root tbf rate {rate} burst 256kb latency 200ms"
     _sh(f"ip link add {tag}br type bridge")

@@ -45,6 +45,8 @@ from decent_optim_wrapper.utils import init_distributed
 LAYERS = 10
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.1, 0.2
 BUCKET_CAP_MB = 4
+# One layer at a time, for what waits for each bucket.
+SMALL_CAP_MB = 1
 HEADERS = 1.04
 MIB = 1024 * 1024
 
@@ -80,7 +82,7 @@ class _Clock:
     factor = 1.0
 
 
-class _Busy(torch.autograd.Function):
+class Busy(torch.autograd.Function):
     """Sleeps in the forward and backward pass, and gives its weight a gradient."""
 
     @staticmethod
@@ -104,7 +106,7 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.zeros(numel))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Busy.apply(x, self.weight)
+        return Busy.apply(x, self.weight)
 
 
 def build_model(size_mib: float) -> nn.Module:
@@ -183,9 +185,8 @@ def gossip(model: nn.Module, whole: bool = False, **options: Any) -> Step:
     if whole:
         # A base with its own hook is updated in one call.
         base.register_step_post_hook(lambda *_: None)
-    optimizer = DecentOptimWrapper(
-        base, bucket_cap_mb=BUCKET_CAP_MB, **{"topology": "ring", **options}
-    )
+    fixed = {"bucket_cap_mb": BUCKET_CAP_MB, "topology": "ring", "model": model}
+    optimizer = DecentOptimWrapper(base, **{**fixed, **options})
     step = loop(model, optimizer)
     step.stats = optimizer.stats  # type: ignore[attr-defined]
     step.finish = optimizer.synchronize  # type: ignore[attr-defined]
@@ -193,9 +194,9 @@ def gossip(model: nn.Module, whole: bool = False, **options: Any) -> Step:
 
 
 def in_backward(model: nn.Module, **options: Any) -> Step:
-    network = DecentralizedDataParallel(
-        model, make_base, topology="ring", bucket_size_in_mb=BUCKET_CAP_MB, **options
-    )
+    fixed: dict[str, Any] = {"bucket_size_in_mb": BUCKET_CAP_MB, "topology": "ring"}
+    fixed["overlap"] = True
+    network = DecentralizedDataParallel(model, make_base, **{**fixed, **options})
     step = loop(network, None)
     step.stats = network.optimizer.stats  # type: ignore[attr-defined]
     step.finish = network.optimizer.synchronize  # type: ignore[attr-defined]
@@ -236,6 +237,17 @@ METHODS: dict[str, Callable[[nn.Module], Step]] = {
     "ours, in the backward pass": in_backward,
     "ours, in the backward pass, bf16": partial(in_backward, comm_dtype=torch.bfloat16),
     "ours, overlap=False": partial(gossip, overlap=False),
+    "ours, overlap=False, int8": partial(gossip, overlap=False, comm_dtype=torch.int8),
+    "ours, forward": partial(gossip, overlap="forward", bucket_cap_mb=SMALL_CAP_MB),
+    "ours, forward, int8": partial(
+        gossip, overlap="forward", bucket_cap_mb=SMALL_CAP_MB, comm_dtype=torch.int8
+    ),
+    **{
+        f"ours, forward, in the backward pass{comma}{coded}": partial(
+            in_backward, overlap="forward", bucket_size_in_mb=SMALL_CAP_MB, **COMM[coded]
+        )
+        for comma, coded in (("", ""), (", ", "bf16"), (", ", "int8"))
+    },
     "ours, every 3 steps, 3 late": partial(gossip, schedule=Schedule(gossip_every=3, staleness=3)),
     "ours, auto": partial(gossip, schedule=Schedule(gossip_every="auto")),
     "ours, auto, bf16": partial(

@@ -31,12 +31,9 @@ import netlab
 import torch
 import torch._dynamo  # the first optimizer step would import it, in every rank
 import torch.distributed as dist
+from peers import Training, ddp, post_local_sgd
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
@@ -54,51 +51,27 @@ class Epoch(NamedTuple):
     accuracy: float
 
 
-class Training(NamedTuple):
-    """What a method trains with.
-
-    Args:
-        network: the model, perhaps inside a module that communicates.
-        optimizer: None if the network steps in its backward pass.
-        finish: waits until the ranks have ended their rounds.
-    """
-
-    network: nn.Module
-    optimizer: Any | None
-    finish: Callable[[], Any] = lambda: None
-
-
 def sgd(params: Any, lr: float) -> torch.optim.SGD:
     return torch.optim.SGD(params, lr=lr, momentum=0.9)
 
 
-def ddp(model: nn.Module, lr: float, compress: bool = False) -> Training:
-    network = DistributedDataParallel(model)
-    if compress:
-        network.register_comm_hook(None, bf16_compress_hook)
-    return Training(network, sgd(network.parameters(), lr))
-
-
-def post_local_sgd(model: nn.Module, lr: float, period: int) -> Training:
-    averager = PeriodicModelAverager(period=period)
-    return Training(model, PostLocalSGDOptimizer(sgd(model.parameters(), lr), averager))
-
-
-def decent_dp(model: nn.Module, lr: float) -> Training:
+def decent_dp(model: nn.Module, base: torch.optim.Optimizer) -> Training:
     from decent_dp.ddp import DecentralizedDataParallel
 
+    # It makes an optimizer for each of its buckets.
+    lr = base.defaults["lr"]
     network = DecentralizedDataParallel(
         model, lambda named: sgd([tensor for _, tensor in named], lr), topology="ring"
     )
     return Training(network, None)
 
 
-def gossip(model: nn.Module, lr: float, **options: Any) -> Training:
-    optimizer = DecentOptimWrapper(sgd(model.parameters(), lr), topology="ring", **options)
+def gossip(model: nn.Module, base: torch.optim.Optimizer, **options: Any) -> Training:
+    optimizer = DecentOptimWrapper(base, topology="ring", **options)
     return Training(model, optimizer, optimizer.synchronize)
 
 
-METHODS: dict[str, Callable[[nn.Module, float], Training]] = {
+METHODS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Training]] = {
     "DDP": ddp,
     "DDP, bf16 hook": partial(ddp, compress=True),
     "PostLocalSGD, period 8": partial(post_local_sgd, period=8),
@@ -125,7 +98,7 @@ def train(
     torch.manual_seed(seed)
     shard, _ = load_data(world.rank, world.world_size, world.device, by_digit)
     model = build_model()
-    network, optimizer, finish = METHODS[method](model, lr)
+    network, optimizer, finish = METHODS[method](model, sgd(model.parameters(), lr))
     generator = torch.Generator().manual_seed(1000 * seed + world.rank)
     history = []
     dist.barrier()

@@ -3,7 +3,7 @@
     sudo python examples/benchmark/timeline.py --methods ours decent-dp --size 40
 
 Runs methods of `step_time.py` in the network lab and records two things on one clock: what the
-training thread of each rank is in (ranges of torch's profiler), and the bytes on each link, read
+training thread of each rank is in (`record_function` ranges), and the bytes on each link, read
 every millisecond behind the rate limit. Prints for each method how many TCP segments were lost and
 sent again, how long the links were idle, and what the ranks did meanwhile; draws a few steps. A
 method took a minute on 2 busy cores.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -23,6 +24,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 # The profiler's library reads it when it is loaded, and would log every start and stop.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -41,7 +43,7 @@ BUSY_SHARE = 0.2
 # Averaged over some packets, which are up to 64 KiB large between namespaces.
 PACKETS, PACKET_BYTES = 3, 65536
 SHORTEST_IDLE_SECONDS = 0.003
-# What a range of the profile says about the training thread, by the beginning of its name.
+# What a range says about the training thread, by the beginning of its name.
 RANGES = {
     "decent::wait": "wait",
     "work.wait": "wait",
@@ -50,8 +52,8 @@ RANGES = {
     "Optimizer.step": "update",
     "decent::launch": "send",
     "dist.all_reduce": "send",
-    "_BusyBackward": "backward",
-    "_Busy": "forward",
+    "busy.backward": "backward",
+    "busy.forward": "forward",
 }
 # With their colours.
 ACTIVITIES = {
@@ -115,6 +117,8 @@ def record(method: str, size_mib: float, steps: int, adamw: bool) -> Trace:
         os.environ["STEP_TIME_ADAMW"] = "1"
     _name_range(dist.Work, "wait", "work.wait")
     _name_range(dist, "all_reduce", "dist.all_reduce")
+    _name_range(step_time.Busy, "forward", "busy.forward")
+    _name_range(step_time.Busy, "backward", "busy.backward")
     step = step_time.METHODS[method](step_time.build_model(size_mib))
     for _ in range(5):
         step()
@@ -123,9 +127,9 @@ def record(method: str, size_mib: float, steps: int, adamw: bool) -> Trace:
     for _ in range(3):
         step()
     starts, before = [], netlab.retransmitted()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        with record_function("clock"):
-            now = time.monotonic()
+    # The library opens its ranges in a profile only. Its events are not read: reading them has
+    # failed with std::bad_alloc.
+    with profile(activities=[ProfilerActivity.CPU]), _noting_ranges() as spans:
         for _ in range(steps):
             starts.append(time.monotonic())
             step()
@@ -134,17 +138,43 @@ def record(method: str, size_mib: float, steps: int, adamw: bool) -> Trace:
     if hasattr(step, "finish"):
         step.finish()
     dist.barrier()
-    events = profiler.events()
-    (clock,) = (event for event in events if event.name == "clock")
-    offset = now - clock.time_range.start / 1e6
+    spans.sort(key=lambda span: (span.start, -span.end))
+    return Trace(spans=_outermost(spans), steps=starts, retransmitted=again)
+
+
+@contextmanager
+def _noting_ranges() -> Iterator[list[Span]]:
+    """List the ranges that this thread closes."""
     spans: list[Span] = []
-    for event in sorted(events, key=lambda each: each.time_range.start):
-        activity, times = _activity(event.name), event.time_range
-        start, end = offset + times.start / 1e6, offset + times.end / 1e6
-        # A range may be inside another one of the same activity.
-        if activity and not (spans and spans[-1].activity == activity and spans[-1].end >= end):
-            spans.append(Span(activity, start, end))
-    return Trace(spans=spans, steps=starts, retransmitted=again)
+    thread = threading.get_ident()
+    enter, leave = record_function.__enter__, record_function.__exit__
+    started: dict[int, float] = {}
+
+    def entered(self: record_function) -> record_function:
+        started[id(self)] = time.monotonic()
+        return enter(self)
+
+    def left(self: record_function, *error: Any) -> None:
+        leave(self, *error)
+        start = started.pop(id(self), None)
+        activity = _activity(self.name)
+        if activity and start is not None and threading.get_ident() == thread:
+            spans.append(Span(activity, start, time.monotonic()))
+
+    with (
+        patch.object(record_function, "__enter__", entered),
+        patch.object(record_function, "__exit__", left),
+    ):
+        yield spans
+
+
+def _outermost(spans: list[Span]) -> list[Span]:
+    """Leave out ranges inside another one of the same activity."""
+    kept: list[Span] = []
+    for span in spans:
+        if not (kept and kept[-1].activity == span.activity and kept[-1].end >= span.end):
+            kept.append(span)
+    return kept
 
 
 def _activity(name: str) -> str | None:
@@ -152,7 +182,7 @@ def _activity(name: str) -> str | None:
 
 
 def _name_range(owner: Any, attribute: str, name: str) -> None:
-    """Make calls of a function of torch a range in the profile."""
+    """Make calls of a function a range."""
     function = getattr(owner, attribute)
 
     @functools.wraps(function)

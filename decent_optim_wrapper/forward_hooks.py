@@ -1,0 +1,165 @@
+"""Announces parameters that a forward pass is about to read, module by module."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+# Called with parameters; None for all.
+Announce = Callable[[Iterable[Tensor] | None], None]
+
+
+class ForwardHooks:
+    """Announces the parameters of each module right before its forward pass.
+
+    A parameter may be read outside of the forward pass of its own module: `nn.MultiheadAttention`
+    reads those of its projection. So a module also announces the parameters of all modules below it
+    that were not called in the previous pass. If a pass begins with another module than the model,
+    the parameters of the model itself are announced first, and those that no called module
+    contains. All parameters are announced together
+
+    - in the first pass, and in a pass that begins with another module than the previous one;
+    - without gradients, since autograd would not notice a parameter that changes later;
+    - if they are sharded, since FSDP gathers those of the next module ahead;
+    - by a compiled model, since no hook runs in compiled code;
+    - before `state_dict()` of any module.
+
+    At the end of a pass through the whole model, all others are announced. If one was read before,
+    autograd notices the change and raises an error in the backward pass.
+
+    Args:
+        model: the model; a copy of it, or a model loaded from a file, announces nothing.
+        announce: function that is called with parameters that are about to be read.
+        settle: function that is called before parameters are saved.
+    """
+
+    def __init__(self, model: nn.Module, announce: Announce, settle: Callable[[], None]) -> None:
+        self._announce = announce
+        self._settle = settle
+        self._root = model
+        self._sharded = any(isinstance(param, DTensor) for param in model.parameters())
+        # The parameters of each module that calls these hooks, by its id. Not as they are when it
+        # is called: functional_call() puts other tensors in their place.
+        self._own: dict[int, list[Tensor]] = {}
+        # The modules that were called since the last step, and before it, by id; the first first.
+        self._called: dict[int, None] = {}
+        self._called_before: dict[int, None] = {}
+        # What each of them announces, as long as the same modules are called.
+        self._announced: dict[int, list[Tensor]] = {}
+        self._handles: list[Any] = [model.register_forward_hook(_Hook(self, "after"))]
+        self.watch()
+        weakref.finalize(self, _remove, self._handles).atexit = False
+
+    def watch(self) -> None:
+        """Follow the modules and parameters that the model has now."""
+        before, saving = _Hook(self, "before"), _Hook(self, "before_saving")
+        for module in self._root.modules():
+            # TorchScript modules take no hooks: the module above announces their parameters.
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            if id(module) not in self._own:
+                # First of all: FSDP gathers shards in such a hook.
+                self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+                handle = module.register_state_dict_pre_hook(saving)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+            self._own[id(module)] = [*module.parameters(recurse=False)]
+        self._announced = {}
+
+    @property
+    def were_called(self) -> bool:
+        """Whether any module was called since the last step."""
+        return bool(self._called)
+
+    def end_step(self) -> None:
+        """Note the end of a step: modules called from now on belong to the next one."""
+        if self._called:
+            if self._called.keys() != self._called_before.keys():
+                self._announced = {}
+            self._called_before, self._called = self._called, {}
+
+    def before(self, module: nn.Module, *inputs: Any) -> None:
+        """Announce the parameters that a module is about to read."""
+        if torch.compiler.is_compiling():
+            if module is self._root:
+                self._announce_all()
+            return
+        key = id(module)
+        begins = not self._called
+        if self._sharded or not torch.is_grad_enabled() or (begins and self._is_new(key)):
+            self._announce(None)
+        else:
+            if begins and module is not self._root:
+                # The model itself may be called later, or its parameters be read without that.
+                self._announce_those(0, self._read_by(self._root))
+            self._announce_those(key, self._read_by(module))
+        self._called[key] = None
+
+    def _is_new(self, first: int) -> bool:
+        """Whether a pass begins with another module than the one before."""
+        return next(iter(self._called_before), None) != first
+
+    def after(self, module: nn.Module, *results: Any) -> None:
+        """Announce all other parameters."""
+        if not torch.compiler.is_compiling():
+            self._announce(None)
+
+    def before_saving(self, module: nn.Module, *arguments: Any) -> None:
+        """Make sure that a state dict holds whole rounds only."""
+        self._settle()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _announce_all(self) -> None:
+        self._announce(None)
+        self._called[id(self._root)] = None
+
+    def _announce_those(self, key: int, found: Iterable[Tensor]) -> None:
+        """Announce the parameters for this key, which are searched only once."""
+        params = self._announced.get(key)
+        if params is None:
+            params = self._announced[key] = [*found]
+        if params:
+            self._announce(params)
+
+    def _read_by(self, module: nn.Module) -> Iterable[Tensor]:
+        """The parameters of a module, and of those below it that are not called themselves."""
+        own = self._own.get(id(module))
+        yield from module.parameters(recurse=False) if own is None else own
+        for child in module.children():
+            yield from self._uncalled_in(child)
+
+    def _uncalled_in(self, module: nn.Module) -> Iterable[Tensor]:
+        """The parameters of a module that is not called, down to those that are."""
+        if id(module) not in self._called_before:
+            yield from self._read_by(module)
+
+
+class _Hook:
+    """Calls a method of hooks as long as they exist.
+
+    Args:
+        hooks: the hooks; None in a copy of a model.
+        method: the name of the method.
+    """
+
+    def __init__(self, hooks: ForwardHooks | None, method: str) -> None:
+        self._hooks = hooks if hooks is None else weakref.ref(hooks)
+        self._method = method
+
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        hooks = self._hooks and self._hooks()
+        if hooks is not None:
+            getattr(hooks, self._method)(module, *arguments)
+
+    def __reduce__(self) -> Any:
+        # Copies and files.
+        return _Hook, (None, self._method)
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()

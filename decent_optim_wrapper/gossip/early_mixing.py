@@ -1,0 +1,127 @@
+"""Mixes a round between two steps, bucket by bucket, when a forward pass needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from decent_optim_wrapper.errors import NonFiniteError
+from decent_optim_wrapper.gossip.local_update import LocalUpdate
+from decent_optim_wrapper.gossip.pipeline import Pipeline
+from decent_optim_wrapper.gossip.round import Round
+from decent_optim_wrapper.gossip.schedule import RoundKind
+from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.storage import Flat
+
+
+class EarlyMixing:
+    """Mixes buckets before their whole round has arrived, and restores them if it does not arrive.
+
+    Args:
+        pipeline: the rounds. This class has no effect if their pacing mixes in steps only.
+        local_update: knows the names of the parameters.
+    """
+
+    def __init__(self, pipeline: Pipeline, local_update: LocalUpdate) -> None:
+        self.pipeline = pipeline
+        self._local_update = local_update
+        self.is_on = pipeline.policy.pacing.mixes_early
+        # The values of buckets before they were mixed, until their whole round is mixed.
+        self._before: list[tuple[Bucket, Flat]] = []
+        # Memory for these values, if the sent copy cannot be used.
+        self._copies: WeakKeyDictionary[Bucket, Flat] = WeakKeyDictionary()
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether some buckets of a dropped round were mixed."""
+        return bool(self._before) and self.pipeline.in_flight.round is None
+
+    def mix(self, params: Iterable[Tensor] | None = None) -> None:
+        """Mix the buckets of some parameters, unless they are mixed already.
+
+        Args:
+            params: the parameters; None for all.
+
+        Raises:
+            RuntimeError: a parameter was changed by hand while it was being sent.
+            PeerError: a bucket did not arrive.
+            CallOrderError: a peer is in another method or round.
+            NonFiniteError: the round must not be mixed. It is dropped, and its mixed buckets are
+                restored.
+        """
+        pipeline = self.pipeline
+        flying = pipeline.in_flight.round
+        wanted = [] if flying is None else self._wanted(flying, params)
+        if flying is None or not wanted:
+            return
+        if changed := flying.changed_in_flight():
+            rank = pipeline.session.transport.initial_rank
+            self._local_update.check(pipeline.buckets, changed, rank)
+        pipeline.check_on_gpu()
+        pipeline.policy.meter.note_round(pipeline.in_flight.age)
+        if len(wanted) == len(flying.unmixed) or self._is_whole(flying):
+            self._finish(flying)
+            return
+        pipeline.begin_mixing(flying)
+        for bucket in wanted:
+            flying.receive_bucket(bucket)
+            if flying.flags.refused:
+                self._finish(flying)
+                return
+            self._mix(flying, bucket, partial(pipeline.mix, flying))
+
+    def _is_whole(self, flying: Round) -> bool:
+        """Whether a round is mixed as a whole, because extensions cannot be undone."""
+        has_state = any(each.name for each in self.pipeline.extensions.all)
+        return has_state or flying.plan.kind is RoundKind.AVERAGE
+
+    def _wanted(self, flying: Round, params: Iterable[Tensor] | None) -> list[Bucket]:
+        """The buckets of these parameters that are still to be mixed, in sending order."""
+        unmixed = [*flying.unmixed]
+        if params is None:
+            return unmixed
+        asked = {self.pipeline.bucket_of.get(id(param)) for param in params}
+        wanted = [bucket for bucket in unmixed if bucket in asked]
+        self.pipeline.note_need(wanted, first=len(unmixed) == len(self.pipeline.buckets))
+        return wanted
+
+    def _mix(self, flying: Round, bucket: Bucket, mix: Callable[[Bucket], None]) -> None:
+        before = flying.sent(bucket)
+        if before is None:
+            if bucket not in self._copies:
+                self._copies[bucket] = bucket.new_flat()
+            before = bucket.pack(self._copies[bucket])
+        self._before.append((bucket, before))
+        mix(bucket)
+
+    def _finish(self, flying: Round) -> None:
+        """Receive the rest of the round, and mix it."""
+        try:
+            self.pipeline.finish()
+        except NonFiniteError:
+            # Other ranks may have mixed other buckets first; all must move the same references.
+            for bucket in [each for each in flying.unmixed if not flying.refuses(each)]:
+                self._mix(flying, bucket, flying.mix)
+            self.undo()
+            raise
+        self.settle()
+
+    def settle(self) -> None:
+        """Keep the mixed buckets: the round is complete, or its parameters are replaced."""
+        self._before = []
+
+    def undo(self, buckets: Collection[Bucket] | None = None) -> None:
+        """Restore the buckets that were mixed of a round that has not arrived as a whole.
+
+        Args:
+            buckets: the buckets to restore; None for all.
+        """
+        before, self._before = self._before, []
+        for bucket, values in before:
+            if buckets is None or bucket in buckets:
+                bucket.unpack_(values)
+            else:
+                self._before.append((bucket, values))

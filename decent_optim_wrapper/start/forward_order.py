@@ -1,0 +1,78 @@
+"""Checks of the model for mixing before a forward pass, and the order of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from decent_optim_wrapper.config import Schedule, Settings
+from decent_optim_wrapper.optim.shards import largest_shard_bytes
+from decent_optim_wrapper.wire.layout import MIB
+from decent_optim_wrapper.wire.parameters import Named
+
+# A forward pass waits for the first bucket before it does anything.
+_HEAD_MB = 1.0
+
+
+def overlap_of(
+    schedule: object, model: nn.Module, params: Iterable[Tensor]
+) -> Literal[True, "forward"]:
+    """The default `overlap` if the model is known.
+
+    Args:
+        schedule: the schedule of the rounds; None for the default one.
+        model: the model.
+        params: the parameters of the optimizer.
+
+    Returns:
+        "forward", unless rounds take longer than a step, or modules do not announce all parameters.
+    """
+    is_late = isinstance(schedule, Schedule) and schedule.pacing.needs_snapshot
+    if is_late or isinstance(model, torch.jit.ScriptModule):
+        return True
+    return "forward" if set(params) <= set(model.parameters()) else True
+
+
+def check_forward(settings: Settings, model: nn.Module | None, parameters: Sequence[Named]) -> None:
+    """Check that the model contains all parameters, if the pacing needs that.
+
+    Raises:
+        ValueError: there is no model, or it does not contain all parameters.
+    """
+    if not settings.pacing.mixes_early:
+        return
+    overlap = settings.overlap
+    if model is None or isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            f"overlap={overlap!r} expects the model, whose modules are about to read the "
+            f"parameters when they are called; pass model=model, not in TorchScript"
+        )
+    held = set(map(id, model.parameters()))
+    if missing := [each.name for each in parameters if id(each.tensor) not in held]:
+        raise ValueError(
+            f"overlap={overlap!r} expects all parameters of the optimizer in the model, but it "
+            f"does not have parameters {', '.join(missing)}; pass the module that contains them "
+            f"all, such as an nn.ModuleList of several models"
+        )
+
+
+def forward_order(settings: Settings, model: nn.Module | None) -> tuple[Tensor, ...]:
+    """The parameters in the order of a forward pass; empty if it does not wait for them."""
+    if model is None or not settings.pacing.mixes_early:
+        return ()
+    return tuple(model.parameters())
+
+
+def head_of(order: Sequence[Tensor], cap_mb: float) -> frozenset[int]:
+    """The ids of the parameters in a small first bucket; empty if all buckets are as small."""
+    head: set[int] = set()
+    room = _HEAD_MB * MIB if cap_mb > _HEAD_MB else 0.0
+    for param in order:
+        room -= largest_shard_bytes(param)
+        if room < 0:
+            break
+        head.add(id(param))
+    return frozenset(head)

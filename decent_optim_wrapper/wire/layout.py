@@ -1,0 +1,77 @@
+"""How tensors are put into buckets: what a bucket may hold, and in which form it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from decent_optim_wrapper.codecs import Codec
+
+MIB = 1024 * 1024
+
+
+class Layout(NamedTuple):
+    """How tensors are put into buckets.
+
+    Args:
+        cap_mb: upper bound of a bucket in MiB; a larger tensor gets its own bucket.
+        wire_device: maps a tensor's device to the device that the transport exchanges on.
+        codec: how values are coded if that takes fewer bytes; None sends them unchanged.
+        as_view: make the tensors views of the bucket's own storage.
+        order: the tensors that go first into buckets, in this order.
+        head: the tensors that a forward pass needs first, which get a separate small bucket.
+        copies: function that returns how many ranks of a replica hold the same values of a tensor.
+        uses_reference: whether differences to a reference may be coded, at the cost of a copy for
+            each group; otherwise the values are coded.
+    """
+
+    cap_mb: float
+    wire_device: Callable[[torch.device], torch.device] = lambda device: device
+    codec: Codec | None = None
+    as_view: bool = False
+    order: tuple[Tensor, ...] = ()
+    head: frozenset[int] = frozenset()
+    copies: Callable[[Tensor], int] = lambda tensor: 1
+    uses_reference: bool = True
+
+    @property
+    def plain(self) -> Layout:
+        """The layout for tensors that are exchanged without a codec, outside the gossip."""
+        return Layout(self.cap_mb, self.wire_device, copies=self.copies)
+
+    def places(self, tensors: Iterable[Tensor]) -> list[int]:
+        """The position of each tensor in the order; the others come last."""
+        places = {id(tensor): place for place, tensor in enumerate(self.order)}
+        return [places.get(id(tensor), len(places)) for tensor in tensors]
+
+
+class Kind(NamedTuple):
+    """What the members of a bucket have in common.
+
+    Kernels take DTensors of one mesh only. Tensors that several ranks of a replica hold are summed
+    in the same buckets on all of them, and so are rounded in the same way.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    mesh: Any = None
+    copies: int = 1
+    is_head: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor, layout: Layout) -> Kind:
+        """The kind of a tensor."""
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        is_head = id(tensor) in layout.head
+        return cls(tensor.device, tensor.dtype, mesh, layout.copies(tensor), is_head)
+
+
+def saving(codec: Codec | None, dtype: torch.dtype) -> Codec | None:
+    """The codec, if its messages take fewer bytes than values of this dtype."""
+    if codec is None or codec.nbytes(codec.block) >= codec.block * dtype.itemsize:
+        return None
+    return codec

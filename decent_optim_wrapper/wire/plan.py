@@ -1,0 +1,63 @@
+"""Fills buckets with tensors, in the same way on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
+
+from torch import Tensor
+
+from decent_optim_wrapper.optim.shards import largest_shard_bytes
+from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.layout import MIB, Kind, Layout
+
+
+def extend_plan(
+    buckets: Sequence[Bucket], tensors: Iterable[Tensor], layout: Layout
+) -> tuple[Bucket, ...]:
+    """Plan the buckets of the tensors that require a gradient or are in a bucket already.
+
+    Args:
+        buckets: the present buckets.
+        tensors: all parameters, some of them perhaps several times.
+        layout: cap and form of the buckets.
+
+    Returns:
+        The buckets that a new wrapper on the same parameters would have, so that a resumed run sums
+        in the same order. With views, the present buckets, whose members stay in their storage, and
+        further ones.
+    """
+    known = {id(member) for bucket in buckets for member in bucket.members}
+    distinct = {id(tensor): tensor for tensor in tensors}
+    live = [t for key, t in distinct.items() if t.requires_grad or key in known]
+    if not layout.as_view:
+        return plan_buckets(live, layout)
+    return (*buckets, *plan_buckets((t for t in live if id(t) not in known), layout))
+
+
+def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...]:
+    """Fill buckets in the layout's order, one open bucket for each device and dtype.
+
+    Args:
+        tensors: any tensors, in an order that is the same on every rank.
+        layout: cap and form of the buckets.
+
+    Returns:
+        The buckets, ordered by their first tensor.
+    """
+    cap_bytes = layout.cap_mb * MIB
+    filled: list[list[Tensor]] = []
+    open_buckets: dict[Kind, tuple[list[Tensor], int]] = {}
+    listed = list(tensors)
+    placed = sorted(zip(layout.places(listed), listed, strict=True), key=itemgetter(0))
+    for _, tensor in placed:
+        kind = Kind.of(tensor, layout)
+        # This rank's own shard may be smaller, and would lead to other buckets than its replica's.
+        nbytes = largest_shard_bytes(tensor)
+        members, used_bytes = open_buckets.get(kind, ([], 0))
+        if not members or used_bytes + nbytes > cap_bytes:
+            members, used_bytes = [], 0
+            filled.append(members)
+        members.append(tensor)
+        open_buckets[kind] = (members, used_bytes + nbytes)
+    return tuple(Bucket(members, layout) for members in filled)

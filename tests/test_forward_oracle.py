@@ -1,0 +1,173 @@
+"""overlap="forward" follows dense matrices in float64, however a rank trains."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from covering import VIEWS, named, pairwise
+from dense import due_matrix, mix, train_densely
+from modules import (
+    CAP_MB,
+    Odd,
+    accum_adam,
+    adamw,
+    backward,
+    flat,
+    fused,
+    loss_of,
+    quasi_global,
+    sgd,
+    wrap,
+)
+from ranks import run_threads
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from decent_optim_wrapper import DecentOptimWrapper, Schedule, TopologyFactory
+
+RANKS, STEPS = 4, 6
+CLIP = 0.3
+# The rank and the step with an overflow, in the second of two accumulated batches.
+OVERFLOW = (1, 2)
+# The gradient of a key's bias is zero up to rounding, which Adam would blow up to a whole step.
+EPS = 1e-3
+BASES = {
+    "sgd": sgd,
+    "adamw": partial(adamw, eps=EPS),
+    "fused": partial(fused, eps=EPS),
+    "accumulating": partial(accum_adam, eps=EPS),
+    "quasi-global": quasi_global,
+}
+SCHEDULES = {
+    "every step": Schedule(),
+    "rare": Schedule(gossip_every=2, mixing_rate=0.8),
+    "averages": Schedule(global_avg_every=3),
+}
+
+
+class Case(NamedTuple):
+    """How the ranks train.
+
+    Args:
+        way: "step", "backward" or "at end" of the backward pass.
+        topology: by name.
+        base: makes the optimizer.
+        schedule: of the rounds.
+        views: whether the parameters are views of the buckets.
+        clips: by the norm of the model, in the backward pass by that of a bucket.
+        scales: with a GradScaler, and an overflow on one rank.
+        batches: whose gradients are accumulated.
+    """
+
+    way: str
+    topology: str
+    base: Any
+    schedule: Schedule
+    views: bool
+    clips: bool
+    scales: bool
+    batches: int
+
+
+def train(case: Case, rank: int, group: dist.ProcessGroup) -> tuple[Tensor, list[list[int]]]:
+    """The parameters at the end, and those of each bucket by number."""
+    model = Odd()
+    options: dict[str, Any] = {
+        "topology": case.topology,
+        "schedule": case.schedule,
+        "param_as_bucket_view": case.views,
+        "overlap": "forward",
+        "process_group": group,
+    }
+    scaler = GradScaler("cpu", init_scale=64.0, enabled=case.scales)
+    if case.way == "step":
+        base = case.base(list(model.named_parameters()))
+        optimizer = DecentOptimWrapper(base, model=model, bucket_cap_mb=CAP_MB, **options)
+        wrapped: Any = model
+    else:
+        wrapped = wrap(
+            *(model, options.pop("process_group"), case.base),
+            scaler=scaler if case.scales else None,
+            grad_clip_norm=CLIP if case.clips else 0.0,
+            update_in_backward=None if case.way == "backward" else False,
+            **options,
+        )
+        optimizer = wrapped.optimizer
+    assert len(optimizer.buckets) >= 2
+    for step in range(STEPS):
+        for part in range(case.batches):
+            last = part == case.batches - 1
+            if wrapped is not model:
+                wrapped.set_accumulate_grad(not last)
+            loss = loss_of(wrapped, rank, case.batches * step + part)
+            if case.scales and last and (rank, step) == OVERFLOW:
+                loss = loss * torch.inf
+            backward(scaler.scale(loss))
+        if wrapped is model:
+            scaler.unscale_(optimizer)
+            if case.clips:
+                optimizer.clip_grad_norm_(CLIP)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert bool(optimizer.stats().skipped) == (case.scales and (rank, step) == OVERFLOW)
+    optimizer.synchronize()
+    numbers = {id(param): number for number, param in enumerate(model.parameters())}
+    buckets = [[numbers[id(member)] for member in each.members] for each in optimizer.buckets]
+    return flat(model), buckets
+
+
+def train_in_one_place(case: Case, buckets: list[list[int]]) -> Tensor:
+    """As all ranks together; see `train`."""
+    models = [Odd() for _ in range(RANKS)]
+    worlds = [list(model.parameters()) for model in models]
+    bases = [case.base(list(model.named_parameters())) for model in models]
+    topology = TopologyFactory.create(case.topology, RANKS)
+    schedule = case.schedule
+
+    def compute(rank: int, step: int) -> None:
+        models[rank].zero_grad()
+        for part in range(case.batches):
+            backward(loss_of(models[rank], rank, case.batches * step + part))
+        if case.clips:
+            clipped = buckets if case.way == "backward" else [[*range(len(worlds[rank]))]]
+            for each in clipped:
+                nn.utils.clip_grad_norm_([worlds[rank][number] for number in each], CLIP)
+
+    def update(rank: int, step: int) -> None:
+        if not case.scales or (rank, step) != OVERFLOW:
+            bases[rank].step()
+
+    def land(step: int) -> None:
+        assert isinstance(schedule.gossip_every, int)
+        every, averages = schedule.gossip_every, schedule.global_avg_every
+        mix(worlds, due_matrix(topology, every, averages, schedule.mixing_rate, step))
+
+    return train_densely(worlds, STEPS, False, compute, update, land)
+
+
+CASES = pairwise(
+    named("step", "backward", "at end"),
+    named("ring", "complete"),
+    BASES,
+    SCHEDULES,
+    VIEWS,
+    {"clipped": True, "unclipped": False},
+    {"scaled": True, "unscaled": False},
+    {"one batch": 1, "two batches": 2},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [pytest.param(Case(*each.values), id=each.id) for each in CASES])
+def test_mixing_before_the_forward_pass_follows_the_oracle(case: Case) -> None:
+    """Over frozen, unused and tied parameters, and checkpoints of activations."""
+    results = run_threads(RANKS, lambda rank, group: train(case, rank, group))
+    found = torch.stack([params for params, _ in results])
+    expected = train_in_one_place(case, results[0][1])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert (found - flat(Odd())).abs().max() > 1e-2
