@@ -14,13 +14,13 @@ def text_of(error: BaseException) -> str:
 
 
 class PeerError(RuntimeError):
-    """A peer died, stopped or ended, so its part of a round or a collective did not arrive.
+    """A peer was lost, so its part of a round or a collective did not arrive.
 
-    The parameters are as they were before the failed round was mixed.
+    The parameters are those before the failed round: none of it was mixed.
 
     Args:
         text: what was expected, what came, and what to do.
-        rank: the peer that was lost; None if it is not known which one.
+        rank: the lost peer; None if it is not known.
         round: the round that failed; None outside a round.
         bucket: index of the first bucket that did not arrive; None outside a round.
     """
@@ -39,7 +39,7 @@ class PeerError(RuntimeError):
 
 
 class CallOrderError(RuntimeError):
-    """The ranks called different methods, or the same ones a different number of times."""
+    """The ranks called different methods, or the same method a different number of times."""
 
 
 class NonFiniteError(RuntimeError):
@@ -53,3 +53,20 @@ class NonFiniteError(RuntimeError):
     def __init__(self, text: str, ranks: Sequence[int]) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
+
+
+def late_error(rank: int, round: int, pacing: object) -> RuntimeError:
+    """The error of a round that is due while another one is in flight."""
+    return RuntimeError(
+        f"rank {rank}: {pacing!r} leaves a round in flight while round {round} is due, which would "
+        f"be skipped; pass Schedule(gossip_every=k) with k at least the number of steps for which "
+        f"a round is in flight"
+    )
+
+
+def unannounced_error(rank: int, extension: object) -> RuntimeError:
+    """The error of an extension that sends buckets although its `sends` is False."""
+    return RuntimeError(
+        f"rank {rank}: launch() of {type(extension).__name__} expects nothing to send, since its "
+        f"`sends` is False; set it to True"
+    )

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line."""
+"""Warnings that point at a line of the user."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _LIBRARIES = {
 
 
 def warn(text: str) -> None:
-    """Issue a UserWarning for the innermost line on the stack that is the user's own.
+    """Issue a UserWarning for the innermost line of user code on the stack.
 
-    Python shows a text once for each line. If no line is the user's, as on a thread of autograd,
-    it is the outermost one.
+    Python shows a text once per line. If there is no user code on the stack, as on a thread of
+    autograd, the warning points at the outermost line.
 
     Args:
-        text: what happens, on which rank, and what to do.
+        text: what happened, on which rank, and what to do.
     """
     level, frame = 2, sys._getframe(1)
     while _in_library(frame) and frame.f_back is not None:

@@ -1,4 +1,4 @@
-"""Small messages to all ranks, each of which sends its own when it comes to it."""
+"""Small messages to all ranks, each of which sends its own when it is ready."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TAG = -2
 
 
 class Announcement(NamedTuple):
-    """The messages of all other ranks, on their way.
+    """The messages of all other ranks, in flight.
 
     Args:
         arrival: waits for them in the background.
@@ -41,7 +41,7 @@ def send_to_all(message: Tensor, transport: Transport) -> Announcement:
     pending: list[PendingMessage] = []
     for rank in transport.others:
         try:
-            # Pair by pair: no collective, which would have to come in the same order everywhere.
+            # In pairs: a collective would have to come in the same order on all ranks.
             pending += transport.send_control(message, (transport.rank, rank), _TAG)
         except WireError as error:
             raise transport.lose_in_collective((rank,), error) from error

@@ -1,7 +1,7 @@
-"""Which rank was lost, and why: notes in the store, written before connections are closed.
+"""Notes in the store about which rank was lost and why, written before connections are closed.
 
-A rank that loses a peer closes its own connections, so that no rank waits for it. Its neighbours
-then see a closed connection, and without a note would take this healthy rank for the lost one.
+A rank that loses a peer closes its own connections, so that no rank waits for it. Without a note,
+its neighbours would then consider this healthy rank as lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CLOSED_SECONDS = 0.3
 # The same if a rank did not answer in time, or if one of several is lost.
 _SILENT_SECONDS = 1.5
 _POLL_SECONDS = 0.02
-# A store that does not answer is given up after this time: errors must not be late.
+# A store that does not answer is given up after this time, so that errors are not late.
 _STORE_TIMEOUT = timedelta(seconds=1.5)
 # Characters of an error in a note; longer ones are cut.
 _LONGEST_ERROR = 500
@@ -32,7 +32,7 @@ class PeerLoss(NamedTuple):
     """The outcome of a search for the lost rank.
 
     Args:
-        ranks: as numbered at the start; several if it is not known which of them was lost.
+        ranks: the lost rank, as numbered at the start; several if it is not known which one.
         error: the error that the rank itself has noted; empty if there is none.
         ended: whether it has closed its connections without an error of the library.
         out_of_order: whether its error is a `CallOrderError`: it is alive, but in another call.
@@ -57,7 +57,7 @@ class PeerLoss(NamedTuple):
         if self.ended:
             return (
                 "look there for an error; if there is none, make the same number of calls on every "
-                "rank, with torch.distributed.algorithms.Join where some have fewer batches"
+                "rank, with torch.distributed.algorithms.Join if some have fewer batches"
             )
         return "look there for the first error"
 
@@ -80,7 +80,7 @@ class FailureReports:
     """Reads and writes the notes for one rank.
 
     Args:
-        store: a connection for this transport only, to what its ranks share; None if there is none.
+        store: a connection of this transport to the store of its ranks; None if there is none.
         rank: this rank, as numbered at the start.
     """
 
@@ -89,7 +89,7 @@ class FailureReports:
         self._rank = rank
 
     def note_error(self, error: BaseException) -> None:
-        """Note that this rank failed by itself; only the first such note counts."""
+        """Note that this rank itself failed; only the first such note counts."""
         text = f"{type(error).__name__}: {text_of(error)}"[:_LONGEST_ERROR]
         out_of_order = isinstance(error, CallOrderError)
 
@@ -100,14 +100,14 @@ class FailureReports:
         self._try(note)
 
     def note(self, suspects: Sequence[int]) -> None:
-        """Note the ranks whose loss makes this rank close its connections; none at its end."""
+        """Note the ranks because of which this one closes its connections; empty at its end."""
         self._try(lambda store: store.set(_key(self._rank), json.dumps(list(suspects))))
 
     def find(self, suspects: Sequence[int], silent: bool) -> PeerLoss:
         """Find the lost rank: one of the suspects, or one that their notes name.
 
         Args:
-            suspects: as numbered at the start.
+            suspects: the ranks one of which was lost, as numbered at the start.
             silent: whether they did not answer in time; otherwise a connection was closed.
         """
         several = len(suspects) > 1
@@ -125,7 +125,7 @@ class FailureReports:
         return loss
 
     def error(self) -> PeerLoss | None:
-        """The rank that failed by itself, if there is a note of one."""
+        """The rank that itself failed, if there is a note of one."""
         return self._try(_read_error)
 
     def _look(self, store: BoundedStore, suspects: Sequence[int]) -> PeerLoss:
@@ -145,11 +145,11 @@ class FailureReports:
                 pending += lost
             else:
                 return PeerLoss([rank], ended=True)
-        # None are silent if two ranks waited for each other: both then left a note.
+        # If two ranks waited for each other, both have left a note and none is silent.
         return PeerLoss(sorted(silent or suspects))
 
     def _try(self, call: Callable[[BoundedStore], Result]) -> Result | None:
-        """Use the store, if there is one and it answers: the store itself may be lost."""
+        """Use the store, if there is one and it answers; the store itself may be lost."""
         try:
             return None if self._store is None else call(self._store)
         except RuntimeError:

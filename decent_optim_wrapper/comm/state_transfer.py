@@ -1,4 +1,4 @@
-"""Transfer of state between ranks: structure as JSON, tensors as bytes, nothing unpickled."""
+"""Transfer of state between ranks: structure as JSON, tensors as bytes, no pickle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def send_state(state: Any, transport: Transport) -> None:
     """Send nested dicts, lists, tuples, numbers, strings and tensors to all ranks; collective.
 
     Raises:
-        TypeError: the state contains something else.
+        TypeError: the state contains other objects.
     """
     tensors: list[Tensor] = []
     share_text(json.dumps(_describe(state, tensors)), transport, transport.rank)

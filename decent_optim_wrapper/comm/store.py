@@ -1,7 +1,7 @@
 """Calls to a store with a deadline.
 
 A call to a `TCPStore` waits forever for a server that is stopped or out of reach, whatever timeout
-the store has. Here such calls run on threads of their own and are abandoned after a while.
+the store has. Here such calls run on separate threads and are abandoned after a while.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ENDED = "its server has ended"
 
 
 def cloned(store: Any) -> Any:
-    """The store over another connection, if it has any, so that a hanging call blocks no others."""
+    """The store over another connection if possible, so that a hanging call blocks no others."""
     return store.clone() if hasattr(store, "clone") else store
 
 
@@ -39,7 +39,7 @@ def own_part(store: Any | None, rank: int, timeout: timedelta) -> Any | None:
         return None
 
     def connect() -> Any:
-        # What hangs on this connection holds up no call of the user.
+        # A call that hangs on this connection does not delay calls of the user.
         part = PrefixStore("decent_optim_wrapper", cloned(store))
         return PrefixStore(str(part.add(f"made by {rank}", 1)), part)
 
@@ -58,7 +58,7 @@ class BoundedStore:
     Args:
         store: the store; it is cloned, not used itself.
         timeout: how long the store may be silent.
-        ours: whether nobody else uses the store, so that it is cloned only after a failure.
+        ours: whether only this object uses the store, so that it is cloned only after a failure.
     """
 
     def __init__(self, store: Any, timeout: timedelta, ours: bool = False) -> None:
@@ -105,12 +105,12 @@ class BoundedStore:
         self._call(lambda store: store.compare_set(key, "", value))
 
     def clone(self) -> Any:
-        """Another connection, whose calls have no deadline: for a thread that no one waits for.
+        """Another connection, whose calls have no deadline: for a thread that nothing waits for.
 
         Raises:
             DistError: the store is gone.
         """
-        # Torch would try to connect to a server that has ended until the store's own timeout.
+        # Torch would try to connect to an ended server until the store's own timeout.
         self._reach_server()
         return cloned(self._store)
 
@@ -124,7 +124,7 @@ class BoundedStore:
             raise DistStoreError(_ENDED)
 
     def _reach_server(self) -> None:
-        """As `check_server`, over a connection that it makes at first; it may take long.
+        """Like `check_server`, over a connection that the first call makes; it may take long.
 
         If a connection of torch is used after its server has ended, torch writes a C++ stack of 25
         lines to stderr. A program cannot switch this off after it has imported torch.
@@ -156,8 +156,8 @@ class BoundedStore:
 
         silent = time.monotonic() - self._answered
         try:
-            # After a failure the connection is not used again: a late answer would be taken for
-            # the answer to the next call.
+            # After a failure the connection is not used again: a late answer would be read as the
+            # answer to the next call.
             self._connection, answer = within(max(least, self._timeout - silent), connect_and_ask)
         except TimeoutError as error:
             silent = time.monotonic() - self._answered
@@ -181,7 +181,7 @@ def _connect_to_server_of(store: Any) -> socket.socket | None:
     except ConnectionRefusedError as error:
         raise DistStoreError(_ENDED) from error
     except OSError:
-        # The store may still be within reach for torch, which tries longer.
+        # Torch, which tries longer, may still reach the store.
         return None
     connection.setblocking(False)
     return connection

@@ -1,1 +1,1 @@
-"""Going on without a rank that is lost, and with one that comes back."""
+"""Continuing without lost ranks, and with ranks that come back."""

@@ -1,9 +1,9 @@
-"""An epoch: which ranks take part, at which rounds they are, and who needs the state of another."""
+"""An epoch: the ranks that take part, their rounds, and which of them need a state."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from decent_optim_wrapper.comm.transport import Transport
 
@@ -13,16 +13,18 @@ class Note(NamedTuple):
 
     Args:
         round: the number of its next round.
-        needs_state: whether it needs the state of another rank, if there is one that has any.
+        needs_state: whether it needs the state of another rank, if any rank has one.
         calls_made: number of collective calls that it has made in addition to its steps.
+        told: what it tells the `Follower`s of the other ranks; JSON values.
     """
 
     round: int
     needs_state: bool
     calls_made: int = 0
+    told: Any = None
 
 
-# Every rank starts so; if no rank has any state yet, none of them needs another's.
+# The note of every rank at the start. If no rank has a state yet, none needs one.
 FIRST_NOTE = Note(round=0, needs_state=True)
 
 
@@ -31,7 +33,7 @@ class Epoch:
     """Members that have agreed on each other and are connected.
 
     Args:
-        notes: the notes of the members by rank, in ascending order; at least one of them needs no
+        notes: the notes of the members by rank, in ascending order. At least one of them needs no
             state.
         transport: connects the members. It holds the only reference to their communicator, so that
             `abort` can close it.
@@ -52,7 +54,7 @@ class Epoch:
 
     @property
     def round(self) -> int:
-        """The round with which the members go on: the latest at which a member is."""
+        """The round with which the members continue: the latest round of a member."""
         return max(note.round for note in self._donors.values())
 
     @property
@@ -62,12 +64,12 @@ class Epoch:
 
     @property
     def has_newcomers(self) -> bool:
-        """Whether a member needs the state of another."""
+        """Whether a member needs the state of another one."""
         return len(self._donors) < len(self.notes)
 
     @property
     def donor(self) -> int:
-        """The position of a member at `round`; others that have a state may be a step behind."""
+        """The position of a member at `round`; other members may be a step behind."""
         donors = self._donors.items()
         return next(place for place, note in donors if note.round == self.round)
 

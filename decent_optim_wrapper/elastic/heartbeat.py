@@ -1,96 +1,165 @@
-"""Heartbeats through the store: every rank sends its own and watches the others'."""
+"""Heartbeats through the store: every rank sends its own and watches a few others."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
 
+from decent_optim_wrapper.comm.background import THREAD_PREFIX
 from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.elastic.liveness import EpochWatch
 
-# The longest interval between two heartbeats, and between two looks at the others' heartbeats.
-_LONGEST_PAUSE = 0.25
-# The least number of looks without a new heartbeat after which a rank counts as dead.
-_LOOKS = 8
-# For how many of its pauses a rank looks for heartbeats of another process before its own.
-_LOOKS_FOR_OTHERS = 4
+# The longest interval between two heartbeats. A rank makes two calls to the store in each.
+_LONGEST_PAUSE = 0.5
+# The lowest number of looks without a new heartbeat after which a rank counts as dead.
+_LOOKS = 4
+# For how many pauses a rank looks for another process of its number before its first heartbeat.
+_LOOKS_FOR_OTHERS = 3
+_NOBODY = "nobody"
+
+
+class Pace(NamedTuple):
+    """How often a rank sends a heartbeat and looks at others'.
+
+    Args:
+        pause: seconds between two heartbeats, and between two looks.
+        looks: number of looks without a new heartbeat after which a rank is dead.
+    """
+
+    pause: float
+    looks: int
+
+
+def pace(stale_after: float) -> Pace:
+    """The pace that finds a rank dead after `stale_after` seconds."""
+    pause = min(_LONGEST_PAUSE, stale_after / _LOOKS)
+    return Pace(pause=pause, looks=round(stale_after / pause))
+
+
+class _Looked(NamedTuple):
+    """What is looked at in an epoch.
+
+    Args:
+        epoch: its number, from 1.
+        watch: what this rank knows about the members.
+        dead_key: the key of the list of dead ranks.
+        request_key: the key under which a rank asks for the next epoch.
+    """
+
+    epoch: int
+    watch: EpochWatch
+    dead_key: str
+    request_key: str
 
 
 class Heartbeat:
-    """Sends this rank's heartbeats and watches the others', on a thread of its own.
+    """Sends this rank's heartbeats and watches others', on a thread of its own.
 
     Args:
         store: shared by all ranks.
         rank: this rank.
-        world_size: number of ranks at the start.
         stale_after: seconds without a new heartbeat after which a rank counts as dead. Looks are
-            counted, not seconds: time in which the store does not answer, or in which this process
-            is stopped, does not count.
+            counted, not seconds, so time in which the store does not answer or this process is
+            stopped does not count.
     """
 
-    def __init__(self, store: BoundedStore, rank: int, world_size: int, stale_after: float) -> None:
-        self._pause = min(_LONGEST_PAUSE, stale_after / _LOOKS)
-        self._looks = round(stale_after / self._pause)
+    def __init__(self, store: BoundedStore, rank: int, stale_after: float) -> None:
+        self._pause, self._looks = pace(stale_after)
         self._store = store
         self._rank = rank
-        self._last: dict[int, bytes] = {}
-        # Looks since the last new heartbeat of each rank.
-        self._silent = {other: 0 for other in range(world_size) if other != rank}
-        self._awaited = ""
-        # Whether the awaited key has been seen.
-        self.came = False
+        self._life = 0
+        self._sent = ""
+        self._looked: _Looked | None = None
+        # The text that is sent with each heartbeat.
+        self._text = ""
+        # Whether a later process of this rank sends heartbeats.
+        self.is_replaced = False
         self._stop = threading.Event()
 
     def is_taken(self) -> bool:
-        """Whether another process sends heartbeats of this rank; takes a second if none does.
+        """Whether another process sends heartbeats of this rank; takes a second or two if not.
 
-        To be called before `start`.
+        Call it before `start`.
         """
-        key = _key(self._rank)
-        first, deadline = self._store.find(key), time.monotonic() + _LOOKS_FOR_OTHERS * self._pause
+        return self._hears([self._rank], lambda beat: True)
+
+    def hears_members(self, ranks: Iterable[int]) -> bool:
+        """Whether one of these ranks is alive and in an epoch; takes a second or two if not."""
+        return self._hears(ranks, lambda beat: beat.split(" ")[2] != "0")
+
+    def _hears(self, ranks: Iterable[int], counts: Callable[[str], bool]) -> bool:
+        """Whether one of these ranks sends a new heartbeat that counts."""
+        last = {key: self._store.find(key) for key in map(_key, ranks)}
+        deadline = time.monotonic() + _LOOKS_FOR_OTHERS * self._pause
         while time.monotonic() < deadline:
             time.sleep(self._pause / 5)
-            if self._store.find(key) != first:
-                return True
+            for key, old in last.items():
+                beat = self._store.find(key)
+                if beat is not None and beat != old and counts(beat):
+                    return True
         return False
 
     def start(self, life: int) -> None:
-        """Send heartbeats from now on, and watch the others' heartbeats.
+        """Send heartbeats from now on.
 
         Args:
-            life: distinguishes this process from earlier ones of this rank.
+            life: number of this process among those that have had this rank; later ones are higher.
         """
-        thread = threading.Thread(
-            target=self._run, args=(life,), daemon=True, name="decent-heartbeat"
-        )
-        thread.start()
+        self._life = life
+        self._sent = f"{life} 0 0 "
+        # At once, since the ranks that watch this one expect a heartbeat.
+        self._store.set(_key(self._rank), self._sent)
+        name = f"{THREAD_PREFIX}heartbeat"
+        threading.Thread(target=self._run, daemon=True, name=name).start()
+
+    def watch(self, members: Collection[int], epoch: int) -> None:
+        """Watch the members of an epoch, all of which are known to be alive."""
+        watch = EpochWatch(self._rank, members, self._looks)
+        looked = _Looked(epoch, watch, f"{epoch}/dead", request_key(epoch + 1))
+        # Every key that is looked at must exist: a store waits for a missing key.
+        self._store.claim(looked.dead_key, "[]")
+        self._store.claim(looked.request_key, _NOBODY)
+        self._looked = looked
 
     def alive(self, rank: int) -> bool:
-        """Whether the rank has sent a heartbeat lately."""
-        return self._silent.get(rank, 0) < self._looks
+        """Whether no rank has found this one dead in the present epoch."""
+        return self._looked is None or rank not in self._looked.watch.dead
 
-    def expect(self, ranks: Iterable[int]) -> None:
-        """Count the ranks as alive: they have just been noticed by other means."""
-        self._silent |= {rank: 0 for rank in ranks if rank != self._rank}
+    @property
+    def is_over(self) -> bool:
+        """Whether the members must meet again, because one is dead or a rank asks for it."""
+        return self.is_replaced or (self._looked is not None and self._looked.watch.is_over)
 
-    def await_key(self, key: str) -> None:
-        """Look for this key in the store with every heartbeat from now on."""
-        self.came = False
-        self._awaited = key
+    def say(self, text: str) -> None:
+        """Send this text with every heartbeat from now on."""
+        self._text = text
+
+    def heard(self, rank: int) -> str:
+        """The text of the last heartbeat of a rank; empty without one."""
+        beat = self._store.find(_key(rank)) or ""
+        # Behind the life, the number of the heartbeat and the epoch.
+        return beat.split(" ", 3)[-1]
 
     def stop(self) -> None:
         """Send no more heartbeats."""
         self._stop.set()
 
-    def _run(self, life: int) -> None:
+    def _run(self) -> None:
         try:
-            # A connection of its own: no call of the main thread delays the heartbeat.
+            # Its own connection, so that no call of the main thread delays the heartbeat.
             store = self._store.clone()
-            for count in itertools.count():
+            for count in itertools.count(1):
                 self._store.check_server()
-                self._beat(store, f"{life} {count}")
+                epoch = 0 if self._looked is None else self._looked.epoch
+                self._beat(store, f"{self._life} {count} {epoch} {self._text}")
+                if self.is_replaced:
+                    return
+                if self._looked is not None:
+                    self._look(store, self._looked)
                 self._store.note_answer()
                 if self._stop.wait(self._pause):
                     return
@@ -99,17 +168,39 @@ class Heartbeat:
             return
 
     def _beat(self, store: Any, beat: str) -> None:
-        """Send one heartbeat and look once, in few calls: the link to the store may be slow."""
-        store.set(_key(self._rank), beat)
-        found = [r for r in self._silent if r in self._last or store.check([_key(r)])]
-        beats = dict(zip(found, _get_all(store, [*map(_key, found)]), strict=True))
-        for other in self._silent:
-            old, new = self._last.get(other), beats.get(other)
-            self._silent[other] = self._silent[other] + 1 if new == old else 0
-        self._last |= beats
-        awaited = self._awaited
-        if awaited and store.check([awaited]) and awaited == self._awaited:
-            self.came = True
+        """Send one heartbeat, and notice another process that sends them for this rank."""
+        key = _key(self._rank)
+        found = store.compare_set(key, self._sent, beat).decode()
+        if found != beat:
+            life, *_ = found.split()
+            self.is_replaced = int(life) > self._life
+            if not self.is_replaced:
+                store.set(key, beat)
+        self._sent = beat
+
+    def _look(self, store: Any, looked: _Looked) -> None:
+        """Read everything that concerns this rank, in one call."""
+        watch = looked.watch
+        watched = watch.watched
+        keys = [looked.dead_key, looked.request_key, *map(_key, watched)]
+        dead, requested, *beats = _get_all(store, keys)
+        newest, asked = dict(zip(watched, beats, strict=True)), requested.decode() != _NOBODY
+        if watch.look(newest, json.loads(dead), asked):
+            self._tell(store, looked, dead.decode())
+
+    def _tell(self, store: Any, looked: _Looked, known: str) -> None:
+        """Add dead ranks to the common list; other ranks may do so at the same time."""
+        while True:
+            text = json.dumps(sorted(looked.watch.dead.union(json.loads(known))))
+            found = store.compare_set(looked.dead_key, known, text).decode()
+            if found == text:
+                return
+            known = found
+
+
+def request_key(epoch: int) -> str:
+    """The key under which a rank asks all others to enter the epoch."""
+    return f"{epoch}/join_request"
 
 
 def _key(rank: int) -> str:
@@ -117,6 +208,6 @@ def _key(rank: int) -> str:
 
 
 def _get_all(store: Any, keys: list[str]) -> list[bytes]:
-    if keys and store.has_extended_api():
+    if store.has_extended_api():
         return list(store.multi_get(keys))
     return [store.get(key) for key in keys]

@@ -1,12 +1,12 @@
-"""Continues without lost ranks, and with those that come back, which receive the state."""
+"""Continues without lost ranks, and sends the state to ranks that come back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from loguru import logger
@@ -22,10 +22,10 @@ from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.header import CollectiveCall
 from decent_optim_wrapper.gossip.saved_state import gossip_state, read_state, restore
 from decent_optim_wrapper.gossip.session import Session
-from decent_optim_wrapper.topo import Complete, Greedy, RandomMatching, Topology
+from decent_optim_wrapper.topo import Base2, Complete, Greedy, Topology
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.broadcast import broadcast
-from decent_optim_wrapper.wire.bucket import Layout
+from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.parameters import Named, named_parameters
 
 Result = TypeVar("Result")
@@ -38,7 +38,7 @@ class HandOver:
     Args:
         optimizer: the base.
         gossip: the gossip of its parameters.
-        others: tensors in addition to the parameters.
+        others: further tensors to send.
         parts: further objects with a `state_dict`, such as a scheduler.
         layout: how tensors are put into buckets.
         takeovers: how often this rank has received its state from others.
@@ -56,7 +56,7 @@ class HandOver:
 
         Args:
             donor: the position of the sender among the members.
-            takes: whether this rank needs the state; otherwise it drops what it receives.
+            takes: whether this rank needs the state; otherwise it ignores what it receives.
         """
         pipeline = self.gossip.pipeline
         transport, extensions = pipeline.session.transport, pipeline.extensions
@@ -96,9 +96,30 @@ class HandOver:
         rank = self.gossip.pipeline.session.transport.initial_rank
         warn(
             f"rank {rank}: the state of {type(part).__name__} contains more than tensors, numbers "
-            f"and strings; it is not sent to the rank that comes back, where it starts anew"
+            f"and strings; it is not sent to the rank that comes back, where it starts again"
         )
         return None
+
+
+class Follower(Protocol):
+    """Is notified when the members change, on all of them."""
+
+    def tell(self, heard: Mapping[int, str]) -> Any:
+        """Return what the other ranks must know of this one, as JSON values.
+
+        Args:
+            heard: the last texts of the other ranks; see `Recovery.say`.
+        """
+
+    def follow(self, told: Mapping[int, Any], newcomers: Collection[int]) -> None:
+        """Called when the members have changed, with the same arguments on all of them.
+
+        It may be called again before all members have reached it, with newer arguments.
+
+        Args:
+            told: for each member the result of `tell`; None if it has no follower.
+            newcomers: the members that have received the state of another one.
+        """
 
 
 class Recovery:
@@ -115,7 +136,7 @@ class Recovery:
         on_change: called with the old and the new members.
     """
 
-    # What is managed, from `begin` on.
+    # The gossip that is managed, from `begin` on.
     _gossip: Gossip
     _hand_over: HandOver
 
@@ -129,22 +150,23 @@ class Recovery:
     ) -> None:
         self._rendezvous = rendezvous
         self._rank = rendezvous.rank
-        # For good: the others continue at once instead of after a timeout.
+        # For good, so that the others continue at once and not after a timeout.
         self.leave = rendezvous.leave
         self._epoch = epoch
         self._full = topology
         self._schedule = schedule
         self._on_change = on_change
-        # What this rank writes about itself; whether it still needs the state of another.
+        # The note of this rank, which says whether it still needs the state of another one.
         self._note = epoch.note
         # Whether ranks have come back and wait until the others are in a step.
         self._newcomers = False
-        # The call that this rank is in, as long as others may wait for it there.
+        # The call that this rank is in, while others may wait for it there.
         self._call: CollectiveCall | None = None
-        # How many calls this rank has made in addition to its steps.
+        # Number of calls of this rank in addition to its steps.
         self._calls_made = 0
-        # The members of which the user was last notified.
+        # The members in the last notification of the user.
         self._notified = epoch.members
+        self._follower: Follower | None = None
 
     @property
     def transport(self) -> Transport:
@@ -157,12 +179,27 @@ class Recovery:
         return self._note.needs_state
 
     def agree(self, text: str) -> None:
-        """Publish a description for ranks that come later, or compare it with the members'.
+        """Publish a description for ranks that come later, or compare it with the published one.
 
         Raises:
-            ValueError: this rank joins them with another description.
+            ValueError: this rank joins the members with another description.
         """
         self._rendezvous.agree(text, self.joins)
+
+    def attach(self, follower: Follower) -> None:
+        """Notify a follower whenever the members change."""
+        self._follower = follower
+        if any(note.told is not None for note in self._epoch.notes.values()):
+            self._let_follow(follower)
+
+    def say(self, text: str) -> None:
+        """Send a text with every heartbeat from now on, for the followers of other ranks."""
+        self._rendezvous.say(text)
+
+    def _let_follow(self, follower: Follower) -> None:
+        notes = self._epoch.notes
+        newcomers = {rank for rank, note in notes.items() if note.needs_state}
+        follower.follow({rank: note.told for rank, note in notes.items()}, newcomers)
 
     def open_session(self, first_round: int = 0) -> Session:
         """Connect the groups of the members; collective."""
@@ -184,18 +221,18 @@ class Recovery:
         """Admit ranks that come back, and join the recovery of ranks that have lost a peer."""
         self._call = CollectiveCall.STEP
         if self._rendezvous.wanted:
-            self._gather_again("another rank has lost a peer, or comes back")
+            self._gather_again("another rank is dead, has lost a peer, or comes back")
         elif self.transport.is_closed:
             # In a call that does not continue without the lost rank, such as Checkpoints.save().
             self._gather_again("lost a peer since the last step")
         self._assemble()
 
     def end_step(self) -> None:
-        """Note that the next round is launched: no rank waits any more for this one's step."""
+        """Note that the next round is launched: no rank waits for the step of this one any more."""
         self._call = None
 
     def meet(self, call: CollectiveCall, action: Callable[[], Result]) -> Result:
-        """Make a call with all ranks; if one is lost, again with the remaining ones.
+        """Make a call with all ranks; if one is lost, repeat it with the remaining ones.
 
         Args:
             call: the method that this rank is in.
@@ -224,8 +261,8 @@ class Recovery:
     def _make(self, call: CollectiveCall, action: Callable[[], None]) -> bool:
         """Make a call with all ranks; return whether all of them have completed it.
 
-        No rank leaves before all have come to the end of the action. A rank that loses a peer there
-        asks the others: if one of them has not come to the end, all make the call again.
+        No rank leaves before all have reached the end of the action. A rank that loses a peer asks
+        the others: if one of them has not reached the end, all make the call again.
         """
         acted = False
         try:
@@ -260,7 +297,7 @@ class Recovery:
                     self._make(call, partial(_mirror, call, self._gossip, self._rank))
 
     def _calls(self) -> set[CollectiveCall]:
-        """The calls that the ranks are in; once all are in a step, none is a newcomer."""
+        """The calls that the ranks are in; when all are in a step, there are no newcomers."""
         try:
             numbers = self.transport.all_gather(torch.tensor([self._call or 0], device="cpu"))
         except PeerError as error:
@@ -285,6 +322,7 @@ class Recovery:
             round=self._gossip.pipeline.round,
             needs_state=self.joins,
             calls_made=self._calls_made + acted,
+            told=self._follower.tell(self._rendezvous.heard()) if self._follower else None,
         )
         self._gather()
         self._catch_up()
@@ -297,7 +335,7 @@ class Recovery:
         self._note = self._epoch.note
 
     def _catch_up(self) -> None:
-        """Bring the members to the same round; if a rank is lost on the way, the remaining ones."""
+        """Bring the members to the same round, without those that are lost meanwhile."""
         while True:
             try:
                 self._begin_epoch()
@@ -318,7 +356,7 @@ class Recovery:
             gossip.resume_at(epoch.round)
         if self.joins:
             self._calls_made = epoch.calls_made
-        # Where ranks may be at different steps, the others wait in their calls for a newcomer.
+        # If ranks may be at different steps, the others wait in their calls for a newcomer.
         self._newcomers = epoch.has_newcomers and synchronous
         if not synchronous:
             self._note = self._note._replace(needs_state=False)
@@ -327,10 +365,12 @@ class Recovery:
             *(self._rank, len(self._epoch.members), self._full.world_size, epoch.round),
             *(self._epoch.members, session.topology),
         )
+        if self._follower is not None:
+            self._let_follow(self._follower)
 
 
 def _mirror(call: CollectiveCall, gossip: Gossip, rank: int) -> None:
-    """Make a call with ranks that are in it, and drop the result; collective.
+    """Make a call together with ranks that are in it, and ignore the result; collective.
 
     Raises:
         CallOrderError: the call changes what the ranks train.
@@ -351,7 +391,7 @@ def _mirror(call: CollectiveCall, gossip: Gossip, rank: int) -> None:
 
 
 def fitting(full: Topology, members: tuple[int, ...]) -> Topology:
-    """The topology for these members: of the same kind if it fits, else one that fits any size.
+    """The topology for these members, of the same kind if it fits; otherwise one for any size.
 
     Args:
         full: the topology of all ranks.
@@ -370,7 +410,7 @@ def fitting(full: Topology, members: tuple[int, ...]) -> Topology:
     except Exception as error:
         # A user's topology may fail in any way, and must not end the remaining ranks.
         logger.warning("{} cannot be rebuilt for {} ranks: {!r}", kind.__name__, size, error)
-    general = Greedy if Greedy.accepts(size) else RandomMatching
+    general = Greedy if Greedy.accepts(size) else Base2
     other = Complete(size) if size < 3 else general(size)
     logger.warning("{!r} does not fit {} ranks: {!r} takes its place", full, size, other)
     return other

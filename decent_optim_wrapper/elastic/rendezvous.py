@@ -5,6 +5,10 @@ exactly these ranks. Ranks that start, for the first time or again, open an epoc
 are present. A rank that loses a peer closes its connections and enters the next epoch; its own
 peers notice that and follow. A rank that comes back asks to join, and the members enter the next
 epoch together with it.
+
+If the network is torn, at most one part continues, whatever the store is: a list of members has at
+least half of the previous members, and is written only if the previous list is still in place. If
+both halves come, the compare-and-set decides between them.
 """
 
 from __future__ import annotations
@@ -12,10 +16,10 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from loguru import logger
 from torch.distributed import DistError
@@ -27,7 +31,8 @@ from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.elastic.epoch import Epoch, Note, with_donor
-from decent_optim_wrapper.elastic.heartbeat import Heartbeat
+from decent_optim_wrapper.elastic.heartbeat import Heartbeat, request_key
+from decent_optim_wrapper.elastic.links import Links
 from decent_optim_wrapper.errors import PeerError, text_of
 
 _POLL_SECONDS = 0.02
@@ -37,7 +42,9 @@ _CONNECT = timedelta(seconds=10)
 # for the connections of an epoch and for its first collective, each up to the timeout.
 _NEWCOMER_TIMEOUTS = 4
 _LEAST_ATTEMPTS = 2
-# For notifying the others of a failure: this rank's own error must not be delayed much.
+# The number of members to ask whether the others are training.
+_ASKED = 8
+# Bound for telling the others of a failure, which must not delay this rank's own error much.
 _TELL = timedelta(seconds=2)
 
 
@@ -52,7 +59,7 @@ class Rendezvous:
         stale_after: seconds without a heartbeat after which a rank counts as dead.
     """
 
-    # Keeps the keys of several wrappers apart; all processes build them in the same order.
+    # Separates the keys of several wrappers; all processes build them in the same order.
     built = 0
 
     def __init__(
@@ -63,17 +70,18 @@ class Rendezvous:
         self._everyone = self._members = tuple(range(world_size))
         self._timeout = timeout
         self._epoch = 0
-        # Whether this rank has been a member; and whether any epoch is known to have had members.
+        # Whether this rank has been a member, and whether any epoch is known to have had members.
         self._took_part = self._founded = False
         self._life = 0
-        self._heartbeat = Heartbeat(self._store, rank, world_size, stale_after)
+        self._heartbeat = Heartbeat(self._store, rank, stale_after)
+        self._links = Links(self._store, rank, min(timeout / 2, _CONNECT))
         weakref.finalize(self, self._heartbeat.stop)
 
     @classmethod
     def tell_failure(cls, store: Any, rank: int, error: Exception) -> None:
-        """Notify the ranks that start together with this one why it does not come.
+        """Tell the ranks that start together with this one why it does not come.
 
-        This counts as a rendezvous that was built: the next one has the same number on all ranks.
+        This counts as a rendezvous, so that the next one has the same number on all ranks.
         """
         part = cls._own_keys(store, _TELL)
         try:
@@ -90,19 +98,59 @@ class Rendezvous:
 
     @classmethod
     def _own_keys(cls, store: Any, timeout: timedelta) -> BoundedStore:
-        """The store under a prefix that no other rendezvous of this process has."""
+        """The store, under a prefix that no other rendezvous of this process has."""
         part = PrefixStore(key_prefix(cls.built), store)
         cls.built += 1
         return BoundedStore(part, timeout)
 
     @property
     def wanted(self) -> bool:
-        """Whether a rank asks for a new epoch: it lost a peer, or comes back."""
-        return self._heartbeat.came
+        """Whether a new epoch is due, because a member is dead, lost a peer, or comes back."""
+        return self._heartbeat.is_over
+
+    def say(self, text: str) -> None:
+        """Send this text with every heartbeat from now on."""
+        self._heartbeat.say(text)
+
+    def heard(self) -> dict[int, str]:
+        """The texts of the last heartbeats of the other ranks, as far as they have sent any."""
+        others = (rank for rank in self._everyone if rank != self.rank)
+        with _store_errors(self.rank):
+            return {rank: text for rank in others if (text := self._heartbeat.heard(rank))}
 
     def leave(self) -> None:
         """Send no more heartbeats."""
         self._heartbeat.stop()
+
+    def check_outline(self, lines: Sequence[str]) -> None:
+        """Compare what is known before the ranks meet with the description of the training ranks.
+
+        So they need not stop for a rank that cannot join them.
+
+        Args:
+            lines: the first lines of the description that is published later.
+
+        Raises:
+            ValueError: other ranks are training with another description.
+        """
+        with _store_errors(self.rank):
+            self._store.connect()
+            epoch, theirs = self._store.find("epoch"), self._store.find("agreement")
+            if epoch is None or theirs is None:
+                return
+            text, published = "\n".join(lines), "\n".join(theirs.split("\n")[: len(lines)])
+            if text == published:
+                return
+            members = json.loads(self._store.get(_members_key(int(epoch))))
+            if self._heartbeat.hears_members(members[:_ASKED]):
+                self._refuse(text, published)
+
+    def _refuse(self, text: str, theirs: str) -> NoReturn:
+        raise ValueError(
+            f"rank {self.rank}: this rank comes back with "
+            f"{difference(text, theirs, 'everyone else')}; build the same model, optimizer "
+            f"and wrapper as before"
+        )
 
     def agree(self, text: str, joins: bool) -> None:
         """Publish a description, or compare it with the one that the members have published.
@@ -114,11 +162,7 @@ class Rendezvous:
             if not joins:
                 self._store.set("agreement", text)
             elif (theirs := self._store.get("agreement")) != text:
-                raise ValueError(
-                    f"rank {self.rank}: this rank comes back with "
-                    f"{difference(text, theirs, 'everyone else')}; build the same model, optimizer "
-                    f"and wrapper as before"
-                )
+                self._refuse(text, theirs)
 
     def gather(self, note: Note) -> Epoch:
         """Enter epochs until the members of one are connected; every living member does the same.
@@ -140,11 +184,18 @@ class Rendezvous:
                 epoch = self._enter(note)
                 members = self._agree_on_members(epoch, note.needs_state)
                 if self.rank not in members:
+                    try:
+                        self._links.check(epoch - 1)
+                    except PeerError:
+                        self.leave()
+                        raise
                     # The others continued without this rank: it comes back as a restarted one.
                     logger.warning("rank {}: the others have gone on, ask to join", self.rank)
                     note = note._replace(needs_state=True)
                 elif connected := self._connect_epoch(epoch, members):
                     return connected
+                else:
+                    self._links.find_dead(epoch, members, self._heartbeat)
         raise PeerError(
             f"rank {self.rank}: the ranks agreed on the members {list(self._members)} several "
             f"times, but could not connect; look for ranks that fail one after the other and for "
@@ -152,10 +203,10 @@ class Rendezvous:
         )
 
     def _begin(self) -> None:
-        """Connect to the store, and take this rank's place there.
+        """Connect to the store, and register as this rank.
 
         Raises:
-            ValueError: another process that is alive has it.
+            ValueError: another process that is alive has this rank number.
         """
         self._store.connect()
         if self._store.check([_starts_key(self.rank)]) and self._heartbeat.is_taken():
@@ -169,19 +220,39 @@ class Rendezvous:
 
     def _enter(self, note: Note) -> int:
         if self._store.add(_starts_key(self.rank), 0) > self._life:
-            # This one was stopped, given up, restarted elsewhere, and then continued.
-            self.leave()
-            raise PeerError(
-                f"rank {self.rank}: a later process with this rank number has taken the place of "
-                f"this one; end this one, and give every process a rank number of its own",
-                self.rank,
-            )
+            self._give_way()
         if note.needs_state:
             self._skip_to_open()
+        else:
+            self._check_last_members()
         self._epoch += 1
         self._store.set(_note_key(self._epoch, self.rank), json.dumps(note))
-        self._store.set(f"{self._epoch}/join_request", str(self.rank))
+        self._store.set(request_key(self._epoch), str(self.rank))
         return self._epoch
+
+    def _give_way(self) -> NoReturn:
+        """End this process, which was stopped or cut off, and was replaced meanwhile."""
+        self.leave()
+        raise PeerError(
+            f"rank {self.rank}: a later process with this rank number has taken the place of "
+            f"this one; end this one, and give every process a rank number of its own",
+            self.rank,
+        )
+
+    def _check_last_members(self) -> None:
+        """Check that the store still has the last list of members.
+
+        Raises:
+            PeerError: it has another list or none; others may continue with the store that had it.
+        """
+        key, last = _members_key(self._epoch), json.dumps(self._members)
+        if self._took_part and self._store.find(key) != last:
+            self.leave()
+            raise PeerError(
+                f"rank {self.rank}: the store no longer knows that {list(self._members)} were the "
+                f"last members, so it cannot decide which ranks go on; use a store that does not "
+                f"lose its values, and restart all ranks from a checkpoint"
+            )
 
     def _skip_to_open(self) -> None:
         """Skip the epochs whose members have been written."""
@@ -193,43 +264,67 @@ class Rendezvous:
             self._read_members(self._epoch)
 
     def _agree_on_members(self, epoch: int, needs_state: bool) -> tuple[int, ...]:
-        """Wait for the members of the epoch to be written, or write them."""
+        """Wait until the members of the epoch are written, or write them."""
         comes_back = needs_state and self._founded
         timeout = self._timeout * (_NEWCOMER_TIMEOUTS if comes_back else 1)
         deadline = time.monotonic() + timeout.total_seconds()
         while not self._store.check([_members_key(epoch)]):
+            if self._heartbeat.is_replaced:
+                self._give_way()
             late = time.monotonic() > deadline
             if present := self._founders(epoch) if needs_state else self._survivors(epoch, late):
                 self._store.claim(_members_key(epoch), json.dumps(present))
-            elif late:
+            elif late and needs_state:
                 here = filter(self._heartbeat.alive, self._present(epoch))
                 absent = sorted({*self._everyone}.difference(here))
                 raise PeerError(
                     f"rank {self.rank}: waited {timeout} for the other ranks, of which {absent} "
                     f"did not come; start every rank, with the same store"
                 )
+            elif late:
+                self.leave()
+                raise PeerError(
+                    f"rank {self.rank}: waited {timeout} for at least half of the last members "
+                    f"{list(self._members)}, of which only {list(self._able(epoch))} came and can "
+                    f"connect; the others may train on where this rank cannot see them; restart "
+                    f"those that have ended meanwhile, or all ranks from a checkpoint"
+                )
             else:
                 time.sleep(_POLL_SECONDS)
         members = self._read_members(epoch)
         if self.rank in members:
-            # All of them are known to be alive: they have just entered.
-            self._heartbeat.expect(members)
+            # They are known to be alive, since they have just entered.
+            self._heartbeat.watch(members, epoch)
             self._members = members
         return members
 
     def _founders(self, epoch: int) -> tuple[int, ...]:
-        """All ranks, once all are present and none has any state that the others need."""
+        """All ranks, when all are present and none has a state that the others need."""
         if not self._entered(epoch, self._everyone):
             return ()
         has_state = any(not self._note(epoch, rank).needs_state for rank in self._everyone)
         return () if has_state else self._everyone
 
     def _survivors(self, epoch: int, late: bool) -> tuple[int, ...]:
-        """The ranks that have entered, once every other member is dead or too late."""
+        """The ranks that have entered, when every other member is dead or too late.
+
+        They are at least half of the last members, or none. A new process of a member counts, too,
+        because it is started after the old one has ended.
+        """
         awaited = [rank for rank in self._members if self._heartbeat.alive(rank)]
         if not late and not self._entered(epoch, awaited):
             return ()
-        return self._present(epoch)
+        able = self._able(epoch)
+        returned = {*self._members}.intersection(able)
+        return able if 2 * len(returned) >= len(self._members) else ()
+
+    def _able(self, epoch: int) -> tuple[int, ...]:
+        """The ranks that have entered, without one end of each link that is known to be dead."""
+        present = self._present(epoch)
+        if not self._links.failed_in(epoch - 1):
+            return present
+        newcomers = {rank for rank in present if self._note(epoch, rank).needs_state}
+        return self._links.choose(epoch - 1, present, newcomers)
 
     def _read_members(self, epoch: int) -> tuple[int, ...]:
         """The members of the epoch; there are none if a rank could not start.
@@ -242,7 +337,7 @@ class Rendezvous:
             return tuple(written)
         if not self._took_part and self._life <= written["life"]:
             raise ValueError(
-                f"rank {self.rank}: rank {written['rank']} could not start, and nobody goes on "
+                f"rank {self.rank}: rank {written['rank']} could not start, and no rank goes on "
                 f"without it: {written['error']}"
             )
         return ()
@@ -250,7 +345,6 @@ class Rendezvous:
     def _connect_epoch(self, epoch: int, members: tuple[int, ...]) -> Epoch | None:
         """Connect the members; return None if one of them is lost meanwhile."""
         notes = with_donor({rank: self._note(epoch, rank) for rank in members})
-        self._heartbeat.await_key(f"{epoch + 1}/join_request")
         try:
             transport = self._connect(epoch, members)
         except (RuntimeError, TimeoutError) as error:
@@ -274,13 +368,9 @@ class Rendezvous:
                 world._set_default_timeout(self._timeout)
                 return world, store
 
-            world, store = within(
-                timeout.total_seconds(),
-                connect,
-                lambda: heartbeat.came or not all(map(heartbeat.alive, members)),
-            )
+            world, store = within(timeout.total_seconds(), connect, lambda: heartbeat.is_over)
         return Transport(
-            *(world, place, members, self._timeout, store), should_stop=lambda: heartbeat.came
+            *(world, place, members, self._timeout, store), should_stop=lambda: heartbeat.is_over
         )
 
     def _present(self, epoch: int) -> tuple[int, ...]:
@@ -318,5 +408,5 @@ def _store_errors(rank: int) -> Iterator[None]:
     except DistError as error:
         raise PeerError(
             f"rank {rank}: the store in which the ranks agree does not answer ({text_of(error)}); "
-            f"keep it in a process that outlives the ranks, on a link that holds"
+            f"keep it in a process that outlives the ranks, and check the link to it"
         ) from error

@@ -46,7 +46,7 @@ class DistInfo(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """The ranks that a launcher has given to this process."""
+    """The ranks that a launcher has assigned to this process."""
 
     launcher: str
     rank: int
@@ -56,7 +56,7 @@ class Ranks(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What the process group is made from: the ranks, and where rank 0 listens."""
+    """The ranks, and the address at which rank 0 listens."""
 
     ranks: Ranks
     master_addr: str
@@ -107,7 +107,10 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
         backend = backend or _default_backend(ranks)
         device = _device(backend, ranks)
         os.environ.update(launch.variables())
-        dist.init_process_group(backend, timeout=timeout, **_store_after_a_restart(ranks))
+        # Without it, torch takes the GPU of the local rank, also where there is another number.
+        gpu = device if device.type == "cuda" else None
+        more = _store_after_a_restart(ranks)
+        dist.init_process_group(backend, timeout=timeout, device_id=gpu, **more)
     return DistInfo(ranks.rank, ranks.world_size, ranks.local_rank, device, ranks.local_world_size)
 
 
@@ -121,12 +124,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
         RuntimeError: a variable is missing.
         ValueError: a variable has a wrong value.
     """
-    ranks = _find_ranks(environ)
-    if not ranks.rank < ranks.world_size >= ranks.local_world_size > ranks.local_rank:
-        raise ValueError(
-            f"the variables of {ranks.launcher} contradict each other: {ranks}; unset those that "
-            f"are left from another launcher and start the script again"
-        )
+    ranks = find_ranks(environ)
     addr, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if ranks.launcher == "srun":
         addr = addr or _first_slurm_node(environ)
@@ -140,6 +138,22 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
                 f"MASTER_PORT, a free port there, on all ranks (`mpirun -x` passes them on)"
             )
     return Launch(ranks=ranks, master_addr=str(addr), master_port=str(port))
+
+
+def find_ranks(environ: Mapping[str, str]) -> Ranks:
+    """Read the numbers that the launcher has given to this process.
+
+    Raises:
+        RuntimeError: a variable is missing.
+        ValueError: a variable has a wrong value.
+    """
+    ranks = _find_ranks(environ)
+    if not ranks.rank < ranks.world_size >= ranks.local_world_size > ranks.local_rank:
+        raise ValueError(
+            f"the variables of {ranks.launcher} contradict each other: {ranks}; unset those that "
+            f"are left from another launcher and start the script again"
+        )
+    return ranks
 
 
 def _find_ranks(environ: Mapping[str, str]) -> Ranks:

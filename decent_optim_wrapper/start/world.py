@@ -1,11 +1,11 @@
-"""How the ranks find each other, in a process group or in a store, and which are on one node."""
+"""How the ranks find each other, in a process group or a store, and which share a node."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import socket
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.start.arguments import check_sizes, resolve_store, resolve_topology
 from decent_optim_wrapper.start.start import Start, exchange
 from decent_optim_wrapper.topo import Topology
+
+Outline = Callable[[Topology], Sequence[str]]
 
 
 class World(NamedTuple):
@@ -35,11 +37,23 @@ class World(NamedTuple):
     recovery: Recovery | None
 
 
-def find_world(start: Start, topology: str | Topology, settings: Settings) -> World:
-    """Meet the other ranks in the process group or in the store; collective."""
+def find_world(
+    start: Start, topology: str | Topology, settings: Settings, outline: Outline
+) -> World:
+    """Meet the other ranks in the process group or in the store; collective.
+
+    Args:
+        start: reaches the other ranks.
+        topology: a name or an instance.
+        settings: the checked settings.
+        outline: the first lines of the description in which the ranks must agree, for the topology.
+
+    Raises:
+        ValueError: ranks that are training already have another outline.
+    """
     if start.arguments.elastic is None:
         return _in_process_group(start, topology)
-    return _in_store(start, topology, settings, start.arguments.elastic)
+    return _in_store(start, topology, settings, start.arguments.elastic, outline)
 
 
 def _in_process_group(start: Start, topology: str | Topology) -> World:
@@ -55,12 +69,16 @@ def _in_process_group(start: Start, topology: str | Topology) -> World:
 
 
 def _in_store(
-    start: Start, topology: str | Topology, settings: Settings, elastic: Elastic
+    start: Start,
+    topology: str | Topology,
+    settings: Settings,
+    elastic: Elastic,
+    outline: Outline,
 ) -> World:
     arguments = start.arguments
     with start.failing_together():
         world = resolve_store(arguments)
-        # Nobody is there to agree with yet: every rank takes its own node for the size of all.
+        # The ranks cannot agree yet: every rank takes the size of its own node for all.
         local_world_size = arguments.local_world_size
         if local_world_size is None:
             size = launched_local_world_size()
@@ -68,6 +86,7 @@ def _in_store(
         resolved = resolve_topology(topology, world.world_size, arguments, local_world_size)
     timeout = read_timeout(settings.timeout) or world.timeout
     rendezvous = Rendezvous(world.store, world.rank, world.world_size, timeout, elastic.stale_after)
+    rendezvous.check_outline(outline(resolved))
     epoch = rendezvous.gather(FIRST_NOTE)
     recovery = Recovery(
         rendezvous, epoch, resolved, settings.schedule, elastic.on_membership_change
@@ -116,7 +135,7 @@ def launched_local_world_size() -> int:
 def node_name(local_world_size: int, rank: int) -> str:
     """A name for the node of this process: the host and the first rank on the node.
 
-    The host alone would be the same for several nodes that are simulated on one machine.
+    The host alone would be the same for several simulated nodes on one machine.
 
     Args:
         local_world_size: number of ranks on this node.

@@ -1,0 +1,67 @@
+"""The URL of a store, by which a launcher tells its ranks where they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import NamedTuple
+from urllib.parse import parse_qsl
+
+from decent_optim_wrapper.comm.etcd_store import EtcdStore, read_endpoints
+
+# The environment variable that holds it.
+STORE_VARIABLE = "DECENT_STORE"
+_OPTIONS = {"user", "password", "ca_cert", "client_cert", "client_key"}
+
+
+class StoreUrl(NamedTuple):
+    """Where a store is, such as ``etcd://host1:2379,host2:2379,host3:2379/my-run?ca_cert=ca.pem``.
+
+    Args:
+        text: the URL.
+        endpoints: host and port of each server, separated by commas.
+        prefix: of all keys.
+        options: further arguments of `EtcdStore`, by name.
+    """
+
+    text: str
+    endpoints: str
+    prefix: str
+    options: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> StoreUrl:
+        """Read a URL.
+
+        Raises:
+            ValueError: it is malformed.
+        """
+        scheme, _, place = text.partition("://")
+        place, _, query = place.partition("?")
+        endpoints, _, prefix = place.partition("/")
+        if scheme != "etcd" or not prefix:
+            # Without the query, which may hold a password.
+            raise ValueError(
+                f"expected a store as 'etcd://host1:2379,host2:2379,host3:2379/my-run', got "
+                f"{text.partition('?')[0]!r}"
+            )
+        read_endpoints(endpoints)
+        options = dict(parse_qsl(query, keep_blank_values=True))
+        if unknown := options.keys() - _OPTIONS:
+            raise ValueError(
+                f"unknown options {sorted(unknown)} of the store etcd://{place}; the known ones "
+                f"are {', '.join(sorted(_OPTIONS))}"
+            )
+        return cls(text=text, endpoints=endpoints, prefix=prefix, options=options)
+
+    def open(self, timeout: timedelta) -> EtcdStore:
+        """The store.
+
+        Args:
+            timeout: bound of each of its calls.
+
+        Raises:
+            ModuleNotFoundError: the extra is not installed.
+            ValueError: one of a pair of options is missing.
+        """
+        return EtcdStore(self.endpoints, self.prefix, timeout, **self.options)

@@ -1,0 +1,71 @@
+"""Which ranks are alive: each rank watches a few others, and tells all which ones are dead."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+
+class EpochWatch:
+    """What one member of an epoch knows about the others.
+
+    The living members form a ring. A rank watches those 1, 2, 4, ... places behind it, which are
+    log2(n) ranks. Ranks of one node, which may die together, are also watched from other nodes. A
+    member that was found dead stays dead until the next epoch.
+
+    Args:
+        rank: this rank.
+        members: the ranks of the epoch.
+        looks: number of looks without a new heartbeat after which a rank is dead.
+    """
+
+    def __init__(self, rank: int, members: Collection[int], looks: int) -> None:
+        self._rank = rank
+        self._members = sorted(members)
+        self._looks = looks
+        # The last heartbeat of each watched rank, and the number of looks since then.
+        self._beats: dict[int, bytes] = {}
+        self._silent: dict[int, int] = {}
+        self.dead: frozenset[int] = frozenset()
+        # Whether a rank asks for the next epoch.
+        self.requested = False
+        self.watched = self._choose()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the members must meet again."""
+        return self.requested or bool(self.dead)
+
+    def look(
+        self, beats: Mapping[int, bytes], told: Collection[int], requested: bool = False
+    ) -> bool:
+        """Take in one look at the others.
+
+        Args:
+            beats: the newest heartbeats of the watched ranks.
+            told: the common list of dead ranks.
+            requested: whether a rank asks for the next epoch.
+
+        Returns:
+            Whether this rank knows of dead ranks that are not in the common list.
+        """
+        self.requested = requested
+        self._silent = {
+            rank: self._silent.get(rank, 0) + 1 if beat == self._beats.get(rank) else 0
+            for rank, beat in beats.items()
+        }
+        self._beats = dict(beats)
+        silent = {rank for rank, looks in self._silent.items() if looks >= self._looks}
+        dead = self.dead.union(silent, told)
+        if dead != self.dead:
+            self.dead = dead
+            self.watched = self._choose()
+        return not dead.issubset(told)
+
+    def _choose(self) -> tuple[int, ...]:
+        """The ranks to watch among those that are alive."""
+        ring = [rank for rank in self._members if rank == self._rank or rank not in self.dead]
+        if self._rank not in ring:
+            return ()
+        place, size = ring.index(self._rank), len(ring)
+        distances = (1 << power for power in range((size - 1).bit_length()))
+        return tuple(ring[(place + distance) % size] for distance in distances)

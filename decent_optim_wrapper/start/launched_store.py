@@ -1,0 +1,88 @@
+"""The store that a launcher names: one in etcd, or that of our own launcher or of torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
+
+from decent_optim_wrapper.comm.store_url import STORE_VARIABLE, StoreUrl
+from decent_optim_wrapper.comm.waiting import within
+from decent_optim_wrapper.errors import PeerError, text_of
+from decent_optim_wrapper.start.launch import find_launch, find_ranks
+
+# What holds the store may still start; and nobody waits much longer for it if it has ended.
+_SHORTEST_CONNECT, _LONGEST_CONNECT = timedelta(minutes=1), timedelta(minutes=5)
+
+
+class LaunchedStore(NamedTuple):
+    """A launcher's store, and this rank's number in it.
+
+    Args:
+        store: a connection to it.
+        rank: this rank.
+        world_size: number of ranks.
+    """
+
+    store: Any
+    rank: int
+    world_size: int
+
+
+def find_launched_store(
+    environ: Mapping[str, str], timeout: timedelta | None
+) -> LaunchedStore | None:
+    """Connect to the store that the launcher of this process names; None if it names none.
+
+    Args:
+        environ: the environment variables.
+        timeout: the bound of every wait; this one is bounded by one to five minutes.
+
+    Raises:
+        ModuleNotFoundError: the store is in etcd, whose client is not installed.
+        RuntimeError: a variable is missing.
+        ValueError: a variable has a wrong value.
+        PeerError: the store does not answer.
+    """
+    bound = min(max(timeout or _LONGEST_CONNECT, _SHORTEST_CONNECT), _LONGEST_CONNECT)
+    if url := environ.get(STORE_VARIABLE):
+        return _in_etcd(StoreUrl.parse(url), environ, bound)
+    # Without it, rank 0 itself would hold the store.
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    launch = find_launch(environ)
+    host, port = launch.master_addr, int(launch.master_port)
+    store = _connect(
+        lambda: TCPStore(host, port, is_master=False, timeout=bound),
+        *(launch.ranks.rank, bound),
+        missing=f"the launcher's store at {host}:{port}",
+        remedy="look at the launcher of node 0",
+    )
+    return LaunchedStore(store=store, rank=launch.ranks.rank, world_size=launch.ranks.world_size)
+
+
+def _in_etcd(url: StoreUrl, environ: Mapping[str, str], bound: timedelta) -> LaunchedStore:
+    ranks, store = find_ranks(environ), url.open(bound)
+    # Servers that start with the ranks take a while, and those of other nodes start later.
+    _connect(
+        lambda: store.check(["any key"]),
+        *(ranks.rank, bound),
+        missing=f"the store in etcd at {url.endpoints}",
+        remedy="start most of these servers, or correct the URL",
+    )
+    return LaunchedStore(store=store, rank=ranks.rank, world_size=ranks.world_size)
+
+
+def _connect(
+    connect: Callable[[], Any], rank: int, bound: timedelta, missing: str, remedy: str
+) -> Any:
+    try:
+        # On another thread: Ctrl-C does not end a call of C++.
+        return within(bound.total_seconds(), connect)
+    except (TimeoutError, DistError) as error:
+        raise PeerError(
+            f"rank {rank}: {missing} does not answer within {bound} ({text_of(error)}); {remedy}"
+        ) from error

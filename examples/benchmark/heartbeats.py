@@ -1,0 +1,206 @@
+"""What heartbeats cost, and how long it takes until all ranks know of a dead one.
+
+    python examples/benchmark/heartbeats.py
+    python examples/benchmark/heartbeats.py --ranks 4096 --simulate
+
+Each rank is a thread that only sends and watches heartbeats, over a connection of its own to a
+`TCPStore` in another process. Ranks are then killed one after the other. With `--simulate`, ranks
+act at random times of a simulated clock instead, and the store answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import os
+import random
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch._C._distributed_c10d import TCPStore
+
+from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.elastic.heartbeat import Heartbeat, pace
+from decent_optim_wrapper.elastic.liveness import EpochWatch
+
+TIMEOUT = timedelta(seconds=60)
+
+
+class Counted:
+    """A connection to a store that counts the calls."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self._store = store
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls += name not in {"has_extended_api", "clone"}
+        return getattr(self._store, name)
+
+
+class CountingStore(BoundedStore):
+    """A store that counts the calls over the heartbeat's connection.
+
+    Args:
+        shared: for all calls before.
+    """
+
+    def __init__(self, shared: TCPStore) -> None:
+        super().__init__(shared, TIMEOUT, ours=True)
+        self.counted = Counted(shared.clone())
+
+    def clone(self) -> Any:
+        return self.counted
+
+
+class Server(NamedTuple):
+    """The process that holds the store."""
+
+    port: int
+    pid: int
+
+    def cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Result(NamedTuple):
+    """What was measured: calls per rank and second, the server's share of a core, and seconds."""
+
+    calls: float
+    busy: float
+    seconds: list[float]
+
+
+def serve(pipe: Connection) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    threading.Event().wait()
+
+
+@contextmanager
+def server() -> Iterator[Server]:
+    processes = get_context("spawn")
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=serve, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        assert process.pid is not None
+        yield Server(ours.recv(), process.pid)
+    finally:
+        process.kill()
+        process.join()
+
+
+def measure(ranks: int, kills: int, stale_after: float, seconds: float) -> Result:
+    """Let threads beat, count their calls, and kill some of them."""
+    chance = random.Random(0)
+    with server() as store:
+        shared = TCPStore("127.0.0.1", store.port, is_master=False, timeout=TIMEOUT)
+        with ThreadPoolExecutor(32) as pool:
+            connections = list(pool.map(lambda _: CountingStore(shared), range(ranks)))
+        beats = [Heartbeat(each, rank, stale_after) for rank, each in enumerate(connections)]
+        for beat in beats:
+            beat.start(life=1)
+            # Ranks do not start all at the same moment.
+            time.sleep(pace(stale_after).pause / ranks)
+        for beat in beats:
+            beat.watch(range(ranks), epoch=1)
+        time.sleep(2 * pace(stale_after).pause)
+        calls, start = sum(each.counted.calls for each in connections), time.monotonic()
+        busy = store.cpu_seconds()
+        time.sleep(seconds)
+        passed = time.monotonic() - start
+        calls = sum(each.counted.calls for each in connections) - calls
+        busy = store.cpu_seconds() - busy
+        if any(beat.is_over for beat in beats):
+            raise RuntimeError("a rank was called dead before any was killed: too few cores")
+        found, living = [], set(range(ranks))
+        for victim in chance.sample(range(ranks), kills):
+            living.remove(victim)
+            time.sleep(chance.uniform(0, pace(stale_after).pause))
+            found.append(kill(victim, [beats[rank] for rank in living], beats[victim]))
+        for beat in beats:
+            beat.stop()
+    return Result(calls=calls / passed / ranks, busy=busy / passed, seconds=found)
+
+
+def kill(victim: int, others: list[Heartbeat], killed: Heartbeat) -> float:
+    """End the heartbeats of a rank; seconds until all others know that it is dead."""
+    start = time.monotonic()
+    killed.stop()
+    while any(beat.alive(victim) for beat in others):
+        if time.monotonic() > start + TIMEOUT.total_seconds():
+            raise RuntimeError(f"not all ranks have noticed that rank {victim} is dead")
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+def simulate(ranks: int, kills: int, stale_after: float, seed: int = 0) -> Result:
+    """As `measure`, with a simulated clock; each kill is in a world of its own."""
+    chance, found, calls = random.Random(seed), [], 0.0
+    for _ in range(kills):
+        seconds, calls = simulate_kill(ranks, stale_after, chance)
+        found.append(seconds)
+    return Result(calls=calls, busy=float("nan"), seconds=found)
+
+
+def simulate_kill(ranks: int, stale_after: float, chance: random.Random) -> tuple[float, float]:
+    """Seconds until all know of one dead rank, and calls per rank and second until then."""
+    pause, looks = pace(stale_after)
+    watches = [EpochWatch(rank, range(ranks), looks) for rank in range(ranks)]
+    beats = dict.fromkeys(range(ranks), 0)
+    told: frozenset[int] = frozenset()
+    victim, killed = chance.randrange(ranks), 2 + chance.uniform(0, pause)
+    turns = [(chance.uniform(0, pause), rank) for rank in range(ranks)]
+    heapq.heapify(turns)
+    ignorant, calls = set(range(ranks)) - {victim}, 0
+    while ignorant:
+        now, rank = heapq.heappop(turns)
+        if rank == victim and now > killed:
+            continue
+        beats[rank] += 1
+        watch, calls = watches[rank], calls + 2
+        if watch.look({each: b"%d" % beats[each] for each in watch.watched}, told):
+            told, calls = told | watch.dead, calls + 1
+        if victim in watch.dead:
+            ignorant.discard(rank)
+        heapq.heappush(turns, (now + pause * chance.uniform(1, 1.05), rank))
+    return now - killed, calls / now / ranks
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256])
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--stale-after", type=float, default=2.0)
+    parser.add_argument("--seconds", type=float, default=10, help="in which calls are counted")
+    parser.add_argument("--simulate", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    print("| ranks | calls per rank and second | server, of a core | s until all know | longest |")
+    print("|---" * 5 + "|")
+    for ranks in args.ranks:
+        if args.simulate:
+            result = simulate(ranks, args.kills, args.stale_after)
+        else:
+            result = measure(ranks, args.kills, args.stale_after, args.seconds)
+        mean, longest = statistics.mean(result.seconds), max(result.seconds)
+        busy = "-" if args.simulate else f"{result.busy:.1%}"
+        print(f"| {ranks} | {result.calls:.2f} | {busy} | {mean:.2f} | {longest:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

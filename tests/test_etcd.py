@@ -1,0 +1,404 @@
+"""`EtcdStore`: what a store promises, while servers die; and which faults each store survives."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+from etcd_servers import EtcdServers, free_ports, require_etcd
+from ranks import PROCESSES, start_process
+from restartable_processes import (
+    Failure,
+    StoreProcess,
+    TrainingProcesses,
+    agree,
+    connect,
+    train_or_tell,
+)
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistError
+
+from decent_optim_wrapper import EtcdStore
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+GUIDE = Path(__file__).parents[1] / "examples" / "guides" / "stores.md"
+# What a busy machine may take longer than a bound.
+SLACK = 10.0
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[EtcdServers]:
+    require_etcd()
+    with EtcdServers(3) as cluster:
+        yield cluster
+
+
+def use(store: Any, part: str) -> list[Any]:
+    """The answers of a store to calls of every kind."""
+    store.set(f"{part}a", "1")
+    store.set(f"{part}a", "2")
+    answers: list[Any] = [store.get(f"{part}a"), store.check([f"{part}a"])]
+    answers += [store.check([f"{part}a", f"{part}b"])]
+    answers += [store.add(f"{part}n", amount) for amount in (2, -5, 0)]
+    for expected, desired in (("", "x"), ("", "y"), ("x", "y"), ("x", "z"), ("y", "")):
+        answers.append(store.compare_set(f"{part}c", expected, desired))
+    answers += [store.compare_set(f"{part}d", "x", "y"), store.check([f"{part}d"])]
+    store.multi_set([f"{part}e", f"{part}f"], ["3", "4"])
+    store.append(f"{part}e", "5")
+    store.append(f"{part}g", "6")
+    store.wait([f"{part}e"], timedelta(seconds=5))
+    answers += store.multi_get([f"{part}e", f"{part}f", f"{part}g"])
+    keys = store.num_keys()
+    answers += [store.delete_key(f"{part}a"), store.delete_key(f"{part}a")]
+    answers += [store.check([f"{part}a"]), keys - store.num_keys(), store.has_extended_api()]
+    return answers
+
+
+def test_it_answers_as_a_tcp_store_does(servers: EtcdServers) -> None:
+    theirs = use(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), "")
+    store = EtcdStore(servers.endpoints, "answers")
+    assert use(store, "plain ") == theirs
+    # As the library and gloo use it: from C++, which does not keep the Python object.
+    behind = PrefixStore("behind", PrefixStore("two", EtcdStore(servers.endpoints, "answers")))
+    gc.collect()
+    assert use(behind.clone(), "") == theirs
+    assert "behind/n" not in store.list_keys()
+    assert "two/behind/n" in store.list_keys()
+    assert EtcdStore(servers.endpoints, "other").num_keys() == 0
+
+
+def test_numbers_and_claims_are_exact_while_many_use_them(servers: EtcdServers) -> None:
+    stores = [EtcdStore(servers.endpoints, "many") for _ in range(6)]
+
+    def count_and_claim(store: EtcdStore) -> list[Any]:
+        sums = [store.add("sum", 1) for _ in range(10)]
+        return [sums, store.compare_set("claim", "", repr(sums))]
+
+    with ThreadPoolExecutor(len(stores)) as pool:
+        results = list(pool.map(count_and_claim, stores))
+    assert sorted(each for sums, _ in results for each in sums) == list(range(1, 61))
+    assert len({claimed for _, claimed in results}) == 1
+
+
+class LosesAnswers:
+    """A client that makes a call, and then fails as if no answer had come."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.lost = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def transaction(self, *args: Any, **options: Any) -> Any:
+        import pyetcd
+
+        done = self._client.transaction(*args, **options)
+        self.lost += 1
+        if self.lost % 2:
+            raise pyetcd.exceptions.ConnectionTimeoutError
+        return done
+
+
+def test_a_call_whose_answer_is_lost_takes_effect_once(servers: EtcdServers) -> None:
+    import pyetcd
+
+    clients: list[LosesAnswers] = []
+    make = pyetcd.MultiEndpointEtcd3Client
+
+    def make_losing(*args: Any, **options: Any) -> LosesAnswers:
+        clients.append(LosesAnswers(make(*args, **options)))
+        return clients[-1]
+
+    with mock.patch.object(pyetcd, "MultiEndpointEtcd3Client", make_losing):
+        store = EtcdStore(servers.endpoints, "lost answers")
+        assert [store.add("n", 1) for _ in range(5)] == [1, 2, 3, 4, 5]
+        for part in "abc":
+            store.append("text", part)
+        assert store.get("text") == b"abc"
+        assert store.compare_set("claim", "", "mine") == b"mine"
+        assert store.compare_set("claim", "", "theirs") == b"mine"
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+    assert clients[0].lost > 15
+
+
+def test_every_call_has_a_deadline_and_its_error_names_the_servers() -> None:
+    require_etcd()
+    with EtcdServers(1) as cluster:
+        store = EtcdStore(cluster.endpoints, "deadline", timedelta(seconds=1))
+        store.set("key", "value")
+        began = time.monotonic()
+        with pytest.raises(DistError, match=r"no values of all of .*missing"):
+            store.get("missing")
+        cluster.kill(0)
+        for call in (partial(store.get, "key"), partial(store.add, "n", 1)):
+            with pytest.raises(DistError, match=rf"{cluster.endpoints} has answered .*refused"):
+                call()
+        assert time.monotonic() - began < 3 + SLACK
+        cluster.start(0)
+        store.set_timeout(timedelta(seconds=30))
+        assert store.get("key") == b"value"
+
+
+def test_user_password_and_tls_are_passed_on() -> None:
+    require_etcd()
+    with EtcdServers(1, tls=True) as cluster:
+        root = "root:secret"
+        for command in (["user", "add", root], ["user", "grant-role", "root", "root"]):
+            cluster.control(*command)
+        cluster.control("auth", "enable")
+        options: dict[str, Any] = {"ca_cert": cluster.certificate, "user": "root"}
+        make = partial(EtcdStore, cluster.endpoints, "secret", timedelta(seconds=20), **options)
+        store = make(password="secret")
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        with pytest.raises(DistError, match="invalid user ID or password"):
+            make(password="wrong").get("key")
+        with pytest.raises(DistError, match="user name is empty"):
+            EtcdStore(cluster.endpoints, "secret", ca_cert=cluster.certificate).get("key")
+        # The tokens end with the server that gave them.
+        cluster.kill(0)
+        cluster.start(0)
+        assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"endpoints": "host"}, "expected the servers as .*, got 'host'"),
+        ({"endpoints": "http://host:1"}, "expected the servers as"),
+        ({"endpoints": "host:1,"}, "got ''"),
+        ({"prefix": ""}, "expected a prefix"),
+        ({"user": "me"}, "both user and password"),
+        ({"ca_cert": "a", "client_key": "b"}, "both client_cert and client_key"),
+        ({"client_cert": "a", "client_key": "b"}, "needs ca_cert"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        EtcdStore(**{"endpoints": "host:2379", "prefix": "run", **arguments})
+
+
+def test_without_the_client_the_error_says_what_to_install() -> None:
+    with (
+        mock.patch.dict(sys.modules, {"pyetcd": None}),
+        pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[etcd\]'"),
+    ):
+        EtcdStore("host:2379", "run")
+
+
+def fork_with_a_store(endpoints: str, result: Any) -> None:
+    store = EtcdStore(endpoints, "fork")
+    store.set("parent", "1")
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.01):
+            store.add("beats", 1)
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    child = os.fork()
+    if child == 0:
+        store.set("child", store.get("parent"))
+        os._exit(0)
+    deadline = time.monotonic() + 30
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+    before = store.add("beats", 0)
+    store.wait(["child"])
+    while store.add("beats", 0) <= before:
+        time.sleep(0.01)
+    stop.set()
+    beating.join()
+    result.send((ended[1], store.get("child")))
+
+
+def test_a_forked_process_may_use_it_and_its_parent_goes_on(servers: EtcdServers) -> None:
+    ours, theirs = PROCESSES.Pipe(duplex=False)
+    process = start_process(fork_with_a_store, servers.endpoints, theirs)
+    assert ours.poll(60)
+    assert ours.recv() == (0, b"1")
+    process.join(30)
+    assert process.exitcode == 0
+
+
+GROUP = """
+import sys
+import torch
+import torch.distributed as dist
+from datetime import timedelta
+from decent_optim_wrapper import EtcdStore
+
+endpoints, rank = sys.argv[1], int(sys.argv[2])
+store = EtcdStore(endpoints, "group")
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=40))
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+dist.barrier()
+dist.destroy_process_group()
+print(total.item())
+"""
+
+
+def test_torch_starts_a_process_group_over_it_and_the_processes_end(servers: EtcdServers) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", GROUP, servers.endpoints, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ends = [(*each.communicate(timeout=90), each.returncode) for each in ranks]
+    assert [(out, code) for out, _, code in ends] == [("3.0\n", 0)] * 2, ends
+
+
+# What the table of the guide says of a fault.
+GOES_ON, RAISES, NOTHING = "goes on", "`PeerError`", "none"
+FAULTS = (
+    "a rank other than 0 dies",
+    "rank 0 dies",
+    "a process that holds the store dies, then a rank",
+    "most of the processes that hold the store die, then a rank",
+)
+TIMEOUT = 8.0
+
+
+class Meeting(NamedTuple):
+    """A kind of store, and what can happen to it.
+
+    Args:
+        name: in the guide.
+        make: makes a rank's store.
+        holders: each ends one of the processes that hold the store, apart from the ranks.
+    """
+
+    name: str
+    make: Callable[[int], Store]
+    holders: tuple[Callable[[], object], ...]
+
+
+def store_in_rank_0(port: int, rank: int) -> Store:
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=rank == 0,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+    )
+
+
+def in_a_launcher(port: int, rank: int) -> Store:
+    return connect(port)
+
+
+def in_a_file(path: str, rank: int) -> Store:
+    return FileStore(path, -1)
+
+
+def in_etcd(endpoints: str, rank: int) -> Store:
+    return EtcdStore(endpoints, "table")
+
+
+def kill_leader(cluster: EtcdServers) -> None:
+    cluster.kill(cluster.leader())
+
+
+def kill_any(cluster: EtcdServers) -> None:
+    cluster.kill(cluster.alive()[0])
+
+
+@contextmanager
+def meeting_in(kind: str, folder: Path) -> Iterator[Meeting]:
+    if kind == "rank 0":
+        make = partial(store_in_rank_0, free_ports(1)[0])
+        yield Meeting("`TCPStore` in rank 0", make, ())
+    elif kind == "file":
+        make = partial(in_a_file, str(folder / "store"))
+        yield Meeting("`FileStore` on a shared file system", make, ())
+    elif kind == "launcher":
+        with StoreProcess() as server:
+            make = partial(in_a_launcher, server.port)
+            yield Meeting("`TCPStore` in a launcher", make, (server.kill,))
+    else:
+        require_etcd()
+        with EtcdServers(3) as cluster:
+            make = partial(in_etcd, cluster.endpoints)
+            kills = (partial(kill_leader, cluster), partial(kill_any, cluster))
+            yield Meeting("`EtcdStore` on three servers", make, kills)
+
+
+OUTCOMES = {
+    "rank 0": (GOES_ON, RAISES, NOTHING, NOTHING),
+    "launcher": (GOES_ON, GOES_ON, RAISES, NOTHING),
+    "file": (GOES_ON, GOES_ON, NOTHING, NOTHING),
+    "etcd": (GOES_ON, GOES_ON, GOES_ON, RAISES),
+}
+
+
+def cells(name: str) -> tuple[str, ...]:
+    """The column of the guide's table for a store."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in GUIDE.read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+    ]
+    head = next(row for row in rows if name in row)
+    return tuple(next(row[head.index(name)] for row in rows if row[0] == each) for each in FAULTS)
+
+
+@pytest.mark.parametrize("kind", OUTCOMES)
+def test_each_store_survives_what_the_table_of_the_guide_says(kind: str, tmp_path: Path) -> None:
+    """One fault after the other, up to the one that ends the run."""
+    # One for each fault, and two that are left to notice the last.
+    alive = tuple(range(6 if kind == "etcd" else 4))
+    with (
+        meeting_in(kind, tmp_path) as meeting,
+        TrainingProcesses(
+            *(len(alive), train_or_tell),
+            make_store=meeting.make,
+            topology="ring",
+            timeout=TIMEOUT,
+        ) as processes,
+    ):
+        assert cells(meeting.name) == OUTCOMES[kind]
+        processes.all_reach("round 3")
+        acts = (None, None, *meeting.holders)
+        for victim, act, outcome in zip((3, 0, 1, 2), acts, OUTCOMES[kind], strict=False):
+            if act:
+                act()
+            processes.kill(victim)
+            alive = tuple(rank for rank in alive if rank != victim)
+            if outcome == GOES_ON:
+                for rank in alive:
+                    processes.wait_for_members(rank, alive)
+                continue
+            for rank in alive:
+                failure: Failure = processes.wait_for(rank, "result")
+                assert failure.kind == "PeerError"
+                assert "the store in which the ranks agree does not answer" in failure.text
+            return
+        processes.finish()
+        lives = processes.results(*alive)
+    agree(lives)
+    print(f"{kind}: longest step {max(life.longest for life in lives):.2f} s")
