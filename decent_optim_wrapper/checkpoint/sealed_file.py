@@ -1,4 +1,4 @@
-"""A file that exists as a whole or not at all, and in which any damage can be detected.
+"""A file that exists as a whole or not at all, and in which any damage is detected.
 
 A seal follows the bytes of `torch.save`; `torch.load` ignores it. It consists of a stamp, which the
 files of one set share, and the SHA-256 digest of the bytes, the stamp and the file's name.
@@ -23,7 +23,7 @@ class DamagedFileError(OSError):
 
 
 def partial(path: Path) -> Path:
-    """The name of a file until it is whole."""
+    """The name of a file until it is complete."""
     return path.with_name(path.name + ".part")
 
 
@@ -32,13 +32,13 @@ def write(path: Path, state: Any, stamp: int) -> None:
 
     Args:
         path: where to save; its folder is created if it does not exist.
-        state: anything that ``torch.load(..., weights_only=True)`` can read again.
+        state: anything that ``torch.load(..., weights_only=True)`` can read.
         stamp: any number of 63 bits.
 
     Raises:
         TypeError: `state` contains objects that could not be loaded again.
         OSError: the disk is full, the folder cannot be written to, or the file differs from what
-            was written when it is read again.
+            was written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -53,7 +53,7 @@ def write(path: Path, state: Any, stamp: int) -> None:
         partial(path).unlink(missing_ok=True)
         raise
     partial(path).replace(path)
-    # A name is on the disk only when its folder is.
+    # A name is on the disk only if its folder is.
     for folder in (path.parent, path.parent.parent):
         _sync_folder(folder)
     # Older files are removed once this one is known to be whole.

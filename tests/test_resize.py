@@ -1,0 +1,544 @@
+"""Resuming with another number of ranks: all start from the exact average of the saved models."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import finalize
+
+import pytest
+import torch
+import torch.distributed as dist
+from dense import mix, put, rows_of, train_densely
+from problem import adamw, backward, flatten, make_params, nesterov, sgd, take_steps, wrap
+from ranks import run_threads
+from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from warned import warned_texts
+
+from decent_optim_wrapper import NonFiniteError, Schedule, TopologyFactory
+from decent_optim_wrapper.checkpoint import Checkpoint, Checkpoints, averaging, sealed_file
+from decent_optim_wrapper.cli import main as command
+from decent_optim_wrapper.optim import QGSGD, AccumAdam
+
+SIZES = (4, 3, 6, 1)
+TOPOLOGIES = {4: "ring", 3: "complete", 6: "ring", 1: "complete"}
+STEPS = 4
+
+
+class Found(NamedTuple):
+    """Of a rank: the parameters and the state after loading, and the parameters at the end."""
+
+    loaded: Tensor
+    state: dict[str, Any]
+    end: Tensor
+    round: int
+
+
+def part(
+    rank: int,
+    group: dist.ProcessGroup,
+    folder: Path,
+    size: int,
+    make: Callable[[Sequence[Tensor]], Optimizer] = sgd,
+    saved_by: int | None = None,
+    **options: Any,
+) -> Found:
+    """Go on from a set of `saved_by` ranks for some steps, and save with a round in flight."""
+    params = make_params(seed=size)
+    optimizer = wrap(params, group, make(params), topology=TOPOLOGIES[size], **options)
+    checkpoints = Checkpoints(folder, optimizer)
+    saved = checkpoints.load()
+    assert (saved and saved.world_size) == saved_by
+    step = 0
+    if saved is not None:
+        step = saved.step
+        optimizer.load_state_dict(saved.state["optimizer"])
+        with torch.no_grad():
+            torch._foreach_copy_(params, saved.state["model"])
+    loaded = flatten(params)
+    state = copy.deepcopy(optimizer.state_dict())
+    take_steps(optimizer, params, rank, range(step, step + STEPS))
+    if options.get("schedule", Schedule()).gossip_every == "auto":
+        optimizer.synchronize()
+    model = [param.detach() for param in params]
+    checkpoints.save(step + STEPS, {"model": model, "optimizer": optimizer.state_dict()})
+    return Found(loaded, state, flatten(params), optimizer.round)
+
+
+def journey(folder: Path, sizes: Sequence[int] = SIZES, **options: Any) -> list[list[Found]]:
+    """What all ranks find in every part of a run with changing numbers of ranks."""
+    before = [None, *sizes]
+    return [
+        run_threads(size, partial(part, folder=folder, size=size, saved_by=last, **options))
+        for size, last in zip(sizes, before, strict=False)
+    ]
+
+
+def dense_journey(make: Callable[[Sequence[Tensor]], Optimizer], overlap: bool) -> list[Tensor]:
+    """The parameters of all ranks at the end of each part, in one place."""
+    worlds: list[list[Tensor]] = []
+    bases: list[Optimizer] = []
+    ends = []
+    for number, size in enumerate(SIZES):
+        previous, states = worlds, [base.state_dict() for base in bases]
+        worlds = [make_params(seed=size) for _ in range(size)]
+        bases = [make(params) for params in worlds]
+        if previous:
+            put(worlds, rows_of(previous).mean(0).expand(size, -1))
+            for base in bases:
+                base.load_state_dict(mean_state(states))
+        run = _DensePart(worlds, bases, TOPOLOGIES[size], first=number * STEPS)
+        ends.append(run.train(overlap))
+    return ends
+
+
+class _DensePart:
+    def __init__(
+        self,
+        worlds: list[list[Tensor]],
+        bases: list[Optimizer],
+        topology: str,
+        first: int,
+    ) -> None:
+        self.worlds, self.bases, self.first = worlds, bases, first
+        self.topology = TopologyFactory.create(topology, len(worlds))
+
+    def train(self, overlap: bool) -> Tensor:
+        return train_densely(
+            self.worlds,
+            STEPS,
+            overlap,
+            compute=lambda rank, step: backward(self.worlds[rank], rank, self.first + step),
+            update=lambda rank, step: self.bases[rank].step(),
+            land=lambda step: mix(self.worlds, self.topology.mixing_matrix(self.first + step)),
+        )
+
+
+def mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
+    mean = {
+        param: {
+            name: torch.stack([each["state"][param][name] for each in states]).mean(0)
+            for name in row
+        }
+        for param, row in states[0]["state"].items()
+    }
+    return {**states[0], "state": mean}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("base", "overlap"), [(sgd, True), (adamw, False)])
+def test_4_3_6_and_1_ranks_train_as_the_oracle_does_from_the_mean(
+    base: Callable[[Sequence[Tensor]], Optimizer], overlap: bool, tmp_path: Path
+) -> None:
+    parts = journey(tmp_path, make=base, overlap=overlap)
+    expected = dense_journey(base, overlap)
+    for found, ends in zip(parts, expected, strict=True):
+        # The oracle has mixed the last round, which does not move the mean.
+        mean = torch.stack([each.end for each in found]).mean(0)
+        torch.testing.assert_close(mean, ends.mean(0), rtol=0, atol=1e-13)
+        assert (mean - found[0].loaded).abs().max() > 1e-2
+    assert [found[0].round for found in parts] == [STEPS, 2 * STEPS, 3 * STEPS, 4 * STEPS]
+
+
+def schedulefree(params: Sequence[Tensor]) -> Optimizer:
+    base: Any = AdamWScheduleFree(params, lr=0.02, warmup_steps=3)
+    base.train()
+    made: Optimizer = base
+    return made
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "int8": {"comm_dtype": torch.int8},
+    "tracking": {"gradient_tracking": True},
+    "outer": {"schedule": Schedule(gossip_every=2, outer=nesterov(0.5))},
+    "late": {"schedule": Schedule(gossip_every=3, staleness=3)},
+    "auto": {"schedule": Schedule(gossip_every="auto")},
+    "schedule-free": {"make": schedulefree},
+    "quasi-global": {"make": partial(QGSGD, lr=0.05)},
+    "windows": {"make": partial(AccumAdam, lr=0.02, accum_iter=3), "overlap": False},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:AdamWScheduleFree keeps an iterate")
+@pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
+def test_whatever_takes_part_the_mean_stays_and_training_goes_on(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    parts = journey(tmp_path, sizes=(4, 6), **options)
+    for before, found in pairwise(parts):
+        mean = torch.stack([each.end for each in before]).mean(0)
+        for rank in found:
+            torch.testing.assert_close(rank.loaded, mean, rtol=0, atol=1e-14)
+            assert torch.equal(rank.loaded, found[0].loaded)
+            # The base's state is the same on all of them, too.
+            states = (tree_leaves(each.state["state"]) for each in (rank, found[0]))
+            for one, other in zip(*states, strict=True):
+                assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+            assert rank.state["state"]
+            assert not rank.state["gossip"]["in_flight"]
+        # What was averaged trains apart again.
+        assert torch.stack([each.end for each in found]).std(0).max() > 1e-6
+        assert (found[0].end - found[0].loaded).abs().max() > 1e-3
+
+
+def extension_rows(found: Found, name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = found.state["gossip"]["extensions"][name]["params"]
+    return rows
+
+
+@pytest.mark.filterwarnings("ignore:gradient_tracking gains less")
+def test_an_outer_optimizer_goes_on_and_tracked_gradients_start_again(tmp_path: Path) -> None:
+    both = {**FEATURES["tracking"], **FEATURES["outer"]}
+    for found in journey(tmp_path, sizes=(4, 3), **both)[1]:
+        for row in extension_rows(found, "gradient_tracking"):
+            assert not row["y"].any()
+            assert row["steps"] == 0
+        rows = extension_rows(found, "outer_optimizer")
+        assert all(row["started"] for row in rows)
+        assert any(row["state"]["momentum_buffer"].any() for row in rows)
+
+
+def averaged(*states: Any, rank: int = 0, extensions: Sequence[str] = ()) -> Any:
+    return averaging.averaged(dict(enumerate(states)), rank, extensions)
+
+
+def base_state(**row: Any) -> dict[str, Any]:
+    return {"state": {0: row}, "param_groups": [{"lr": 0.5, "params": [0]}]}
+
+
+def test_what_cannot_be_averaged_is_that_of_the_nearest_rank() -> None:
+    states = [
+        {
+            **{"epoch": rank, "random": torch.tensor([rank], dtype=torch.uint8), "best": rank / 2},
+            **{"half": torch.tensor(rank / 2, dtype=torch.bfloat16), "flags": (True, None)},
+            **{"phase": torch.tensor([1j * rank])},
+        }
+        for rank in range(3)
+    ]
+    for rank, own in ((0, 0), (2, 2), (7, 2)):
+        mean = averaged(*states, rank=rank)
+        assert (mean["epoch"], mean["random"].item(), mean["best"]) == (own, own, own / 2)
+        assert mean["half"].item() == 0.5
+        assert mean["half"].dtype is torch.bfloat16
+        assert mean["phase"].item() == 1j
+        assert mean["flags"] == (True, None)
+    assert averaging.nearest(1, (0, 2)) == 0
+
+
+def test_counters_and_what_belongs_together_are_not_averaged() -> None:
+    ones = torch.ones(2)
+    counts = [base_state(step=torch.tensor(float(k)), exp_avg=k * ones) for k in (1, 4)]
+    row = averaged(*counts, rank=1)["state"][0]
+    assert row["step"].item() == 4
+    assert row["exp_avg"].tolist() == [2.5, 2.5]
+    histories = [base_state(d=k * ones, old_dirs=[k * ones] * k) for k in (1, 3)]
+    row = averaged(*histories, rank=1)["state"][0]
+    assert row["d"].tolist() == [3, 3]
+    assert len(row["old_dirs"]) == 3
+    # A rank without a gradient has no state of the parameter.
+    nothing = {**base_state(), "state": {}}
+    assert averaged(nothing, *counts)["state"][0]["exp_avg"].tolist() == [2.5, 2.5]
+    assert averaged(nothing, nothing)["state"] == {}
+
+
+def test_a_mean_is_rounded_once_and_what_shares_memory_still_does() -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randn(5, 4, generator=generator).to(torch.float16) for _ in range(7)]
+    model = [OrderedDict(one=row.t(), other=row.t(), rows=row[1:]) for row in rows]
+    mean = averaged(*model)
+    assert torch.equal(mean["one"], torch.stack(rows).double().mean(0).to(torch.float16).t())
+    assert mean["one"] is mean["other"]
+    assert mean["rows"].shape == (4, 4)
+    assert isinstance(mean, OrderedDict)
+    assert not torch.equal(mean["one"], rows[0].t())
+
+
+def test_averaging_leaves_the_states_as_they_are() -> None:
+    """In float64 a sum could be made in place, and be seen by what shares memory with a tensor."""
+    rows = [torch.full((3, 2), float(rank), dtype=torch.float64) for rank in range(4)]
+    mean = averaged(*[{"all": row, "last": row[1:]} for row in rows])
+    assert mean["all"].unique().tolist() == mean["last"].unique().tolist() == [1.5]
+    assert [row[0, 0].item() for row in rows] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_value_that_is_not_finite_on_one_rank_is_an_error_and_a_mask_on_all_is_none(
+    value: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(averaging, "PIECE", 4)
+    mask = torch.tensor([0, value], dtype=dtype)
+
+    def state(odd: bool) -> dict[str, Any]:
+        weight = torch.ones(9, dtype=dtype)
+        weight[7] = value if odd else 1
+        return {"model": {"mask": mask, "weight": weight}, **base_state(exp_avg=weight)}
+
+    same = averaged(state(True), state(True))
+    torch.testing.assert_close(same["model"], state(True)["model"], equal_nan=True)
+    with pytest.raises(NonFiniteError, match="model/weight in the state of rank 2 has") as error:
+        averaged(state(False), state(False), state(True))
+    assert error.value.ranks == (2,)
+    states = [base_state(exp_avg=torch.ones(2)), base_state(exp_avg=torch.tensor([1, value]))]
+    with pytest.raises(NonFiniteError, match="state/0/exp_avg in the state of rank 1 has NaN"):
+        averaged(*states)
+
+
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes that are allocated and not yet freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self.known: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What comes in from outside, such as a mapped file, is no memory of ours.
+        for leaf in tree_leaves((args, kwargs or {})):
+            self.note(leaf, counts=False)
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            self.note(leaf, counts=True)
+        return result
+
+    def note(self, leaf: Any, counts: bool) -> None:
+        if not isinstance(leaf, Tensor):
+            return
+        storage = leaf.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place == 0 or place in self.known:
+            return
+        self.known[place] = finalize(leaf, self.free, place, size if counts else 0)
+        self.now += size if counts else 0
+        self.most = max(self.most, self.now)
+
+    def free(self, place: int, size: int) -> None:
+        self.known.pop(place, None)
+        self.now -= size
+
+
+def test_averaging_takes_the_memory_of_one_model_and_of_a_piece_of_a_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(averaging, "PIECE", 1000)
+    large, count = 40_000, 6
+    for rank in range(8):
+        torch.manual_seed(rank)
+        # Dense, but not contiguous.
+        model = {str(i): torch.randn(large // 200, 200).t() for i in range(count)}
+        sealed_file.write(tmp_path / "step_1" / f"rank_{rank}_of_8.pt", {"model": model}, 1)
+    files = {r: tmp_path / "step_1" / f"rank_{r}_of_8.pt" for r in range(8)}
+    states = {rank: averaging.map_file(path) for rank, path in files.items()}
+    assert all(str(path) in Path("/proc/self/maps").read_text() for path in files.values())
+    with Live() as live:
+        mean = averaging.averaged(states, 0)
+    one_model = count * large * 4
+    # No more than a tensor.
+    assert one_model <= live.most <= one_model + large * 4
+    torch.manual_seed(7)
+    assert not torch.equal(mean["model"]["0"], torch.randn(large // 200, 200).t())
+    assert len(mean["model"]) == count
+
+
+def save(folder: Path, size: int, step: int, model: float) -> None:
+    """A set in which the models of the ranks have this mean."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        optimizer = wrap(make_params(), group, topology=TOPOLOGIES[size])
+        value = torch.full((3,), model + rank - (size - 1) / 2)
+        Checkpoints(folder, optimizer).save(step, {"model": {"weight": value}})
+
+    run_threads(size, main)
+
+
+def load(
+    folder: Path | Sequence[Path], size: int, same_world: bool = False
+) -> list[Checkpoint | None]:
+    def main(rank: int, group: dist.ProcessGroup) -> Checkpoint | None:
+        optimizer = wrap(make_params(), group, topology=TOPOLOGIES[size])
+        own = folder if isinstance(folder, Path) else folder[rank]
+        return Checkpoints(own, optimizer).load(same_world=same_world)
+
+    return run_threads(size, main)
+
+
+def summary(ranks: Sequence[Checkpoint | None]) -> list[tuple[int, int, float]]:
+    """Step, size and model that each rank goes on from."""
+    none = Checkpoint(step=-1, state={"model": {"weight": torch.zeros(1)}}, world_size=0)
+    found = [each or none for each in ranks]
+    return [(each.step, each.world_size, each.state["model"]["weight"][0].item()) for each in found]
+
+
+NOTHING = (-1, 0, 0.0)
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def warned() -> Iterator[list[str]]:
+    with warned_texts() as texts:
+        yield texts
+
+
+def test_the_newest_complete_set_is_loaded_whatever_its_size(
+    tmp_path: Path, warned: list[str]
+) -> None:
+    for size, step, model in ((4, 1, 10.0), (3, 2, 20.0), (6, 3, 30.0)):
+        save(tmp_path, size, step, model)
+    assert summary(load(tmp_path, 4)) == [(3, 6, 30.0)] * 4
+    own = [(1, 4, 8.5), (1, 4, 9.5), (1, 4, 10.5), (1, 4, 11.5)]
+    assert summary(load(tmp_path, 4, same_world=True)) == own
+    assert warned == []
+    damage(tmp_path / "step_00000003" / "rank_5_of_6.pt")
+    assert summary(load(tmp_path, 4)) == [(2, 3, 20.0)] * 4
+    text = "".join(warned)
+    assert "step_00000003 of 6 ranks cannot be used: expected 6 whole files of one set" in text
+    assert "rank_5_of_6.pt cannot be used: its bytes do not match its seal" in text
+    (tmp_path / "step_00000002" / "rank_1_of_3.pt").unlink()
+    assert summary(load(tmp_path, 4)) == own
+    assert summary(load(tmp_path, 1)) == [(1, 4, 10.0)]
+    assert load(tmp_path, 1, same_world=True) == [None]
+    assert "no complete set of 1 ranks" in warned[-1]
+    # Of one step, that of the same size.
+    save(tmp_path, 3, 1, 50.0)
+    assert summary(load(tmp_path, 4)) == own
+
+
+def test_ranks_that_see_different_folders_load_what_all_of_them_see(
+    tmp_path: Path, warned: list[str]
+) -> None:
+    folders = [tmp_path / str(rank) for rank in range(3)]
+    save(folders[0], 4, 1, 10.0)
+    save(folders[0], 6, 2, 20.0)
+    shutil.copytree(folders[0], folders[1])
+    shutil.copytree(folders[0] / "step_00000001", folders[2] / "step_00000001")
+    assert summary(load(folders, 3)) == [(1, 4, 10.0)] * 3
+    (text,) = warned
+    assert "step_00000002 of 6 ranks is passed over: rank 2 does not find all of its files" in text
+    assert "put them into a folder that every rank sees" in text
+    # Another run's set of the same step.
+    shutil.rmtree(folders[1])
+    save(folders[1], 4, 1, 70.0)
+    assert summary(load(folders, 3)) == [NOTHING] * 3
+    assert "or finds others" in "".join(warned)
+
+
+def test_a_set_that_members_with_gaps_have_saved_is_averaged(tmp_path: Path) -> None:
+    """Of three ranks 1 was lost: the files are those of 0 and 2."""
+    save(tmp_path, 3, 1, 10.0)
+    place = tmp_path / "step_00000002"
+    for rank, value in ((0, 1.0), (2, 4.0)):
+        state = {"model": {"weight": torch.full((3,), value)}}
+        sealed_file.write(place / f"rank_{rank}_of_2.pt", state, stamp=5)
+
+    def main(rank: int, group: dist.ProcessGroup) -> Checkpoint | None:
+        return Checkpoints(tmp_path, wrap(make_params(), group)).load()
+
+    assert summary(run_threads(2, main)) == [(2, 2, 2.5)] * 2
+    assert summary(load(tmp_path, 3)) == [(2, 2, 2.5)] * 3
+
+
+def test_nan_in_one_file_is_an_error_on_every_rank_of_another_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "step_00000003"
+    for rank, value in ((0, 1.0), (1, float("nan")), (2, 4.0)):
+        state = {"model": {"weight": torch.tensor([0.0, value])}}
+        sealed_file.write(place / f"rank_{rank}_of_3.pt", state, stamp=5)
+    file = place / "rank_1_of_3.pt"
+
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        with pytest.raises(NonFiniteError) as error:
+            Checkpoints(tmp_path, wrap(make_params(), group)).load()
+        return str(error.value)
+
+    for text in run_threads(2, main):
+        assert f"model/weight in {file} of rank 1 has NaN or infinity" in text
+    # Every rank continues from its own file.
+    own = [rank and rank.state["model"]["weight"][1].item() for rank in load(tmp_path, 3)]
+    assert (own[0], own[2]) == (1, 4)
+    out = tmp_path / "model.pt"
+    with pytest.raises(SystemExit):
+        command(["average", str(tmp_path), "--out", str(out)])
+    assert f"weight in {file} of rank 1 has NaN" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_no_step_is_saved_again_below_a_set_of_another_size(tmp_path: Path) -> None:
+    save(tmp_path, 4, 5, 10.0)
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        checkpoints = Checkpoints(tmp_path, wrap(make_params(), group, topology="complete"))
+        assert checkpoints.load() is not None
+        with pytest.raises(ValueError, match="above 5, that of the last set"):
+            checkpoints.save(5, {})
+        checkpoints.save(6, {})
+
+    run_threads(3, main)
+    assert len(list((tmp_path / "step_00000005").iterdir())) == 4
+
+
+def test_the_command_writes_the_averaged_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "new" / "model.pt"
+    models = []
+    for rank in range(3):
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        models.append(model.double().state_dict())
+        state = {"model": {**models[-1], "tied": models[-1]["0.bias"]}, "other": 1}
+        sealed_file.write(run / "step_00000007" / f"rank_{rank}_of_3.pt", state, stamp=9)
+    assert command(["average", str(run), "--out", str(out)]) == 0
+    assert f"{out}: the average over 3 ranks of step 7" in capsys.readouterr().out
+    mean = torch.load(out, weights_only=True)
+    for name, value in models[0].items():
+        if value.is_floating_point():
+            expected = torch.stack([each[name] for each in models]).mean(0)
+            torch.testing.assert_close(mean[name], expected, rtol=0, atol=1e-15)
+    assert (mean["0.weight"] - models[0]["0.weight"]).abs().max() > 1e-2
+    safetensors = pytest.importorskip("safetensors.torch")
+    assert command(["average", str(run), "--out", str(out.with_suffix(".safetensors"))]) == 0
+    again = safetensors.load_file(out.with_suffix(".safetensors"))
+    assert again.keys() == mean.keys()
+    assert all(torch.equal(again[name], mean[name]) for name in mean)
+    assert sorted(path.name for path in out.parent.iterdir()) == ["model.pt", "model.safetensors"]
+
+
+@pytest.mark.filterwarnings("ignore:.*step 1 of 2 ranks is passed over")
+def test_the_command_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "model.safetensors"
+
+    def refusal(folder: str, *more: str) -> str:
+        with pytest.raises(SystemExit):
+            command(["average", str(tmp_path / folder), "--out", str(out), *more])
+        return capsys.readouterr().err
+
+    state = {"net": {"weight": torch.ones(2)}, "epoch": 3}
+    sealed_file.write(tmp_path / "run" / "step_00000001" / "rank_0_of_1.pt", state, 1)
+    sealed_file.write(tmp_path / "half" / "step_00000001" / "rank_0_of_2.pt", state, 1)
+    sealed_file.write(tmp_path / "mesh" / "step_00000001" / "rank_0_of_1_shard_0_of_2.pt", state, 1)
+    assert "has no part 'model' in ['epoch', 'net']; pass --part" in refusal("run")
+    assert "tensors by name only" in refusal("run", "--part", "epoch")
+    assert "expected a folder with a complete checkpoint set" in refusal("half")
+    assert "expected a folder with a complete checkpoint set" in refusal("none")
+    assert "torch.distributed.checkpoint" in refusal("mesh")
+    assert not out.exists()
+    assert command(["average", str(tmp_path / "run"), "--out", str(out), "--part", "net"]) == 0
