@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
-from ranks import run_script_on_ranks, run_threads
+from ranks import run_threads
 
 from decent_optim_wrapper import DecentOptimWrapper
 from decent_optim_wrapper.integrations import log_stats
@@ -77,11 +76,3 @@ def test_a_writer_that_cannot_write_is_refused() -> None:
     writer: Any = print
     with pytest.raises(TypeError, match="add_scalar, log_metrics, log, or None on ranks"):
         log_stats(optimizer, writer)
-
-
-@pytest.mark.slow
-def test_the_example_draws_what_it_has_logged(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    example = Path(__file__).parent.parent / "examples" / "integrations" / "log_digits.py"
-    run_script_on_ranks(2, example, "--steps", "12", "--width", "32", cwd=tmp_path)
-    assert (tmp_path / "runs" / "stats.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,36 @@
+"""What is logged: one line at the start, or what DECENT_LOG asks for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+
+from loguru import logger
+
+from decent_optim_wrapper.warn import warn
+
+_PACKAGE = "decent_optim_wrapper"
+_SUMMARY = f"{_PACKAGE}.start.summary"
+# The sink that loguru adds when it is imported.
+_DEFAULT_SINK = 0
+
+
+def configure() -> None:
+    """Configure logging by the variable DECENT_LOG: "off", "info", "debug", or unset for one line.
+
+    Call `logger.enable` or `logger.disable` with the name of the package to change it afterwards.
+    """
+    level = os.environ.get("DECENT_LOG", "").lower()
+    logger.disable(_PACKAGE)
+    if level in ("info", "debug"):
+        logger.enable(_PACKAGE)
+    elif level != "off":
+        logger.enable(_SUMMARY)
+    if level == "info":
+        # If there are only sinks of the user's own, their levels hold.
+        with suppress(ValueError):
+            logger.remove(_DEFAULT_SINK)
+            logger.add(sys.stderr, filter={_PACKAGE: "INFO"})
+    if level not in ("", "off", "info", "debug"):
+        warn(f'DECENT_LOG expects "off", "info" or "debug", got {level!r}; it changes nothing')

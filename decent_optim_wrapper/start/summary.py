@@ -1,0 +1,52 @@
+"""The line that is logged at the start."""
+
+from __future__ import annotations
+
+from loguru import logger
+
+from decent_optim_wrapper.codecs import wide
+from decent_optim_wrapper.config import Schedule
+from decent_optim_wrapper.gossip.pipeline import Pipeline
+from decent_optim_wrapper.topo import Group
+from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.layout import MIB
+
+
+def log_summary(pipeline: Pipeline, schedule: Schedule) -> None:
+    """Log the topology, the ranks, and the bytes that this rank sends.
+
+    Args:
+        pipeline: the ranks, the buckets and the extensions.
+        schedule: how often a round is launched.
+    """
+    session, buckets = pipeline.session, pipeline.buckets
+    ranks = session.transport.world_size
+    text = f"{session.topology!r}, {ranks} rank{'s' * (ranks > 1)}: "
+    text += f"rank {session.transport.initial_rank} sends {_sent(pipeline, schedule)}"
+    text += f" ({len(buckets)} bucket{'s' * (len(buckets) > 1)})"
+    if senders := [type(each).__name__ for each in pipeline.extensions.all if each.sends]:
+        text += f"; more is sent by {', '.join(senders)}"
+    logger.info(f"{text}. DECENT_LOG=info shows more, DECENT_LOG=off nothing")
+
+
+def _sent(pipeline: Pipeline, schedule: Schedule) -> str:
+    phases = pipeline.session.schedule.phases
+    per_round = sum(_bytes(bucket, group) for group in phases for bucket in pipeline.buckets)
+    mean = per_round / len(phases)
+    if schedule.gossip_every == "auto":
+        return f"{_in_units(mean)} of parameters per round"
+    return f"{_in_units(mean / schedule.gossip_every)} of parameters per step"
+
+
+def _in_units(nbytes: float) -> str:
+    return f"{nbytes / MIB:.1f} MiB" if nbytes >= MIB else f"{nbytes / 1024:.1f} KiB"
+
+
+def _bytes(bucket: Bucket, group: Group) -> float:
+    """The bytes of a bucket that a rank of the group sends in one round."""
+    codec, numel = bucket.codec(group.size), bucket.flat_numel
+    if codec is not None:
+        return group.copies_sent * codec.nbytes(numel)
+    # Larger groups sum half precision in float32.
+    dtype = bucket.dtype if group.size == 2 else wide(bucket.dtype)
+    return group.copies_sent * numel * dtype.itemsize
