@@ -54,8 +54,8 @@ class Noted(NamedTuple):
 
     Args:
         kind: "read" (of a CUDA value on the host), "copy" (between devices; the host waits), "spin"
-            (a wait for a work of NCCL that keeps the host busy), "wait" (for an event of this step)
-            or "call" (of a kernel).
+            (a wait for a work of NCCL that keeps the host busy), "order" (the same by the present
+            stream), "wait" (for an event of this step) or "call" (of a kernel).
         where: the function of the library, and who called it.
         what: the operation.
     """
@@ -195,8 +195,8 @@ class FakeWork:
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """ProcessGroupNCCL keeps the host busy if there is a timeout."""
-        if self._nccl and timeout is not None:
-            self._mode.note("spin", "work.wait(timeout)")
+        if self._nccl:
+            self._mode.note("order" if timeout is None else "spin", "work.wait")
         return True
 
     def is_completed(self) -> bool:
@@ -212,15 +212,21 @@ class FakeGroup(dist.ProcessGroup):
         rank: this rank.
         size: number of ranks.
         kind: "gloo", "nccl" or "cpu:gloo,cuda:nccl".
+        number: its place among the communicators made; -1 for the user's own.
     """
 
-    def __init__(self, mode: FakeCuda, rank: int, size: int, kind: str) -> None:
+    def __init__(self, mode: FakeCuda, rank: int, size: int, kind: str, number: int = -1) -> None:
         super().__init__(rank, size)
+        self._number = number
         self._mode, self._rank, self._size, self.kind = mode, rank, size, kind
         self._store = dist.HashStore()  # type: ignore[attr-defined]
         self._receives: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         # What was called, with the kind of device.
         self.calls: list[tuple[str, str]] = []
+        # The same on GPUs, of all communicators together: which of them, by its place in `made`.
+        self.on_gpu: list[tuple[int, str]] = []
+        # Those of the backend for GPUs.
+        self.options = SimpleNamespace(_timeout=timedelta(minutes=1))
         # The communicators that the library has made of this group.
         self.made: list[FakeGroup] = []
 
@@ -248,7 +254,7 @@ class FakeGroup(dist.ProcessGroup):
         return SimpleNamespace(
             name=lambda: self._nccl if on_nccl else "gloo",
             supports_coalescing=on_nccl,
-            options=SimpleNamespace(_timeout=timedelta(minutes=1)),
+            options=self.options,
             abort=lambda: self.calls.append(("abort", "cuda")),
             shutdown=lambda: self.calls.append(("shutdown", "cuda")),
             rank=lambda: 0,
@@ -266,6 +272,8 @@ class FakeGroup(dist.ProcessGroup):
         if backend.name() == "gloo" and device.type == "cuda":
             raise RuntimeError(f"{call} of CUDA tensors over gloo makes the host wait")
         self.calls.append((call, device.type))
+        if device.type == "cuda":
+            self.on_gpu.append((self._number, call))
         return FakeWork(self._mode, backend.name() == self._nccl)
 
     def _play(self, target: Tensor, source: Tensor) -> None:
@@ -312,10 +320,12 @@ def fake_cuda(kind: str, size: int = 2) -> Iterator[tuple[FakeCuda, FakeGroup]]:
     mode = FakeCuda()
     group = FakeGroup(mode, 0, size, kind)
 
-    def communicator(like: FakeGroup, store: Any, rank: int, size: int, timeout: Any) -> FakeGroup:
+    def communicator(like: FakeGroup, store: Any, rank: int, size: int, *_: Any) -> FakeGroup:
         both = "cpu:gloo,cuda:nccl" if "nccl" in like.kind else "gloo"
-        group.made.append(FakeGroup(mode, rank, size, both))
-        return group.made[-1]
+        made = FakeGroup(mode, rank, size, both, number=len(group.made))
+        made.on_gpu = group.on_gpu
+        group.made.append(made)
+        return made
 
     optimizer = torch.optim.Optimizer
     make, index, copy = torch.tensor, torch.Tensor.__getitem__, torch.Tensor.copy_

@@ -83,7 +83,7 @@ def test_a_wrong_mixing_is_told(
 
 @pytest.mark.timeout(300)  # on a busy machine
 def test_it_runs_on_the_cpu_and_says_what_it_cannot_measure(tmp_path: Path) -> None:
-    small = ("--device", "cpu", "--size-mib", "1", "--steps", "1")
+    small = ("--device", "cpu", "--size-mib", "1", "--steps", "1", "--tables")
     out = run_script(SCRIPT, *small, cwd=tmp_path, seconds=280)
     alone, shared = r"gloo, 1 rank \(exchanges nothing\)", "gloo, 2 ranks"
     for method in gpu.HOST_METHODS:
@@ -98,12 +98,82 @@ def test_it_runs_on_the_cpu_and_says_what_it_cannot_measure(tmp_path: Path) -> N
     for mode in gpu.MODES:
         assert f"| gloo, 2 ranks | {mode} | not measured | not measured | not measured |" in out
     assert "UserWarning" not in out
+    page = out.partition("| verdict |")[2]
+    for name in gpu.TRAJECTORIES:
+        what = rf"{name}: {gpu.TRAJECTORY} \| [\de.-]+, at most 1e-05 \|"
+        assert re.search(rf"\| passed \| c \| {shared} \| {what}", page), page
+    for method in ("ring", "complete"):
+        what = rf"{method}: time of a step.* \| [\d.]+ \|"
+        assert re.search(rf"\| measured \| c \| {shared} \| {what}", page), page
+    assert f"| passed | d | gloo, 1 rank (exchanges nothing) | {gpu.ONE_RANK} |" in page
+    assert f"| not measured | a | {shared} | {gpu.NO_WAIT} |" in page
+    assert f"| not measured | e | {shared} | copies: {gpu.MEMORY} |" in page
+    assert "failed" not in page
+
+
+# On GPUs.
+THERE = gpu.Setup("cuda", gpu.NCCL[1], 2)
+GOAL = gpu.Goal(1.3)
+
+
+@pytest.mark.parametrize(
+    ("value", "goal", "outcome"),
+    [
+        (1.2, GOAL, "passed"),
+        (1.4, GOAL, "goal missed"),
+        (0.7, gpu.Goal(0.6, least=True), "passed"),
+        (0.5, gpu.Goal(0.6, least=True), "goal missed"),
+        (2.0, gpu.Goal(1.0, otherwise=gpu.FAILED), "failed"),
+        (float("nan"), gpu.Goal(1.0, otherwise=gpu.FAILED), "failed"),
+        (1.4, None, "measured"),
+        # A run that has failed.
+        (None, GOAL, "failed"),
+    ],
+)
+def test_a_figure_is_judged_by_its_goal(
+    value: float | None, goal: gpu.Goal | None, outcome: str
+) -> None:
+    bench = gpu.Bench()
+    bench.judge("a", THERE, "what", value, goal)
+    (verdict,) = bench.verdicts
+    assert verdict.outcome == outcome
+    # A run that has failed is noted by itself.
+    assert len(bench.failures) == (outcome == "failed" and value is not None)
+    assert f"1 {outcome}" in gpu.page(bench.verdicts)
+
+
+@pytest.mark.parametrize(
+    ("backend", "says", "outcome"),
+    [
+        ("nccl", ["no", "no"], "passed"),
+        ("nccl", ["no", "yes: a copy"], "failed"),
+        ("gloo", ["no", "yes: a copy"], "goal missed"),
+        ("nccl", ["no", "not measured: closed"], "not measured"),
+        ("nccl", [], "failed"),
+    ],
+)
+def test_a_step_over_nccl_that_waits_for_the_gpu_fails(
+    backend: str, says: list[str], outcome: str
+) -> None:
+    bench = gpu.Bench()
+    waits = [f"{name}: {text}" for name, text in zip(gpu.HOST_METHODS, says, strict=False)]
+    gpu.judge_waits(bench, THERE._replace(backend=backend), waits)
+    assert [each.outcome for each in bench.verdicts] == [outcome]
+
+
+def test_nothing_begins_when_no_time_is_left() -> None:
+    bench = gpu.Bench(seconds=0)
+    text = gpu.part_d(bench, gpu.Setups([SETUP._replace(ranks=1)], [], None), gpu.Size(1, 1))
+    assert "| not measured |" in text
+    assert [each.outcome for each in bench.verdicts] == ["not measured"]
+    assert not bench.failures
 
 
 def test_without_the_gpus_its_cells_say_so() -> None:
     bench = gpu.Bench()
     nowhere = gpu.Setups(alone=[], shared=[], several=gpu.Setup("cuda", gpu.NCCL[1], 0))
     text = gpu.part_c(bench, nowhere, gpu.Size(mib=1, steps=1))
+    assert {each.outcome for each in bench.verdicts} == {"not measured"}
     assert f"| {gpu.NCCL[1]}, several GPUs | ring | not measured | not measured |" in text
     assert not bench.failures
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,13 +15,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from covering import pairwise
+from covering import named, pairwise
 from fake_cuda import FakeCuda, FakeGroup, Noted, fake_cuda
 from ranks import run_threads
 from torch import nn, optim
 from torch._C._distributed_c10d import HashStore
 
-from decent_optim_wrapper import DecentOptimWrapper, Schedule
+from decent_optim_wrapper import DecentOptimWrapper, Pacing, PeerError, Schedule
+from decent_optim_wrapper.comm import background, streams
 from decent_optim_wrapper.comm.process_groups import abort, backend_of, new_communicator
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
@@ -64,6 +66,12 @@ FORMS: dict[str, dict[str, Any]] = {
 WORLDS = {"pair": ("ring", 2), "group": ("complete", 4), "large group": ("complete", 20)}
 
 
+def make_trained(device: str) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros(1000, device=device))
+    param.grad = torch.zeros_like(param)
+    return param
+
+
 class Setup(NamedTuple):
     """A wrapper on fake CUDA parameters."""
 
@@ -95,9 +103,7 @@ def wrapped(
 ) -> Iterator[Setup]:
     topology, size = WORLDS[world]
     with fake_cuda(kind, size) as (mode, group):
-        params = [nn.Parameter(torch.empty(1000, device="cuda")) for _ in range(PARAMETERS)]
-        for param in params:
-            param.grad = torch.empty_like(param)
+        params = [make_trained("cuda") for _ in range(PARAMETERS)]
         optimizer = DecentOptimWrapper(
             base(params), topology=topology, process_group=group, bucket_cap_mb=CAP_MB, **options
         )
@@ -110,9 +116,14 @@ def waits(noted: Sequence[Noted]) -> list[Noted]:
 
 @pytest.mark.parametrize(
     ("kind", "world", "form"),
-    pairwise({k: k for k in ("nccl", NCCL)}, {w: w for w in WORLDS}, {f: f for f in FORMS}),
+    [
+        *pairwise(named("nccl", NCCL), named("pair", "group"), named(*FORMS)),
+        *((NCCL, "large group", form) for form in ("copies", "bf16-views", "tracking")),
+    ],
 )
-def test_the_host_waits_for_nothing_in_a_step(kind: str, world: str, form: str) -> None:
+def test_a_step_waits_for_nothing_and_calls_torch_at_most_12_times_for_a_bucket(
+    kind: str, world: str, form: str
+) -> None:
     with wrapped(kind, world, **FORMS[form]) as setup:
         setup.step()
         assert setup.optimizer.stats().buckets == BUCKETS
@@ -120,16 +131,11 @@ def test_the_host_waits_for_nothing_in_a_step(kind: str, world: str, form: str) 
         # Those that compare what arrives, too.
         setup.step(SETTLED)
         assert not waits(setup.mode.noted)
-
-
-@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("tracking", "states")])
-@pytest.mark.parametrize("world", ["pair", "group"])
-def test_a_step_calls_torch_at_most_12_times_for_a_bucket(world: str, form: str) -> None:
-    with wrapped(NCCL, world, **FORMS[form]) as setup:
         calls = [each for each in setup.noted() if each.kind == "call"]
         assert calls
+        sends_more = form in ("tracking", "states") or world == "large group"
         per_bucket = 14 if (world, form) == ("group", "skip") else 12
-        assert len(calls) <= 2 * (per_bucket * BUCKETS + PER_ROUND)
+        assert sends_more or len(calls) <= 2 * (per_bucket * BUCKETS + PER_ROUND)
 
 
 @pytest.mark.parametrize("views", [True, False])
@@ -194,8 +200,13 @@ def test_an_average_reads_once_for_all_parameters(kind: str) -> None:
             assert len(found) <= reads + crossing, found
 
 
-@pytest.mark.parametrize("world", ["pair", "group"])
-@pytest.mark.parametrize("form", ["copies", "views", "bf16", "late", "tracking", "int8"])
+@pytest.mark.parametrize(
+    ("world", "form"),
+    [
+        *(("pair", form) for form in ("copies", "bf16", "tracking", "int8")),
+        *(("group", form) for form in ("views", "late", "int8")),
+    ],
+)
 def test_over_gloo_only_threads_wait_for_the_gpu(world: str, form: str) -> None:
     options = {"comm_dtype": torch.int8} if form == "int8" else FORMS[form]
     with wrapped("gloo", world, **options) as setup:
@@ -238,17 +249,105 @@ def test_all_ranks_make_the_first_call_also_on_a_gpu_that_comes_later() -> None:
         assert "exchange" in on_gpu
 
 
-def make_trained(device: str) -> nn.Parameter:
-    param = nn.Parameter(torch.zeros(1000, device=device))
-    param.grad = torch.zeros_like(param)
-    return param
+@pytest.mark.parametrize(
+    ("topology", "size", "firsts"),
+    [
+        # The world, then a pair in each phase.
+        ("one-peer-exp", 4, [(0, "allreduce"), (0, "exchange"), (0, "exchange")]),
+        # The world, then a group of three in each phase.
+        ("hypercuboid", 9, [(0, "allreduce"), (1, "allreduce"), (2, "allreduce")]),
+        # Two phases of the same pair.
+        ("ring", 2, [(0, "allreduce"), (0, "exchange")]),
+        ("complete", 4, [(0, "allreduce")]),
+    ],
+)
+def test_every_group_connects_in_the_constructor_in_the_order_of_the_phases(
+    topology: str, size: int, firsts: list[tuple[int, str]]
+) -> None:
+    with fake_cuda(NCCL, size) as (_, group):
+        params = [make_trained("cuda") for _ in range(PARAMETERS)]
+        options: dict[str, Any] = {"topology": topology, "bucket_cap_mb": CAP_MB}
+        # What starts at the values of rank 0 is sent after that.
+        DecentOptimWrapper(SGD(params), process_group=group, sync_at_start=False, **options)
+        begun = [call for call in group.on_gpu if call[1] in ("allreduce", "exchange")]
+        assert begun == firsts
+
+
+@pytest.mark.parametrize("call", ["step", "global_avg", "consensus_distance"])
+@pytest.mark.parametrize("kind", [NCCL, "gloo"])
+def test_no_round_is_captured_in_a_cuda_graph(
+    kind: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with wrapped(kind) as setup:
+        setup.step(2)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+        setup.step()
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match=r"call synchronize\(\) before the capture"):
+            getattr(setup.optimizer, call)()
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+class BrokenEvent:
+    """What a capture leaves of an event for which another thread waits."""
+
+    def synchronize(self) -> None:
+        """As torch raises it."""
+        raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+
+
+def test_a_thread_that_waits_for_the_gpu_during_a_capture_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "mark", lambda device: BrokenEvent())
+    thread, done = streams.PostingThread(), list[int]()
+    thread.add(lambda: done.append(1), torch.device("cuda", 0))
+    thread.end()
+    with pytest.raises(RuntimeError, match=r"call synchronize\(\) before the capture"):
+        thread.future.result(timeout=30)
+    assert not done
+
+
+class Patient(Pacing):
+    """Waits for no round."""
+
+    synchronous = False
+    needs_snapshot = True
+
+    def is_due(self, age: int, has_arrived: Callable[[], bool]) -> bool:
+        """Only if it has arrived."""
+        return has_arrived()
+
+
+@pytest.mark.parametrize(
+    ("options", "minutes"),
+    [
+        ({}, 2),
+        ({"overlap": False}, 2),
+        ({"overlap": Patient()}, 1001),
+        ({"schedule": Schedule(gossip_every=3, staleness=3)}, 4),
+        ({"schedule": Schedule(gossip_every="auto", max_staleness=5)}, 6),
+    ],
+)
+@pytest.mark.parametrize("kind", ["nccl", NCCL])
+def test_the_watchdog_of_nccl_waits_longer_than_the_steps_of_a_round(
+    kind: str, options: dict[str, Any], minutes: int
+) -> None:
+    with fake_cuda(kind, 9) as (_, group):
+        params = [make_trained("cuda") for _ in range(PARAMETERS)]
+        DecentOptimWrapper(
+            SGD(params), topology="hypercuboid", process_group=group, timeout=60, **options
+        )
+        # All ranks, and three of them in each phase.
+        assert [each.options._timeout for each in group.made] == [timedelta(minutes=minutes)] * 3
+        assert group.options._timeout == timedelta(minutes=1)
 
 
 def test_a_wrapper_that_is_dropped_waits_for_nccl_and_shuts_it_down() -> None:
     with fake_cuda("nccl", 4) as (_, group):
-        params = [nn.Parameter(torch.empty(1000, device="cuda")) for _ in range(PARAMETERS)]
-        for param in params:
-            param.grad = torch.empty_like(param)
+        params = [make_trained("cuda") for _ in range(PARAMETERS)]
         optimizer = DecentOptimWrapper(SGD(params), topology="ring", process_group=group)
         optimizer.step()
         (own,) = group.made
@@ -272,9 +371,7 @@ def test_one_rank_needs_no_communicator() -> None:
 
 def test_flags_travel_to_the_gpu_of_their_bucket() -> None:
     with fake_cuda(NCCL) as (mode, group):
-        params = [nn.Parameter(torch.empty(1000, device=f"cuda:{i % 2}")) for i in range(8)]
-        for param in params:
-            param.grad = torch.empty_like(param)
+        params = [make_trained(f"cuda:{i % 2}") for i in range(PARAMETERS)]
         optimizer = DecentOptimWrapper(
             SGD(params), topology="ring", process_group=group, bucket_cap_mb=CAP_MB
         )
@@ -303,18 +400,41 @@ class Options:
     """Those of NCCL."""
 
     _timeout = timedelta(0)
+    lazy_init = False
 
 
-@pytest.mark.parametrize("name", ["nccl", "nccl2"])
-def test_a_communicator_has_gloo_for_the_cpu_and_nccl_next_to_it(name: str) -> None:
+GPU = torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "built", "bound"),
+    [
+        ("nccl", ("ProcessGroupNCCL", False), None),
+        ("nccl2", ("ProcessGroupNCCL2", True, GPU), GPU),
+        # The user's group has not said on which: the current one.
+        ("nccl2", ("ProcessGroupNCCL2", True, torch.device("cuda", 1)), None),
+        # One communicator for each pair would be hundreds of MB of memory each.
+        ("nccl-lazy", ("ProcessGroupNCCL2", True, GPU), GPU),
+    ],
+)
+def test_a_communicator_has_gloo_for_the_cpu_and_next_to_it_the_nccl_of_the_user(
+    name: str, built: tuple[Any, ...], bound: torch.device | None
+) -> None:
     """With gloo in the place of NCCL, which needs a GPU."""
-    like = SimpleNamespace(name=lambda: name)
+    like = SimpleNamespace(name=lambda: name, bound_device_id=bound)
     store, timeout = HashStore(), timedelta(seconds=30)
     ended: list[str] = []
+    made: list[tuple[Any, ...]] = []
 
-    def nccl(store: Any, rank: int, size: int, options: Options) -> Any:
-        assert options._timeout == timeout
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    def nccl(kind: str) -> type:
+        class Nccl:
+            def __new__(cls, store: Any, rank: int, size: int, options: Any, *gpu: Any) -> Any:
+                assert options._timeout == timeout
+                made.append((kind, options.lazy_init, *gpu))
+                return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+        Nccl.Options = Options  # type: ignore[attr-defined]
+        return Nccl
 
     def main(rank: int, group: dist.ProcessGroup) -> float:
         made = new_communicator(like, store, rank, 2, timeout)
@@ -323,25 +443,118 @@ def test_a_communicator_has_gloo_for_the_cpu_and_nccl_next_to_it(name: str) -> N
         sent = torch.full((3,), float(rank + 1))
         made.allreduce([sent]).wait(timeout)
         waiting = made.recv([torch.empty(3)], 1 - rank, 7)
-        abort(made)
+        abort([made])
         try:
             waiting.wait(timeout)
         except RuntimeError:
             ended.append("closed")
         return float(sent.sum())
 
-    class Nccl:
-        Options = Options
-
-        def __new__(cls, *args: Any) -> Any:
-            return nccl(*args)
-
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
-        mock.patch.object(dist, "ProcessGroupNCCL", Nccl),
+        mock.patch("torch.cuda.current_device", return_value=1),
+        mock.patch.object(dist, "ProcessGroupNCCL", nccl("ProcessGroupNCCL")),
+        mock.patch.object(dist, "ProcessGroupNCCL2", nccl("ProcessGroupNCCL2"), create=True),
     ):
         assert run_threads(2, main) == [9.0, 9.0]
     assert ended == ["closed"] * 2
+    assert made == [built] * 2
+
+
+class Backend(NamedTuple):
+    """One of NCCL, as far as an abort needs it."""
+
+    abort: Callable[[], object]
+
+    def name(self) -> str:
+        """That of the backend."""
+        return "nccl2"
+
+
+def test_communicators_are_aborted_all_together_and_in_bounded_time() -> None:
+    # Each waits for the kernels of the other; the third never ends.
+    together, never, ended = threading.Barrier(2), threading.Event(), list[int]()
+
+    def meet() -> None:
+        together.wait(timeout=60)
+        ended.append(1)
+
+    abort([Backend(meet), Backend(meet)], seconds=60)
+    assert ended == [1, 1]
+    abort([Backend(never.wait), Backend(lambda: ended.append(2))], seconds=0.5)
+    assert ended == [1, 1, 2]
+    never.set()
+
+
+def test_a_receive_that_fails_behind_its_send_ends_the_connections() -> None:
+    with wrapped(NCCL) as setup:
+        setup.step(2)
+        (own,) = setup.group.made
+
+        def recv(data: list[Any], peer: int, tag: int) -> Any:
+            if data[0].is_cuda:
+                raise RuntimeError("tensors must be contiguous")
+            return FakeGroup.recv(own, data, peer, tag)
+
+        with (
+            mock.patch.object(own, "recv", recv),
+            pytest.raises(RuntimeError, match="tensors must be contiguous"),
+        ):
+            setup.step()
+        on_gpu = [call for call, device in own.calls if device == "cuda"]
+        # The batch is closed before: a communicator is not aborted inside of one.
+        assert on_gpu[-3:] == ["send", "exchange", "abort"]
+        with pytest.raises(RuntimeError, match="this rank failed with RuntimeError: tensors must"):
+            setup.step()
+
+
+class FailedWork:
+    """A work that torch's watchdog has ended; it then counts as completed."""
+
+    def wait(self, *timeout: timedelta) -> None:
+        """As torch raises it."""
+        raise dist.DistBackendError("NCCL operation timed out")
+
+    def is_completed(self) -> bool:
+        """As torch says."""
+        return True
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_an_exchange_that_torch_has_ended_is_a_lost_peer(auto: bool) -> None:
+    schedule = Schedule(gossip_every="auto") if auto else Schedule()
+    with wrapped(NCCL, schedule=schedule) as setup:
+        setup.step(3)
+        (own,) = setup.group.made
+        with mock.patch.object(own, "_end_coalescing", return_value=FailedWork()):
+            # Mixes the round before, and launches the one that fails.
+            setup.step()
+            with pytest.raises(PeerError, match="lost rank 1 in round 3") as caught:
+                setup.step(2)
+        assert "NCCL operation timed out" in str(caught.value.__cause__)
+        assert ("abort", "cuda") in own.calls
+
+
+def test_a_thread_is_on_the_gpu_of_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_there: dict[str, int] = {}
+    here = threading.current_thread().name
+
+    def set_device(index: int) -> None:
+        set_there[threading.current_thread().name] = index
+
+    def look() -> tuple[str, dict[str, int]]:
+        return threading.current_thread().name, dict(set_there)
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    # Before CUDA is used nothing may start it.
+    assert background.in_background(look).result(30)[1] == {}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    # Threads are used again, on whatever GPU the next caller is.
+    for index in (3, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda index=index: index)
+        there, found = background.in_background(look).result(30)
+        assert there != here
+        assert found == {there: index}
 
 
 def test_another_backend_is_refused() -> None:

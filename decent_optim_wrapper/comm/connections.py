@@ -1,7 +1,7 @@
 """The connections of a rank: how they are made, and how they end when a rank is lost or fails.
 
-No rank waits for one that has failed: its neighbours see the closed connection, close theirs, and
-so on through all ranks.
+No rank waits for a rank that has failed: its neighbours see the closed connection and close theirs,
+and so on through all ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from decent_optim_wrapper.comm.process_groups import (
     is_registered,
     new_communicator,
     serves,
+    set_nccl_timeout,
 )
-from decent_optim_wrapper.comm.waiting import WireError
+from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, WireError
 from decent_optim_wrapper.errors import CallOrderError, PeerError, text_of
 from decent_optim_wrapper.topo import Group
 
@@ -52,8 +53,8 @@ class Connections:
         timeout: bound of every wait.
         store: where the ranks meet to connect, and report losses; None if there is none.
         user_group: the same as `world` if that is the user's own, which is never closed here.
-        should_stop: tells that another rank has lost a peer, or comes back, so that all members
-            meet again and waiting is in vain; None if they never do.
+        should_stop: function that returns whether a member is dead, has lost a peer or comes back,
+            so that all members meet again and waiting is useless; None if they never do.
     """
 
     def __init__(
@@ -74,35 +75,51 @@ class Connections:
         self.initial_rank = members[rank]
         self._timeout = timeout
         self._should_stop = should_stop
-        # What can be used now. Small messages travel on the CPU: a world without a backend for it
-        # is replaced when it is first used.
+        # The world that can be used now. Small messages are sent on the CPU: a world without a
+        # backend for it is replaced on first use.
         self._ready = world if world is not None and serves(world, CPU) else None
         self._world = world
         self._store = store
         self._user_group = user_group
         self._registered = user_group is not None and is_registered(user_group)
         self._subgroups: dict[tuple[int, ...], Any] = {}
+        # Those of this rank, in the order in which all their ranks meet: by phase.
+        self._groups: tuple[Group, ...] = ()
         # That exchange over NCCL.
         self._gpus: list[torch.device] = []
-        # By type of device: a backend tells slowly.
+        # By type of device, since asking a backend is slow.
         self._coalescing: dict[str, bool] = {}
         self._reports = FailureReports(store, members[rank])
-        # A closed world is not one of a single rank: what needs the others raises.
+        # A closed world is not a world of one rank: calls that need the others raise.
         self._closure: Closure | None = None
 
     def connect(self, groups: Sequence[Group]) -> None:
-        """Create what the groups of this rank need, in their order; waits for all members."""
+        """Create the communicators of this rank's groups, in their order; waits for all members."""
         if self._world is self._user_group and self.world_size > 1 and self._store is not None:
             # With gloo, a wait that times out would close the connections of the user's process
             # group. With NCCL, the rounds would queue behind the user's own collectives.
             kind = backend_of(self._world, self.exchange_device).name()
             if kind == "gloo" or is_nccl(kind):
                 self._replace_world()
+        self._groups = tuple({group.ranks: group for group in groups}.values())
         for group in groups:
             if group.size == self.world_size:
                 self._subgroups[group.ranks] = self._world
             elif group.size > 2 and group.ranks not in self._subgroups:
                 self._subgroups[group.ranks] = self._new(group.ranks)
+
+    def let_rounds_take(self, steps: int) -> None:
+        """Let NCCL's watchdog end no round that a step may still wait for.
+
+        It counts from the launch of a round, and ends the process. A step waits for `timeout` after
+        it has come to the round, so many steps later, each of which is granted as much.
+
+        Args:
+            steps: the most steps under which a round travels.
+        """
+        timeout = (1 + steps) * min(self._timeout, LONGEST_WAIT)
+        for group in self._made:
+            set_nccl_timeout(group, timeout)
 
     def _open_world(self) -> Any:
         """The communicator of all ranks.
@@ -133,7 +150,7 @@ class Connections:
         return self._subgroups[ranks]
 
     def coalesces(self, device: torch.device) -> bool:
-        """Whether a send must be posted together with the receive behind it, as on NCCL."""
+        """Whether a send must be posted together with its receive, as on NCCL."""
         if device.type not in self._coalescing:
             backend = backend_of(self._world, device)
             self._coalescing[device.type] = backend.supports_coalescing
@@ -153,7 +170,7 @@ class Connections:
     def abort(self, reason: str, broken: bool = False) -> None:
         """Close the connections made here; the peers notice this at once.
 
-        Those of the user's process group stay open, but are not used any more either.
+        The connections of the user's process group stay open, but are not used any more.
 
         Args:
             reason: the reason in later errors.
@@ -165,23 +182,21 @@ class Connections:
         if self._world is not self._user_group:
             self._world = None
         self._ready = None
-        for group in made:
-            abort(group)
+        abort(made)
 
     def close(self) -> None:
         """Close the communicators made here and release the user's process group."""
         if self._ready is not None:
             # Before the others see the connections closed.
             self._reports.note(())
-        for group in self._release():
-            close(group, self._gpus, self._timeout.total_seconds())
+        close(self._release(), self._gpus, self._timeout.total_seconds())
         self._user_group = self._world = self._ready = None
 
     def lose(self, suspects: tuple[int, ...], silent: bool) -> PeerLoss:
         """Close the connections after a `WireError`, and find out which rank was lost.
 
         Args:
-            suspects: the ranks of which one was lost, by their position among the members.
+            suspects: the ranks one of which was lost, by their position among the members.
             silent: as in `WireError`.
         """
         names = [self.members[rank] for rank in suspects]
@@ -196,7 +211,7 @@ class Connections:
         return self._reports.find(names, silent)
 
     def lose_in_collective(self, suspects: tuple[int, ...], error: WireError) -> RuntimeError:
-        """As `lose`; the error of a collective of all ranks."""
+        """Like `lose`; returns the error of a collective of all ranks."""
         loss = self.lose(suspects, error.silent)
         return loss.as_error(
             self.initial_rank,
@@ -208,19 +223,25 @@ class Connections:
     def fail(self, error: BaseException) -> None:
         """Close the connections because this rank cannot continue, and report why.
 
-        Nothing happens if they are closed for another reason already.
+        It does nothing if they are closed already.
         """
         if self._closure is None:
             self._reports.note_error(error)
             broken = not isinstance(error, (PeerError, CallOrderError))
             self.abort(f"this rank failed with {type(error).__name__}: {error}", broken)
 
-    def _release(self) -> list[Any]:
-        """Forget the groups, and return the communicators made here, each once."""
+    @property
+    def _made(self) -> list[Any]:
+        """The communicators made here, each once."""
         known = {id(group): group for group in (*self._subgroups.values(), self._world)}
-        self._subgroups.clear()
         users = (None, self._user_group)
         return [group for group in known.values() if all(group is not each for each in users)]
+
+    def _release(self) -> list[Any]:
+        """Forget the groups, and return the communicators made here."""
+        made = self._made
+        self._subgroups.clear()
+        return made
 
     def _replace_world(self) -> None:
         self._world = self._ready = self._new(tuple(range(self.world_size)))
@@ -235,7 +256,8 @@ class Connections:
         store = PrefixStore("-".join(map(str, ranks)), self._store)
         place, timeout = ranks.index(self.rank), self._timeout
         try:
-            return new_communicator(self._world, store, place, len(ranks), timeout)
+            stop = self._should_stop
+            return new_communicator(self._world, store, place, len(ranks), timeout, stop)
         except (RuntimeError, TimeoutError) as error:
             members = [self.members[rank] for rank in ranks]
             raise PeerError(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from loguru import logger
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
+from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.waiting import within
 
 # Where small messages travel, whatever torch.set_default_device says.
@@ -22,6 +25,8 @@ _NCCL = "nccl"
 _ABORT_TAG = (1 << 20) - 1
 # How much later than its timeout gloo may report which rank is missing.
 _CONNECT_SLACK_SECONDS = 1.0
+# How long NCCL may take to abort what a GPU does.
+_ABORT_SECONDS = 10.0
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
@@ -78,7 +83,14 @@ def is_closed(group: Any) -> bool:
         return False
 
 
-def new_communicator(like: Any, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def new_communicator(
+    like: Any,
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    should_stop: Callable[[], bool] | None = None,
+) -> Any:
     """Create a communicator of the kind of `like` that torch does not register.
 
     Small messages travel on the CPU: it has a gloo backend, and next to it one of NCCL if `like`
@@ -91,13 +103,15 @@ def new_communicator(like: Any, store: Any, rank: int, size: int, timeout: timed
         rank: the position of this rank among the members.
         size: number of members.
         timeout: bound of the connection and of every operation.
+        should_stop: tells whether to give up earlier.
 
     Raises:
         ValueError: `like` has another backend.
         RuntimeError: a member is missing.
-        TimeoutError: a link is dead, or the store does not answer.
+        TimeoutError: a link is dead, the store does not answer, or `should_stop` has ended it.
     """
-    kind = backend_of(like, exchange_device(like)).name()
+    theirs = backend_of(like, exchange_device(like))
+    kind = theirs.name()
     if kind != "gloo" and not is_nccl(kind):
         raise ValueError(
             f"rank {rank} of {size}: expected a gloo or nccl backend for a communicator of some "
@@ -105,18 +119,39 @@ def new_communicator(like: Any, store: Any, rank: int, size: int, timeout: timed
         )
     # gloo's own timeout does not hold if a link is dead or the store does not answer.
     seconds = timeout.total_seconds() + _CONNECT_SLACK_SECONDS
-    gloo = within(seconds, lambda: connect_gloo(store, rank, size, timeout))
+    gloo = within(seconds, lambda: connect_gloo(store, rank, size, timeout), should_stop)
     if kind == "gloo":
         return gloo
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    # It connects in its first collective.
-    nccl = dist.ProcessGroupNCCL(PrefixStore(_NCCL, store), rank, size, options)
+    nccl = _new_nccl(theirs, PrefixStore(_NCCL, store), rank, size, timeout)
     group = dist.ProcessGroup(store, rank, size)
     kinds = dist.ProcessGroup.BackendType
     group._register_backend(CPU, kinds.GLOO, gloo)
     group._register_backend(_CUDA, kinds.NCCL, nccl)
     return group
+
+
+def _new_nccl(like: Any, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Create a backend of NCCL that connects in its first collective.
+
+    Torch has two implementations: "nccl" builds ProcessGroupNCCL2 since torch 2.15, whose name is
+    "nccl2", and ProcessGroupNCCL before and with TORCH_DIST_USE_NCCL2=0.
+
+    Args:
+        like: a backend of the same implementation. With "nccl-lazy" too, pairs get no communicators
+            of their own.
+        store: where the members meet.
+        rank: as in `new_communicator`.
+        size: as there.
+        timeout: bound of every operation.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    if like.name() == _NCCL:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    options.lazy_init = True
+    # It serves one GPU only.
+    gpu = like.bound_device_id or torch.device("cuda", torch.cuda.current_device())
+    return dist.ProcessGroupNCCL2(store, rank, size, options, gpu)
 
 
 def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -139,9 +174,16 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         group.allreduce([torch.ones(1, device="cpu")]).wait(timeout)
     except RuntimeError:
         # A collective that hangs would keep the group alive until the timeout.
-        abort(group)
+        abort([group])
         raise
     return group
+
+
+def set_nccl_timeout(communicator: Any, timeout: timedelta) -> None:
+    """Let NCCL's watchdog in a communicator made here end an operation only after this time."""
+    if isinstance(communicator, dist.ProcessGroup):
+        # Read whenever an operation starts, from which it counts.
+        backend_of(communicator, _CUDA).options._timeout = timeout
 
 
 def is_nccl(name: str) -> bool:
@@ -149,59 +191,103 @@ def is_nccl(name: str) -> bool:
     return name.startswith(_NCCL)
 
 
-def close(communicator: Any, devices: Iterable[torch.device], seconds: float) -> None:
-    """Release a communicator made by `new_communicator`; with gloo, that is its last reference.
+def close(communicators: Iterable[Any], devices: Iterable[torch.device], seconds: float) -> None:
+    """Release communicators made by `new_communicator`; with gloo, that is its last reference.
 
     NCCL aborts what is under way when it is released: others would mix what has half arrived.
 
     Args:
-        communicator: the communicator.
-        devices: the GPUs that use it.
+        communicators: the communicators.
+        devices: the GPUs that use them.
         seconds: bound of the wait for what is under way there.
     """
-    if not isinstance(communicator, dist.ProcessGroup):
-        return
+    on_gpu = [each for each in communicators if isinstance(each, dist.ProcessGroup)]
 
     def end() -> None:
         for device in devices:
             torch.cuda.synchronize(device)
-        backend_of(communicator, _CUDA).shutdown()
+        for each in on_gpu:
+            backend_of(each, _CUDA).shutdown()
 
+    if not on_gpu:
+        return
     try:
         within(seconds, end)
     except (RuntimeError, TimeoutError):
-        abort(communicator)
+        abort(on_gpu)
 
 
-def abort(communicator: Any) -> None:
-    """Abort everything in flight on a communicator made here, on this rank and on the peers.
+def abort(communicators: Iterable[Any], seconds: float = _ABORT_SECONDS) -> None:
+    """Abort everything in flight on communicators made here, on this rank and on the peers.
 
     gloo's own `abort` does nothing, but a receive that times out closes the connections to all
     ranks: works that wait on them raise at once, also on other threads.
+
+    Those of NCCL are aborted all together: one by one, the first may wait for a kernel that waits
+    for a kernel of the next (pytorch#119797). Some aborts never end (NVIDIA/nccl#1777).
+
+    Args:
+        communicators: process groups or gloo backends.
+        seconds: bound of the wait for those of NCCL.
     """
-    if isinstance(communicator, dist.ProcessGroup):
-        for device in (CPU, _CUDA):
-            abort(backend_of(communicator, device))
-        return
-    if communicator.name() != "gloo":
-        # Its own error would hide the one for which it is aborted.
-        with suppress(RuntimeError):
-            communicator.abort()
-        return
-    for peer in range(communicator.size()):
+    kinds = [
+        [backend_of(each, device) for device in (CPU, _CUDA)]
+        if isinstance(each, dist.ProcessGroup)
+        else [each]
+        for each in communicators
+    ]
+    backends = [backend for each in kinds for backend in each]
+    # The peers notice these at once.
+    for backend in backends:
+        if backend.name() == "gloo":
+            _abort_gloo(backend)
+    # Nobody asks for their errors, which would hide the one for which they are aborted.
+    aborts = [in_background(each.abort) for each in backends if each.name() != "gloo"]
+    if unfinished := wait(aborts, seconds).not_done:
+        logger.warning(
+            "{} of {} communicators of NCCL were not aborted within {:.0f} s; kernels that wait "
+            "for other ranks may still run on the GPU: end this process",
+            *(len(unfinished), len(aborts), seconds),
+        )
+
+
+def _abort_gloo(backend: Any) -> None:
+    for peer in range(backend.size()):
         # Try each peer: a connection that is closed already does not affect the others.
-        if peer != communicator.rank():
+        if peer != backend.rank():
             with suppress(RuntimeError):
                 nothing = torch.empty(1, device="cpu")
-                communicator.recv([nothing], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+                backend.recv([nothing], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
 
-def exchange_coalesced(group: Any, outgoing: Tensor, incoming: Tensor, peer: int) -> Any:
-    """Start a send and a receive as one work; as `dist.batch_isend_irecv` for any group."""
+def exchange_coalesced(
+    group: Any,
+    outgoing: Tensor,
+    incoming: Tensor,
+    peer: int,
+    fail: Callable[[BaseException], None],
+) -> Any:
+    """Start a send and a receive as one work; as `dist.batch_isend_irecv` for any group.
+
+    Args:
+        group: the communicator.
+        outgoing: the tensor to send.
+        incoming: the tensor to overwrite.
+        peer: the other rank.
+        fail: called with the error if only one of the two has started, for which the peer would
+            wait in vain: nothing ends it but aborting the communicator.
+    """
     group._start_coalescing(outgoing.device)
+    is_half = False
     try:
         group.send([outgoing], peer, 0)
+        is_half = True
         group.recv([incoming], peer, 0)
-    finally:
-        work = group._end_coalescing(outgoing.device)
-    return work
+    except BaseException as error:
+        # No communicator is aborted in the middle of a batch.
+        with suppress(RuntimeError):
+            group._end_coalescing(outgoing.device)
+        if is_half:
+            fail(error)
+        raise
+    return group._end_coalescing(outgoing.device)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.comm.waiting import Waitable, in_background
+from decent_optim_wrapper.comm.background import in_background
+from decent_optim_wrapper.comm.waiting import Waitable
 
 Action = Callable[[], None]
 
@@ -121,10 +122,21 @@ class PostingThread:
         while (queued := self._actions.get()) is not None and not self._dropped:
             packed, action = queued
             if packed is not None:
-                packed.synchronize()
+                _wait_for(packed)
             with self._acting:
                 if not self._dropped:
                     action()
+
+
+def _wait_for(packed: torch.cuda.Event) -> None:
+    try:
+        packed.synchronize()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"a thread expected to wait for the GPU before it sends what the GPU has packed, and "
+            f"torch raised: {error}. If a CUDA graph was being captured, call synchronize() before "
+            f"the capture: until it ends, no thread may wait for the GPU (pytorch#104487)"
+        ) from error
 
 
 def mark(device: torch.device) -> torch.cuda.Event:

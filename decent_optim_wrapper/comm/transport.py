@@ -1,7 +1,7 @@
 """Exchange between ranks: the one place that calls torch.distributed to move bytes.
 
-Pairs exchange point to point on one communicator of all ranks and need none of their own. Each
-larger group gets a communicator, created by its members only.
+Pairs exchange point to point on one communicator of all ranks. Each larger group gets its own
+communicator, created by its members only.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from decent_optim_wrapper.topo import Group
 # Tags below are left to the user's own point-to-point traffic on the same process group, except
 # two: for messages to all ranks, and for aborting.
 _FIRST_TAG = 1 << 20
-# A message to every other rank of a larger group would cost more than a collective.
+# In a larger group, a message to every other rank would cost more than a collective.
 _MOST_SENT_ONE_BY_ONE = 16
 
 
 class Transport(Connections):
     """The ranks that exchange with each other, over their connections."""
 
-    # What a thread still posts: collectives of one communicator come in the same order on all
+    # A thread that still posts: collectives of one communicator must come in the same order on all
     # ranks.
     _posting: PostingThread | None = None
 
@@ -71,26 +71,50 @@ class Transport(Connections):
         return self._closure is not None
 
     def limit_waits(self, timeout: timedelta) -> None:
-        """Wait no longer than `timeout` from now on, and do not meet again."""
+        """Wait no longer than `timeout` from now on, and never meet the members again."""
         self._timeout = min(timeout, self._timeout)
         self._should_stop = None
 
     def begin_on(self, devices: Collection[torch.device]) -> None:
-        """Make the first exchange on each GPU that has made none; collective.
+        """Make the first exchange of every group on each GPU that has made none; collective.
 
-        A first exchange between some of the ranks only is undefined on NCCL.
+        NCCL connects ranks in their first exchange. Among running kernels, of which some wait for
+        other ranks, that may never end (NVIDIA/nccl#195, #239); and a first exchange between some
+        ranks of a communicator only is undefined.
         """
         for device in dict.fromkeys(devices):
             if self.world_size > 1 and device not in self._gpus and self.coalesces(device):
                 self._gpus.append(device)
                 self.sum_(torch.zeros(1, device=device))
+                for group in self._groups:
+                    self._begin_in(group, device)
+
+    def _begin_in(self, group: Group, device: torch.device) -> None:
+        """Make the first exchange of a group, whose ranks come to it in the same order."""
+        others = tuple(rank for rank in group.ranks if rank != self.rank)
+        number = torch.zeros(1, device=device)
+        try:
+            if len(others) == 1:
+                self.wait(self.exchange(number, torch.empty_like(number), others[0], 0))
+            elif 1 < len(others) < self.world_size - 1:
+                self.wait(self.all_reduce(number, group.ranks))
+        except WireError as error:
+            raise self.lose_in_collective(others, error) from error
 
     def check_open(self) -> None:
         """Check that this rank can still reach the others.
 
         Raises:
-            RuntimeError: the user's process group has been destroyed, or this rank has failed.
+            RuntimeError: the user's process group has been destroyed, this rank has failed, or a
+                CUDA graph is being captured.
         """
+        is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if is_used and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"rank {self.initial_rank}: step() and what is collective expect to be called "
+                f"outside of the capture of a CUDA graph, which would repeat one round for ever; "
+                f"call synchronize() before the capture, and step() after it and after each replay"
+            )
         groups = dist.distributed_c10d._world.pg_group_ranks
         if self._registered and self._user_group not in groups:
             raise RuntimeError(
@@ -153,12 +177,12 @@ class Transport(Connections):
         """
         if isinstance(error, TimeoutError):
             if self._should_stop is not None and self._should_stop():
-                raise WireError("another rank has lost a peer, or comes back") from error
+                raise WireError("another rank is dead, has lost a peer, or comes back") from error
             raise WireError(f"no answer within {self._timeout}", silent=True) from error
         if isinstance(error, RuntimeError):
             raise WireError(text_of(error), silent) from error
-        # Nobody can wait for the works any more, and what has not arrived must not be mixed.
-        # A thread that goes on waiting for them would hold up the end of the process.
+        # The works cannot be waited for any more, and their data must not be mixed. A thread that
+        # continued to wait for them would delay the end of the process.
         self.fail(error)
 
     def exchange(self, outgoing: Tensor, incoming: Tensor, peer: int, tag: int) -> list[Waitable]:
@@ -176,17 +200,20 @@ class Transport(Connections):
         Raises:
             WireError: the connection is closed already.
         """
-        # Every step comes here: with as few calls as possible.
+        # Every step comes here, so it makes as few calls as possible.
         world, device = self._ready or self._open_world(), outgoing.device
         coalesces = device.type != "cpu" and self.coalesces(device)
         try:
             if coalesces:
-                return [OnStream(exchange_coalesced(world, outgoing, incoming, peer))]
+                work = exchange_coalesced(world, outgoing, incoming, peer, self.fail)
+                return [OnStream(work)]
             # The receive first: its notice lets the peer's data start.
             received = world.recv([incoming], peer, tag + _FIRST_TAG)
             return [world.send([outgoing], peer, tag + _FIRST_TAG), received]
         except RuntimeError as error:
-            _raise_if_closed(error)
+            # Otherwise it is this rank that has closed the connection, because of this error.
+            if self._closure is None or not self._closure.broken:
+                _raise_if_closed(error)
             raise
 
     def sends_alone(self, device: torch.device) -> bool:
@@ -209,7 +236,7 @@ class Transport(Connections):
         """Start gathering the tensors of all ranks of a pair or of a connected group, on a GPU.
 
         Args:
-            tensor: of one dimension, of the same shape and dtype on all of them.
+            tensor: a vector of the same shape and dtype on all of them.
             group: the ranks.
             tag: as in `exchange`.
 
@@ -229,7 +256,8 @@ class Transport(Connections):
     ) -> list[PendingMessage]:
         """Start exchanging small messages with the other ranks of a group.
 
-        Point to point, which shows who does not answer; in a large group by a collective.
+        Messages are point to point, which shows the rank that does not answer; in a large group a
+        collective is used.
 
         Args:
             message: a tensor on the CPU, of the same shape on all of them.
@@ -252,7 +280,7 @@ class Transport(Connections):
         return pending
 
     def collectives_wait_for(self, posting: PostingThread) -> None:
-        """Let collectives come after what a thread still packs or codes, and posts."""
+        """Let collectives wait for a thread that still packs, codes and posts."""
         self._posting = posting
 
     def sum_(self, tensor: Tensor) -> None:
@@ -293,12 +321,12 @@ class Transport(Connections):
         """Wait until nothing else is being posted, before a collective.
 
         Raises:
-            WireError: that took too long.
+            WireError: it took too long.
         """
         posting = self._posting
         if posting is not None and not posting.runs_here:
             self._posting = None
-            # Whether it has failed is told by the round.
+            # The round raises its error if it has failed.
             self.wait_for_any(posting.future)
 
     @property

@@ -1,20 +1,19 @@
-"""Waits for other ranks: bounded, in the background, and given up where they lead nowhere."""
+"""Waits for other ranks: bounded, in the background, and given up if they are useless."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-Result = TypeVar("Result")
+from decent_optim_wrapper.comm.background import Result, in_background
 
-# What torch's backends can wait for. Who waits for the thread has a timeout of its own.
+# The longest wait of torch's backends. The caller that waits for the thread has its own timeout.
 LONGEST_WAIT = timedelta(seconds=2_000_000)
 # Interval of the checks whether to keep waiting.
 _LOOK_SECONDS = 0.05
@@ -24,7 +23,6 @@ _LONGEST_LOOK_SECONDS = 0.25
 _POLL_SECONDS = 0.001
 # How much later than at its timeout gloo may end a wait.
 _SLACK_SECONDS = 1.0
-_THREAD_NAME = "decent-background"
 
 
 class WireError(RuntimeError):
@@ -67,14 +65,14 @@ class PendingMessage(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """Works to wait for, and what is lost with them: a bucket, and one of some ranks.
+    """Works to wait for, and the bucket and the ranks to name if they fail.
 
     Args:
         works: the works.
         bucket: the position of the bucket that an error names.
         suspects: the ranks, by position.
-        on_gpu: whether the works tell whether they are done. A wait for them orders a stream, so
-            that the thread that mixes must do so itself.
+        on_gpu: whether the works are those of a GPU, which know whether they are done. A wait for
+            them orders a stream, so the thread that mixes must wait itself.
     """
 
     works: list[Waitable]
@@ -84,10 +82,10 @@ class Expected(NamedTuple):
 
 
 class Arrival:
-    """Waits for works on a thread of its own: works of gloo do not tell whether they are done.
+    """Waits for works on a separate thread, since works of gloo do not know if they are done.
 
     Args:
-        expected: the works; nobody else waits for those that are not on a GPU.
+        expected: the works; no other thread waits for those that are not on a GPU.
         further: called on the thread once these are done, finds further works; None if there are
             none.
     """
@@ -107,7 +105,7 @@ class Arrival:
             self.future.set_result(None)
 
     def lost(self) -> Expected | None:
-        """What has not arrived, after the wait has failed; None if that is not known."""
+        """The works that did not arrive, after the wait has failed; None if not known."""
         return self._begun[-1] if self._begun else None
 
 
@@ -131,30 +129,6 @@ def _wait_for_each(
         _wait_for_each(further(), None, begun)
 
 
-def is_background() -> bool:
-    """Whether this thread was started by `in_background`."""
-    return threading.current_thread().name == _THREAD_NAME
-
-
-def in_background(action: Callable[[], Result]) -> Future[Result]:
-    """Run an action on a daemon thread, which does not hold up the end of the process.
-
-    It may block outside of Python.
-    """
-    future: Future[Result] = Future()
-    threading.Thread(target=_run, args=(future, action), daemon=True, name=_THREAD_NAME).start()
-    return future
-
-
-def _run(future: Future[Result], action: Callable[[], Result]) -> None:
-    try:
-        future.set_result(action())
-    except BaseException as error:
-        future.set_exception(error)
-    finally:
-        del future, action
-
-
 def wait_for_any(
     futures: Collection[Future[Any]], seconds: float, should_stop: Callable[[], bool] | None = None
 ) -> None:
@@ -171,7 +145,7 @@ def wait_for_any(
     waited, last = 0.0, time.monotonic()
     while not wait(futures, min(_LOOK_SECONDS, seconds), FIRST_COMPLETED).done:
         now = time.monotonic()
-        # Time in which this process was stopped does not count: the answer may be there.
+        # Time in which this process was stopped does not count: the answer may have arrived.
         waited, last = waited + min(now - last, _LONGEST_LOOK_SECONDS), now
         if waited > seconds or (should_stop is not None and should_stop()):
             raise TimeoutError(f"given up within {seconds:.1f} s")
@@ -182,7 +156,7 @@ def within(
 ) -> Result:
     """Run an action on a daemon thread, and wait for it for a limited time.
 
-    An abandoned action runs on, and its result is ignored.
+    An abandoned action continues, and its result is ignored.
 
     Args:
         seconds: bound of the wait.
@@ -207,8 +181,8 @@ def wait_watchfully(
 ) -> None:
     """Wait on another thread, and check here whether to stop.
 
-    Repeated short waits do not do: gloo closes all connections when a wait times out. If the check
-    ends the wait here, closing the connections ends that of the thread.
+    Repeated short waits are not possible: gloo closes all connections when a wait times out. If the
+    check ends the wait here, closing the connections ends that of the thread.
 
     Raises:
         TimeoutError: the check has ended it.

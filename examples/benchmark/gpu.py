@@ -1,14 +1,17 @@
 """What the library costs on GPUs; ranks are processes on this machine.
 
     python examples/benchmark/gpu.py                # every part that this machine can run
-    python examples/benchmark/gpu.py --parts b e --size-mib 512
+    python examples/benchmark/gpu.py --parts b e --size-mib 512 --tables
     python examples/benchmark/gpu.py --device cpu --size-mib 1 --steps 2    # the same code, no GPU
 
-It prints a table for each part; cells that the machine cannot measure say so. Over gloo several
-ranks share a GPU. NCCL takes one rank per GPU: with one GPU it exchanges nothing, with several in
-pairs (ring) and in one group (complete). The script ends with 1 if a part fails, a step over NCCL
-waits for the GPU, or a trajectory is not that of the oracle. The command for the CPU takes 19 s of
-CPU time; the others were not measured.
+It prints one page of verdicts, to be kept or sent: what has passed or failed, with the figure, and
+what this machine could not measure. --tables adds the tables behind it. Nothing begins after
+--minutes: 5 on one GPU, 10 on several.
+
+Over gloo several ranks share a GPU. NCCL takes one rank per GPU: with one GPU it exchanges nothing,
+with several in pairs (ring) and in one group (complete). The script ends with 1 if anything has
+failed; to miss a goal of speed or memory is no failure. The command for the CPU takes 19 s of CPU
+time; the others were not measured.
 
 - a: the time until `step()` returns, with the GPU idle before, and whether it waits for the GPU
 - b: the GPU's time to pack, check and mix a round
@@ -26,6 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
@@ -51,8 +55,17 @@ MIB = 1024 * 1024
 LAYERS = 24
 WARMUP = 2
 TIMEOUT_SECONDS = 300
+# What has begun may take as long, whatever time is left: a rank imports torch first.
+SHORTEST_SECONDS = 60
 NOT_MEASURED = "not measured"
-FAILED = "failed"
+PASSED, FAILED, MISSED, MEASURED = "passed", "failed", "goal missed", "measured"
+# What the verdicts are on.
+HOST_TIME = "time until step() returns, less the wait for the wire, in steps of fused AdamW"
+NO_WAIT = "a step does not wait for the GPU"
+PACKING = "bytes per second, in those of copy_"
+TRAJECTORY = "distance to the float64 oracle"
+ONE_RANK = "constructs, steps, averages, saves, loads and resumes"
+MEMORY = "copies of the parameters more than AdamW, at the peak"
 # With the second, the ranks' small messages travel over gloo.
 NCCL = ("nccl", "cpu:gloo,cuda:nccl")
 # Of float32 after a few steps, as a part of the largest value.
@@ -71,6 +84,10 @@ class Setup(NamedTuple):
     device: str
     backend: str
     ranks: int
+
+    def goal(self, bound: float, least: bool = False) -> Goal | None:
+        """A goal of a GPU; None on the CPU."""
+        return Goal(bound, least) if self.device == "cuda" else None
 
     def __str__(self) -> str:
         if not self.ranks:
@@ -134,22 +151,107 @@ class Size(NamedTuple):
         return min(25.0, self.mib / 4)
 
 
-class Bench:
-    """Runs functions on ranks, and collects what fails."""
+class Verdict(NamedTuple):
+    """A line of the page.
 
-    def __init__(self) -> None:
+    Args:
+        part: the part of the script.
+        ranks: where it was measured.
+        what: what is promised or aimed at.
+        outcome: "passed", "failed", "goal missed", "measured" (without a goal) or "not measured".
+        figure: what was measured; empty without a figure.
+    """
+
+    part: str
+    ranks: str
+    what: str
+    outcome: str
+    figure: str = ""
+
+
+class Goal(NamedTuple):
+    """What a figure should be.
+
+    Args:
+        bound: at most this, or at least.
+        least: whether it is the least.
+        otherwise: the outcome if it is something else.
+    """
+
+    bound: float
+    least: bool = False
+    otherwise: str = MISSED
+
+    def is_met(self, value: float) -> bool:
+        """Whether a figure is as it should be; NaN is not."""
+        return value >= self.bound if self.least else value <= self.bound
+
+    def __str__(self) -> str:
+        return f"at {'least' if self.least else 'most'} {self.bound:g}"
+
+
+class Bench:
+    """Runs functions on ranks, and collects verdicts and what fails.
+
+    Args:
+        seconds: nothing begins later.
+    """
+
+    def __init__(self, seconds: float = float("inf")) -> None:
         self.failures: list[str] = []
+        self.verdicts: list[Verdict] = []
+        self._end = time.monotonic() + seconds
+        # What has not begun.
+        self._skipped: set[Setup] = set()
+
+    def say(self, part: str, setup: Setup, what: str, outcome: str, figure: str = "") -> None:
+        """Add a verdict, and remember it if it is a failure."""
+        self.verdicts.append(Verdict(part, str(setup), what, outcome, figure))
+        if outcome == FAILED and figure:
+            self.fail(f"{what} on {setup}: {figure}")
+
+    def judge(
+        self, part: str, setup: Setup, what: str, value: float | None, goal: Goal | None = None
+    ) -> None:
+        """Add the verdict on a figure.
+
+        Args:
+            part: as in `Verdict`.
+            setup: where it was measured.
+            what: as in `Verdict`.
+            value: the figure; None if there is none.
+            goal: what it should be; None for a figure without a goal.
+        """
+        if value is None:
+            self.say(part, setup, what, self.missing(setup))
+        elif goal is None:
+            self.say(part, setup, what, MEASURED, f"{value:.2g}")
+        else:
+            outcome = PASSED if goal.is_met(value) else goal.otherwise
+            self.say(part, setup, what, outcome, f"{value:.2g}, {goal}")
+
+    def missing(self, setup: Setup) -> str:
+        """The cell of a run that returned nothing."""
+        return FAILED if setup.ranks and setup not in self._skipped else NOT_MEASURED
 
     def run(self, setup: Setup, main: Callable[..., Any], *args: Any) -> list[Any] | None:
-        """What `main(setup, *args)` returns, by rank; None if it fails, or without the GPUs."""
+        """What `main(setup, *args)` returns, by rank.
+
+        None if it fails, without the GPUs, or if no time is left.
+        """
         if not setup.ranks:
+            return None
+        self._skipped.discard(setup)
+        if (left := self._end - time.monotonic()) <= 0:
+            self._skipped.add(setup)
             return None
         # CUDA does not work in a process that is forked once it has been used.
         method: Literal["fork", "spawn"] = "spawn" if setup.device == "cuda" else "fork"
         with netlab.lab(setup.ranks, rate="") as where:
             call = (where, setup.ranks, main, setup, *args)
             try:
-                return netlab.run(*call, timeout=TIMEOUT_SECONDS, method=method)
+                seconds = min(TIMEOUT_SECONDS, max(left, SHORTEST_SECONDS))
+                return netlab.run(*call, timeout=seconds, method=method)
             except RuntimeError as error:
                 self.fail(f"{main.__name__} on {setup}: {error}")
                 return None
@@ -158,11 +260,6 @@ class Bench:
         """Remember a failure, and print it among the errors."""
         self.failures.append(text)
         print(text, file=sys.stderr, flush=True)
-
-
-def missing(setup: Setup) -> str:
-    """The cell of a run that returned nothing."""
-    return FAILED if setup.ranks else NOT_MEASURED
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -292,20 +389,43 @@ def part_a(bench: Bench, setups: Setups, size: Size) -> str:
     rows = []
     for setup in [*setups.alone, *setups.exchanging]:
         ranks = bench.run(setup, host_times, size)
+        ratios, waits = [], []
         for name in HOST_METHODS:
             if ranks is None:
-                rows.append([str(setup), name, *[missing(setup)] * 4])
+                rows.append([str(setup), name, *[bench.missing(setup)] * 4])
                 continue
             slowest = max((rank[name] for rank in ranks), key=lambda timing: timing.step)
             bare = max(rank["fused AdamW"].step for rank in ranks)
             ratio = (slowest.step - slowest.wait) / bare
             cells = [f"{1000 * slowest.step:.2f}", f"{1000 * slowest.wait:.2f}", f"{ratio:.2f}"]
             rows.append([str(setup), name, *cells, slowest.waits_for_gpu])
-            if slowest.waits_for_gpu.startswith("yes") and "nccl" in setup.backend:
-                bench.fail(f"a step over {setup}, {name}, waits for the GPU")
+            ratios.append(ratio)
+            waits.append(f"{name}: {slowest.waits_for_gpu}")
+        slowest_ratio = max(ratios, default=None)
+        bench.judge("a", setup, HOST_TIME, slowest_ratio, setup.goal(1.3))
+        judge_waits(bench, setup, waits)
     head = ["ranks", "optimizer", "ms until step() returns", "of them waiting for the wire"]
     head += ["the rest, times AdamW (goal 1.3)", "waits for the GPU"]
     return table(head, rows)
+
+
+def judge_waits(bench: Bench, setup: Setup, waits: list[str]) -> None:
+    """Whether a step waits for the GPU: over NCCL it must not.
+
+    Args:
+        bench: takes the verdict.
+        setup: where it was measured.
+        waits: by method, what torch says.
+    """
+    unmeasured = [each for each in waits if NOT_MEASURED in each]
+    guilty = [each for each in waits if ": yes" in each]
+    if guilty:
+        outcome = FAILED if "nccl" in setup.backend else MISSED
+        bench.say("a", setup, NO_WAIT, outcome, "; ".join(guilty))
+    elif unmeasured or not waits:
+        bench.say("a", setup, NO_WAIT, NOT_MEASURED if waits else bench.missing(setup))
+    else:
+        bench.say("a", setup, NO_WAIT, PASSED)
 
 
 # Part b
@@ -374,14 +494,22 @@ def part_b(bench: Bench, setups: Setups, size: Size) -> str:
     ranks = bench.run(setups.alone[-1], device_times, size)
     head = ["operation", "ms", "GB/s", "of copy_'s (goal 0.6)", "times AdamW (goal 0.5)"]
     if ranks is None:
-        return table(head, [["all", *[missing(setups.alone[-1])] * 4]])
-    (times,) = ranks
+        bench.judge("b", setups.alone[-1], PACKING, None)
+        return table(head, [["all", *[bench.missing(setups.alone[-1])] * 4]])
+    setup, (times,) = setups.alone[-1], ranks
     rates = {name: each.nbytes / each.seconds for name, each in times.items()}
     rows = []
     for name, each in times.items():
         cells = [f"{1000 * each.seconds:.2f}", f"{rates[name] / 1e9:.1f}"]
         cells.append(f"{rates[name] / rates['copy_']:.2f}")
         rows.append([name, *cells, f"{each.seconds / times['fused AdamW'].seconds:.2f}"])
+        if name.startswith("pack"):
+            goal = setup.goal(0.6, least=True)
+            bench.judge("b", setup, f"{name}: {PACKING}", rates[name] / rates["copy_"], goal)
+            ratio = each.seconds / times["fused AdamW"].seconds
+            bench.judge(
+                "b", setup, f"{name}: time, in steps of fused AdamW", ratio, setup.goal(0.5)
+            )
     return table(head, rows)
 
 
@@ -550,10 +678,11 @@ def compared(bench: Bench, setups: Setups) -> str:
         ranks = bench.run(setup, trajectories)
         found = errors(ranks) if ranks else dict.fromkeys(TRAJECTORIES)
         for name, error in found.items():
-            cell = missing(setup) if error is None else f"{error:.1e}"
+            cell = bench.missing(setup) if error is None else f"{error:.1e}"
             rows.append([str(setup), name, cell])
-            if error is not None and not error <= TOLERANCE:
-                bench.fail(f"{name} on {setup} is {error:.1e} away from the oracle's trajectory")
+            bench.judge(
+                "c", setup, f"{name}: {TRAJECTORY}", error, Goal(TOLERANCE, otherwise=FAILED)
+            )
     return table(["ranks", "trajectory", f"error (at most {TOLERANCE:.0e})"], rows)
 
 
@@ -563,11 +692,14 @@ def timed(bench: Bench, setups: Setups, size: Size) -> str:
     for setup in setups.exchanging:
         ranks = bench.run(setup, step_times, size)
         for name in TRAINERS:
-            cells = [missing(setup)] * 2
+            cells, ratio = [bench.missing(setup)] * 2, None
             if ranks is not None:
                 slowest, theirs = (max(rank[each] for rank in ranks) for each in (name, "DDP"))
-                cells = [f"{1000 * slowest:.1f}", f"{slowest / theirs:.2f}"]
+                ratio = slowest / theirs
+                cells = [f"{1000 * slowest:.1f}", f"{ratio:.2f}"]
             rows.append([str(setup), name, *cells])
+            if name not in ("DDP", "no communication"):
+                bench.judge("c", setup, f"{name}: time of a step, in steps of DDP", ratio)
     return table(["ranks", f"{size.mib:g} MiB", "ms per step", "times DDP"], rows)
 
 
@@ -611,8 +743,9 @@ def part_d(bench: Bench, setups: Setups, size: Size) -> str:
     for setup in setups.alone:
         with tempfile.TemporaryDirectory() as folder:
             ranks = bench.run(setup, one_rank, folder)
-        rows.append([str(setup), missing(setup) if ranks is None else "yes"])
-    return table(["ranks", "constructs, steps, averages, saves, loads and resumes"], rows)
+        rows.append([str(setup), bench.missing(setup) if ranks is None else "yes"])
+        bench.say("d", setup, ONE_RANK, bench.missing(setup) if ranks is None else PASSED)
+    return table(["ranks", ONE_RANK], rows)
 
 
 # Part e
@@ -692,15 +825,30 @@ def part_e(bench: Bench, setups: Setups, size: Size) -> str:
     for setup in setups.pairs:
         ranks = bench.run(setup, peaks, size)
         for name, mode in MODES.items():
-            cells = [missing(setup)] * 3
-            if ranks is not None:
+            cells = [bench.missing(setup)] * 3
+            if ranks is None:
+                bench.say("e", setup, f"{name}: {MEMORY}", bench.missing(setup))
+            else:
                 here, bare = (max(rank[each] for rank in ranks) for each in (name, "fused AdamW"))
                 more = None if here.gpu is None or bare.gpu is None else here.gpu - bare.gpu
+                judge_memory(bench, setup, name, more, here.pinned)
                 values = (here.gpu, more, here.pinned)
                 cells = [NOT_MEASURED if v is None else f"{v:.2f}" for v in values]
             rows.append([str(setup), name, *cells, mode.documented])
     head = ["ranks", "copies of the parameters", "peak on the GPU", "more than AdamW"]
     return table([*head, "pinned", "documented, both together"], rows)
+
+
+def judge_memory(
+    bench: Bench, setup: Setup, name: str, more: float | None, pinned: float | None
+) -> None:
+    """Whether a mode takes no more than the guide says, on the GPU and pinned together."""
+    if more is None:
+        bench.say("e", setup, f"{name}: {MEMORY}", NOT_MEASURED)
+        return
+    bound = float(MODES[name].documented.partition(",")[0])
+    # Buckets are padded, and small tensors come on top.
+    bench.judge("e", setup, f"{name}: {MEMORY}", more + (pinned or 0.0), Goal(bound + 0.05))
 
 
 PARTS = {"a": part_a, "b": part_b, "c": part_c, "d": part_d, "e": part_e}
@@ -712,7 +860,26 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--size-mib", type=float, default=1024, help="of float32 parameters")
     parser.add_argument("--steps", type=int, default=10, help="that are timed")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--minutes", type=float, help="after which nothing begins")
+    parser.add_argument("--tables", action="store_true", help="print them before the verdicts")
     return parser.parse_args()
+
+
+def machine(device: str) -> str:
+    """What the figures were measured on."""
+    if device == "cpu":
+        return f"torch {torch.__version__}, CPU"
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
+    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, {', '.join(names)}"
+
+
+def page(verdicts: list[Verdict]) -> str:
+    """The verdicts, and how many there are of each kind."""
+    counts = Counter(verdict.outcome for verdict in verdicts)
+    total = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    rows = [[each.outcome, each.part, each.ranks, each.what, each.figure] for each in verdicts]
+    return f"{table(['verdict', 'part', 'ranks', 'what', 'figure'], rows)}\n{total}"
 
 
 def main() -> int:
@@ -720,13 +887,16 @@ def main() -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("torch finds no GPU: nothing was measured (--device cpu runs the same code)")
         return 0
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    where = ", ".join(names) if args.device == "cuda" else "CPU"
-    print(f"torch {torch.__version__}, {where}; {args.size_mib:g} MiB of float32 parameters\n")
-    bench, setups, size = Bench(), Setups.on(args.device), Size(args.size_mib, args.steps)
+    print(f"{machine(args.device)}; {args.size_mib:g} MiB of float32 parameters\n")
+    setups, size = Setups.on(args.device), Size(args.size_mib, args.steps)
+    several = setups.several is not None and setups.several.ranks > 0
+    bench = Bench(60 * (args.minutes or (10 if several else 5)))
     for part in args.parts:
         print(f"part {part} ...", file=sys.stderr, flush=True)
-        print(f"Part {part}\n\n{PARTS[part](bench, setups, size)}", flush=True)
+        text = PARTS[part](bench, setups, size)
+        if args.tables:
+            print(f"Part {part}\n\n{text}", flush=True)
+    print(page(bench.verdicts))
     return int(bool(bench.failures))
 
 
