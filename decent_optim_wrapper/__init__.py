@@ -2,14 +2,14 @@
 
 from importlib.metadata import version as _version
 
-from loguru import logger as _logger
-
 from decent_optim_wrapper.codecs import Codec
+from decent_optim_wrapper.comm.etcd_store import EtcdStore
 from decent_optim_wrapper.config import Elastic, Schedule
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.pacing import Pacing
+from decent_optim_wrapper.log import configure as _configure_log
 from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
@@ -19,6 +19,7 @@ __all__ = [
     "DecentOptimWrapper",
     "DecentralizedDataParallel",
     "Elastic",
+    "EtcdStore",
     "Extension",
     "Group",
     "NonFiniteError",
@@ -32,5 +33,4 @@ __all__ = [
 
 __version__ = _version("decent-optim-wrapper")
 
-# A library is silent until its user calls logger.enable("decent_optim_wrapper").
-_logger.disable(__name__)
+_configure_log()

@@ -1,14 +1,17 @@
 """The README and the guides: their Python runs, and their links lead somewhere.
 
-The blocks of a page share a namespace and run in order, on four ranks or on eight. A block fenced
-as ``python launch.py`` is a file that starts the page's other blocks as ``train.py``. A block that
+The blocks of a page share a namespace and run in order, on four ranks or on eight. A block that
 cannot run here is fenced as ``python no-run: <reason>``.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import shlex
+import subprocess
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -19,16 +22,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from loguru import logger
-from ranks import run_processes, run_script
+from ranks import run_processes, run_script_on_ranks
 from torch import Tensor, nn
+
+from decent_optim_wrapper.launcher import add_arguments
 
 ROOT = Path(__file__).parent.parent
 GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))
-PAGES = [ROOT / "README.md", *GUIDES, ROOT / "examples" / "benchmark" / "README.md"]
+FIRST_HOUR = ROOT / "examples" / "first_hour.md"
+# A reference, whose code is signatures; lists of changes and of errors; a page of whole scripts.
+NOT_RUN = {"api", "changes", "troubleshooting", "first_hour"}
+PAGES = [ROOT / "README.md", *GUIDES, FIRST_HOUR, ROOT / "examples" / "benchmark" / "README.md"]
 RANKS = {"mesh": 8}
 
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
-LAUNCHER = "python launch.py"
 NO_RUN = re.compile(r"python no-run: \S.*")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -121,7 +128,9 @@ def run_page(rank: int, page: Path, folder: Path) -> Outcome:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES[:-1], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES[:-1] if p.stem not in NOT_RUN], ids=lambda page: page.stem
+)
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     ranks = run_processes(RANKS.get(page.stem, 4), run_page, page, tmp_path)
     assert ranks[0].blocks > 0
@@ -133,37 +142,127 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         assert models[0] != start
 
 
-# What the elastic guide says is the reader's own. Rank 0 dies in its fifth step.
-READERS_PART = """
-import itertools, os, signal, torch
+NUMBER = re.compile(r"-?\d+\.\d+")
 
+
+@pytest.fixture(scope="module")
+def first_hour(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+    """Of each script of the page what it should print, and what it does, in the order of lines."""
+    page = blocks(FIRST_HOUR.read_text(encoding="utf-8"))
+    scripts = [block.code for block in page if block.info == "python"]
+    expected = [block.code.strip() for block in page if block.info == "text"]
+    folder, found = tmp_path_factory.mktemp("first_hour"), []
+    for script, text in zip(scripts, expected, strict=True):
+        (folder / "train.py").write_text(script)
+        out = run_script_on_ranks(2, "train.py", cwd=folder)
+        # Each rank's lines stay in their order.
+        lines = sorted((each for each in out.splitlines() if each[:5] == "rank "), key=rank_of)
+        found.append((text, "\n".join(lines)))
+    return found
+
+
+def rank_of(line: str) -> str:
+    return line.partition(":")[0]
+
+
+def figures(text: str) -> list[float]:
+    return [float(number) for number in NUMBER.findall(text)]
+
+
+@pytest.mark.slow
+def test_the_scripts_of_the_first_hour_print_what_stands_below_them(
+    first_hour: list[tuple[str, str]],
+) -> None:
+    assert len(first_hour) == 3
+    for expected, printed in first_hour:
+        assert NUMBER.sub("", printed) == NUMBER.sub("", expected)
+        # Another CPU may round differently.
+        assert figures(printed) == pytest.approx(figures(expected), abs=2e-4)
+
+
+@pytest.mark.slow
+def test_what_is_the_same_in_the_first_hour_is_so_digit_by_digit(
+    first_hour: list[tuple[str, str]],
+) -> None:
+    for texts in zip(*first_hour, strict=True):
+        reduced, gossiped, (average, own, same, other) = map(figures, texts)
+        assert reduced[0] == reduced[1]
+        assert gossiped[0] != gossiped[1]
+        assert average == same == pytest.approx(sum(gossiped) / 2, abs=2e-5)
+        assert [own, other] == gossiped
+
+
+# What the elastic guide says is the reader's own. Rank 0 is killed in its fifth step. From their
+# tenth step on the others wait a little for it in every step, until it is back.
+READERS_PART = """
+import itertools, os, signal, sys, time, torch
+from pathlib import Path
+
+torch.manual_seed(0)
+is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 build_model = lambda: torch.nn.Linear(4, 1)
-load_shard = lambda shard, shards: iter(torch.randn(8, 4) for _ in range(1000))
 validate = lambda model: print("validated by rank", os.environ["RANK"], flush=True)
 steps = itertools.count(1)
 
 
+def load_shard(shard, shards):
+    if not is_first:
+        Path("back").touch()
+    return iter(torch.randn(8, 4) for _ in range(1000))
+
+
 def loss(model, batch):
-    if os.environ["RANK"] == "0" and next(steps) == 5:
+    step = next(steps)
+    if is_first and os.environ["RANK"] == "0" and step == 5:
         os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 3
+    while is_first and step > 10 and time.monotonic() < deadline and not Path("back").exists():
+        time.sleep(0.05)
     return model(batch).square().mean()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # every rank is a fresh interpreter, as for a user
-def test_the_launcher_of_the_elastic_guide_lets_the_others_end_when_rank_0_dies(
+def test_the_script_of_the_elastic_guide_goes_on_without_rank_0_which_comes_back(
     tmp_path: Path,
 ) -> None:
     page = blocks((ROOT / "examples" / "guides" / "elastic.md").read_text(encoding="utf-8"))
-    (launcher,) = (block.code for block in page if block.info == LAUNCHER)
     training = [block.code for block in page if block.info == "python"]
-    (tmp_path / "launch.py").write_text(launcher)
     (tmp_path / "train.py").write_text("".join([READERS_PART, *training]))
-    out = run_script("launch.py", "2", "train.py", cwd=tmp_path, seconds=280)
-    assert "validated by rank 1" in out
-    assert "validated by rank 0" not in out
-    assert "ended with an error: [0]" in out
+    (command,) = (each.code.split() for each in page if each.code.startswith("python -m"))
+    assert command[3:5] == ["run", "--nproc-per-node"]
+    command[5] = "2"
+    done = subprocess.run(
+        [sys.executable, *command[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 ended (killed by SIGKILL); it is started again" in done.stderr
+    assert (tmp_path / "back").exists()
+    assert done.stdout == "[rank 0] validated by rank 0\n"
+    assert "terminate called" not in done.stderr
+
+
+def test_the_recipes_of_the_elastic_guide_can_be_parsed() -> None:
+    """And what they start takes their options."""
+    yaml = pytest.importorskip("yaml")
+    page = blocks((ROOT / "examples" / "guides" / "elastic.md").read_text(encoding="utf-8"))
+    (slurm,) = (block.code for block in page if "srun" in block.code)
+    subprocess.run(["bash", "-n"], input=slurm, text=True, check=True)
+    (manifest,) = (block.code for block in page if block.info == "yaml")
+    service, job = yaml.safe_load_all(manifest)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert service["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"]
+    for line in (slurm.partition("bash -c")[2].strip().strip("'"), *container["args"]):
+        words = shlex.split(line.replace("\\\n", " "))
+        words = [re.sub(r"\$ENDPOINT", "host:1", word) for word in words]
+        words = [re.sub(r"\$\w+", "2", word) for word in words[words.index("run") + 1 :]]
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        args = parser.parse_args(words)
+        assert args.command == ["train.py"]
+        assert args.endpoint is not None
+        assert args.nnodes == 2
 
 
 def test_an_error_names_the_page_and_its_line() -> None:
@@ -183,7 +282,7 @@ def test_an_error_names_the_page_and_its_line() -> None:
 def test_a_block_is_run_or_says_why_not(page: Path) -> None:
     for block in blocks(page.read_text(encoding="utf-8")):
         # A drawing is text.
-        runs = block.info in ("python", "sh", LAUNCHER, "text")
+        runs = block.info in ("python", "sh", "text", "yaml")
         assert runs or NO_RUN.fullmatch(block.info), f"line {block.line}: {block.info!r}"
 
 
