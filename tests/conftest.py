@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from ranks import KeptRanks
 
 # As torchrun starts its ranks. On a busy machine every operation of several threads waits for the
 # thread that has no core: the table of 128 ranks then took 56 s instead of 3. In the environment,
@@ -21,6 +25,9 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 # lines, among which nobody would see an error.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+# The line that rank 0 logs at its start would stand between the dots.
+os.environ.setdefault("DECENT_LOG", "off")
+
 # Set here, before the workers start, so that all of them have the same.
 os.environ.setdefault("SOAK_SEED", datetime.now(UTC).strftime("%Y%m%d"))
 
@@ -34,12 +41,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 # each other from the start, and no worker is left alone with one at the end.
 LONGEST = (
     *("test_soak", "test_recovery", "test_cifar10", "test_examples", "test_mesh"),
-    *("test_fault_injection", "test_mesh_checkpoint", "test_losses", "test_store"),
-    *("test_mesh_faults", "test_schedules"),
+    *("test_mesh_checkpoint", "test_losses", "test_store", "test_etcd"),
+    *("test_mesh_faults", "test_extension_contract", "test_schedules"),
     *("test_partitions", "test_ddp", "test_auto", "test_faults", "test_properties", "test_guides"),
     *("test_from_decent_dp", "test_processes", "test_mesh_errors", "test_lightning"),
     *("test_transformers", "test_accelerate", "test_coded_rounds", "test_tracking"),
-    "test_options",
+    *("test_options", "test_launcher_store"),
 )
 
 
@@ -63,8 +70,20 @@ def ranks_on_a_mesh() -> Iterator[None]:
     end_ranks()
 
 
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[KeptRanks]:
+    """Four processes in one group, for all tests of a file."""
+    from ranks import KeptRanks
+
+    kept = KeptRanks(4)
+    yield kept
+    kept.end()
+
+
 # What a test that starts processes has imported.
 STARTERS = {
+    "KeptRanks",
+    "Launched",
     "run_on_mesh",
     "run_processes",
     "run_script",

@@ -10,6 +10,7 @@ import torch
 from problem import MakeOptimizer, backward, flatten, make_params
 from scripted_ranks import LR, MOMENTUM, Part, ScriptRunner, World, wide
 from torch import Tensor
+from torch.optim import Optimizer
 
 from decent_optim_wrapper import Topology
 
@@ -23,13 +24,26 @@ def oracle(
     """Train the regression on all ranks; as `train_densely`."""
     worlds = [make_params(seed) for _ in range(topology.world_size)]
     bases = [make_optimizer(params) for params in worlds]
+    return train_regression(
+        worlds, bases, steps, overlap, lambda step: mix(worlds, topology.mixing_matrix(step))
+    )
+
+
+def train_regression(
+    worlds: Worlds,
+    bases: Sequence[Optimizer],
+    steps: int,
+    overlap: bool,
+    land: Callable[[int], None],
+) -> Tensor:
+    """As `train_densely`, with the losses of `problem` and the updates of these optimizers."""
     return train_densely(
         worlds,
         steps,
         overlap,
         compute=lambda rank, step: backward(worlds[rank], rank, step),
         update=lambda rank, step: bases[rank].step(),
-        land=lambda step: mix(worlds, topology.mixing_matrix(step)),
+        land=land,
     )
 
 
@@ -100,6 +114,19 @@ def put(worlds: Worlds, rows: Tensor) -> None:
         parts = row.split([param.numel() for param in params])
         for param, part in zip(params, parts, strict=True):
             param.copy_(part.view(param.shape))
+
+
+def due_matrix(
+    topology: Topology, gossip_every: int, global_avg_every: int | None, rate: float, step: int
+) -> Tensor:
+    """What the schedule mixes with at the end of a step; the identity where nothing is due."""
+    n, done = topology.world_size, step + 1
+    if global_avg_every and done % global_avg_every == 0:
+        return torch.full((n, n), 1 / n, dtype=torch.float64)
+    identity = torch.eye(n, dtype=torch.float64)
+    if done % gossip_every:
+        return identity
+    return (1 - rate) * identity + rate * topology.mixing_matrix(done // gossip_every - 1)
 
 
 class Oracle(ScriptRunner):

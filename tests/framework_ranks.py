@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import re
 import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,22 @@ def _rank(rank: int, env: dict[str, str], sender: Any, main: Any, args: Any) -> 
         sender.send((None, traceback.format_exc()))
 
 
-def run_example(rank: int, path: Path, folder: Path, *options: str) -> str:
-    """Run an example on a rank; what it prints."""
+def learns_the_digits(run: Run, script: str, folder: Path) -> bool:
+    """Whether an example ends with more than 90 % of the digits known."""
+    printed, _ = run(_run_example, EXAMPLES / script, folder, "--epochs", "3")
+    (accuracy,) = re.findall(r"^test accuracy (.*)%$", printed, re.MULTILINE)
+    return float(accuracy) > 90
+
+
+def _run_example(_: int, *arguments: Any) -> str:
+    return run_example(*arguments)
+
+
+def run_example(path: Path, folder: Path, *options: str) -> str:
+    """Run an example as this rank; what it prints."""
     os.chdir(folder)
     sys.argv[:] = [str(path), *options]
-    with redirect_stdout(StringIO()) as printed:
+    # A bar of progress goes to stderr.
+    with redirect_stdout(StringIO()) as printed, redirect_stderr(StringIO()):
         runpy.run_path(str(path), run_name="__main__")
     return printed.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,6 +32,9 @@ BLOCKS = 2
 # Several buckets on every rank.
 CAP_MB = 150 / 2**20
 STEPS = 4
+
+# Every rank would say that a sum over two dimensions takes two calls.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 MakeOptimizer = Callable[[Sequence[Tensor]], Optimizer]
 Result = TypeVar("Result")
@@ -252,10 +256,12 @@ class Oracle:
         topology: by name.
         clip: bound of the norm of each replica's gradients; 0 does not clip.
         average_every: steps from one exact average to the next; 0 for none.
-        make_outer: makes the outer optimizer that steps at exact averages.
+        make_outer: makes the outer optimizer that steps at exact averages, or at all rounds.
         steps: how many each replica makes itself; it is idle in the others.
         skips: pairs of replica and step without an update.
         late: how many steps apart the rounds are, and after how many they are mixed.
+        rate: how far a round mixes.
+        blocks: of the model.
     """
 
     def __init__(
@@ -269,11 +275,13 @@ class Oracle:
         steps: Sequence[int] = (),
         skips: Collection[tuple[int, int]] = (),
         late: int = 1,
+        rate: float = 1.0,
+        blocks: int = BLOCKS,
     ) -> None:
-        self._late = late
+        self._late, self._rate = late, rate
         self._steps = steps or [STEPS] * replicas
         self._skips = skips
-        self._models = [make_model() for _ in range(replicas)]
+        self._models = [make_model(blocks=blocks) for _ in range(replicas)]
         self._worlds = [list(model.parameters()) for model in self._models]
         self._bases = [make_base(params) for params in self._worlds]
         self._topology = TopologyFactory.create(topology, replicas)
@@ -325,12 +333,18 @@ class Oracle:
 
     @torch.no_grad()
     def _land(self, step: int) -> None:
-        if not self._average_every or (step + 1) % self._average_every:
-            if (step + 1) % self._late == 0:
-                mix(self._worlds, self._topology.mixing_matrix(step // self._late))
-            return
         size = len(self._worlds)
-        mix(self._worlds, torch.full((size, size), 1 / size, dtype=torch.float64))
+        averages = self._average_every and (step + 1) % self._average_every == 0
+        if averages:
+            mix(self._worlds, torch.full((size, size), 1 / size, dtype=torch.float64))
+        elif (step + 1) % self._late == 0:
+            matrix = self._topology.mixing_matrix(step // self._late)
+            identity = torch.eye(size, dtype=matrix.dtype)
+            mix(self._worlds, (1 - self._rate) * identity + self._rate * matrix)
+        if averages or (not self._average_every and (step + 1) % self._late == 0):
+            self._step_outers()
+
+    def _step_outers(self) -> None:
         for params, anchors, outer in zip(self._worlds, self._anchors, self._outers, strict=False):
             for param, anchor in zip(params, anchors, strict=True):
                 anchor.grad = anchor - param

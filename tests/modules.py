@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer
-from decent_optim_wrapper.optim import AccumAdam
+from decent_optim_wrapper.optim import QGSGD, AccumAdam
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 # Four buckets for `make_model`, of which one is a parameter beyond the cap.
@@ -24,12 +26,20 @@ def sgd(named: Any) -> Optimizer:
     return torch.optim.SGD(named, lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
-def adamw(named: Any) -> Optimizer:
-    return torch.optim.AdamW(named, lr=0.02, weight_decay=0.1)
+def adamw(named: Any, eps: float = 1e-8) -> Optimizer:
+    return torch.optim.AdamW(named, lr=0.02, weight_decay=0.1, eps=eps)
 
 
-def accum_adam(named: Any) -> Optimizer:
-    return AccumAdam(named, lr=0.02, accum_iter=2)
+def accum_adam(named: Any, eps: float = 1e-8) -> Optimizer:
+    return AccumAdam(named, lr=0.02, accum_iter=2, eps=eps)
+
+
+def fused(named: Any, eps: float = 1e-8) -> Optimizer:
+    return torch.optim.AdamW(named, lr=0.02, weight_decay=0.1, eps=eps, fused=True)
+
+
+def quasi_global(named: Any) -> Optimizer:
+    return QGSGD(named, lr=0.05, momentum=0.9)
 
 
 def fill(model: nn.Module, seed: int = 0) -> None:
@@ -37,6 +47,33 @@ def fill(model: nn.Module, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for param in model.parameters():
         nn.init.normal_(param, std=0.5, generator=generator)
+
+
+class Odd(nn.Module):
+    """Reads its parameters in many ways: out of order, tied, by functions, from frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 3)
+        self.first = nn.Linear(4, 6)
+        self.tied = nn.Linear(4, 6, bias=False)
+        self.tied.weight = self.first.weight
+        # Its projection is read by a function, outside of the module's own forward pass.
+        self.attention = nn.MultiheadAttention(6, 2)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.unused = nn.Linear(5, 5)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.own = nn.Parameter(torch.ones(6))
+        self.double()
+        fill(self)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = F.linear(inputs, self.tied.weight) + self.first(inputs) * self.own
+        hidden, _ = self.attention(hidden, hidden, hidden)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        result: Tensor = self.last(self.frozen(hidden).tanh())
+        return result
 
 
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -68,7 +105,8 @@ def flat(model: nn.Module) -> Tensor:
 def wrap(
     model: nn.Module, group: dist.ProcessGroup | None, optim_fn: Any = sgd, **options: Any
 ) -> DecentralizedDataParallel:
-    options = {"bucket_size_in_mb": CAP_MB, "process_group": group, **options}
+    """The module, which mixes as a wrapper does by default."""
+    options = {"bucket_size_in_mb": CAP_MB, "process_group": group, "overlap": True, **options}
     wrapped = DecentralizedDataParallel(model, optim_fn, **options)
     assert len(wrapped.optimizer.buckets) >= 2
     return wrapped

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from decent_optim_wrapper import DecentOptimWrapper
 from decent_optim_wrapper.codecs import INT4
 
 # Shapes that fill three buckets of TINY_CAP_MB: two of them with two parameters each, one with a
@@ -68,6 +70,26 @@ def backward(params: Sequence[Tensor], rank: int, step: int) -> Tensor:
         param.grad = None
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
+
+
+def wrap(
+    params: Sequence[Tensor],
+    group: ProcessGroup | None = None,
+    base: Optimizer | None = None,
+    **options: Any,
+) -> DecentOptimWrapper:
+    """A wrapper of `base`, or of SGD, with three buckets."""
+    options = {"bucket_cap_mb": TINY_CAP_MB, **options}
+    return DecentOptimWrapper(base or sgd(params), process_group=group, **options)
+
+
+def take_steps(
+    optimizer: Optimizer, params: Sequence[Tensor], rank: int, steps: Iterable[int]
+) -> None:
+    """Train the regression for these steps."""
+    for step in steps:
+        backward(params, rank, step)
+        optimizer.step()
 
 
 def deviations(histories: Sequence[Tensor]) -> Tensor:

@@ -248,10 +248,7 @@ def _run_scripts(
 
 def _script(env: dict[str, str], command: tuple[str, ...], cwd: Path, output: Path) -> None:
     """In a process of its own: what a fresh interpreter does, with its output in a file."""
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    sys.stdout, sys.stderr = (open(stream, "w", buffering=1) for stream in (1, 2))  # noqa: PTH123, SIM115
+    print_to(output)
     os.environ.update(env)
     begin_process()
     os.chdir(cwd)
@@ -262,6 +259,14 @@ def _script(env: dict[str, str], command: tuple[str, ...], cwd: Path, output: Pa
     main.__file__ = command[0]
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     exec(compile(Path(command[0]).read_text(), command[0], "exec"), vars(main))
+
+
+def print_to(path: Path) -> None:
+    """Append what this process prints to a file from now on."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1) for stream in (1, 2))  # noqa: PTH123, SIM115
 
 
 @contextmanager
@@ -275,6 +280,11 @@ def captured_stderr() -> Iterator[Callable[[], str]]:
         finally:
             os.dup2(own, 2)
             os.close(own)
+
+
+def keep_no_idle_threads() -> None:
+    """Let an idle thread of the library end at once, so that `threads_end` waits for busy ones."""
+    mock.patch("decent_optim_wrapper.comm.background._IDLE_SECONDS", 0.2).start()
 
 
 def threads_end(seconds: float) -> bool:

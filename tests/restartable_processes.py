@@ -9,20 +9,43 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
-from problem import TINY_CAP_MB, sgd
-from ranks import PROCESSES, begin_process, start_process
+import torch
+from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
+from ranks import (
+    PROCESSES,
+    begin_process,
+    captured_stderr,
+    keep_no_idle_threads,
+    launcher_store,
+    start_process,
+    threads_end,
+)
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from decent_optim_wrapper import DecentOptimWrapper, Elastic
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
+from decent_optim_wrapper.elastic.rendezvous import key_prefix
 
 # Seconds that a rank sleeps after a step. The rounds that are made until the launcher acts leave
 # the cores to other tests, and are no more than a launcher that is held up can be late for.
 STEP = 0.02
+# The same for `train`: fewer steps in the same time leave more of the cores.
+PAUSE = 0.05
+# Seconds without a sign of life after which a rank is dead: what a test of a lost rank waits for.
+STALE_AFTER = 1.0
+
+Members = tuple[int, ...]
+Hook = Callable[[int, DecentOptimWrapper], object]
+
+
+def connect(port: int, host: str = "127.0.0.1") -> TCPStore:
+    """A connection of this process to a store."""
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
 
 
 def wrap_elastic(
@@ -31,19 +54,180 @@ def wrap_elastic(
     world_size: int,
     store: Any,
     changes: list[Any],
+    refuses: bool = False,
+    stale_after: float = STALE_AFTER,
     **options: Any,
 ) -> DecentOptimWrapper:
     """An optimizer that goes on without lost ranks, and notes old and new members at changes."""
-    return DecentOptimWrapper(
-        sgd(params),
-        rank,
-        world_size,
-        bucket_cap_mb=TINY_CAP_MB,
-        elastic=Elastic(
-            store=store, on_membership_change=lambda old, new: changes.append((old, new))
-        ),
+
+    def note(old: Members, new: Members) -> None:
+        changes.append((old, new))
+        if refuses:
+            raise LookupError(f"no data for {new}")
+
+    options = {
+        "bucket_cap_mb": TINY_CAP_MB,
+        "elastic": Elastic(store=store, on_membership_change=note, stale_after=stale_after),
         **options,
+    }
+    return DecentOptimWrapper(sgd(params), rank, world_size, **options)
+
+
+class Life(NamedTuple):
+    """What a process that reached the end has seen; `params` after an average over all members."""
+
+    params: list[float]
+    start: list[float]
+    members: Members
+    # When it came, and old and new ones since.
+    first: Members
+    changes: list[tuple[Members, Members]]
+    # What its callback has raised.
+    caught: list[str]
+    # What it saw in averages, by round.
+    averages: dict[int, list[float]]
+    topologies: list[str]
+    # The seconds of its longest step.
+    longest: float
+    round: int
+
+
+def train(
+    rank: int,
+    world_size: int,
+    store: Any,
+    report: Callable[[str, Any], None],
+    port: int | None = None,
+    host: str = "127.0.0.1",
+    make_store: Callable[[int], Any] | None = None,
+    before: Hook | None = None,
+    after: Hook | None = None,
+    averages: bool = False,
+    refuses: int | None = None,
+    **options: Any,
+) -> Life:
+    """Train until the launcher says up to which round, then average over those who are left.
+
+    It calls `before` and `after` around every step. With `averages` an average is in place in every
+    other round, and kept in every sixth. The callback of rank `refuses` raises. The ranks meet in
+    the store at `port` of `host`, in the one that `make_store` makes for a rank, or in that of the
+    launcher.
+    """
+    params, longest = make_params(seed=rank), 0.0
+    seen: dict[int, list[float]] = {}
+    changes: list[tuple[Members, Members]] = []
+    caught: list[str] = []
+    meeting = store if port is None else connect(port, host)
+    meeting = make_store(rank) if make_store else meeting
+    optimizer = wrap_elastic(params, rank, world_size, meeting, changes, refuses == rank, **options)
+    report("joined", optimizer.round)
+
+    def attempt(action: Callable[[], object]) -> None:
+        try:
+            action()
+        except LookupError as error:
+            caught.append(str(error))
+
+    start, first, topologies = flatten(params), optimizer.members, [repr(optimizer.topology)]
+    while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
+        if store.check([f"delay {rank}"]):
+            time.sleep(float(store.get(f"delay {rank}")))
+            store.delete_key(f"delay {rank}")
+        backward(params, rank, optimizer.round)
+        if before:
+            before(rank, optimizer)
+        began = time.monotonic()
+        attempt(optimizer.step)
+        longest = max(longest, time.monotonic() - began)
+        if after:
+            after(rank, optimizer)
+        if averages and optimizer.round % 2 == 0:
+            attempt(lambda: look_at_average(optimizer, params, seen))
+            seen.setdefault(optimizer.round, []).append(optimizer.consensus_distance())
+        if averages and optimizer.round % 6 == 0:
+            optimizer.global_avg(may_revert=False)
+        if repr(optimizer.topology) != topologies[-1]:
+            topologies.append(repr(optimizer.topology))
+        if optimizer.round % 3 == 0:
+            report(f"round {optimizer.round}", optimizer.members)
+        time.sleep(PAUSE)
+    optimizer.global_avg(may_revert=False)
+    return Life(
+        params=flatten(params).tolist(),
+        start=start.tolist(),
+        members=optimizer.members,
+        first=first,
+        changes=changes,
+        caught=caught,
+        averages=seen,
+        topologies=topologies,
+        longest=longest,
+        round=optimizer.round,
     )
+
+
+def look_at_average(
+    optimizer: DecentOptimWrapper, params: list[Tensor], seen: dict[int, list[float]]
+) -> None:
+    """Note what an average looks like that is in place for a moment; nothing is left of it."""
+    own = flatten(params)
+    try:
+        with optimizer.averaged():
+            assert len(optimizer.members) == 1 or not torch.equal(flatten(params), own)
+            seen[optimizer.round] = [float(param.detach().sum()) for param in params]
+    finally:
+        assert torch.equal(flatten(params), own)
+        assert not optimizer.is_averaged
+
+
+def agree(lives: list[Life]) -> None:
+    """Whether all of them have ended together, and have seen all changes of the members."""
+    rows = torch.tensor([life.params for life in lives], dtype=torch.float64)
+    assert rows.isfinite().all()
+    torch.testing.assert_close(rows, rows[:1].expand_as(rows), rtol=0, atol=1e-12)
+    assert len({life.members for life in lives}) == 1
+    assert len({life.topologies[-1] for life in lives}) == 1
+    for life in lives:
+        assert life.params != life.start
+        seen = life.first
+        for old, new in life.changes:
+            assert old == seen != new
+            seen = new
+        assert seen == life.members
+
+
+class Failure(NamedTuple):
+    """How training ended before its time, `seconds` after the call began that has failed."""
+
+    kind: str
+    text: str
+    seconds: float
+    stderr: str
+    threads_ended: bool
+
+
+def train_or_tell(
+    rank: int,
+    world_size: int,
+    store: Any,
+    report: Callable[[str, Any], None],
+    patience: float = 0.0,
+    **options: Any,
+) -> Life | Failure:
+    """As `train`, but an error of the library is an end, too; its threads end in `patience` s."""
+    began = time.monotonic()
+    keep_no_idle_threads()
+
+    def note(rank: int, optimizer: DecentOptimWrapper) -> None:
+        nonlocal began
+        began = time.monotonic()
+
+    with captured_stderr() as stderr:
+        try:
+            return train(rank, world_size, store, report, before=note, **options)
+        except (PeerError, ValueError) as error:
+            kind, text, seconds = type(error).__name__, str(error), time.monotonic() - began
+        return Failure(kind, text, seconds, stderr(), threads_end(patience))
 
 
 class RestartableProcesses:
@@ -53,26 +237,33 @@ class RestartableProcesses:
         world_size: number of ranks.
         main: reports by calling `report(key, value)`; what it returns is reported as "result".
         args: further arguments.
+        options: further arguments by name.
     """
 
-    def __init__(self, world_size: int, main: Callable[..., Any], *args: Any) -> None:
+    margin = 30
+
+    def __init__(
+        self, world_size: int, main: Callable[..., Any], *args: Any, **options: Any
+    ) -> None:
         self.world_size = world_size
-        self._main, self._args = main, args
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._main, self._args = partial(main, **options), args
+        self._store = launcher_store()
         self._workers: dict[int, Any] = {}
+        # Also those in whose place others have been started.
+        self._started: list[Any] = []
         # A pipe for each life: a shared queue would stay locked by a rank that is killed.
         self._pipes: dict[Connection, int] = {}
         self.reports: dict[tuple[int, str], Any] = {}
         # The last round that a rank has reported.
         self._reached = 0
 
-    def __enter__(self) -> RestartableProcesses:
+    def __enter__(self) -> Self:
         for rank in range(self.world_size):
             self.start(rank)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self._workers.values():
+        for worker in self._started:
             worker.kill()
             worker.join()
 
@@ -83,12 +274,22 @@ class RestartableProcesses:
         self._workers[rank] = start_process(
             _work, rank, self.world_size, self._store.port, theirs, self._main, self._args
         )
+        self._started.append(self._workers[rank])
         theirs.close()
 
     def pid(self, rank: int) -> int:
         """The process that was started last."""
         pid: int = self._workers[rank].pid
         return pid
+
+    def all_reach(self, key: str) -> None:
+        """Return once every rank has reported the key."""
+        for rank in range(self.world_size):
+            self.wait_for(rank, key)
+
+    def results(self, *ranks: int) -> list[Any]:
+        """What these ranks return, or all."""
+        return [self.wait_for(rank, "result") for rank in ranks or range(self.world_size)]
 
     def kill(self, rank: int) -> None:
         """End the rank without a word."""
@@ -101,15 +302,19 @@ class RestartableProcesses:
         code: int | None = self._workers[rank].exitcode
         return code
 
-    def finish(self, margin: int = 30) -> None:
+    def finish(self, margin: int = 0) -> None:
         """Let the ranks end some rounds after the last that one of them has reported."""
         while any(pipe.poll() for pipe in list(self._pipes)):
             self._take(0)
-        self._store.set("finish", str(self._reached + margin))
+        self._store.set("finish", str(self._reached + (margin or self.margin)))
 
     def put(self, key: str) -> None:
         """Let all ranks see the key in the store."""
         self._store.set(key, "1")
+
+    def epoch(self) -> int:
+        """How often the ranks of the first wrapper have agreed on their members."""
+        return int(PrefixStore(key_prefix(0), self._store).get("epoch"))
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """SIGSTOP or SIGCONT."""
@@ -164,6 +369,12 @@ class RestartableProcesses:
         return taken
 
 
+class TrainingProcesses(RestartableProcesses):
+    """Processes whose `main` is `train`, or calls it."""
+
+    margin = 12
+
+
 class StoreProcess:
     """A store in a process of its own, which can be stopped and killed.
 
@@ -189,7 +400,7 @@ class StoreProcess:
 
     def connect(self) -> TCPStore:
         """A connection of this process."""
-        return TCPStore(self._host, self.port, is_master=False, timeout=timedelta(seconds=60))
+        return connect(self.port, self._host)
 
     def kill(self) -> None:
         """End the store without a word."""
@@ -229,7 +440,7 @@ def _work(
     rank: int, world_size: int, port: int, pipe: Connection, main: Callable[..., Any], args: Any
 ) -> None:
     begin_process()
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    store = connect(port)
 
     def report(key: str, value: Any) -> None:
         pipe.send((key, value))

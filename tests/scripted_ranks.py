@@ -12,6 +12,7 @@ import torch.distributed as dist
 from problem import in_one_call
 from ranks import run_threads
 from torch import Tensor
+from torch.optim import Optimizer
 
 from decent_optim_wrapper import DecentOptimWrapper, Group, Schedule, Topology
 
@@ -107,7 +108,9 @@ class ScriptRunner:
 class Trainer(ScriptRunner):
     """One rank with its optimizer."""
 
-    def __init__(self, world: World, rank: int, group: dist.ProcessGroup, start: int) -> None:
+    def __init__(
+        self, world: World, rank: int, group: dist.ProcessGroup | None, start: int
+    ) -> None:
         self.world, self.rank, self.group = world, rank, group
         self.start, self.steps = start, 0
         self.groups = [[self.make(index) for index in range(len(world.specs))]]
@@ -118,8 +121,11 @@ class Trainer(ScriptRunner):
         frozen = spec.frozen and index < len(self.world.specs)
         return spec.draw(index, self.start).requires_grad_(not frozen)
 
+    def base(self) -> Optimizer:
+        return torch.optim.SGD([{"params": g} for g in self.groups], lr=LR, momentum=MOMENTUM)
+
     def wrap(self) -> DecentOptimWrapper:
-        base = torch.optim.SGD([{"params": g} for g in self.groups], lr=LR, momentum=MOMENTUM)
+        base = self.base()
         options = dict(self.world.options)
         if options.pop("in_one_call", False):
             in_one_call(base)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import modules
 import pytest
 import torch
 import torch.distributed as dist
+from covering import OVERLAP, named, pairwise
 from dense import mix, train_densely
+from modules import flat, loss_of
 from problem import MODES
 from ranks import run_threads
 from torch import Tensor, nn
@@ -19,27 +23,11 @@ STEPS = 5
 BAD_STEP = 2
 
 
-def make_model() -> nn.Sequential:
-    # Ranks are threads here and share torch's global generator.
-    generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-    for param in model.parameters():
-        nn.init.normal_(param, generator=generator)
-    return model
+make_model = partial(modules.make_model, dtype=torch.float32)
 
 
 def make_base(model: nn.Module, fused: bool) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([param.detach().reshape(-1) for param in model.parameters()]).clone()
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    batch = torch.randn(8, 4, generator=generator)
-    return (model(batch) - batch[:, :2]).square().mean()  # type: ignore[no-any-return]
 
 
 def train(
@@ -75,9 +63,12 @@ def train(
     return flat(model), optimizer.round, scaler.get_scale()
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
-@pytest.mark.parametrize("clip", [None, 0.01])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
+FUSED = {"fused": True, "unfused": False}
+
+
+@pytest.mark.parametrize(
+    ("fused", "clip", "overlap"), pairwise(FUSED, {"as it is": None, "clipped": 0.01}, OVERLAP)
+)
 def test_gradients_are_unscaled_exactly_once(
     fused: bool, clip: float | None, overlap: bool
 ) -> None:
@@ -95,9 +86,9 @@ def test_gradients_are_unscaled_exactly_once(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("fused", "clip", "mode"), pairwise(FUSED, {"as it is": None, "clipped": 1.0}, named(*MODES))
+)
 def test_an_overflow_skips_one_ranks_local_update_only(
     fused: bool, clip: float | None, mode: str
 ) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from covering import pairwise
 from modules import (
     adamw,
     backward,
@@ -30,10 +33,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.checkpoint import checkpoint
 
 from decent_optim_wrapper import PeerError
-from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.gossip.gossip import Gossip
 
-VIEWS = pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+IN_BACKWARD = pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
 
 
 class Shared(nn.Module):
@@ -55,54 +57,51 @@ class Shared(nn.Module):
         return self.last(hidden)  # type: ignore[no-any-return]
 
 
-def compare(make: Any, prepare: Any = lambda model, step: None, **options: Any) -> None:
-    """On a ring of four, backward passes must train as steps do, bit for bit."""
+def convolutions() -> nn.Module:
+    layers = [nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.Conv2d(3, 3, 1), nn.Flatten()]
+    model = nn.Sequential(*layers).double()
+    fill(model)
+    return model.to(memory_format=torch.channels_last)
 
-    def ours(rank: int, group: dist.ProcessGroup) -> Tensor:
+
+def freeze(model: Shared, step: int) -> None:
+    """Freeze a layer for two steps."""
+    model.middle.requires_grad_(step not in (2, 3))
+
+
+# A model, what happens to it before a step, and the size of the buckets.
+TRAINED: dict[str, tuple[Callable[[], nn.Module], Callable[..., None], int]] = {
+    "a weight that is used twice": (Shared, lambda model, step: None, 200),
+    # In smaller buckets `last` would complete that of `middle`, which the pass has yet to go
+    # through.
+    "a layer that is frozen for a while": (Shared, freeze, 350),
+    "channels last": (convolutions, lambda model, step: None, 100),
+}
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_models_of_every_kind_train_as_with_the_wrapper_bit_for_bit(name: str, views: bool) -> None:
+    make, prepare, cap = TRAINED[name]
+
+    def main(rank: int, group: dist.ProcessGroup, ours: bool) -> Tensor:
         module = make()
-        model = wrap(module, group, topology="ring", **options)
+        if ours:
+            options = {"bucket_size_in_mb": cap / 2**20, "param_as_bucket_view": views}
+            model = wrap(module, group, topology="ring", **options)
+        else:
+            optimizer = wrap_base(module, group, topology="ring")
         for step in range(6):
             prepare(module, step)
-            train(model, rank, range(step, step + 1))
+            if ours:
+                train(model, rank, range(step, step + 1))
+            else:
+                train_by_steps(module, optimizer, rank, range(step, step + 1))
         return flat(module)
 
-    def theirs(rank: int, group: dist.ProcessGroup) -> Tensor:
-        module = make()
-        optimizer = wrap_base(module, group, topology="ring")
-        for step in range(6):
-            prepare(module, step)
-            train_by_steps(module, optimizer, rank, range(step, step + 1))
-        return flat(module)
-
-    expected = run_threads(4, theirs)
-    assert all(map(torch.equal, run_threads(4, ours), expected))
+    expected = run_threads(4, partial(main, ours=False))
+    assert all(map(torch.equal, run_threads(4, partial(main, ours=True)), expected))
     assert (expected[0] - flat(make())).abs().max() > 1e-2
-
-
-@VIEWS
-def test_a_parameter_used_twice_and_an_unused_one_train_as_with_the_wrapper(views: bool) -> None:
-    compare(Shared, param_as_bucket_view=views)
-
-
-@VIEWS
-def test_a_layer_that_is_frozen_for_a_while_keeps_its_values_for_the_rest_of_the_pass(
-    views: bool,
-) -> None:
-    def freeze(model: Shared, step: int) -> None:
-        model.middle.requires_grad_(step not in (2, 3))
-
-    # Otherwise `last` would complete the bucket of `middle`, which the pass has yet to go through.
-    compare(Shared, freeze, param_as_bucket_view=views, bucket_size_in_mb=350 / 2**20)
-
-
-def test_a_convolution_in_channels_last_trains_as_with_the_wrapper() -> None:
-    def make() -> nn.Module:
-        layers = [nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.Conv2d(3, 3, 1), nn.Flatten()]
-        model = nn.Sequential(*layers).double()
-        fill(model)
-        return model.to(memory_format=torch.channels_last)
-
-    compare(make, bucket_size_in_mb=100 / 2**20)
 
 
 def test_a_gradient_that_is_none_on_one_rank_keeps_nobody_waiting() -> None:
@@ -123,7 +122,7 @@ def test_a_gradient_that_is_none_on_one_rank_keeps_nobody_waiting() -> None:
         assert not torch.equal(row, flat(make_model()[2]))
 
 
-@pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
+@IN_BACKWARD
 @pytest.mark.parametrize("late", [True, False], ids=["before-backward", "before-forward"])
 def test_micro_batches_make_one_step(late: bool, in_backward: bool | None) -> None:
     def ours(rank: int, group: dist.ProcessGroup) -> Tensor:
@@ -155,8 +154,10 @@ def test_micro_batches_make_one_step(late: bool, in_backward: bool | None) -> No
     assert not torch.equal(expected[0], flat(make_model()))
 
 
-def test_what_is_no_backward_pass_of_the_parameters_makes_no_step() -> None:
+def test_only_a_backward_pass_of_the_parameters_is_a_step_and_calls_its_hooks() -> None:
     model = wrap(make_model(), None)
+    calls: list[str] = []
+    model.optimizer.register_step_post_hook(lambda *_: calls.append("wrapper"))
     before = flat(model)
     with torch.no_grad():
         loss_of(model, 0, 0)
@@ -166,10 +167,10 @@ def test_what_is_no_backward_pass_of_the_parameters_makes_no_step() -> None:
     inputs = batch(0, 0).requires_grad_()
     (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
     model.zero_grad()
-    assert model.optimizer.round == 0
+    assert (model.optimizer.round, calls) == (0, [])
     assert torch.equal(flat(model), before)
     backward(model(inputs).sum() + slope.square().sum())
-    assert model.optimizer.round == 1
+    assert (model.optimizer.round, calls) == (1, ["wrapper"])
     assert not torch.equal(flat(model), before)
 
 
@@ -243,7 +244,7 @@ def test_checkpointed_layers_make_one_step_in_a_pass(reentrant: bool) -> None:
     assert not torch.equal(row, flat(Checkpointed(reentrant)))
 
 
-@pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
+@IN_BACKWARD
 def test_a_gradient_that_comes_too_late_is_an_error_or_waited_for(in_backward: bool | None) -> None:
     module = Checkpointed(reentrant=True, ties=2)
     model = wrap(module, None, update_in_backward=in_backward, bucket_size_in_mb=1e-5)
@@ -300,18 +301,23 @@ def test_an_error_of_the_user_in_the_middle_of_a_step_is_remembered() -> None:
         backward(loss_of(module, 0, 3))
 
 
-@pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
-def test_an_error_of_the_user_before_the_first_gradient_changes_nothing(
-    in_backward: bool | None,
+@pytest.mark.parametrize(
+    ("in_backward", "has_gradients"), [(None, False), (False, False), (False, True)]
+)
+def test_an_error_of_the_user_before_the_first_update_changes_nothing(
+    in_backward: bool | None, has_gradients: bool
 ) -> None:
-    model = wrap(module := Breakable(), None, update_in_backward=in_backward)
+    options: Any = {"scaler": GradScaler("cpu", init_scale=8.0)} if has_gradients else {}
+    model = wrap(module := Breakable(), None, update_in_backward=in_backward, **options)
     train(model, 0, range(2))
     before = flat(model)
     module.breaks_at = 3
-    # A loss of which the last layer has no part.
-    loss = Breaks.apply(model(batch(0, 2))).sum()
+    loss = model(batch(0, 2)).sum()
+    # Or a loss of which the last layer has no part.
+    loss = loss if has_gradients else Breaks.apply(loss)
     with pytest.raises(KeyError):
-        backward(loss)
+        backward(loss if model.scaler is None else model.scaler.scale(loss))
+    assert all(param.grad is None for param in model.parameters())
     assert torch.equal(flat(model), before)
     module.breaks_at = None
     train(model, 0, range(2, 3))
@@ -384,9 +390,14 @@ def test_sparse_gradients_are_refused() -> None:
         backward(model(torch.tensor([1, 2])).sum())
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.01])
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
-@pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
+@pytest.mark.parametrize(
+    ("in_backward", "fused", "clip"),
+    pairwise(
+        {"in-backward": None, "at-end": False},
+        {"fused": True, "unfused": False},
+        {"clips": 0.01, "does not clip": 0.0},
+    ),
+)
 def test_gradients_are_unscaled_once(in_backward: bool | None, fused: bool, clip: float) -> None:
     rows = []
     for scale in (1024.0, None):
@@ -407,7 +418,7 @@ def test_gradients_are_unscaled_once(in_backward: bool | None, fused: bool, clip
     assert (rows[0] - flat(make_model(dtype=torch.float32))).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
+@IN_BACKWARD
 def test_an_overflow_on_one_rank_skips_an_update_there_and_halves_its_scale_once(
     in_backward: bool | None,
 ) -> None:
@@ -483,82 +494,6 @@ def test_clipping_is_by_bucket_inside_the_pass_and_by_the_model_at_its_end() -> 
     assert moved[True] == pytest.approx(len(buckets) ** 0.5, rel=1e-4)
 
 
-class Doubled(torch.optim.SGD):
-    """A class of which nobody knows whether its update is per parameter."""
-
-
-def test_an_unknown_base_is_updated_at_the_end_with_a_warning() -> None:
-    def make(named: Any) -> Doubled:
-        return Doubled(named, lr=0.1)
-
-    with pytest.warns(UserWarning, match="got Doubled.*updated at the end"):
-        model = wrap(make_model(), None, make)
-    train(model, 0, range(2))
-    assert all(p.grad is None for p in model.parameters())
-    with pytest.raises(ValueError, match=r"can be updated bucket by bucket .* got Doubled"):
-        wrap(make_model(), None, make, update_in_backward=True)
-    assert not torch.equal(flat(model), flat(make_model()))
-
-
-def test_hooks_on_the_steps_are_called_in_every_pass() -> None:
-    model = wrap(make_model(), None)
-    calls: list[str] = []
-    model.optimizer.register_step_post_hook(lambda *_: calls.append("wrapper"))
-    train(model, 0, range(2))
-    assert calls == ["wrapper"] * 2
-    assert model.optimizer.round == 2
-
-
-def hooked(named: Any) -> torch.optim.Optimizer:
-    base = sgd(named)
-    base.register_step_post_hook(lambda *_: None)
-    return base
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "changes"),
-    [
-        (TypeError, "model expects a torch.nn.Module, got int", {"model": 3}),
-        (TypeError, "optimizer expects a torch.optim.Optimizer", {"optim_fn": lambda named: 3}),
-        (TypeError, "grad_clip_norm expects a number", {"grad_clip_norm": "1"}),
-        (ValueError, "grad_clip_norm must be 0 or more", {"grad_clip_norm": -1}),
-        (TypeError, "update_in_backward expects True, False or None", {"update_in_backward": 1}),
-        (TypeError, "overlap", {"overlap": False}),
-        (ValueError, "LBFGS evaluates its closure", {"optim_fn": "lbfgs"}),
-        (ValueError, "no step hooks, got SGD", {"optim_fn": hooked, "update_in_backward": True}),
-        (
-            ValueError,
-            "lr_scheduler_fn expects a scheduler that steps without a metric",
-            {"lr_scheduler_fn": torch.optim.lr_scheduler.ReduceLROnPlateau},
-        ),
-    ],
-)
-def test_wrong_arguments_are_refused(error: Any, match: str, changes: dict[str, Any]) -> None:
-    if changes.get("optim_fn") == "lbfgs":
-        changes = {"optim_fn": lambda named: torch.optim.LBFGS([p for _, p in named])}
-    arguments = {"model": make_model(), "optim_fn": sgd, **changes}
-    with pytest.raises(error, match=match):
-        DecentralizedDataParallel(**arguments)
-
-
-def test_a_state_with_other_parts_is_refused() -> None:
-    model = wrap(make_model(), None)
-    with pytest.raises(ValueError, match=r"expected the states of \['model', 'optimizer'\]"):
-        model.load_state_dict(make_model().state_dict())
-
-
-def test_names_are_those_of_the_model_and_modes_reach_it() -> None:
-    module = Shared()
-    model = wrap(module, None)
-    assert [*model.named_parameters()] == [*module.named_parameters()]
-    assert [*model.parameters()] == [*module.parameters()]
-    assert dict(model.named_buffers()).keys() == dict(module.named_buffers()).keys()
-    assert not model.eval().training
-    assert not module.norm.training
-    assert model.train() is model
-    assert module.norm.training
-
-
 @pytest.mark.parametrize("averaged", [True, False])
 def test_buffers_and_frozen_parameters_start_the_same_and_buffers_are_averaged_if_asked(
     averaged: bool,
@@ -622,7 +557,7 @@ def test_a_module_that_is_dropped_leaves_its_model_alone() -> None:
     assert again.optimizer.round == 2
 
 
-@pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
+@IN_BACKWARD
 def test_what_is_in_no_bucket_is_unscaled_and_clipped(in_backward: bool | None) -> None:
     model = make_model(dtype=torch.float32)
     weight = next(model.parameters())
@@ -677,56 +612,6 @@ def test_an_idle_step_is_a_round_without_an_update_and_a_step_of_the_schedule() 
     assert rate == same == 0.0125
     assert rounds == also == 2
     torch.testing.assert_close(one, other)
-
-
-def test_a_pass_that_fails_before_anything_is_done_leaves_no_gradients() -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ArithmeticError("out of luck")
-
-    model = make_model(dtype=torch.float32)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    wrapped = wrap(model, None, scaler=scaler, update_in_backward=False)
-    train(wrapped, 0, range(1))
-    hidden = model[:3](batch(0, 1, dtype=torch.float32))
-    with pytest.raises(ArithmeticError, match="out of luck"):
-        backward(scaler.scale(model[3:](Fails.apply(hidden)).sum()))
-    assert all(param.grad is None for param in model.parameters())
-    before = flat(model)
-    train(wrapped, 0, range(1, 2))
-    assert wrapped.optimizer.round == 2
-    assert not torch.equal(flat(model), before)
-
-
-def test_it_is_no_part_of_another_modules_state() -> None:
-    holder = nn.ModuleDict({"inner": wrap(make_model(), None)})
-    with pytest.raises(TypeError, match="wrap the outermost module"):
-        holder.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"optim_fn": torch.optim.SGD(make_model().parameters(), lr=0.1)}, "optim_fn expects a"),
-        ({"scaler": True}, "scaler expects"),
-        ({"overlap": False}, "takes no overlap"),
-        ({"bucket_cap_mb": 5}, "takes no bucket_cap_mb: bucket_size_in_mb"),
-        ({"_local_world_size": 2}, "local_world_size"),
-    ],
-)
-def test_arguments_of_others_are_refused_by_name(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(TypeError, match=text):
-        wrap(make_model(), None, **arguments)
-
-
-def test_a_module_is_wrapped_once() -> None:
-    with pytest.raises(TypeError, match="not wrapped yet"):
-        wrap(wrap(make_model(), None), None)
 
 
 def test_an_idle_step_that_fails_leaves_nothing_to_the_next_pass(

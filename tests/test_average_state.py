@@ -10,16 +10,15 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from dense import mix, train_densely
-from problem import TINY_CAP_MB, adamw, backward, flatten, make_params, sgd
+from covering import VIEWS, named, pairwise
+from dense import due_matrix, mix, train_regression
+from problem import TINY_CAP_MB, adamw, flatten, make_params, sgd, take_steps
 from ranks import run_threads
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, Schedule, TopologyFactory
 from decent_optim_wrapper.config import AverageState, OnNonfinite
-
-BASES = [sgd, adamw]
 
 
 def trained(
@@ -33,9 +32,7 @@ def trained(
         process_group=group,
         **options,
     )
-    for step in range(steps):
-        backward(params, rank, step)
-        optimizer.step()
+    take_steps(optimizer, params, rank, range(steps))
     return params, optimizer
 
 
@@ -46,12 +43,22 @@ def momenta(optimizer: Optimizer, params: list[Tensor]) -> Tensor:
     return flatten([value for value in tensors if value.dtype == torch.float64])
 
 
-@pytest.mark.parametrize("implicitly", [True, False], ids=["by step", "by may_revert=False"])
-@pytest.mark.parametrize("make", BASES)
-def test_momenta_are_averaged_where_the_average_is_kept(make: Any, implicitly: bool) -> None:
+@pytest.mark.parametrize(
+    ("policy", "make", "implicitly"),
+    pairwise(
+        named("average", "keep"),
+        {"sgd": sgd, "adamw": adamw},
+        {"by step": True, "by may_revert": False},
+    ),
+)
+def test_momenta_are_averaged_if_asked_for_where_the_average_is_kept(
+    policy: AverageState, make: Any, implicitly: bool
+) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        params, optimizer = trained(rank, group, make, schedule=Schedule(average_state="average"))
+        params, optimizer = trained(rank, group, make, schedule=Schedule(average_state=policy))
         own = momenta(optimizer, params)
+        with optimizer.averaged():
+            pass
         optimizer.global_avg(may_revert=implicitly)
         if implicitly:
             assert torch.equal(momenta(optimizer, params), own), "it may be reverted still"
@@ -62,36 +69,10 @@ def test_momenta_are_averaged_where_the_average_is_kept(make: Any, implicitly: b
 
     rows = run_threads(4, main)
     mean = torch.stack([own for own, _ in rows]).mean(dim=0)
-    for own, averaged in rows:
-        torch.testing.assert_close(averaged, mean, rtol=1e-13, atol=1e-14)
-        assert not torch.allclose(own, averaged)
-
-
-def test_momenta_stay_where_the_average_is_reverted() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        params, optimizer = trained(rank, group, adamw, schedule=Schedule(average_state="average"))
-        own = momenta(optimizer, params)
-        with optimizer.averaged():
-            pass
-        optimizer.synchronize()
-        return own, momenta(optimizer, params)
-
-    for own, after in run_threads(2, main):
-        assert torch.equal(own, after)
-        assert own.abs().max() > 0
-
-
-@pytest.mark.parametrize("make", BASES)
-def test_keeping_leaves_every_rank_its_own_momenta(make: Any) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        params, optimizer = trained(rank, group, make)
-        own = momenta(optimizer, params)
-        optimizer.global_avg(may_revert=False)
-        return own, momenta(optimizer, params)
-
-    rows = run_threads(2, main)
-    assert all(torch.equal(own, after) for own, after in rows)
-    assert not torch.equal(rows[0][0], rows[1][0])
+    for own, after in rows:
+        expected = mean if policy == "average" else own
+        torch.testing.assert_close(after, expected, rtol=1e-13, atol=1e-14)
+        assert not torch.allclose(own, mean)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
@@ -112,35 +93,19 @@ def test_scheduled_averages_follow_the_oracle(policy: AverageState, overlap: boo
         optimizer.synchronize()
         return flatten(params)
 
-    def simulate() -> Tensor:
-        worlds = [make_params() for _ in range(4)]
-        bases = [sgd(params) for params in worlds]
+    worlds = [make_params() for _ in range(4)]
+    bases = [sgd(params) for params in worlds]
 
-        def land(step: int) -> None:
-            averages = (step + 1) % every == 0
-            matrix = torch.full((4, 4), 0.25, dtype=torch.float64)
-            mix(worlds, matrix if averages else topology.mixing_matrix(step))
-            if averages and policy == "average":
-                for index in range(len(worlds[0])):
-                    own = [
-                        base.state[params[index]]["momentum_buffer"]
-                        for base, params in zip(bases, worlds, strict=True)
-                    ]
-                    mean = torch.stack(own).mean(dim=0)
-                    for buffer in own:
-                        buffer.copy_(mean)
+    def land(step: int) -> None:
+        matrix = due_matrix(topology, 1, every, 1.0, step)
+        mix(worlds, matrix)
+        if (step + 1) % every == 0 and policy == "average":
+            pairs = zip(bases, worlds, strict=True)
+            mix([[base.state[p]["momentum_buffer"] for p in own] for base, own in pairs], matrix)
 
-        return train_densely(
-            worlds,
-            steps,
-            overlap,
-            compute=lambda rank, step: backward(worlds[rank], rank, step),
-            update=lambda rank, step: bases[rank].step(),
-            land=land,
-        )
-
+    expected = train_regression(worlds, bases, steps, overlap, land)
     rows = torch.stack(run_threads(4, main))
-    torch.testing.assert_close(rows, simulate(), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(rows, expected, rtol=1e-11, atol=1e-12)
     assert (rows[0] - rows[1]).abs().max() > 1e-3
 
 
@@ -217,9 +182,14 @@ def average_in_a_step(optimizer: DecentOptimWrapper, rank: int, params: list[Ten
     optimizer.synchronize()
 
 
-@pytest.mark.parametrize("policy", ["raise", "skip"])
-@pytest.mark.parametrize("average", [average_at_once, average_in_a_step])
-@pytest.mark.parametrize("spoil", [poison, overflow])
+@pytest.mark.parametrize(
+    ("spoil", "average", "policy"),
+    pairwise(
+        {"poison": poison, "overflow": overflow},
+        {"at once": average_at_once, "in a step": average_in_a_step},
+        named("raise", "skip"),
+    ),
+)
 def test_momenta_that_are_not_finite_reach_nobody(
     spoil: Any, average: Any, policy: OnNonfinite
 ) -> None:
@@ -236,9 +206,7 @@ def test_momenta_that_are_not_finite_reach_nobody(
             on_nonfinite=policy,
         )
         assert len(optimizer.buckets) > 1
-        for step in range(3):
-            backward(params, rank, step)
-            optimizer.step()
+        take_steps(optimizer, params, rank, range(3))
         optimizer.synchronize()
         if rank == bad:
             spoil(base, params)
@@ -419,9 +387,10 @@ class KeepsFrozen(Buffered):
         return self
 
 
-@pytest.mark.parametrize("evaluating", [False, True], ids=["training", "evaluating"])
-@pytest.mark.parametrize("with_buffers", [True, False])
-@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize(
+    ("views", "with_buffers", "evaluating"),
+    pairwise(VIEWS, {"buffers": True, "none": False}, {"training": False, "evaluating": True}),
+)
 def test_recalibration_leaves_everything_else_as_it_was(
     views: bool, with_buffers: bool, evaluating: bool
 ) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from covering import named, pairwise
-from modules import fill, flat, make_model, train
+from modules import batch, fill, flat, make_model, train, wrap_base
 from modules import wrap as wrap_module
 from problem import (
     CODED,
@@ -22,16 +23,16 @@ from problem import (
     make_params,
     nesterov,
     sgd,
+    take_steps,
 )
 from ranks import run_threads
 from torch import Tensor, nn, optim
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
-from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.ddp.module import wants_views
 
-EVERY_MODE = MODES | CODED
+TRAVEL = {name: (MODES | CODED)[name] for name in ("copies", "views", "bf16-views", "int8")}
 
 
 def wrap(params: list[Tensor], group: dist.ProcessGroup | None = None, **kw: Any) -> Any:
@@ -66,14 +67,9 @@ WRITES = [synchronize, keep_average, put_average, average_and_revert, step_witho
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("write", "mode", "topology"),
-    pairwise(
-        {each.__name__: each for each in WRITES}, named(*EVERY_MODE), named("ring", "complete")
-    ),
-)
+@pytest.mark.parametrize(("mode", "topology"), pairwise(TRAVEL, named("ring", "complete")))
 def test_a_backward_pass_notices_that_values_it_saved_were_mixed(
-    write: Callable[[DecentOptimWrapper], None], mode: str, topology: str
+    mode: dict[str, Any], topology: str
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -85,22 +81,23 @@ def test_a_backward_pass_notices_that_values_it_saved_were_mixed(
             topology=topology,
             base=optim.SGD(params, lr=0.1),
             sync_at_start=False,
-            **EVERY_MODE[mode],
+            **mode,
         )
         assert len(optimizer.buckets) > 1
-        x = torch.ones(2, 4)
-        for _ in range(2):
-            model(x).sum().backward()
-            optimizer.step()
-        loss = model(x).square().sum()
-        before = flatten(params)
-        write(optimizer)
-        assert write is average_and_revert or not torch.equal(flatten(params), before)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-        # What is computed after the writing is fine.
-        if optimizer.is_averaged:
-            optimizer.revert_global_avg()
+        x = batch(rank, 0, 2, 4, dtype=torch.float32)
+        for write in WRITES:
+            for _ in range(2):
+                model(x).square().sum().backward()
+                optimizer.step()
+            loss = model(x).square().sum()
+            before = flatten(params)
+            write(optimizer)
+            assert write is average_and_revert or not torch.equal(flatten(params), before)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            # What is computed after the writing is fine.
+            if optimizer.is_averaged:
+                optimizer.revert_global_avg()
         model(x).square().sum().backward()
         optimizer.step()
         optimizer.synchronize()
@@ -108,11 +105,11 @@ def test_a_backward_pass_notices_that_values_it_saved_were_mixed(
     run_threads(4, main)
 
 
-@pytest.mark.parametrize("mode", EVERY_MODE)
-def test_averages_and_mixing_work_under_inference_mode(mode: str) -> None:
+@pytest.mark.parametrize("mode", TRAVEL.values(), ids=TRAVEL)
+def test_averages_and_mixing_work_under_inference_mode(mode: dict[str, Any]) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> bool:
         params = make_params(seed=rank)
-        optimizer = wrap(params, group, topology="ring", sync_at_start=False, **EVERY_MODE[mode])
+        optimizer = wrap(params, group, topology="ring", sync_at_start=False, **mode)
         before = flatten(params)
         for step in range(2):
             backward(params, rank, step)
@@ -155,33 +152,29 @@ CHANGES = [clamp, swap, change_a_part, change_in_a_list]
 NOTICED = r"the values of 0\.2 were changed .* call synchronize\(\) before"
 
 
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("topology", ["ring", "complete"])
-def test_values_changed_while_they_travel_are_named_by_whatever_comes_next(
-    topology: str, change: Callable[[Tensor], None]
-) -> None:
+def test_values_changed_while_they_travel_are_named_by_whatever_comes_next(topology: str) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params(seed=rank)
         optimizer = wrap(
             params, group, topology=topology, sync_at_start=False, param_as_bucket_view=True
         )
         saved = optimizer.state_dict()
-        for step in range(2):
-            backward(params, rank, step)
-            optimizer.step()
-        change(params[2])
-        before = flatten(params)
-        for call in (
-            optimizer.step,
-            optimizer.synchronize,
-            optimizer.global_avg,
-            optimizer.consensus_distance,
-            optimizer.step,
-        ):
-            with pytest.raises(RuntimeError, match=rf"rank {rank}: .*{NOTICED}"):
-                call()
-        assert torch.equal(flatten(params), before)
-        optimizer.load_state_dict(saved)
+        for change in CHANGES:
+            take_steps(optimizer, params, rank, range(2))
+            change(params[2])
+            before = flatten(params)
+            for call in (
+                optimizer.step,
+                optimizer.synchronize,
+                optimizer.global_avg,
+                optimizer.consensus_distance,
+                optimizer.step,
+            ):
+                with pytest.raises(RuntimeError, match=rf"rank {rank}: .*{NOTICED}"):
+                    call()
+            assert torch.equal(flatten(params), before)
+            optimizer.load_state_dict(saved)
         backward(params, rank, 0)
         optimizer.step()
         optimizer.synchronize()
@@ -218,23 +211,22 @@ def test_values_changed_before_a_backward_pass_that_steps_are_named_in_it() -> N
     ],
     ids=["copies", "copies in bf16", "no overlap", "idle", "frozen", "alone"],
 )
-@pytest.mark.parametrize("change", CHANGES)
 def test_values_may_be_changed_where_none_of_them_travel(
-    change: Callable[[Tensor], None], world_size: int, options: dict[str, Any]
+    world_size: int, options: dict[str, Any]
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params()
         optimizer = wrap(params, group, **options)
         assert len(optimizer.buckets) > 1
-        for step in range(4):
+        for step in range(2 * len(CHANGES)):
             before = flatten(params)
             backward(params, rank, step)
             optimizer.step()
             assert not torch.equal(flatten(params), before)
             if step % 2 == 0:
-                change(params[2])
+                CHANGES[step // 2](params[2])
         optimizer.synchronize()
-        change(params[2])
+        clamp(params[2])
         optimizer.step()
 
     run_threads(world_size, main)
@@ -321,8 +313,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "base"),
+    [*product(OPTIONS, ["sgd"]), *product(["plain"], list(BASES)[1:]), ("averages", "fused")],
+)
 def test_what_the_library_writes_itself_is_no_change_by_hand(options: str, base: str) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params, late = make_params(seed=rank), make_params(seed=9)
@@ -387,14 +381,8 @@ def flatten_weights(rnn: nn.Module, _: Any) -> None:
 def wrap_recurrent(
     model: nn.Module, group: dist.ProcessGroup, in_backward: bool, views: bool
 ) -> Any:
-    options: dict[str, Any] = {"process_group": group, "topology": "ring"}
-    options["param_as_bucket_view"] = views
-    if in_backward:
-        return DecentralizedDataParallel(
-            model, lambda named: optim.SGD(named, lr=0.1), bucket_size_in_mb=TINY_CAP_MB, **options
-        )
-    base = optim.SGD(model.named_parameters(), lr=0.1)
-    return DecentOptimWrapper(base, bucket_cap_mb=TINY_CAP_MB, **options)
+    make: Any = wrap_module if in_backward else wrap_base
+    return make(model, group, topology="ring", param_as_bucket_view=views)
 
 
 def train_recurrent(wrapped: Any, model: nn.Module, rank: int, step: int) -> None:

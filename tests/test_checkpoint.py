@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import multiprocessing
 import os
 import resource
 import shutil
@@ -13,6 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from problem import TINY_CAP_MB, adamw, backward, flatten, make_params
 from ranks import run_processes, run_threads
-from restartable_processes import RestartableProcesses
+from restartable_processes import RestartableProcesses, wrap_elastic
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from warned import warned_texts
 
-from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
+from decent_optim_wrapper import DecentOptimWrapper, PeerError
 from decent_optim_wrapper.checkpoint import Checkpoints, sealed_file
 
 STEPS = 7
@@ -54,8 +54,8 @@ class Run(NamedTuple):
             "scheduler": self.scheduler.state_dict(),
         }
 
-    def resume(self) -> int:
-        saved = self.checkpoints.load()
+    def resume(self, same_world: bool = False) -> int:
+        saved = self.checkpoints.load(same_world=same_world)
         if saved is None:
             return 0
         self.optimizer.load_state_dict(saved.state["optimizer"])
@@ -86,9 +86,11 @@ def train(folder: Path, steps: int, world_size: int = WORLD, every: int = 1) -> 
     run_threads(world_size, main)
 
 
-def resume(folder: Path, world_size: int = WORLD) -> list[int]:
+def resume(folder: Path, world_size: int = WORLD, same_world: bool = False) -> list[int]:
     """The step from which each rank would go on."""
-    return run_threads(world_size, lambda rank, group: start(group, folder, seed=5).resume())
+    return run_threads(
+        world_size, lambda rank, group: start(group, folder, seed=5).resume(same_world)
+    )
 
 
 def file_of(folder: Path, step: int, rank: int, world_size: int = WORLD) -> Path:
@@ -135,74 +137,70 @@ def test_a_resumed_run_ends_bit_for_bit_like_one_that_was_never_stopped(
     assert not torch.equal(expected[0][: len(expected[0]) // 2], flatten(make_params()))
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def truncate_to_nothing(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def lose_the_seal(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 40)
-
-
 def flip_a_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-def take_the_other_ranks_file(path: Path) -> None:
-    path.write_bytes(path.with_name("rank_0_of_2.pt").read_bytes())
+def take_a_file_of_another_saving(path: Path) -> None:
+    """A run that was restarted wrote the step again, and was killed before both ranks had."""
+    train(path.parent.parent / "again", 4)
+    (path.parent.parent / "again" / path.parent.name / path.name).replace(path)
 
 
-def take_another_steps_file(path: Path) -> None:
-    path.write_bytes((path.parent.parent / "step_00000003" / path.name).read_bytes())
+def bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):
+        server.bind(path.name)
 
 
-def become_a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
+def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Puts something else in the place of a file."""
+
+    def act(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return act
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        truncate,
-        truncate_to_nothing,
-        lose_the_seal,
-        flip_a_bit,
-        take_the_other_ranks_file,
-        take_another_steps_file,
-        become_a_folder,
-    ],
-)
+UNUSABLE = "step_00000004/rank_1_of_2.pt cannot be used"
+NO_FILE = f"{UNUSABLE}: it is not a regular file"
+# What happens to the file of rank 1, and what is said of it.
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "half": (lambda path: os.truncate(path, path.stat().st_size // 2), UNUSABLE),
+    "nothing": (lambda path: os.truncate(path, 0), UNUSABLE),
+    "no seal": (lambda path: os.truncate(path, path.stat().st_size - 40), UNUSABLE),
+    "a bit": (flip_a_bit, UNUSABLE),
+    "the other rank's": (
+        lambda path: shutil.copy(path.with_name("rank_0_of_2.pt"), path),
+        UNUSABLE,
+    ),
+    "another step's": (
+        lambda path: shutil.copy(path.parent.parent / "step_00000003" / path.name, path),
+        UNUSABLE,
+    ),
+    "another saving's": (take_a_file_of_another_saving, "of another set is rank_1_of_2.pt"),
+    "a folder": (instead(Path.mkdir), UNUSABLE),
+    "a fifo": (instead(os.mkfifo), NO_FILE),
+    "a socket": (instead(bind), NO_FILE),
+    "a device": (instead(partial(os.symlink, "/dev/zero")), NO_FILE),
+    "missing": (Path.unlink, "step_00000004 is passed over: no whole rank_1_of_2.pt"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_of_one_rank_makes_all_use_the_previous_set(
-    damage: Callable[[Path], None], tmp_path: Path, warned: list[str]
+    damage: str, tmp_path: Path, warned: list[str]
 ) -> None:
+    act, words = DAMAGES[damage]
     train(tmp_path, 4)
     assert resume(tmp_path) == [4, 4]
     assert warned == []
-    damage(file_of(tmp_path, 4, rank=1))
+    act(file_of(tmp_path, 4, rank=1))
     assert resume(tmp_path) == [3, 3]
-    assert "step_00000004/rank_1_of_2.pt cannot be used" in "".join(warned)
-
-
-def test_a_missing_file_of_one_rank_makes_all_use_the_previous_set(
-    tmp_path: Path, warned: list[str]
-) -> None:
-    train(tmp_path, 4)
-    file_of(tmp_path, 4, rank=1).unlink()
-    assert resume(tmp_path) == [3, 3]
-    assert "step_00000004 is passed over: no whole rank_1_of_2.pt" in "".join(warned)
-
-
-def test_ranks_that_lack_different_sets_start_from_the_beginning(
-    tmp_path: Path, warned: list[str]
-) -> None:
-    train(tmp_path, 4)
-    file_of(tmp_path, 4, rank=1).unlink()
+    assert words in "".join(warned)
     flip_a_bit(file_of(tmp_path, 3, rank=0))
     assert resume(tmp_path) == [0, 0]
     assert "no complete set of 2 ranks" in "".join(warned)
@@ -216,16 +214,14 @@ def test_an_empty_folder_and_one_that_is_not_there_start_from_the_beginning(
     assert warned == []
 
 
-def test_a_set_of_another_world_size_is_warned_of_and_left_alone(
-    tmp_path: Path, warned: list[str]
-) -> None:
+def test_a_set_of_another_world_size_is_left_alone(tmp_path: Path, warned: list[str]) -> None:
     train(tmp_path, 4, world_size=4)
     before = files(tmp_path)
-    assert resume(tmp_path) == [0, 0]
+    assert resume(tmp_path, same_world=True) == [0, 0]
     assert "has checkpoints, but no complete set of 2 ranks" in "".join(warned)
     train(tmp_path, 6)
     assert set(before) < set(files(tmp_path))
-    assert resume(tmp_path, world_size=4) == [4] * 4
+    assert resume(tmp_path, world_size=4, same_world=True) == [4] * 4
     assert resume(tmp_path) == [6, 6]
 
 
@@ -241,17 +237,6 @@ def test_disks_of_their_own_serve_as_well_as_a_shared_one(tmp_path: Path) -> Non
     assert run_threads(WORLD, again) == [3, 3]
     file_of(tmp_path / "0", 3, rank=0).unlink()
     assert run_threads(WORLD, again) == [2, 2]
-
-
-def test_files_that_two_savings_of_one_step_have_left_are_not_one_set(
-    tmp_path: Path, warned: list[str]
-) -> None:
-    """A run that was restarted wrote step 4 again, and was killed before both ranks had."""
-    train(tmp_path, 4)
-    train(tmp_path / "again", 4)
-    file_of(tmp_path / "again", 4, rank=0).replace(file_of(tmp_path, 4, rank=0))
-    assert resume(tmp_path) == [3, 3]
-    assert "of another set is rank_1_of_2.pt" in "".join(warned)
 
 
 def test_the_newest_complete_sets_stay_and_older_ones_go(tmp_path: Path) -> None:
@@ -270,33 +255,6 @@ def test_the_newest_complete_sets_stay_and_older_ones_go(tmp_path: Path) -> None
     run_threads(WORLD, resumed)
     assert files(tmp_path) == [f"step_00000006/rank_{r}_of_2.pt" for r in (0, 1)]
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_rank_that_cannot_write_raises_and_nothing_older_is_removed(
-    tmp_path: Path, warned: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replace = Path.replace
-
-    def fail(path: Path, target: Path) -> Path:
-        if str(target).endswith("step_00000003/rank_1_of_2.pt"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return replace(path, target)
-
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        run = start(group, tmp_path, keep=1)
-        run.advance(rank, range(2))
-        if rank == 1:
-            with pytest.raises(OSError, match="No space left"):
-                run.advance(rank, range(2, 3))
-        else:
-            run.advance(rank, range(2, 3))
-        assert file_of(tmp_path, 2, rank).exists()
-        run.advance(rank, range(3, 4))
-
-    monkeypatch.setattr(Path, "replace", fail)
-    run_threads(WORLD, main)
-    assert "step_00000003 is not complete: could not write rank_1_of_2.pt" in "".join(warned)
-    assert files(tmp_path) == [f"step_00000004/rank_{r}_of_2.pt" for r in (0, 1)]
 
 
 def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(tmp_path: Path) -> None:
@@ -329,86 +287,21 @@ def test_a_file_that_would_run_code_does_not(tmp_path: Path) -> None:
     assert not (tmp_path / "sprung").exists()
 
 
-@pytest.mark.parametrize("step", [3, 2, -1])
-def test_a_step_that_does_not_come_after_the_last_set_is_refused(step: int, tmp_path: Path) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        run = start(group, tmp_path)
-        run.advance(rank, range(3))
-        with pytest.raises(ValueError, match="above 3, that of the last set"):
-            run.checkpoints.save(step, run.state())
-
-    run_threads(WORLD, main)
-    assert resume(tmp_path) == [3, 3]
-
-
-def test_different_steps_are_refused_on_every_rank(tmp_path: Path) -> None:
+def test_a_step_that_does_not_come_after_the_last_set_is_refused_on_every_rank(
+    tmp_path: Path,
+) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         run = start(group, tmp_path)
         with pytest.raises(ValueError, match=r"one step on every rank.*got \[1, 2\] by rank"):
             run.checkpoints.save(1 + rank, run.state())
+        assert not tmp_path.exists() or not files(tmp_path)
+        run.advance(rank, range(3))
+        for step in (3, 2, -1):
+            with pytest.raises(ValueError, match="above 3, that of the last set"):
+                run.checkpoints.save(step, run.state())
 
     run_threads(WORLD, main)
-    assert files(tmp_path) == []
-
-
-def test_no_set_to_keep_is_refused(tmp_path: Path) -> None:
-    alone = DecentOptimWrapper(adamw(make_params()))
-    with pytest.raises(ValueError, match="keep must be 1 or more sets, got 0"):
-        Checkpoints(tmp_path, alone, keep=0)
-
-
-def write_and_stall(folder: str, moment: str) -> None:
-    """Rank 1 of 2 writes its file of step 4 and comes to a halt on the way."""
-
-    def stall(*_: Any) -> None:
-        (Path(folder) / "stalled").touch()
-        time.sleep(60)
-
-    def save_half(state: Any, file: Any, save: Callable[..., None] = torch.save) -> None:
-        save(state, file)
-        file.truncate(file.tell() // 2)
-        file.flush()
-        stall()
-
-    stop_in = {
-        "write": (torch, "save", save_half),
-        "flush": (os, "fsync", stall),
-        "rename": (Path, "replace", stall),
-    }
-    pytest.MonkeyPatch().setattr(*stop_in[moment])
-    state = {"model": torch.zeros(1_000_000)}
-    sealed_file.write(file_of(Path(folder), 4, rank=1), state, stamp=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", ["write", "flush", "rename"])
-def test_a_process_killed_while_it_writes_leaves_the_previous_set_usable(
-    moment: str, tmp_path: Path, warned: list[str]
-) -> None:
-    train(tmp_path, 3)
-    worker = multiprocessing.get_context("forkserver").Process(
-        target=write_and_stall, args=(str(tmp_path), moment)
-    )
-    worker.start()
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "stalled").exists():
-        assert worker.is_alive()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(worker.pid or 0, signal.SIGKILL)
-    worker.join(30)
-    assert worker.exitcode == -signal.SIGKILL
-    partial = sealed_file.partial(file_of(tmp_path, 4, rank=1))
-    assert partial.stat().st_size > 1_000_000
     assert resume(tmp_path) == [3, 3]
-
-    def resumed(rank: int, group: dist.ProcessGroup) -> None:
-        run = start(group, tmp_path)
-        run.advance(rank, range(run.resume(), 6))
-
-    run_threads(WORLD, resumed)
-    assert resume(tmp_path) == [6, 6]
-    assert not partial.exists()
 
 
 def die(*_: Any) -> None:
@@ -420,12 +313,42 @@ def write_and_die(path: Path, state: Any, stamp: int, write: Any = sealed_file.w
     die()
 
 
-# When rank 1 is killed around its third save(), and the set that a new run finds.
-MOMENTS: dict[str, tuple[Any, str, Callable[..., None]]] = {
-    "before": (Checkpoints, "save", die),
-    "write": (sealed_file, "write", die),
-    "agreement": (sealed_file, "write", write_and_die),
-    "removal": (Path, "unlink", die),
+def save_half_and_die(state: Any, file: Any, save: Callable[..., None] = torch.save) -> None:
+    save(state, file)
+    file.truncate(file.tell() // 2)
+    file.flush()
+    die()
+
+
+class Moment(NamedTuple):
+    """When rank 1 is killed around its third save(), and what is found.
+
+    Args:
+        owner: whose function kills it.
+        name: of the function.
+        fault: in place of the function.
+        saved: the last set that the survivor has saved.
+        found: the set that a new run finds.
+        partial: whether a part of a file is left.
+        timeout: of the wrapper; None is that of the group.
+    """
+
+    owner: Any
+    name: str
+    fault: Callable[..., None]
+    saved: int = 2
+    found: int = 2
+    partial: bool = False
+    timeout: float | None = None
+
+
+MOMENTS = {
+    "before": Moment(Checkpoints, "save", die),
+    "half written": Moment(torch, "save", save_half_and_die, partial=True, timeout=20),
+    "flush": Moment(os, "fsync", die, partial=True),
+    "rename": Moment(Path, "replace", die, partial=True, timeout=20),
+    "agreement": Moment(sealed_file, "write", write_and_die, found=3),
+    "removal": Moment(Path, "unlink", die, saved=3, found=3, timeout=20),
 }
 
 
@@ -434,14 +357,11 @@ def step_on(optimizer: DecentOptimWrapper, times: int) -> None:
         optimizer.step()
 
 
-def save_after_a_loss(
-    rank: int, folder: str, moment: str, timeout: float | None
-) -> tuple[int, list[str]]:
+def save_after_a_loss(rank: int, folder: str, name: str) -> tuple[int, list[str]]:
     dist.init_process_group("gloo")
-    params = make_params()
-    optimizer = DecentOptimWrapper(
-        adamw(params), topology="ring", bucket_cap_mb=TINY_CAP_MB, timeout=timeout
-    )
+    params, moment = make_params(), MOMENTS[name]
+    options: dict[str, Any] = {"topology": "ring", "bucket_cap_mb": TINY_CAP_MB}
+    optimizer = DecentOptimWrapper(adamw(params), timeout=moment.timeout, **options)
     checkpoints = Checkpoints(folder, optimizer, keep=1)
     saved, errors = 0, []
     try:
@@ -449,8 +369,7 @@ def save_after_a_loss(
             backward(params, rank, step)
             optimizer.step()
             if rank == 1 and step == 3:
-                owner, name, fault = MOMENTS[moment]
-                setattr(owner, name, fault)
+                setattr(moment.owner, moment.name, moment.fault)
             checkpoints.save(step, {"params": flatten(params)})
             saved = step
     except PeerError as error:
@@ -466,30 +385,31 @@ def save_after_a_loss(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("timeout", [20.0, None], ids=["own_timeout", "the_groups"])
-@pytest.mark.parametrize(
-    ("moment", "saved", "found"),
-    [("before", 2, 2), ("write", 2, 2), ("agreement", 2, 3), ("removal", 3, 3)],
-)
+@pytest.mark.parametrize("name", MOMENTS)
 def test_a_survivor_saves_nothing_alone_and_a_new_run_finds_the_last_complete_set(
-    moment: str, saved: int, found: int, timeout: float | None, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
-    ((last, errors),) = run_processes(
-        2, save_after_a_loss, str(tmp_path), moment, timeout, lost={1}
-    )
-    assert last == saved
+    moment = MOMENTS[name]
+    ((last, errors),) = run_processes(2, save_after_a_loss, str(tmp_path), name, lost={1})
+    assert last == moment.saved
     assert len(errors) == 3
     for text in errors[-2:]:
-        assert f"the set of step {saved} stays" in text
+        assert f"the set of step {last} stays" in text
         assert "torch.save() writes an emergency copy" in text
+    partial = sealed_file.partial(file_of(tmp_path, 3, rank=1))
+    assert partial.exists() == moment.partial
 
-    def load(rank: int, group: dist.ProcessGroup) -> int:
-        saved = start(group, tmp_path).checkpoints.load()
+    def load_and_save(rank: int, group: dist.ProcessGroup) -> int:
+        run = start(group, tmp_path)
+        saved = run.checkpoints.load()
         assert saved is not None
         assert not torch.equal(saved.state["params"], flatten(make_params()))
+        for step in (5, 6):
+            run.checkpoints.save(step, saved.state)
         return saved.step
 
-    assert run_threads(WORLD, load) == [found, found]
+    assert run_threads(WORLD, load_and_save) == [moment.found] * 2
+    assert not partial.exists()
 
 
 def test_a_rank_cut_off_from_the_last_agreement_does_not_write_over_a_complete_set(
@@ -501,12 +421,15 @@ def test_a_rank_cut_off_from_the_last_agreement_does_not_write_over_a_complete_s
         run = start(group, tmp_path, keep=1)
         run.advance(rank, range(2))
         if rank == 1:
-            gather = run.optimizer.all_gather
+            gather, ended = run.optimizer.all_gather, False
 
             def lose_the_answer(numbers: Tensor) -> Tensor:
+                nonlocal ended
                 answers = gather(numbers)
-                if len(numbers) == 1:
+                if len(numbers) == 1 and ended:
                     raise PeerError("the answer did not come")
+                # Before, the ranks ask each other whether all have ended their writing.
+                ended = len(numbers) == 1 and bool(answers.all())
                 return answers
 
             with pytest.MonkeyPatch.context() as patch:
@@ -523,40 +446,38 @@ def test_a_rank_cut_off_from_the_last_agreement_does_not_write_over_a_complete_s
 
 
 def save_while_ranks_go_and_come(
-    rank: int,
-    world_size: int,
-    store: Any,
-    report: Callable[[str, Any], None],
-    folder: str,
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], folder: str
 ) -> int:
     """Save with all ranks, with those that are left, and with all again."""
     params = make_params()
-    optimizer = DecentOptimWrapper(
-        *(adamw(params), rank, world_size, None, "complete", TINY_CAP_MB),
-        timeout=5,
-        elastic=Elastic(store=store),
-    )
+    # Nothing is in flight between steps: only the checkpoint can notice a loss.
+    options: dict[str, Any] = {"topology": "complete", "timeout": 5, "overlap": False}
+    optimizer = wrap_elastic(params, rank, world_size, store, [], **options)
     checkpoints = Checkpoints(folder, optimizer, keep=2)
     report("joined", optimizer.members)
     alone = False
+
+    def save() -> None:
+        checkpoints.save(optimizer.round, {"params": flatten(params)})
+
     while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
         backward(params, rank, optimizer.round)
         optimizer.step()
         if len(optimizer.members) == 3 and optimizer.round in (2, 4):
-            checkpoints.save(optimizer.round, {"params": flatten(params)})
+            save()
         elif len(optimizer.members) == 3 and optimizer.round == 6:
             if rank == 2:
                 die()
             # The next step() goes on without the lost rank.
             with pytest.raises(PeerError, match="the set of step 4 stays"):
-                checkpoints.save(6, {"params": flatten(params)})
+                save()
         elif len(optimizer.members) == 2 and not alone:
-            checkpoints.save(optimizer.round, {"params": flatten(params)})
+            save()
             alone = True
             report("alone", optimizer.round)
         report(f"round {optimizer.round}", optimizer.members)
         time.sleep(0.01)
-    checkpoints.save(optimizer.round, {"params": flatten(params)})
+    save()
     return optimizer.round
 
 
@@ -569,7 +490,7 @@ def test_sets_of_fewer_ranks_never_displace_those_of_all(tmp_path: Path) -> None
         processes.start(2)
         assert processes.wait_for(2, "joined") == (0, 1, 2)
         processes.finish()
-        (last,) = {processes.wait_for(rank, "result") for rank in range(3)}
+        (last,) = set(processes.results())
     assert 4 < alone < last
     kept = [(4, 3, (0, 1, 2)), (alone, 2, (0, 1)), (last, 3, (0, 1, 2))]
     expected = [
@@ -580,74 +501,15 @@ def test_sets_of_fewer_ranks_never_displace_those_of_all(tmp_path: Path) -> None
     # The rank that came back does not know of the sets before, and removes nothing yet.
     assert files(tmp_path) == sorted([*expected, "step_00000002/rank_2_of_3.pt"])
 
-    def load(rank: int, group: dist.ProcessGroup) -> int:
-        saved = start(group, tmp_path, topology="complete").checkpoints.load()
+    def load(rank: int, group: dist.ProcessGroup, same_world: bool) -> int:
+        checkpoints = start(group, tmp_path, topology="complete").checkpoints
+        saved = checkpoints.load(same_world=same_world)
         return saved.step if saved else 0
 
-    assert run_threads(3, load) == [last] * 3
+    assert run_threads(3, partial(load, same_world=False)) == [last] * 3
     flip_a_bit(file_of(tmp_path, last, 1, 3))
-    assert run_threads(3, load) == [4, 4, 4]
-
-
-def save_with_nothing_in_flight(
-    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], folder: str
-) -> Any:
-    """Lose a rank where only the checkpoint can notice it."""
-    params = make_params(seed=rank)
-    optimizer = DecentOptimWrapper(
-        *(adamw(params), rank, world_size, None, "complete", TINY_CAP_MB),
-        overlap=False,
-        timeout=5,
-        elastic=Elastic(store=store),
-    )
-    checkpoints = Checkpoints(folder, optimizer)
-    saved = []
-    for step in range(1, 5):
-        backward(params, rank, step)
-        optimizer.step()
-        if (rank, step) == (1, 2):
-            report("result", None)
-            die()
-        try:
-            checkpoints.save(step, {"params": flatten(params)})
-            saved.append((step, optimizer.members))
-        except PeerError:
-            saved.append((step, ()))
-    return saved
-
-
-@pytest.mark.slow
-def test_a_step_goes_on_after_a_loss_that_a_checkpoint_has_noticed(tmp_path: Path) -> None:
-    with RestartableProcesses(3, save_with_nothing_in_flight, str(tmp_path)) as processes:
-        results = [processes.wait_for(rank, "result") for rank in (0, 2)]
-    assert results == [[(1, (0, 1, 2)), (2, ()), (3, (0, 2)), (4, (0, 2))]] * 2
-
-
-def become_a_fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def become_a_socket(path: Path) -> None:
-    path.unlink()
-    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):
-        server.bind(path.name)
-
-
-def become_a_device(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("become", [become_a_fifo, become_a_socket, become_a_device])
-def test_what_is_no_file_under_a_checkpoints_name_is_passed_over(
-    become: Callable[[Path], None], tmp_path: Path, warned: list[str]
-) -> None:
-    train(tmp_path, 4)
-    become(file_of(tmp_path, 4, rank=1))
-    assert resume(tmp_path) == [3, 3]
-    assert "rank_1_of_2.pt cannot be used: it is not a regular file" in "".join(warned)
+    assert run_threads(3, partial(load, same_world=True)) == [4, 4, 4]
+    assert run_threads(3, partial(load, same_world=False)) == [alone] * 3
 
 
 FULL_MB = 2
@@ -694,7 +556,13 @@ def save_without_room(rank: int, folders: list[str], limited: bool) -> tuple[str
     return error, lines
 
 
-def run_out_of_room(folders: list[Path], limited: bool, expected: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("limited", "expected"), [(False, "ENOSPC"), (True, "EFBIG")])
+def test_a_full_disk_raises_what_the_system_says_and_leaves_the_set_before(
+    limited: bool, expected: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    small = tmp_path if limited else request.getfixturevalue("small_disk")
+    folders = [tmp_path, small]
     (_, lines), (error, _) = run_processes(
         WORLD, save_without_room, [str(folder) for folder in folders], limited
     )
@@ -703,20 +571,6 @@ def run_out_of_room(folders: list[Path], limited: bool, expected: str) -> None:
     for rank, folder in enumerate(folders):
         assert f"step_00000003/rank_{rank}_of_2.pt" in files(folder)
         assert not file_of(folder, 1, rank).exists()
-
-
-@pytest.mark.slow
-def test_a_full_disk_raises_what_the_system_says_and_leaves_the_set_before(
-    small_disk: Path, tmp_path: Path
-) -> None:
-    run_out_of_room([tmp_path / "large", small_disk], limited=False, expected="ENOSPC")
-
-
-@pytest.mark.slow
-def test_a_file_beyond_the_limit_raises_what_the_system_says_and_leaves_the_set_before(
-    tmp_path: Path,
-) -> None:
-    run_out_of_room([tmp_path, tmp_path], limited=True, expected="EFBIG")
 
 
 def test_a_file_that_is_damaged_while_it_is_written_is_noticed_before_older_ones_go(
@@ -744,13 +598,15 @@ def test_a_file_that_is_damaged_while_it_is_written_is_noticed_before_older_ones
     assert resume(tmp_path) == [2, 2]
 
 
-def test_arguments_of_the_wrong_type_are_refused(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     base = adamw(make_params())
     alone = DecentOptimWrapper(base)
     with pytest.raises(TypeError, match=r"expects the DecentOptimWrapper .*, got AdamW"):
         Checkpoints(tmp_path, base)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="keep expects a whole number, got '2'"):
         Checkpoints(tmp_path, alone, keep="2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="keep must be 1 or more sets, got 0"):
+        Checkpoints(tmp_path, alone, keep=0)
     checkpoints = Checkpoints(tmp_path, alone)
     for step in (1.5, "1", None):
         with pytest.raises(TypeError, match=rf"step expects a whole number, got {step!r}"):
@@ -758,3 +614,37 @@ def test_arguments_of_the_wrong_type_are_refused(tmp_path: Path) -> None:
     assert files(tmp_path) == []
     checkpoints.save(torch.tensor(1), {})  # type: ignore[arg-type]
     assert files(tmp_path) == ["step_00000001/rank_0_of_1.pt"]
+
+
+def test_nobody_is_given_up_while_a_rank_writes_or_reads_for_longer_than_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, read, slow, timeout = sealed_file.write, sealed_file.read_stamp, [], 2.0
+
+    def hold_up(path: Path) -> None:
+        if "rank_1" in path.name:
+            slow.append(path)
+            time.sleep(1.5 * timeout)
+
+    def write_slowly(path: Path, state: Any, stamp: int) -> None:
+        hold_up(path)
+        write(path, state, stamp)
+
+    def read_slowly(path: Path) -> int:
+        hold_up(path)
+        return read(path)
+
+    def main(rank: int, group: dist.ProcessGroup) -> int:
+        params = make_params(seed=rank)
+        optimizer = DecentOptimWrapper(adamw(params), process_group=group, timeout=timeout)
+        checkpoints = Checkpoints(tmp_path, optimizer)
+        checkpoints.save(3, {"value": rank})
+        loaded = checkpoints.load()
+        assert loaded is not None
+        return loaded.step * 10 + int(loaded.state["value"])
+
+    monkeypatch.setattr(sealed_file, "write", write_slowly)
+    monkeypatch.setattr(sealed_file, "read_stamp", read_slowly)
+    assert run_threads(WORLD, main) == [30, 31]
+    # Written, read again by the writer, and loaded.
+    assert len(slow) == 3

@@ -1,47 +1,20 @@
-"""Codes of vectors, without communication."""
+"""Codes are those of their definitions, element by element."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from covering import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_codec_contract import DTYPES, coded, decoded, draw
 from torch import Tensor
 
-from decent_optim_wrapper.codecs import (
-    INT4,
-    CastCodec,
-    Codec,
-    Int4Codec,
-    Int8Codec,
-    TopKCodec,
-    codec_of,
-    wide,
-)
+from decent_optim_wrapper.codecs import INT4, TopKCodec, codec_of, wide
 
 LEVELS = {torch.int8: 127, INT4: 7}
 # Less than a block, whole blocks, more than a slice of 2^17.
 SIZES = [1, 255, 256, 257, 1000, (1 << 17) + 300]
-
-
-ALL = [
-    *map(codec_of, (torch.int8, INT4, torch.bfloat16, torch.float16, torch.float8_e4m3fn)),
-    TopKCodec(16),
-]
-
-
-def coded(codec: Codec, values: Tensor, reference: Tensor | None = None) -> Tensor:
-    message = torch.full((codec.nbytes(values.numel()),), 255, dtype=torch.uint8)
-    codec.encode(values, message, reference)
-    return message
-
-
-def decoded(codec: Codec, message: Tensor, values: Tensor) -> Tensor:
-    dtype = wide(values.dtype)
-    parts = codec.decode(message, numel=values.numel(), dtype=dtype)
-    return torch.cat([part.clone() for _, (part,) in parts])
 
 
 def by_definition(values: Tensor, levels: int) -> Tensor:
@@ -54,14 +27,14 @@ def by_definition(values: Tensor, levels: int) -> Tensor:
     return torch.cat(result)
 
 
-@pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", [torch.int8, INT4])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "numel"),
+    pairwise({"int8": torch.int8, "int4": INT4}, DTYPES, {str(size): size for size in SIZES}),
+)
 def test_codes_are_those_of_the_definition(
     kind: torch.dtype, dtype: torch.dtype, numel: int
 ) -> None:
-    generator = torch.Generator().manual_seed(numel)
-    values = torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+    values = draw(numel, seed=numel, dtype=dtype)
     codec = codec_of(kind)
     read = decoded(codec, coded(codec, values), values)
     assert torch.equal(read, by_definition(values, LEVELS[kind]))
@@ -87,8 +60,7 @@ def test_a_message_holds_one_code_per_element_and_one_scale_per_block(
 def test_no_element_is_off_by_more_than_half_a_step_of_its_block(
     exponents: list[int], numel: int, kind: torch.dtype, seed: int
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(numel, generator=generator, dtype=torch.float64)
+    values = draw(numel, seed, torch.float64)
     for index, exponent in enumerate(exponents):
         values[256 * index : 256 * (index + 1)] *= 10.0**exponent
     values = values.to(torch.float32)
@@ -102,61 +74,15 @@ def test_no_element_is_off_by_more_than_half_a_step_of_its_block(
         assert errors.max() <= step * (0.5 + 1e-4) or step < 2.0**-125
 
 
-@pytest.mark.parametrize("kind", [torch.int8, INT4, torch.bfloat16])
-def test_blocks_of_zeros_are_read_as_zeros(kind: torch.dtype) -> None:
-    values = torch.zeros(600)
-    values[300] = 5.0
-    read = decoded(codec_of(kind), coded(codec_of(kind), values), values)
-    assert read[300] == 5.0
-    assert read.count_nonzero() == 1
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 700, 1 << 17])
-@pytest.mark.parametrize("codec", ALL, ids=str)
-def test_a_message_tells_of_one_value_that_is_not_finite(
-    codec: Codec, place: int, bad: float
-) -> None:
-    values = torch.ones((1 << 17) + 1)
-    assert codec.is_finite(coded(codec, values))
-    values[place] = bad
-    assert not codec.is_finite(coded(codec, values))
-
-
 @pytest.mark.parametrize("kind", [torch.int8, INT4])
 def test_what_no_scale_can_stand_for_is_not_finite(kind: torch.dtype) -> None:
     codec = codec_of(kind)
     assert not codec.is_finite(coded(codec, torch.full((3,), 1e300, dtype=torch.float64)))
 
 
-@pytest.mark.parametrize("codec", [Int8Codec(), Int4Codec(), CastCodec(torch.float32)])
-def test_the_difference_to_a_reference_is_coded(codec: Codec) -> None:
-    generator = torch.Generator().manual_seed(0)
-    values, reference = torch.randn(2, 1000, generator=generator)
-    message = coded(codec, values, reference)
-    assert torch.equal(message, coded(codec, values - reference))
-    assert not torch.equal(message, coded(codec, values))
-
-
-def test_messages_are_decoded_side_by_side() -> None:
-    one, two = torch.randn(2, (1 << 17) + 9, generator=torch.Generator().manual_seed(0))
-    codec = Int4Codec()
-    messages = [coded(codec, one), coded(codec, two)]
-    places = []
-    for place, (first, second) in codec.decode(*messages, numel=len(one), dtype=one.dtype):
-        assert torch.equal(first, by_definition(one, 7)[place])
-        assert torch.equal(second, by_definition(two, 7)[place])
-        places.append(place)
-    assert [(place.start, place.stop) for place in places] == [
-        (0, 1 << 17),
-        (1 << 17, len(one)),
-    ]
-
-
 @pytest.mark.parametrize("numel", SIZES)
 def test_float8_keeps_three_bits_of_what_is_large_in_a_block(numel: int) -> None:
-    generator = torch.Generator().manual_seed(numel)
-    values = torch.randn(numel, generator=generator) * 100
+    values = draw(numel, seed=numel) * 100
     codec = codec_of(torch.float8_e4m3fn)
     assert codec.nbytes(512) == 520
     read = decoded(codec, coded(codec, values), values)
@@ -170,8 +96,7 @@ def test_float8_keeps_three_bits_of_what_is_large_in_a_block(numel: int) -> None
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("k", [4, 256])
 def test_the_largest_elements_of_each_block_are_sent_as_they_are(k: int, numel: int) -> None:
-    generator = torch.Generator().manual_seed(numel)
-    values = torch.randn(numel, generator=generator)
+    values = draw(numel, seed=numel)
     codec = TopKCodec(k)
     assert codec.nbytes(512) == 2 * 5 * k
     read = decoded(codec, coded(codec, values), values)

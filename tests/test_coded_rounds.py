@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations
@@ -126,47 +125,23 @@ def test_codes_without_rounding_give_the_trajectory_without_codes(
 ) -> None:
     overlap = overlap or WITH_OUTER[schedule].staleness > 1
     options = {"schedule": WITH_OUTER[schedule], "overlap": overlap, "param_as_bucket_view": views}
-    expected = train(CASES[case], 14, **options)
+    expected = train(CASES[case], 11, **options)
     monkeypatch.setattr(bucket_module, "saving", lambda codec, dtype: codec)
-    ours = train(CASES[case], 14, comm_dtype=CastCodec(torch.float64), **options)
+    ours = train(CASES[case], 11, comm_dtype=CastCodec(torch.float64), **options)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
     # The references are added and subtracted.
     assert not torch.equal(ours, expected)
     assert (expected[:, -1] - expected[:, 0]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize(
-    ("case", "views", "schedule", "code"),
-    pairwise(named(*CASES), VIEWS, named(*SCHEDULES), CODES),
-)
-def test_rounding_moves_no_mean(case: str, views: bool, schedule: str, code: torch.dtype) -> None:
-    rows = train(
-        CASES[case],
-        9,
-        schedule=SCHEDULES[schedule],
-        comm_dtype=code,
-        param_as_bucket_view=views,
-    )
-    params = make_params(0)
-    expected = rows[:, 0].clone()
-    for rank in range(len(rows)):
-        for step in range(9):
-            expected[rank] -= LR * draw_gradients(params, rank, step)
-    torch.testing.assert_close(rows[:, -1].mean(0), expected.mean(0), rtol=0, atol=1e-12)
-    assert distance(rows[:, -1]) < 0.5 * distance(expected)
-
-
-# Each way to average and each code once; pairs and groups share all but the exchange.
+# Each way to average, and codes of each kind; each codec has a contract.
 @pytest.mark.parametrize(
     ("case", "code", "limit"),
     [
-        ("ring", INT4, 1e-9),
-        ("complete", torch.int8, 1e-9),
-        ("nodes", INT4, 1e-9),
-        ("ring", torch.bfloat16, 1e-9),
-        ("nodes", torch.float8_e4m3fn, 1e-9),
-        ("ring", TopKCodec(64), 1e-9),
-        ("complete", TopKCodec(16), 1e-9),
+        ("ring", INT4, 1e-6),
+        ("complete", torch.int8, 1e-6),
+        ("nodes", torch.float8_e4m3fn, 1e-6),
+        ("complete", TopKCodec(64), 1e-6),
         # The smallest step of float16 is 6e-8.
         ("ring", torch.float16, 1e-5),
     ],
@@ -175,7 +150,7 @@ def test_rounding_moves_no_mean(case: str, views: bool, schedule: str, code: tor
 def test_ranks_that_do_not_move_apart_come_to_agree(
     case: str, code: torch.dtype | Codec, limit: float
 ) -> None:
-    rows = train(CASES[case], 80, lr=0.0, comm_dtype=code)
+    rows = train(CASES[case], 60, lr=0.0, comm_dtype=code)
     assert distance(rows[:, 0]) > 1
     assert distance(rows[:, -1]) < limit
     torch.testing.assert_close(rows[:, -1].mean(0), rows[:, 0].mean(0), rtol=0, atol=1e-12)
@@ -189,9 +164,9 @@ def test_ranks_that_do_not_move_apart_come_to_agree(
 def test_replicas_stay_as_near_to_each_other_as_without_codes(
     case: Case, code: torch.dtype
 ) -> None:
-    exact = train(case, 40, sync_at_start=True)
-    coded = train(case, 40, sync_at_start=True, comm_dtype=code)
-    last = [sum(distance(rows[:, step]) for step in range(28, 41)) for rows in (exact, coded)]
+    exact = train(case, 30, sync_at_start=True)
+    coded = train(case, 30, sync_at_start=True, comm_dtype=code)
+    last = [sum(distance(rows[:, step]) for step in range(18, 31)) for rows in (exact, coded)]
     assert last[0] > 1
     assert last[1] < (1.02 if code == torch.int8 else 1.1) * last[0]
 
@@ -253,15 +228,16 @@ def test_pairs_and_groups_send_codes_and_count_them() -> None:
     assert halves == pytest.approx(2 * 2 * 2)
 
 
-def test_a_group_rounds_to_half_and_keeps_its_mean() -> None:
-    exact = train(CASES["complete"], 6)
-    halves = train(CASES["complete"], 6, comm_dtype=torch.bfloat16)
-    torch.testing.assert_close(halves.mean(0), exact.mean(0), rtol=0, atol=1e-12)
-    assert 0 < (halves - exact).abs().max() < 0.1
-
-
-@pytest.mark.parametrize("comm", COMM.values(), ids=COMM)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("case", "comm"),
+    [
+        (CASES["ring"], torch.int8),
+        (CASES["complete"], INT4),
+        (CASES["complete"], torch.bfloat16),
+        (CASES["nodes"], torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_values_that_are_not_finite_raise_on_the_whole_group(case: Case, comm: torch.dtype) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[int, ...]:
         params = make_params(seed=rank)
@@ -286,7 +262,11 @@ def test_values_that_are_not_finite_raise_on_the_whole_group(case: Case, comm: t
     assert case.topology != "complete" or raised == [(0,)] * 3
 
 
-@pytest.mark.parametrize(("case", "views", "comm"), pairwise(CASES, VIEWS, COMM))
+@pytest.mark.parametrize(
+    ("case", "views", "comm"),
+    # Groups have a test of their own.
+    pairwise({name: CASES[name] for name in ("ring", "nodes")}, VIEWS, COMM),
+)
 def test_a_rank_without_finite_values_is_left_out_and_takes_those_of_the_others(
     case: Case, views: bool, comm: torch.dtype
 ) -> None:
@@ -339,7 +319,7 @@ def set_values(params: list[Tensor], rank: int, number: int, bad: tuple[int, ...
 @pytest.mark.parametrize(
     ("size", "comm", "views", "rate", "every", "weighted"),
     pairwise(
-        {"3": 3, "4": 4, "5": 5},
+        {"3": 3, "4": 4},
         COMM,
         VIEWS,
         {"rate 1": 1.0, "rate 0.3": 0.3},
@@ -451,8 +431,7 @@ class Rounds5(Topology):
         return [[[0, peer]] for peer in range(1, self.world_size)]
 
 
-@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-def test_a_schedule_of_many_partners_codes_the_values_and_says_so(code: torch.dtype) -> None:
+def test_a_schedule_of_many_partners_codes_the_values_and_says_so() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, int]:
         params = make_params(seed=rank)
         optimizer = DecentOptimWrapper(
@@ -461,7 +440,7 @@ def test_a_schedule_of_many_partners_codes_the_values_and_says_so(code: torch.dt
             process_group=group,
             bucket_cap_mb=CAP_MB,
             sync_at_start=False,
-            comm_dtype=code,
+            comm_dtype=INT4,
         )
         for _ in range(10):
             optimizer.step()
@@ -478,42 +457,27 @@ def test_a_schedule_of_many_partners_codes_the_values_and_says_so(code: torch.dt
     assert sum("the parameters themselves are rounded" in text for text in texts) == 1
 
 
-@pytest.mark.parametrize(
-    ("case", "views", "schedule", "code", "by_name"),
-    pairwise(
-        named(*CASES),
-        VIEWS,
-        {"late": SCHEDULES["late"], "two steps": Schedule(gossip_every=2, staleness=2)},
-        CODES,
-        {"state_dict": False, "gossip_state_dict": True},
-    ),
-)
-def test_a_late_round_in_flight_is_resumed_bit_for_bit(
-    case: str, views: bool, schedule: Schedule, code: torch.dtype, by_name: bool
+@pytest.mark.parametrize(("case", "views", "code"), pairwise(named(*CASES), VIEWS, CODES))
+def test_a_late_round_in_flight_is_resumed_by_the_names_of_the_parameters(
+    case: str, views: bool, code: torch.dtype
 ) -> None:
-    stop, end = 8, 20
+    stop, end = 7, 14
     saved: dict[int, Any] = {}
 
     def run(rank: int, group: dist.ProcessGroup, resumes: bool) -> Tensor:
-        params = make_params(seed=rank)
-        model = torch.nn.Module()
-        for index, param in enumerate(params):
-            model.register_parameter(str(index), torch.nn.Parameter(param.detach()))
-        params = list(model.parameters())
+        model = torch.nn.ParameterList(make_params(seed=rank))
+        params: list[Tensor] = list(model.parameters())
+        schedule = Schedule(gossip_every=2, staleness=2)
         options = {"schedule": schedule, "comm_dtype": code, "param_as_bucket_view": views}
         optimizer = wrap(params, group, CASES[case], model=model, **options)
+        if resumes:
+            with torch.no_grad():
+                torch._foreach_copy_(params, saved[rank][0])
+            optimizer.load_gossip_state_dict(saved[rank][1])
         for step in range(stop if resumes else 0, end):
-            if step == stop and resumes:
-                with torch.no_grad():
-                    for param, value in zip(params, saved[rank][0], strict=True):
-                        param.copy_(value)
-                if by_name:
-                    optimizer.load_gossip_state_dict(saved[rank][1])
-                else:
-                    optimizer.load_state_dict(saved[rank][1])
-            elif step == stop:
-                state = optimizer.gossip_state_dict() if by_name else optimizer.state_dict()
-                assert (state if by_name else state["gossip"])["in_flight"]
+            if step == stop and not resumes:
+                state = optimizer.gossip_state_dict()
+                assert state["in_flight"]
                 saved[rank] = copy.deepcopy(([param.detach() for param in params], state))
             draw_gradients(params, rank, step)
             optimizer.step()
@@ -521,9 +485,8 @@ def test_a_late_round_in_flight_is_resumed_bit_for_bit(
         return flatten(params)
 
     size = CASES[case].world_size
-    expected = run_threads(size, lambda rank, group: run(rank, group, resumes=False))
-    resumed = run_threads(size, lambda rank, group: run(rank, group, resumes=True))
-    assert all(map(torch.equal, resumed, expected))
+    expected = run_threads(size, partial(run, resumes=False))
+    assert all(map(torch.equal, run_threads(size, partial(run, resumes=True)), expected))
     assert not torch.equal(expected[0], expected[1])
 
 
@@ -572,7 +535,7 @@ def add_group(optimizer: DecentOptimWrapper) -> None:
 @pytest.mark.parametrize(
     ("case", "views", "change", "schedule"),
     pairwise(
-        {"ring": CASES["ring"], "one-peer-exp": Case("one-peer-exp", 8), "nodes": CASES["nodes"]},
+        {"one-peer-exp": Case("one-peer-exp", 4), "nodes": CASES["nodes"]},
         VIEWS,
         {"add_param_group": add_group, "rebuild_buckets": DecentOptimWrapper.rebuild_buckets},
         {"each step": Schedule(), "late": SCHEDULES["late"]},
@@ -625,86 +588,41 @@ def test_replaced_references_are_freed(
 
 
 @pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("rebuilds", [False, True])
-def test_a_run_resumes_bit_for_bit_from_a_checkpoint_behind_new_buckets(
-    rebuilds: bool, views: bool
-) -> None:
+def test_a_run_resumes_bit_for_bit_from_a_checkpoint_behind_new_buckets(views: bool) -> None:
     """The round in flight still moves the references of the old ones."""
+    stop = 5
     saved: dict[int, list[Any]] = {}
 
     def train(rank: int, group: dist.ProcessGroup, resumes: bool) -> Tensor:
         # One without elements has no address in a view.
         params = [*make_params(seed=rank), torch.zeros(0, dtype=torch.float64, requires_grad=True)]
-        optimizer = wrap(
-            params, group, Case("ring", 2), comm_dtype=torch.int8, param_as_bucket_view=views
-        )
-        stop = 5
+        options = {"comm_dtype": torch.int8, "param_as_bucket_view": views}
+        optimizer = wrap(params, group, Case("ring", 2), **options)
         for step in range(stop if resumes else 0, stop + 3):
             if step == stop:
-                if rebuilds:
-                    optimizer.rebuild_buckets()
-                if resumes:
-                    with torch.no_grad():
-                        torch._foreach_copy_(params, saved[rank][0])
-                    optimizer.load_state_dict(saved[rank][1])
-                else:
-                    saved[rank] = copy.deepcopy(
-                        [[param.detach() for param in params], optimizer.state_dict()]
-                    )
+                optimizer.rebuild_buckets()
+            if step == stop and resumes:
+                with torch.no_grad():
+                    torch._foreach_copy_(params, saved[rank][0])
+                optimizer.load_state_dict(saved[rank][1])
+            elif step == stop:
+                values = [param.detach() for param in params]
+                saved[rank] = copy.deepcopy([values, optimizer.state_dict()])
             draw_gradients(params, rank, step)
             optimizer.step()
         optimizer.synchronize()
         return flatten(params)
 
     whole = run_threads(2, partial(train, resumes=False))
-    for one, other in zip(run_threads(2, partial(train, resumes=True)), whole, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, run_threads(2, partial(train, resumes=True)), whole))
     assert not torch.equal(whole[0][:4], saved[0][0][0].flatten()[:4])
 
 
-@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_automatic_rounds_keep_the_mean_whoever_is_late(case: Case, code: torch.dtype) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        params = make_params(seed=rank)
-        schedule = Schedule(gossip_every="auto", max_staleness=4)
-        optimizer = wrap(params, group, case, comm_dtype=code, schedule=schedule)
-        expected = flatten(params)
-        for step in range(12 + 2 * rank):
-            expected -= LR * draw_gradients(params, rank, step)
-            optimizer.step()
-            time.sleep(0.002 * rank)
-        optimizer.synchronize()
-        return flatten(params), expected
-
-    ours, expected = map(torch.stack, zip(*run_threads(case.world_size, main), strict=True))
-    torch.testing.assert_close(ours.mean(0), expected.mean(0), rtol=0, atol=1e-12)
-    assert distance(ours) < 0.9 * distance(expected)
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_ranks_with_uneven_data_join(case: Case) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        params = make_params(seed=rank)
-        optimizer = wrap(params, group, case, comm_dtype=torch.int8)
-        expected = flatten(params)
-        steps = [9, 4, 6, 5][rank]
-        for step in range(steps):
-            expected -= LR * draw_gradients(params, rank, step)
-            optimizer.step()
-        idle = optimizer.join_hook()
-        for _ in range(9 - steps):
-            idle.main_hook()
-        optimizer.synchronize()
-        return flatten(params), expected
-
-    ours, expected = map(torch.stack, zip(*run_threads(case.world_size, main), strict=True))
-    torch.testing.assert_close(ours.mean(0), expected.mean(0), rtol=0, atol=1e-12)
-    assert distance(ours) < 0.5 * distance(expected)
-
-
-@pytest.mark.parametrize("code", [torch.int8, INT4], ids=str)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("case", "code"),
+    [(CASES["ring"], INT4), (CASES["complete"], torch.int8), (CASES["nodes"], INT4)],
+    ids=str,
+)
 def test_ranks_that_start_the_same_hardly_notice_their_first_meetings(
     case: Case, code: torch.dtype
 ) -> None:

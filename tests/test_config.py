@@ -8,12 +8,13 @@ import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, get_type_hints
+from functools import partial
+from typing import Any, ClassVar, get_type_hints
 
 import pytest
 import torch
 import torch.distributed as dist
-from problem import TINY_CAP_MB, backward, flatten, make_params, nesterov, sgd
+from problem import TINY_CAP_MB, backward, flatten, make_params, nesterov, sgd, take_steps
 from ranks import run_threads
 from restartable_processes import RestartableProcesses
 from torch._C._distributed_c10d import HashStore
@@ -22,6 +23,7 @@ from decent_optim_wrapper import (
     DecentOptimWrapper,
     DecentralizedDataParallel,
     Elastic,
+    Pacing,
     Schedule,
 )
 from decent_optim_wrapper.checks import checks_of
@@ -58,59 +60,48 @@ def test_the_records_cannot_be_changed(record: Any) -> None:
             setattr(record, field.name, None)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"mixing_rate": 0.0}, "mixing_rate must be above 0"),
-        ({"mixing_rate": 1.5}, "at most 1"),
-        ({"mixing_rate": float("nan")}, "mixing_rate must be"),
-        ({"gossip_every": 0}, "gossip_every must be 1 step or more"),
-        ({"global_avg_every": 0}, "global_avg_every must be 1 step or more"),
-        ({"average_state": "forget"}, "average_state expects one of"),
-        ({"average_state": "reset"}, "average_state expects one of"),
-    ],
-)
-def test_a_schedule_out_of_range_is_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        Schedule(**options)
+SGD = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+OUT_OF_RANGE: list[tuple[Any, dict[str, Any], str]] = [
+    (Schedule, {"mixing_rate": 0.0}, "mixing_rate must be above 0"),
+    (Schedule, {"mixing_rate": 1.5}, "at most 1"),
+    (Schedule, {"mixing_rate": float("nan")}, "mixing_rate must be"),
+    (Schedule, {"gossip_every": 0}, "gossip_every must be 1 step or more"),
+    (Schedule, {"global_avg_every": 0}, "global_avg_every must be 1 step or more"),
+    (Schedule, {"average_state": "forget"}, "average_state expects one of"),
+    (Schedule, {"average_state": "reset"}, "average_state expects one of"),
+    (Elastic, {"stale_after": 0}, "stale_after must be above 0 seconds"),
+    (Elastic, {"stale_after": -1.0}, "stale_after must be above 0 seconds"),
+    (Elastic, {"stale_after": float("inf")}, "stale_after must be above 0 seconds"),
+]
+OF_ANOTHER_TYPE: list[tuple[Any, dict[str, Any], str]] = [
+    (Schedule, {"mixing_rate": "1"}, "mixing_rate expects"),
+    (Schedule, {"mixing_rate": None}, "mixing_rate expects"),
+    (Schedule, {"gossip_every": 1.5}, "gossip_every expects"),
+    (Schedule, {"gossip_every": None}, "gossip_every expects"),
+    (Schedule, {"global_avg_every": True}, "global_avg_every expects"),
+    (Schedule, {"global_avg_every": "x"}, "global_avg_every expects"),
+    (Schedule, {"average_state": 1}, "average_state expects"),
+    (Schedule, {"outer": 0.5}, "outer expects"),
+    (Schedule, {"outer": SGD}, "outer expects"),
+    (Elastic, {"store": {}}, r"store expects a torch\.distributed\.Store"),
+    (Elastic, {"on_membership_change": 5}, "on_membership_change expects a function"),
+    (Elastic, {"stale_after": "1"}, "stale_after expects a number of seconds"),
+    (Elastic, {"stale_after": None}, "stale_after expects a number of seconds"),
+]
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("error", "record", "options", "text"),
     [
-        {"mixing_rate": "1"},
-        {"mixing_rate": None},
-        {"gossip_every": 1.5},
-        {"gossip_every": None},
-        {"global_avg_every": True},
-        {"global_avg_every": "x"},
-        {"average_state": 1},
-        {"outer": 0.5},
-        {"outer": torch.optim.SGD([torch.zeros(1)], lr=0.1)},
+        *((ValueError, *each) for each in OUT_OF_RANGE),
+        *((TypeError, *each) for each in OF_ANOTHER_TYPE),
     ],
 )
-def test_a_schedule_of_another_type_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=f"{next(iter(options))} expects"):
-        Schedule(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"store": {}}, TypeError, r"store expects a torch\.distributed\.Store"),
-        ({"on_membership_change": 5}, TypeError, "on_membership_change expects a function"),
-        ({"stale_after": "1"}, TypeError, "stale_after expects a number of seconds"),
-        ({"stale_after": None}, TypeError, "stale_after expects a number of seconds"),
-        ({"stale_after": 0}, ValueError, "stale_after must be above 0 seconds"),
-        ({"stale_after": -1.0}, ValueError, "stale_after must be above 0 seconds"),
-        ({"stale_after": float("inf")}, ValueError, "stale_after must be above 0 seconds"),
-    ],
-)
-def test_a_wrong_elastic_is_refused(
-    options: dict[str, Any], error: type[Exception], text: str
+def test_a_wrong_field_of_a_record_is_refused(
+    error: type[Exception], record: Any, options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        Elastic(**options)
+        record(**options)
 
 
 # What the wrapper is built from, beside its options.
@@ -209,9 +200,7 @@ def test_outer_optimizers_are_compared_by_what_they_are(apart: bool) -> None:
         optimizer = DecentOptimWrapper(
             sgd(params), process_group=group, bucket_cap_mb=TINY_CAP_MB, schedule=schedule
         )
-        for step in range(3):
-            backward(params, rank, step)
-            optimizer.step()
+        take_steps(optimizer, params, rank, range(3))
         return float((flatten(params) - flatten(make_params())).abs().max())
 
     if not apart:
@@ -233,27 +222,41 @@ def test_a_rate_of_one_is_the_same_as_an_integer() -> None:
     assert run_threads(2, main) == [1.0, 1.0]
 
 
-def test_a_rank_is_dead_once_its_heartbeat_is_stale_and_not_before() -> None:
-    store = HashStore()
+def test_all_learn_of_a_dead_rank_and_a_second_process_of_a_rank_replaces_the_first() -> None:
+    store, started = HashStore(), []
 
-    def heartbeat(rank: int, stale_after: float) -> Heartbeat:
-        beat = Heartbeat(BoundedStore(store, timedelta(seconds=10)), rank, 4, stale_after)
-        beat.start(life=1)
-        return beat
+    def heartbeat(rank: int, life: int = 1) -> Heartbeat:
+        started.append(Heartbeat(BoundedStore(store, timedelta(seconds=10)), rank, 1.0))
+        started[-1].start(life)
+        return started[-1]
 
-    dying, impatient, patient, living = (
-        *(heartbeat(0, 0.2), heartbeat(1, 0.4), heartbeat(2, 1000.0), heartbeat(3, 0.2)),
-    )
-    try:
-        time.sleep(1.0)
-        dying.stop()
+    def misses(heartbeat: Heartbeat, rank: int) -> bool:
+        return not heartbeat.alive(rank)
+
+    def await_(found: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
-        while impatient.alive(0) and time.monotonic() < deadline:
+        while not found() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not impatient.alive(0)
-        assert patient.alive(0)
+        assert found()
+
+    try:
+        ranks = [heartbeat(rank) for rank in range(8)]
+        for each in ranks:
+            each.watch(range(8), epoch=1)
+        # Ranks 4 and 5 watch it; the next to die is one of these.
+        for lost, left in ((6, [0, 1, 2, 3, 4, 5, 7]), (5, [0, 1, 2, 3, 4, 7])):
+            ranks[lost].stop()
+            for here in left:
+                await_(partial(misses, ranks[here], lost))
+            assert all(ranks[here].alive(there) for here in left for there in left)
+        ranks[0].watch([0, 1, 2, 3, 4, 7], epoch=2)
+        assert not ranks[0].is_over
+        second = heartbeat(3, life=2)
+        await_(lambda: ranks[3].is_replaced)
+        assert ranks[3].is_over
+        assert not second.is_over
     finally:
-        for each in (dying, impatient, patient, living):
+        for each in started:
             each.stop()
 
 
@@ -263,7 +266,7 @@ def step_until_alone(
     params = make_params()
     optimizer = DecentOptimWrapper(
         *(sgd(params), rank, world_size),
-        timeout=4,
+        timeout=3,
         bucket_cap_mb=TINY_CAP_MB,
         elastic=Elastic(store=store, stale_after=1000.0),
     )
@@ -282,7 +285,7 @@ def test_the_wrapper_waits_for_a_silent_rank_for_as_long_as_stale_after_says() -
         processes.wait_for(1, "round 5")
         processes.kill(1)
         # Its timeout, not the seconds after which a heartbeat is stale otherwise.
-        assert processes.wait_for(0, "result") > 3.9
+        assert processes.wait_for(0, "result") > 2.9
 
 
 def step_with_other_patience(
@@ -300,3 +303,30 @@ def test_ranks_that_call_others_dead_at_different_times_do_not_start() -> None:
         texts = [processes.wait_for(rank, "result") for rank in range(2)]
     for text in texts:
         assert "rank 1 has <stale_after=2.0> where rank 0 has <stale_after=1.0>" in text
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoSteps(Pacing):
+    """A round travels under two steps."""
+
+    needs_snapshot: ClassVar[bool] = True
+
+    def is_due(self, age: int, has_arrived: Callable[[], bool]) -> bool:
+        return age >= 2
+
+
+def test_a_round_that_would_be_left_out_because_another_travels_is_an_error() -> None:
+    """The odd phases of a ring would never be mixed."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params(seed=rank)
+        options: dict[str, Any] = {"process_group": group, "overlap": TwoSteps()}
+        optimizer = DecentOptimWrapper(sgd(params), bucket_cap_mb=TINY_CAP_MB, **options)
+        with pytest.raises(
+            RuntimeError, match=r"TwoSteps\(\) leaves a round in flight while round 1"
+        ):
+            take_steps(optimizer, params, rank, range(3))
+        options["schedule"] = Schedule(gossip_every=2)
+        take_steps(DecentOptimWrapper(sgd(params), **options), params, rank, range(6))
+
+    run_threads(2, main)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import problem
 import pytest
 import torch
 import torch.distributed as dist
-from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
+from covering import VIEWS, named, pairwise
+from problem import backward, flatten, make_params, take_steps
 from ranks import run_threads
-from torch import Tensor, nn
+from torch import Tensor
 
 from decent_optim_wrapper import CallOrderError, DecentOptimWrapper, NonFiniteError, PeerError
 
 PATIENCE = 3.0
 
 
-def wrap(params: list[Tensor], group: dist.ProcessGroup | None = None, **kw: Any) -> Any:
-    kw.setdefault("bucket_cap_mb", TINY_CAP_MB)
-    kw.setdefault("timeout", PATIENCE)
-    return DecentOptimWrapper(kw.pop("base", None) or sgd(params), process_group=group, **kw)
+wrap = partial(problem.wrap, timeout=PATIENCE)
 
 
 OTHER_CALLS: dict[str, Callable[[Any], object]] = {
@@ -36,9 +36,7 @@ def test_a_rank_in_another_method_is_found_within_the_round(topology: str, call:
     def main(rank: int, group: dist.ProcessGroup) -> str:
         params = make_params()
         optimizer = wrap(params, group, topology=topology)
-        for step in range(2):
-            backward(params, rank, step)
-            optimizer.step()
+        take_steps(optimizer, params, rank, range(2))
 
         def go_on() -> None:
             for step in range(2, 20):
@@ -86,24 +84,21 @@ def test_a_skipped_step_is_found_at_the_next_average(topology: str) -> None:
 BAD = 2
 
 
-@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(("has_names", "views"), [(True, True), (False, False)])
 def test_a_parameter_replaced_in_its_group_is_named_by_whatever_comes_next(
-    named: bool, views: bool
+    has_names: bool, views: bool
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params()
         names = [f"layer{index}" for index in range(len(params))]
-        base = torch.optim.SGD([*zip(names, params, strict=True)] if named else params, lr=0.1)
+        base = torch.optim.SGD([*zip(names, params, strict=True)] if has_names else params, lr=0.1)
         optimizer = wrap(params, group, base=base, param_as_bucket_view=views)
         assert len(optimizer.buckets) > 1
-        for step in range(2):
-            backward(params, rank, step)
-            optimizer.step()
+        take_steps(optimizer, params, rank, range(2))
         before = flatten(params)
         whole = optimizer.param_groups[0]["params"]
         old, whole[2] = whole[2], params[2].detach().clone().requires_grad_()
-        name = "layer2" if named else r"0\.2"
+        name = "layer2" if has_names else r"0\.2"
         for call in (optimizer.step, optimizer.synchronize, optimizer.consensus_distance):
             with pytest.raises(RuntimeError, match=rf"rank {rank}: .* but {name} was replaced"):
                 call()
@@ -113,7 +108,7 @@ def test_a_parameter_replaced_in_its_group_is_named_by_whatever_comes_next(
         optimizer.step()
         # A group that is taken out is none that is replaced: it is gossiped on.
         late = torch.ones(2, requires_grad=True)
-        optimizer.add_param_group({"params": [("late", late) if named else late]})
+        optimizer.add_param_group({"params": [("late", late) if has_names else late]})
         optimizer.param_groups.pop()
         optimizer.step()
         optimizer.synchronize()
@@ -128,8 +123,7 @@ def spoil(params: list[Tensor]) -> None:
         params[4][0, 0, 0] = float("inf")
 
 
-@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
-@pytest.mark.parametrize("topology", ["ring", "complete"])
+@pytest.mark.parametrize(("topology", "views"), pairwise(named("ring", "complete"), VIEWS))
 def test_non_finite_parameters_raise_on_every_rank_of_the_group(topology: str, views: bool) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> bool:
         params = make_params()
@@ -178,8 +172,7 @@ def test_a_rank_that_is_not_finite_is_left_out_and_healed_by_the_others(
         if rank == BAD:
             spoil(params)
         before = flatten(params)
-        for _ in range(1):
-            optimizer.step()
+        optimizer.step()
         optimizer.synchronize()
         return before, flatten(params)
 
@@ -235,12 +228,13 @@ AVERAGES: dict[str, Callable[[DecentOptimWrapper], object]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
-@pytest.mark.parametrize("average", AVERAGES)
-@pytest.mark.parametrize(("world_size", "topology"), [(3, "complete"), (2, "ring")])
+@pytest.mark.parametrize(
+    ("topology", "average", "views"), pairwise(named("ring", "complete"), AVERAGES, VIEWS)
+)
 def test_a_round_that_was_refused_is_refused_again_until_it_is_dropped(
-    world_size: int, topology: str, average: str, views: bool
+    topology: str, average: Callable[[DecentOptimWrapper], object], views: bool
 ) -> None:
+    world_size = 2 if topology == "ring" else 3
     bad = world_size - 1
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
@@ -249,9 +243,7 @@ def test_a_round_that_was_refused_is_refused_again_until_it_is_dropped(
         assert len(optimizer.buckets) > 1
         good = optimizer.state_dict()
         start = flatten(params)
-        for step in range(2):
-            backward(params, rank, step)
-            optimizer.step()
+        take_steps(optimizer, params, rank, range(2))
         optimizer.synchronize()
         assert not torch.equal(flatten(params), start)
         if rank == bad:
@@ -259,7 +251,7 @@ def test_a_round_that_was_refused_is_refused_again_until_it_is_dropped(
         optimizer.step()
         before = flatten(params)
         refusal = rf"those of ranks \[{bad}\] hold NaN"
-        for call in (AVERAGES[average], AVERAGES[average], DecentOptimWrapper.step):
+        for call in (average, average, DecentOptimWrapper.step):
             with pytest.raises(NonFiniteError, match=refusal):
                 call(optimizer)
             torch.testing.assert_close(flatten(params), before, rtol=0, atol=0, equal_nan=True)
@@ -272,7 +264,7 @@ def test_a_round_that_was_refused_is_refused_again_until_it_is_dropped(
         # A checkpoint ends it at once, whatever is in flight.
         optimizer.step()
         with pytest.raises(NonFiniteError):
-            AVERAGES[average](optimizer)
+            average(optimizer)
         with torch.no_grad():
             for param, value in zip(params, make_params(), strict=True):
                 param.copy_(value)
@@ -296,69 +288,5 @@ def test_without_the_check_nan_spreads() -> None:
         optimizer.synchronize()
         return bool(flatten(params).isfinite().all())
 
-    assert run_threads(4, main) == [True, False, False, True] or run_threads(4, main) == [
-        *(True, True, False, False)
-    ]
-
-
-def sparse_parameter() -> Any:
-    return DecentOptimWrapper(
-        torch.optim.SGD([nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)])
-    )
-
-
-def sparse_gradient() -> None:
-    embedding = nn.Embedding(5, 2, sparse=True)
-    optimizer = DecentOptimWrapper(torch.optim.SGD(embedding.parameters(), lr=0.1))
-    embedding(torch.tensor([1])).sum().backward()
-    optimizer.step()
-
-
-def emptied() -> Any:
-    base = sgd(make_params())
-    base.param_groups[0]["params"] = []
-    return DecentOptimWrapper(base)
-
-
-def meta() -> Any:
-    return DecentOptimWrapper(torch.optim.SGD([torch.zeros(3, device="meta", requires_grad=True)]))
-
-
-MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "cap of a wrong type": (lambda: wrap(make_params(), bucket_cap_mb="25"), TypeError, "MiB"),
-    "negative cap": (lambda: wrap(make_params(), bucket_cap_mb=-1), ValueError, "above 0 MiB"),
-    "cap that is no number": (
-        lambda: wrap(make_params(), bucket_cap_mb=float("nan")),
-        ValueError,
-        "above 0 MiB and finite, got nan",
-    ),
-    "infinite cap": (lambda: wrap(make_params(), bucket_cap_mb=float("inf")), ValueError, "finite"),
-    "overlap": (lambda: wrap(make_params(), overlap="yes"), TypeError, "overlap expects a bool"),
-    "timeout of a wrong type": (lambda: wrap(make_params(), timeout="1s"), TypeError, "timedelta"),
-    "negative timeout": (lambda: wrap(make_params(), timeout=-1), ValueError, "timeout must be"),
-    "policy": (lambda: wrap(make_params(), on_nonfinite="warn"), ValueError, "'skip', 'ignore'"),
-    "emptied optimizer": (emptied, ValueError, "expects parameters to train, got a SGD"),
-    "sparse parameter": (sparse_parameter, ValueError, "0.0 is torch.sparse_coo"),
-    "meta parameter": (meta, ValueError, "0.0 is on the meta device"),
-    "sparse gradient": (sparse_gradient, RuntimeError, "that of 0.0 is torch.sparse_coo"),
-    "wrapped twice": (
-        lambda: DecentOptimWrapper(DecentOptimWrapper(sgd(make_params()))),
-        TypeError,
-        "not wrapped yet, got DecentOptimWrapper",
-    ),
-    "no optimizer": (lambda: DecentOptimWrapper(make_params()), TypeError, "got list"),  # type: ignore[arg-type]
-    "process group": (
-        lambda: wrap(make_params(), "world"),  # type: ignore[arg-type]
-        TypeError,
-        "process_group expects a torch.distributed.ProcessGroup",
-    ),
-    "topology": (lambda: wrap(make_params(), topology=3), TypeError, "a name or a Topology"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_clear_error(mistake: str) -> None:
-    make, kind, words = MISTAKES[mistake]
-    with pytest.raises(kind) as caught:
-        make()
-    assert words in str(caught.value)
+    # To its partner of the first round.
+    assert run_threads(4, main) in ([True, False, False, True], [True, True, False, False])

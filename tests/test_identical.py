@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import OVERLAP, pairwise
-from problem import MODES, TINY_CAP_MB, backward, flatten, make_params
+from problem import MODES, TINY_CAP_MB, backward, flatten, make_params, take_steps
 from ranks import run_processes, run_threads
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +23,8 @@ from decent_optim_wrapper.gossip.schedule import RoundKind
 from decent_optim_wrapper.wire.exchange import PlainPair
 
 WORLDS = {name: (name, size) for name, size in (("ring", 4), ("complete", 3), ("greedy", 5))}
-WORDS = "the peers have sent what this rank has itself"
+WIRES = {name: MODES[name] for name in ("copies", "bf16-views")}
+WORDS = "the peers have sent the same values as this rank"
 
 
 @contextmanager
@@ -64,7 +65,7 @@ def own(rank: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "mode", "overlap"), pairwise(WORLDS, MODES, OVERLAP))
+@pytest.mark.parametrize(("world", "mode", "overlap"), pairwise(WORLDS, WIRES, OVERLAP))
 def test_the_same_data_on_every_rank_is_warned_of_once(
     world: tuple[str, int], mode: dict[str, Any], overlap: bool
 ) -> None:
@@ -95,10 +96,9 @@ def test_sums_of_many_ranks_do_not_hide_that_they_are_the_same(dtype: torch.dtyp
     assert count() == 1
 
 
+# A warm-up that starts at 0, of ranks with data of their own.
 @pytest.mark.parametrize("start", [1, 30])
 def test_parameters_that_do_not_change_are_no_reason_to_warn(start: int) -> None:
-    """A warm-up that starts at 0, of ranks with data of their own."""
-
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         return train(rank, group, own, start + 6, lambda step: 0.01 * (step >= start))
 
@@ -167,9 +167,7 @@ def test_looking_ends_where_there_is_nobody_to_compare_with(
     params = make_params()
     before = flatten(params)
     optimizer = DecentOptimWrapper(torch.optim.SGD(params, lr=0.1), bucket_cap_mb=TINY_CAP_MB)
-    for step in range(LONGEST_SEARCH + 5):
-        backward(params, 0, step)
-        optimizer.step()
+    take_steps(optimizer, params, 0, range(LONGEST_SEARCH + 5))
     assert len(rounds) == LONGEST_SEARCH
     assert not torch.equal(flatten(params), before)
 

@@ -25,13 +25,14 @@ _EXTENSIONS = {*_GOSSIP, "gossip", "mesh"}
 _CONFIG = {*_EXTENSIONS, "extensions", "checks"}
 _ELASTIC = {*_CONFIG, "config"}
 _START = {*_ELASTIC, "elastic"}
-_WRAPPER = {*_START, "start"}
+_WRAPPER = {*_START, "start", "forward_hooks", "report"}
 MAY_IMPORT: dict[str, set[str]] = {
     "topo": set(),
     "codecs": set(),
     "errors": set(),
     "checks": {"topo"},
     "warn": set(),
+    "log": {"warn"},
     "optim": set(),
     "comm": _COMM,
     "mesh": _MESH,
@@ -41,13 +42,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": _CONFIG,
     "elastic": _ELASTIC,
     "start": _START,
+    "forward_hooks": set(),
+    "report": _EXTENSIONS,
     "utils": {"start"},
     "wrapper": _WRAPPER,
     "ddp": {*_WRAPPER, "wrapper"},
     "checkpoint": {*_WRAPPER, "wrapper"},
+    "data": {*_WRAPPER, "wrapper"},
     "integrations": {*_WRAPPER, "wrapper"},
     "planning": {"topo", "comm"},
-    "__main__": {"planning"},
+    "launcher": {"comm"},
+    "cli": {"checkpoint", "errors", "planning", "launcher", "topo"},
+    "__main__": {"cli"},
 }
 
 
@@ -126,6 +132,7 @@ OTHERS_PRIVATE = {
     "_Options",
     *("_set_default_backend", "_set_default_timeout", "_timeout", "_world"),
     # torch's optimizers and their hooks
+    "_forward_pre_hooks",
     *("_global_optimizer_post_hooks", "_global_optimizer_pre_hooks", "_opt_called"),
     *("_optimizer_state_dict_pre_hooks", "_optimizer_step_post_hooks"),
     *("_optimizer_step_pre_hooks", "_step_supports_amp_scaling", "_wrapped_by_lr_sched"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import warnings
 from collections.abc import Iterator
-from copy import deepcopy
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,19 +16,23 @@ import torch.distributed as dist
 from framework_problem import (
     BATCH,
     CLIP,
+    DELAYED,
     GOSSIP,
+    SCALE,
+    Plain,
     assert_same,
+    assert_trained,
     data,
     flat,
-    from_rank_0,
     loss_of,
     make_base,
     make_model,
-    moved,
+    make_scaler,
+    make_scheduler,
     overflows,
     values,
 )
-from framework_ranks import EXAMPLES, RANKS, Run, ranks_with, run_example
+from framework_ranks import RANKS, Run, learns_the_digits, ranks_with
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -51,44 +53,16 @@ def run() -> Iterator[Run]:
         yield run
 
 
-class Plain:
-    """The loop that the Trainer runs, in plain torch."""
+def train_plainly(plain: Plain, epoch: int, steps: int = 4) -> None:
+    """The loop that the Trainer runs."""
+    for step, batch in enumerate(islice(batches(plain.rank, epoch), steps)):
+        plain.backward(batch, step)
+        plain.step()
 
-    def __init__(self, rank: int, precision: torch.dtype = torch.float32) -> None:
-        self.rank = rank
-        self.model = make_model()
-        self.base = make_base(self.model)
-        self.optimizer = DecentOptimWrapper(self.base, buffers=self.model.buffers(), **GOSSIP)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.base, 0.9)
-        self.precision = precision
-        self.scaler = torch.amp.GradScaler("cpu", 1024, enabled=precision == torch.float16)
-        self.losses: list[float] = []
 
-    def epoch(self, epoch: int, steps: int = 4) -> None:
-        self.model.train()
-        for step, batch in enumerate(islice(batches(self.rank, epoch), steps)):
-            self.optimizer.zero_grad()
-            with torch.autocast("cpu", self.precision, enabled=self.precision != torch.float32):
-                loss = loss_of(self.model, batch)
-            if self.scaler.is_enabled() and overflows(self.rank, step):
-                loss = loss * float("inf")
-            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-
-    def validate(self) -> dict[str, Any]:
-        """Returns a checkpoint of the average."""
-        self.model.eval()
-        with self.optimizer.averaged(), torch.no_grad():
-            self.losses.append(loss_of(self.model, data()[self.rank :: RANKS]).item())
-            model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-            return deepcopy({"model": model, "optimizer": optimizer})
-
-    def resume(self, saved: dict[str, Any]) -> None:
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+def validate(plain: Plain) -> list[dict[str, Any]]:
+    """The states of the model and the optimizer that Lightning saves."""
+    return plain.validate(data()[plain.rank :: RANKS])[:2]
 
 
 def batches(rank: int, epoch: int) -> Any:
@@ -116,7 +90,7 @@ def make_module(**attributes: Any) -> Any:
 
         def configure_optimizers(self) -> Any:
             base = make_base(self.model)
-            return [base], [torch.optim.lr_scheduler.ExponentialLR(base, 0.9)]
+            return [base], [make_scheduler(base)]
 
         def train_dataloader(self) -> Any:
             return DataLoader(data(), BATCH, shuffle=True)
@@ -137,7 +111,7 @@ def make_trainer(folder: Path, **options: Any) -> Any:
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": RANKS,
-        "strategy": GossipStrategy(**GOSSIP),
+        "strategy": GossipStrategy(**DELAYED),
         "default_root_dir": folder,
         "gradient_clip_val": CLIP,
         "enable_progress_bar": False,
@@ -149,10 +123,10 @@ def make_trainer(folder: Path, **options: Any) -> Any:
     return pl.Trainer(**{**defaults, **options})
 
 
-def assert_stored(path: str, saved: dict[str, Any]) -> None:
+def assert_stored(path: str, saved: list[dict[str, Any]]) -> None:
     stored = torch.load(path, weights_only=False)
-    assert_same(list(stored["state_dict"].values()), list(saved["model"].values()))
-    assert stored["optimizer_states"][0]["gossip"] == saved["optimizer"]["gossip"]
+    assert_same(list(stored["state_dict"].values()), list(saved[0].values()))
+    assert stored["optimizer_states"][0]["gossip"] == saved[1]["gossip"]
 
 
 def fit_and_resume(rank: int, folder: Path) -> None:
@@ -165,27 +139,26 @@ def fit_and_resume(rank: int, folder: Path) -> None:
 
     plain = Plain(rank)
     for epoch in range(2):
-        plain.epoch(epoch)
-        saved = plain.validate()
+        train_plainly(plain, epoch)
+        saved = validate(plain)
         plain.scheduler.step()
     plain.optimizer.global_avg(may_revert=False)
     assert module.losses == plain.losses
-    assert_same(values(module.model), values(plain.model))
-    assert moved(plain.model)
+    assert_trained(module.model, plain.model)
     assert_stored(best.last_model_path, saved)
     between = Plain(rank)
-    between.epoch(0)
+    train_plainly(between, 0)
     between.scheduler.step()
-    between.epoch(1, steps=2)
-    assert_stored(often.best_model_path, between.validate())
+    train_plainly(between, 1, steps=2)
+    assert_stored(often.best_model_path, validate(between))
 
     module, resumed = make_module(), Plain(rank)
     make_trainer(folder, max_epochs=3, callbacks=[]).fit(module, ckpt_path=best.last_model_path)
-    resumed.resume(from_rank_0(saved))
+    resumed.resume(saved)
     # The checkpoint is of the validation, and the scheduler's step follows it.
     resumed.base.param_groups[0]["lr"] *= 0.9
-    resumed.epoch(2)
-    resumed.validate()
+    train_plainly(resumed, 2)
+    validate(resumed)
     resumed.optimizer.global_avg(may_revert=False)
     assert module.losses == resumed.losses
     assert_same(values(module.model), values(resumed.model))
@@ -207,6 +180,8 @@ def test_gradients_are_clipped_in_half_precision_and_an_overflow_skips_one_ranks
 def fit_in_half_precision(rank: int, folder: Path, precision: Any) -> None:
     from lightning.pytorch.plugins import MixedPrecision
 
+    from decent_optim_wrapper.integrations.lightning import GossipStrategy
+
     fp16 = precision == "16-mixed"
 
     def training_step(self: Any, batch: Any, index: int) -> Tensor:
@@ -214,25 +189,26 @@ def fit_in_half_precision(rank: int, folder: Path, precision: Any) -> None:
         return factor * loss_of(self.model, batch)
 
     module = make_module(training_step=training_step)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024) if fp16 else None
+    scaler = make_scaler("fp16") if fp16 else None
     # On the CPU Lightning replaces float16 by bfloat16 unless it is given a plugin.
     plugin = MixedPrecision(precision, "cpu", scaler)
-    trainer = make_trainer(folder, max_epochs=1, plugins=[plugin], callbacks=[])
+    options: dict[str, Any] = {"plugins": [plugin], "callbacks": []}
+    if fp16:
+        options["strategy"] = GossipStrategy(**GOSSIP)
+    trainer = make_trainer(folder, max_epochs=1, **options)
     trainer.fit(module)
 
-    plain = Plain(rank, torch.float16 if fp16 else torch.bfloat16)
-    plain.epoch(0)
+    plain = Plain(rank, "fp16" if fp16 else "bf16", overlap=not fp16)
+    train_plainly(plain, 0)
     plain.optimizer.global_avg(may_revert=False)
-    assert_same(values(module.model), values(plain.model))
-    assert moved(plain.model)
+    assert_trained(module.model, plain.model)
     if fp16:
-        assert (
-            trainer.scaler.get_scale() == plain.scaler.get_scale() == (512 if rank == 1 else 1024)
-        )
+        halved = SCALE / 2 if rank == 1 else SCALE
+        assert trainer.scaler.get_scale() == plain.scaler.get_scale() == halved
     trainer.save_checkpoint(folder / "last.ckpt")
     stored = torch.load(folder / "last.ckpt", weights_only=False)
     # Under the name that Lightning itself stores it.
-    assert not fp16 or stored["MixedPrecision"]["scale"] == 1024
+    assert not fp16 or stored["MixedPrecision"]["scale"] == SCALE
 
 
 def fit_manually(rank: int, folder: Path) -> None:
@@ -260,7 +236,7 @@ def fit_manually(rank: int, folder: Path) -> None:
     model = make_model()
     buffers = [model.buffers(), ()]
     optimizers = [
-        DecentOptimWrapper(base, buffers=each, **GOSSIP)
+        DecentOptimWrapper(base, buffers=each, **DELAYED)
         for base, each in zip(two_optimizers(model), buffers, strict=True)
     ]
     for batch in batches(rank, 0):
@@ -316,10 +292,9 @@ def train_with_fabric(rank: int, folder: Path) -> None:
 
     from decent_optim_wrapper.integrations.lightning import GossipFabricStrategy
 
-    def start() -> tuple[Any, Any, Any]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024)
-        plugin = MixedPrecision("16-mixed", "cpu", scaler)
-        strategy = GossipFabricStrategy(**GOSSIP)
+    def start(gossip: dict[str, Any]) -> tuple[Any, Any, Any]:
+        plugin = MixedPrecision("16-mixed", "cpu", make_scaler("fp16"))
+        strategy = GossipFabricStrategy(**gossip)
         fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy, plugins=plugin)
         fabric.launch()
         model = make_model()
@@ -337,44 +312,35 @@ def train_with_fabric(rank: int, folder: Path) -> None:
             fabric.clip_gradients(model, optimizer, max_norm=CLIP, error_if_nonfinite=False)
             optimizer.step()
 
-    def train_plainly(plain: Plain) -> None:
-        for step, (inputs, targets) in enumerate(batches(rank, 0)):
-            plain.optimizer.zero_grad()
-            factor = float("inf") if overflows(rank, step) else 1.0
-            for last, part in enumerate(inputs.chunk(2)):
-                with torch.autocast("cpu", torch.float16):
-                    out = plain.model(part.half())
-                loss = nn.functional.mse_loss(out.float(), targets.chunk(2)[last])
-                plain.scaler.scale(factor * loss).backward()  # type: ignore[no-untyped-call]
-            plain.scaler.unscale_(plain.optimizer)
-            nn.utils.clip_grad_norm_(plain.model.parameters(), CLIP)
-            plain.scaler.step(plain.optimizer)
-            plain.scaler.update()
+    def train_parts(plain: Plain) -> None:
+        for step, batch in enumerate(batches(rank, 0)):
+            for part in zip(*(each.chunk(2) for each in batch), strict=True):
+                plain.backward(part, step)
+            plain.step()
 
-    fabric, model, optimizer = start()
-    plain = Plain(rank, torch.float16)
+    fabric, model, optimizer = start(DELAYED)
+    plain = Plain(rank, "fp16")
     with warnings.catch_warnings(action="error", category=UserWarning):
         train(fabric, model, optimizer)
-    train_plainly(plain)
-    assert_same(values(model), values(plain.model))
-    assert moved(plain.model)
+    train_parts(plain)
+    assert_trained(model, plain.model)
     assert fabric.strategy.precision.scaler.get_scale() == plain.scaler.get_scale()
-    assert plain.scaler.get_scale() == (512 if rank == 1 else 1024)
+    assert plain.scaler.get_scale() == (SCALE / 2 if rank == 1 else SCALE)
     with optimizer.averaged():
         fabric.save(folder / "saved.pt", {"model": model, "optimizer": optimizer})
-    saved = from_rank_0(plain.validate())
+    saved = validate(plain)
     more = nn.Linear(2, 2)
     with patch.object(Setup, "add", autospec=True, side_effect=Setup.add) as add:
         optimizer.add_param_group({"params": more.parameters()})
     assert len(optimizer.param_groups) == 2
     assert add.call_count == 1, "what Fabric returns looks like the wrapper, but holds it"
 
-    fabric, model, optimizer = start()
+    fabric, model, optimizer = start(GOSSIP)
     fabric.load(folder / "saved.pt", {"model": model, "optimizer": optimizer})
-    plain = Plain(rank, torch.float16)
+    plain = Plain(rank, "fp16", overlap=False)
     plain.resume(saved)
     train(fabric, model, optimizer)
-    train_plainly(plain)
+    train_parts(plain)
     assert_same(values(model), values(plain.model))
 
 
@@ -385,7 +351,4 @@ def test_fabric_trains_accumulates_clips_in_float16_and_resumes_as_plain_torch(
 
 
 def test_the_example_learns_the_digits(run: Run, tmp_path: Path) -> None:
-    example = EXAMPLES / "lightning_digits.py"
-    printed, _ = run(run_example, example, tmp_path, "--epochs", "4")
-    (accuracy,) = re.findall(r"^test accuracy (.*)%$", printed, re.MULTILINE)
-    assert float(accuracy) > 90
+    assert learns_the_digits(run, "lightning_digits.py", tmp_path)

@@ -79,35 +79,38 @@ def train(rank: int, name: str, fault: str, folder: str, **options: Any) -> tupl
     return kind, text, ended - (max(called, fault_at) if fault == "stopped" else fault_at)
 
 
-def ends(tmp_path: Path, name: str, fault: str) -> list[tuple[str, str, float]]:
-    lost = [FAILING] if fault in ("killed", "stopped") else []
-    found = run_processes(RANKS, train, name, fault, str(tmp_path), lost=lost)
-    print(name, fault, [(kind, round(seconds, 2)) for kind, _, seconds in found])
-    return found
-
-
 def ends_soon(tmp_path: Path, name: str, fault: str) -> list[tuple[str, str, float]]:
     """How all ranks end; a machine that is busy may be late, but not every time."""
+    lost = [FAILING] if fault in ("killed", "stopped") else []
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        found = ends(folder, name, fault)
+        found = run_processes(RANKS, train, name, fault, str(folder), lost=lost)
         assert all(kind for kind, _, _ in found)
         if all(seconds < SOON for _, _, seconds in found):
             return found
     pytest.fail(f"some ranks ended later than {SOON} s after the fault: {found}")
 
 
-@pytest.mark.parametrize("name", ["fsdp inside", "tp outside", "pipeline 1f1b"])
-def test_all_ranks_end_soon_where_one_is_killed_in_one_shard(tmp_path: Path, name: str) -> None:
-    found = ends_soon(tmp_path, name, "killed")
-    assert any(kind == "PeerError" and "lost rank" in text for kind, text, _ in found)
+# What becomes of one shard, the layout, and what all ranks end with.
+FAULTS = [
+    ("killed", "fsdp inside", "PeerError"),
+    ("killed", "tp outside", "PeerError"),
+    ("stopped", "pipeline 1f1b", "PeerError"),
+    ("raises", "fsdp inside", "ZeroDivisionError"),
+    ("nan", "pipeline 1f1b", "NonFiniteError"),
+]
 
 
-@pytest.mark.parametrize("name", ["fsdp inside", "pipeline 1f1b"])
-def test_all_ranks_end_soon_where_one_stops_in_one_shard(tmp_path: Path, name: str) -> None:
-    found = ends_soon(tmp_path, name, "stopped")
-    assert any(kind == "PeerError" and "lost rank" in text for kind, text, _ in found)
+@pytest.mark.parametrize(("fault", "name", "error"), FAULTS)
+def test_all_ranks_end_soon_where_one_fails_in_one_shard(
+    tmp_path: Path, fault: str, name: str, error: str
+) -> None:
+    found = ends_soon(tmp_path, name, fault)
+    if error == "PeerError":
+        assert any(kind == error and "lost rank" in text for kind, text, _ in found)
+    else:
+        assert found[FAILING][0] == error
 
 
 def lose_on_the_way(rank: int, dies_before: str, folder: str) -> tuple[str, str, float]:
@@ -162,49 +165,16 @@ def test_a_loss_seen_along_one_dimension_is_passed_on_along_the_others(
     assert {call for _, call, _ in found} == {"clip", "step"}
 
 
-@pytest.mark.parametrize("name", ["fsdp inside", "pipeline 1f1b"])
-def test_all_ranks_end_soon_where_one_raises_in_one_shard(tmp_path: Path, name: str) -> None:
-    found = ends_soon(tmp_path, name, "raises")
-    assert found[FAILING][0] == "ZeroDivisionError"
-
-
-@pytest.mark.parametrize("name", ["fsdp inside", "pipeline 1f1b"])
-def test_all_ranks_end_soon_where_one_shard_is_not_finite(tmp_path: Path, name: str) -> None:
-    found = ends_soon(tmp_path, name, "nan")
-    assert found[FAILING][0] == "NonFiniteError"
-
-
 AVERAGED = ("fsdp inside", "tp inside", "pipeline 1f1b")
 
 
-def average_all() -> list[tuple[str, set[float], str, set[float]]]:
-    return [(*average(name), *average_momenta(name)) for name in AVERAGED]
-
-
-def average(name: str) -> tuple[str, set[float]]:
+def average_all() -> list[tuple[str, set[float]]]:
     """The error of an average of NaN, and the values of one that leaves NaN out."""
+    return [average(name, momenta) for name in AVERAGED for momenta in (False, True)]
+
+
+def average(name: str, momenta: bool) -> tuple[str, set[float]]:
     spread, error = Spread(LAYOUTS[name]), ""
-    for on_nonfinite in ("raise", "skip"):
-        optimizer = spread.wrap(
-            lambda params: torch.optim.SGD(params, lr=0.1), on_nonfinite=on_nonfinite
-        )
-        with torch.no_grad():
-            for param in spread.model.parameters():
-                param.fill_(spread.replica)
-        if dist.get_rank() == FAILING:
-            poison(spread)
-        try:
-            optimizer.global_avg(may_revert=False)
-        except NonFiniteError as raised:
-            error = str(raised)
-    held = [p.to_local() if isinstance(p, DTensor) else p for p in spread.model.parameters()]
-    values = {value for tensor in held for value in tensor.detach().flatten().tolist()}
-    return error, values
-
-
-def average_momenta(name: str) -> tuple[str, set[float]]:
-    """The error of an average of momenta with NaN, and those of one that leaves NaN out."""
-    spread, error, momenta = Spread(LAYOUTS[name]), "", []
     for on_nonfinite in ("raise", "skip"):
         optimizer = spread.wrap(
             lambda params: torch.optim.SGD(params, lr=0.0, momentum=0.9),
@@ -214,26 +184,29 @@ def average_momenta(name: str) -> tuple[str, set[float]]:
         spread.backward(0)
         optimizer.step()
         optimizer.synchronize()
-        momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
-        for momentum in momenta:
-            momentum.fill_(spread.replica)
-        held = [local(momentum) for momentum in momenta]
+        for tensor in (held := parts(spread, optimizer, momenta)):
+            tensor.fill_(spread.replica)
         if dist.get_rank() == FAILING:
-            next(part for part in held if part.numel()).fill_(torch.nan)
+            next(tensor for tensor in held if tensor.numel()).fill_(torch.nan)
         try:
             optimizer.global_avg(may_revert=False)
         except NonFiniteError as raised:
             error = str(raised)
-    values = [set(local(momentum).flatten().tolist()) for momentum in momenta]
+    values = (tensor.flatten().tolist() for tensor in parts(spread, optimizer, momenta))
     return error, set().union(*values)
+
+
+def parts(spread: Spread, optimizer: DecentOptimWrapper, momenta: bool) -> list[torch.Tensor]:
+    """What this rank holds of the parameters, or of their momenta."""
+    tensors = [state["momentum_buffer"] for state in optimizer.state.values()]
+    return [local(each).detach() for each in (tensors if momenta else spread.model.parameters())]
 
 
 def test_averages_leave_out_the_whole_replica_of_a_shard_that_is_not_finite() -> None:
     bad = f"those of ranks [{FAILING // 2}] hold NaN"
     for found in run_on_mesh(RANKS, average_all):
-        assert len(found) == len(AVERAGED)
-        for error, values, error_of_momenta, momenta in found:
+        assert len(found) == 2 * len(AVERAGED)
+        for number, (error, values) in enumerate(found):
             assert bad in error
-            assert "finite momenta" in error_of_momenta
-            assert bad in error_of_momenta
-            assert values == momenta == {(0 + 2 + 3) / 3}
+            assert ("finite momenta" if number % 2 else "finite parameters") in error
+            assert values == {(0 + 2 + 3) / 3}

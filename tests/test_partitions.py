@@ -6,19 +6,23 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import netlab
 import pytest
-from problem import TINY_CAP_MB, backward, make_params, sgd
-from restartable_processes import STEP, RestartableProcesses, StoreProcess
-from torch._C._distributed_c10d import TCPStore
-
-from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
+from restartable_processes import (
+    STALE_AFTER,
+    Failure,
+    StoreProcess,
+    TrainingProcesses,
+    agree,
+    train_or_tell,
+)
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(90),
     pytest.mark.skipif(not netlab.available(), reason="network namespaces need root and iproute2"),
 ]
 
@@ -29,125 +33,106 @@ TIMEOUT = 3.0
 SLACK = 2.0 + 8.0
 
 
-def train(
+def train_on_a_host(
     rank: int,
     world_size: int,
     store: Any,
     report: Callable[[str, Any], None],
     where: netlab.Lab,
     port: int,
-) -> Any:
+    timeout: float,
+) -> None:
     """Train on a host of its own until the test ends it, or until that fails."""
     netlab.enter(where.hosts[rank])
     os.environ["GLOO_SOCKET_IFNAME"] = where.interface
-    own = TCPStore(netlab.address(STORE), port, is_master=False, timeout=timedelta(seconds=60))
-    params = make_params(seed=rank)
-    start = time.monotonic()
-    try:
-        optimizer = DecentOptimWrapper(
-            *(sgd(params), rank, world_size, None, "ring" if world_size == 2 else "complete"),
-            bucket_cap_mb=TINY_CAP_MB,
-            timeout=TIMEOUT,
-            elastic=Elastic(store=own),
-        )
-        while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
-            start = time.monotonic()
-            backward(params, rank, optimizer.round)
-            optimizer.step()
-            if optimizer.round % 10 == 0:
-                report(f"round {optimizer.round}", optimizer.members)
-            if rank == 0 and store.check(["exit"]):
-                os._exit(1)
-            time.sleep(STEP)
-        optimizer.synchronize()
-        report("result", optimizer.members)
-    except PeerError as error:
-        report("result", (time.monotonic() - start, str(error)))
+    options: dict[str, Any] = {"host": netlab.address(STORE), "port": port, "timeout": timeout}
+    report("result", train_or_tell(rank, world_size, store, report, **options))
     # What hangs on a dead link must not hang this process, either.
     os._exit(0)
 
 
-class Net:
-    """Ranks on hosts of their own, and a store on another one."""
-
-    def __init__(self, where: netlab.Lab, processes: RestartableProcesses) -> None:
-        self.where, self.processes = where, processes
-
-    def train_a_little(self) -> None:
-        for rank in range(RANKS):
-            self.processes.wait_for(rank, "round 10")
-
-
 @contextmanager
-def net() -> Iterator[Net]:
-    with netlab.lab(RANKS + 1, "400mbit") as where:
-        host = netlab.address(STORE)
-        with (
-            StoreProcess(host, netlab.enter, where.hosts[STORE]) as server,
-            RestartableProcesses(RANKS, train, where, server.port) as processes,
-        ):
-            yield Net(where, processes)
+def ranks_on(where: netlab.Lab, timeout: float = TIMEOUT) -> Iterator[TrainingProcesses]:
+    """Ranks on hosts of their own, and a store on another one."""
+    host = netlab.address(STORE)
+    with (
+        StoreProcess(host, netlab.enter, where.hosts[STORE]) as server,
+        TrainingProcesses(RANKS, train_on_a_host, where, server.port, timeout) as processes,
+    ):
+        yield processes
 
 
-@pytest.mark.timeout(90)
-def test_a_rank_that_is_cut_off_raises_in_time_and_the_others_go_on() -> None:
-    with net() as lab:
-        lab.train_a_little()
-        netlab.cut(lab.where, 1)
-        seconds, text = lab.processes.wait_for(1, "result", 40)
-        assert seconds < TIMEOUT + SLACK
-        assert "the store in which the ranks agree does not answer" in text
-        lab.processes.finish()
-        assert [lab.processes.wait_for(rank, "result") for rank in (0, 2)] == [(0, 2)] * 2
+class Trouble(NamedTuple):
+    """What happens to the links, and what the ranks make of it.
+
+    Args:
+        act: changes the links.
+        kills: whether rank 0 is killed, too.
+        raising: the ranks that raise.
+        staying: those that go on.
+        words: what the errors say.
+        first: the members before rank 0 is killed, if they are fewer than all.
+    """
+
+    act: Callable[[netlab.Lab], object]
+    kills: bool
+    raising: tuple[int, ...]
+    staying: tuple[int, ...]
+    words: str = "the store in which the ranks agree does not answer"
+    first: tuple[int, ...] = ()
 
 
-@pytest.mark.timeout(90)
-def test_a_rank_without_its_link_to_the_store_raises_when_a_peer_is_lost() -> None:
-    with net() as lab:
-        lab.train_a_little()
-        netlab.cut(lab.where, 1, STORE)
-        time.sleep(2)
-        lab.processes.put("exit")
-        seconds, text = lab.processes.wait_for(1, "result", 40)
-        assert seconds < TIMEOUT + SLACK
-        assert "the store in which the ranks agree does not answer" in text
-        lab.processes.finish()
-        assert lab.processes.wait_for(2, "result") == (2,)
+def cut_between(where: netlab.Lab, one: int, other: int) -> None:
+    """Cut the link between two hosts."""
+    netlab.cut(where, one, other)
+    netlab.cut(where, other, one)
 
 
-@pytest.mark.timeout(90)
-def test_everyone_raises_in_time_when_the_store_is_cut_off() -> None:
-    with net() as lab:
-        lab.train_a_little()
-        netlab.cut(lab.where, STORE)
-        lab.processes.kill(0)
-        for rank in (1, 2):
-            seconds, text = lab.processes.wait_for(rank, "result", 40)
-            assert seconds < TIMEOUT + SLACK
-            assert "the store in which the ranks agree does not answer" in text
+TROUBLES = {
+    "a dead link": Trouble(
+        lambda where: cut_between(where, 1, 2),
+        *(False, (2,), (0, 1)),
+        words="rank 2: this rank and ranks [1] are alive, but cannot connect",
+    ),
+    "a rank is cut off": Trouble(lambda where: netlab.cut(where, 1), False, (1,), (0, 2)),
+    # Two of three go on, and then one of these two; of three at once it would not be half.
+    "a rank without the store": Trouble(
+        lambda where: netlab.cut(where, 1, STORE), True, (1,), (2,), first=(0, 2)
+    ),
+    "no store": Trouble(lambda where: netlab.cut(where, STORE), True, (1, 2), ()),
+    "a slow store": Trouble(partial(netlab.slow_down, host=STORE, rate="50kbit"), True, (), (1, 2)),
+}
 
 
-@pytest.mark.timeout(90)
-def test_a_store_behind_a_slow_link_is_slow_and_no_more() -> None:
-    with net() as lab:
-        lab.train_a_little()
-        netlab.slow_down(lab.where, STORE, "50kbit")
-        time.sleep(3)
-        lab.processes.kill(0)
-        lab.processes.finish()
-        assert [lab.processes.wait_for(rank, "result") for rank in (1, 2)] == [(1, 2)] * 2
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_who_cannot_reach_the_store_raises_in_time_and_the_others_go_on(trouble: str) -> None:
+    act, kills, raising, staying, words, first = TROUBLES[trouble]
+    with netlab.lab(RANKS + 1, "400mbit") as where, ranks_on(where) as processes:
+        processes.all_reach("round 3")
+        act(where)
+        if kills:
+            # A rank that is only cut off from the store is missed by those that look for it there.
+            time.sleep(1.5 * STALE_AFTER)
+            if first:
+                processes.wait_for_members(2, first)
+            processes.kill(0)
+        for rank in raising:
+            failure: Failure = processes.wait_for(rank, "result", 40)
+            # A link is given up by a round, by the connection of all and by that of the pair.
+            assert failure.seconds < (3 if trouble == "a dead link" else 1) * TIMEOUT + SLACK
+            assert words in failure.text
+        processes.finish()
+        lives = [processes.wait_for(rank, "result") for rank in staying]
+    assert all(life.members == staying for life in lives)
+    if staying:
+        agree(lives)
 
 
-@pytest.mark.timeout(90)
 def test_ranks_that_cannot_reach_each_other_raise_at_the_start() -> None:
     with netlab.lab(RANKS + 1, "400mbit") as where:
-        netlab.cut(where, 1, 2)
-        netlab.cut(where, 2, 1)
-        host = netlab.address(STORE)
-        with (
-            StoreProcess(host, netlab.enter, where.hosts[STORE]) as server,
-            RestartableProcesses(RANKS, train, where, server.port) as processes,
-        ):
+        cut_between(where, 1, 2)
+        # They try for four times as long.
+        with ranks_on(where, timeout=1.5) as processes:
             for rank in range(RANKS):
-                _, text = processes.wait_for(rank, "result", 60)
-                assert f"rank {rank}: " in text
+                failure: Failure = processes.wait_for(rank, "result")
+                assert f"rank {rank}: " in failure.text

@@ -7,17 +7,19 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dense import oracle
-from problem import TINY_CAP_MB, backward, flatten, make_params, nesterov, sgd
-from ranks import environment, launcher_store, run_processes
+from problem import TINY_CAP_MB, flatten, make_params, nesterov, sgd, take_steps
+from ranks import KeptRanks, environment, launcher_store
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -34,332 +36,175 @@ from decent_optim_wrapper.comm.process_groups import new_communicator
 pytestmark = pytest.mark.slow
 
 STEPS = 5
+RANKS = 8
 
 
-def train_on_default_group(rank: int, topology: str) -> list[float]:
-    dist.init_process_group("gloo")
-    params = make_params(seed=rank)
-    optimizer = DecentOptimWrapper(sgd(params), topology=topology, bucket_cap_mb=TINY_CAP_MB)
-    assert (optimizer.rank, optimizer.world_size) == (rank, int(os.environ["WORLD_SIZE"]))
-    assert optimizer.topology.local_world_size == int(os.environ["LOCAL_WORLD_SIZE"])
-    for step in range(STEPS):
-        backward(params, rank, step)
-        optimizer.step()
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[KeptRanks]:
+    kept = KeptRanks(RANKS)
+    yield kept
+    kept.end()
+
+
+def train(params: list[Tensor], rank: int, **options: Any) -> DecentOptimWrapper:
+    optimizer = DecentOptimWrapper(sgd(params), bucket_cap_mb=TINY_CAP_MB, **options)
+    take_steps(optimizer, params, rank, range(STEPS))
     optimizer.synchronize()
-    dist.destroy_process_group()
+    return optimizer
+
+
+def train_on_default_group(local: int) -> list[float]:
+    rank = dist.get_rank()
+    params = make_params(seed=rank)
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(local)):
+        optimizer = train(params, rank, topology="alternating-exp-ring")
+    assert (optimizer.rank, optimizer.world_size) == (rank, RANKS)
+    assert optimizer.topology.local_world_size == local
     return list(flatten(params).tolist())
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size", "local"),
-    [
-        ("complete", 4, 2),
-        ("ring", 4, 2),
-        ("alternating-exp-ring", 8, 2),
-        # Ranks that make different numbers of communicators.
-        ("greedy", 7, 1),
-        ("hypercuboid", 6, 1),
-    ],
-)
-def test_the_default_group_and_torchruns_variables_are_found(
-    name: str, world_size: int, local: int
-) -> None:
-    rows = torch.tensor(
-        run_processes(world_size, train_on_default_group, name, local_world_size=local),
-        dtype=torch.float64,
-    )
-    topology = TopologyFactory.create(name, world_size, local)
+@pytest.mark.parametrize("local", [2, 4])
+def test_the_default_group_and_torchruns_variables_are_found(local: int, ranks: KeptRanks) -> None:
+    rows = torch.tensor(ranks.run(train_on_default_group, local), dtype=torch.float64)
+    topology = TopologyFactory.create("alternating-exp-ring", RANKS, local)
     torch.testing.assert_close(rows, oracle(topology, STEPS, True, sgd), rtol=1e-11, atol=1e-12)
 
 
-def train_in_halves(rank: int) -> tuple[list[float], int]:
-    dist.init_process_group("gloo")
-    halves: list[Any] = [dist.new_group([0, 1, 2]), dist.new_group([3, 4, 5])]
-    mine, other = halves[rank // 3], halves[1 - rank // 3]
+def train_in_part(name: str, size: int) -> tuple[int, list[float]]:
+    """The first ranks and the others train in groups of their own."""
+    first, rank = range(size), dist.get_rank()
+    parts: list[Any] = [dist.new_group(list(part)) for part in (first, range(size, RANKS))]
+    mine, other = parts if rank < size else reversed(parts)
     with pytest.raises(ValueError, match="not a member"):
         DecentOptimWrapper(sgd(make_params()), process_group=other)
     params = make_params()
-    optimizer = DecentOptimWrapper(sgd(params), process_group=mine, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(STEPS):
-        backward(params, rank, step)
-        optimizer.step()
-    optimizer.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
-    return list(flatten(params).tolist()), optimizer.rank
+    options = {"topology": name if rank < size else "complete", "local_world_size": 1}
+    optimizer = train(params, rank, process_group=mine, **options)
+    return optimizer.rank, list(flatten(params).tolist())
 
 
-def test_a_process_group_restricts_the_gossip_to_its_ranks() -> None:
-    rows = run_processes(6, train_in_halves)
-    assert [rank for _, rank in rows] == [0, 1, 2, 0, 1, 2]
-    values = torch.tensor([row for row, _ in rows], dtype=torch.float64)
-    expected = oracle(TopologyFactory.create("complete", 3), STEPS, True, sgd)
-    torch.testing.assert_close(values[:3], expected, rtol=1e-11, atol=1e-12)
-    assert (values[:3] - values[3:]).abs().max() > 1e-3
+@pytest.mark.parametrize(
+    ("name", "size"),
+    # In the last two, ranks make different numbers of communicators.
+    [("complete", 4), ("greedy", 7), ("hypercuboid", 6)],
+)
+def test_a_process_group_restricts_the_gossip_to_its_ranks(
+    name: str, size: int, ranks: KeptRanks
+) -> None:
+    places, values = zip(*ranks.run(train_in_part, name, size), strict=True)
+    assert places == (*range(size), *range(RANKS - size))
+    rows = torch.tensor(values, dtype=torch.float64)
+    expected = oracle(TopologyFactory.create(name, size), STEPS, True, sgd)
+    torch.testing.assert_close(rows[:size], expected, rtol=1e-11, atol=1e-12)
+    assert (rows[0] - rows[size]).abs().max() > 1e-3
 
 
-def two_wrappers_with_communicators(rank: int) -> tuple[bool, float]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=77))
-    known = len(dist.distributed_c10d._world.pg_map)
-    distances = []
-    wrappers = []
-    timeouts = []
+def two_wrappers_with_communicators() -> tuple[bool, float]:
+    group: Any = dist.new_group(timeout=timedelta(seconds=77))
+    rank, known = dist.get_rank(), len(dist.distributed_c10d._world.pg_map)
+    distances, wrappers, timeouts = [], [], []
 
-    def noting(like: Any, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        made = new_communicator(like, store, rank, size, timeout)
+    def noting(like: Any, store: Any, rank: int, size: int, *bounds: Any) -> Any:
+        made = new_communicator(like, store, rank, size, *bounds)
         timeouts.append(made.options._timeout)
         return made
 
-    connections.new_communicator = noting  # type: ignore[attr-defined]
-    for seed in (0, 1):
-        params = make_params(seed=seed)
-        topology = TopologyFactory.create("alternating-exp-ring", 6, 3)
-        wrapper = DecentOptimWrapper(sgd(params), topology=topology, bucket_cap_mb=TINY_CAP_MB)
-        for step in range(3):
-            backward(params, rank, step)
-            wrapper.step()
-        wrapper.global_avg(may_revert=False)
-        distances.append(wrapper.consensus_distance())
-        wrappers.append(wrapper)
+    topology = TopologyFactory.create("alternating-exp-ring", RANKS, 4)
+    with mock.patch.object(connections, "new_communicator", noting):
+        for seed in (0, 1):
+            params = make_params(seed=seed)
+            wrapper = train(params, rank, process_group=group, topology=topology)
+            wrapper.global_avg(may_revert=False)
+            distances.append(wrapper.consensus_distance())
+            wrappers.append(wrapper)
     # One of all ranks and one of each larger group.
     assert len(timeouts) > 2
     assert set(timeouts) == {timedelta(seconds=77)}
     del wrapper
     wrappers.clear()
-    freed = len(dist.distributed_c10d._world.pg_map) == known
-    dist.destroy_process_group()
-    return freed, max(distances)
+    return len(dist.distributed_c10d._world.pg_map) == known, max(distances)
 
 
-def test_communicators_keep_the_users_timeout_and_go_with_their_wrapper() -> None:
-    for freed, distance in run_processes(6, two_wrappers_with_communicators, local_world_size=3):
+def test_communicators_keep_the_users_timeout_and_go_with_their_wrapper(ranks: KeptRanks) -> None:
+    for freed, distance in ranks.run(two_wrappers_with_communicators):
         assert freed
         assert distance < 1e-12
 
 
 class Trained(NamedTuple):
+    """A model and its wrapper; also an object that holds the wrapper, as the guide saves it."""
+
     model: nn.Module
     optimizer: DecentOptimWrapper
 
-    def advance(self, rank: int, steps: range) -> None:
+    def take_steps(self, steps: range) -> None:
         for step in steps:
             self.optimizer.zero_grad()
-            batch = torch.full((2, 3), float(rank + step))
+            batch = torch.full((2, 3), float(dist.get_rank() + step))
             self.model(batch).square().mean().backward()
             self.optimizer.step()
 
+    def values(self) -> list[float]:
+        return list(flatten(list(self.model.parameters())).tolist())
 
-def fresh(seed: int, **options: Any) -> Trained:
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def fresh(seed: int, steps: int = 0, **options: Any) -> Trained:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     base = torch.optim.AdamW(model.parameters(), lr=0.05)
-    return Trained(
-        model, DecentOptimWrapper(base, topology="ring", bucket_cap_mb=TINY_CAP_MB, **options)
-    )
-
-
-def parameters(run: Trained) -> Tensor:
-    return flatten(list(run.model.parameters()))
-
-
-def states(run: Trained) -> dict[str, Any]:
-    return {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+    options = {"topology": "ring", "bucket_cap_mb": TINY_CAP_MB, **options}
+    run = Trained(model, DecentOptimWrapper(base, **options))
+    run.take_steps(range(steps))
+    return run
 
 
 def resume_by_distributed_checkpoint(
-    rank: int, folder: str, options: dict[str, Any]
-) -> tuple[list[float], list[float]]:
+    folder: str, options: dict[str, Any]
+) -> tuple[list[float], list[list[float]]]:
     """The recipe of the guide to checkpoints: a key per rank, and state to load into."""
-    dist.init_process_group("gloo")
-    whole = fresh(seed=0, **options)
-    whole.advance(rank, range(3))
+    key, ends = f"rank_{dist.get_rank()}", []
+    # Loading is not warned of while a round is in flight, either.
     with warnings.catch_warnings(action="error"):
-        dcp.state_dict_saver.save({f"rank_{rank}": states(whole)}, checkpoint_id=folder)
-    whole.advance(rank, range(3, 6))
-
-    resumed = fresh(seed=1, **options)
-    get_optimizer_state_dict(resumed.model, resumed.optimizer.optimizer)
-    saved = states(resumed)
-    dcp.state_dict_loader.load({f"rank_{rank}": saved}, checkpoint_id=folder)
-    resumed.model.load_state_dict(saved["model"])
-    resumed.optimizer.load_state_dict(saved["optimizer"])
-    assert resumed.optimizer.round == 3
-    assert resumed.optimizer.state_dict()["gossip"]["in_flight"]
-    resumed.advance(rank, range(3, 6))
-    dist.destroy_process_group()
-    return parameters(whole).tolist(), parameters(resumed).tolist()
+        run = fresh(seed=0, steps=3, **options)
+        dcp.state_dict_saver.save({key: run.state_dict()}, checkpoint_id=f"{folder}/dict")
+        dcp.state_dict_saver.save({key: run}, checkpoint_id=f"{folder}/object")
+        run.take_steps(range(3, 6))
+        whole = run.values()
+        for form in ("dict", "object"):
+            for resumed in (run, fresh(seed=1, **options)):
+                get_optimizer_state_dict(resumed.model, resumed.optimizer.optimizer)
+                place: Any = resumed if form == "object" else resumed.state_dict()
+                dcp.state_dict_loader.load({key: place}, checkpoint_id=f"{folder}/{form}")
+                if form == "dict":
+                    resumed.load_state_dict(place)
+                assert resumed.optimizer.round == 3
+                assert resumed.optimizer.state_dict()["gossip"]["in_flight"]
+                assert resumed.values() != whole
+                resumed.take_steps(range(3, 6))
+                ends.append(resumed.values())
+    return whole, ends
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"schedule": Schedule(outer=nesterov(0.5))}], ids=["plain", "outer"]
 )
 def test_distributed_checkpoint_resumes_every_rank_bit_for_bit(
-    tmp_path: Path, options: dict[str, Any]
+    options: dict[str, Any], tmp_path: Path, four_ranks: KeptRanks
 ) -> None:
-    rows = run_processes(4, resume_by_distributed_checkpoint, str(tmp_path), options)
-    for whole, resumed in rows:
-        assert whole == resumed
+    rows = four_ranks.run(resume_by_distributed_checkpoint, str(tmp_path), options)
+    for whole, ends in rows:
+        assert ends == [whole] * 4
     assert len({tuple(whole) for whole, _ in rows}) == 4
 
 
-def go_back(rank: int, folder: str) -> list[list[float]]:
-    """The same recipe in a run that goes on, by the dict and as an object, with all warnings."""
-    dist.init_process_group("gloo")
-    run = fresh(seed=0)
-    run.advance(rank, range(3))
-    seen = [parameters(run).tolist()]
-    with warnings.catch_warnings(action="error"):
-        dcp.state_dict_saver.save({f"rank_{rank}": states(run)}, checkpoint_id=f"{folder}/dict")
-        dcp.state_dict_saver.save({f"rank_{rank}": Whole(run)}, checkpoint_id=f"{folder}/object")
-        for name in ("dict", "object"):
-            run.advance(rank, range(3, 6))
-            seen.append(parameters(run).tolist())
-            get_optimizer_state_dict(run.model, run.optimizer.optimizer)
-            if name == "dict":
-                saved = states(run)
-                dcp.state_dict_loader.load({f"rank_{rank}": saved}, checkpoint_id=f"{folder}/dict")
-                Whole(run).load_state_dict(saved)
-            else:
-                place = {f"rank_{rank}": Whole(run)}
-                dcp.state_dict_loader.load(place, checkpoint_id=f"{folder}/object")
-            assert run.optimizer.round == 3
-            seen.append(parameters(run).tolist())
-        # To load into, by keys that are the same on all ranks: what is loaded is the same anyway.
-        with run.optimizer.averaged():
-            dcp.state_dict_saver.save({"app": App(run)}, checkpoint_id=f"{folder}/average")
-        dcp.state_dict_loader.load({"app": App(run)}, checkpoint_id=f"{folder}/average")
-        seen.append(parameters(run).tolist())
-    dist.destroy_process_group()
-    return seen
-
-
-def test_loading_is_not_warned_of_while_a_round_is_in_flight(tmp_path: Path) -> None:
-    rows = run_processes(2, go_back, str(tmp_path))
-    for saved, *later, average in rows:
-        assert later[1] == later[3] == saved
-        assert later[0] == later[2] != saved
-        assert average != saved
-    assert rows[0][0] != rows[1][0]
-    assert rows[0][-1] == rows[1][-1]
-
-
 NO_ROUND = r"get_state_dict\(\) leaves out .* starts at round 0.*gossip_state_dict"
-
-
-def save_without_the_round(rank: int, folder: str) -> list[int]:
-    """The rounds at which runs continue from what torch's function takes from the wrapper."""
-    dist.init_process_group("gloo")
-    run = fresh(seed=0)
-    run.advance(rank, range(3))
-    key, rounds = f"rank_{rank}", []
-    with pytest.warns(UserWarning, match=NO_ROUND) as caught:
-        model, optim = get_state_dict(run.model, run.optimizer)
-    assert {Path(each.filename).name for each in caught} == {Path(__file__).name}
-    dcp.state_dict_saver.save({key: {"model": model, "optim": optim}}, checkpoint_id=folder)
-    with pytest.warns(UserWarning, match=NO_ROUND):
-        # Also in an object that is saved.
-        dcp.state_dict_saver.save({key: ByTorch(run)}, checkpoint_id=f"{folder}/object")
-    with warnings.catch_warnings(action="error"):
-        saved = with_the_round(run)
-        dcp.state_dict_saver.save({key: saved}, checkpoint_id=f"{folder}/round")
-    own = parameters(run)
-    for name in (folder, f"{folder}/object", f"{folder}/round"):
-        resumed = fresh(seed=1)
-        get_optimizer_state_dict(resumed.model, resumed.optimizer.optimizer)
-        state = with_the_round(resumed)
-        if name != f"{folder}/round":
-            del state["gossip"]
-        dcp.state_dict_loader.load({key: state}, checkpoint_id=name)
-        gossip = state.pop("gossip", None)
-        set_state_dict(
-            resumed.model,
-            resumed.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optim"],
-        )
-        if gossip is not None:
-            resumed.optimizer.load_gossip_state_dict(gossip)
-        assert torch.equal(parameters(resumed), own)
-        rounds.append(resumed.optimizer.round)
-    dist.destroy_process_group()
-    return rounds
-
-
-def test_a_state_without_the_round_is_warned_of(tmp_path: Path) -> None:
-    for rounds in run_processes(2, save_without_the_round, str(tmp_path)):
-        assert rounds == [0, 0, 3]
-
-
-def with_the_round(run: Trained) -> dict[str, Any]:
-    model, optim = get_state_dict(run.model, run.optimizer.optimizer)
-    return {"model": model, "optim": optim, "gossip": run.optimizer.gossip_state_dict()}
-
-
-def plain_states(run: Trained) -> dict[str, Any]:
-    """What torch's manual saves."""
-    base = run.optimizer.optimizer
-    return {
-        "model": get_model_state_dict(run.model),
-        "optim": get_optimizer_state_dict(run.model, base),
-    }
-
-
-def save_with_equal_keys(rank: int, folder: str) -> dict[str, list[float]]:
-    dist.init_process_group("gloo")
-    run = fresh(seed=0)
-    run.advance(rank, range(3))
-    seen = {"own": parameters(run).tolist()}
-    with pytest.warns(UserWarning, match=r"inside `with .* would store a mixture"):
-        dcp.state_dict_saver.save(plain_states(run), checkpoint_id=f"{folder}/own")
-    with warnings.catch_warnings(action="error"), run.optimizer.averaged():
-        dcp.state_dict_saver.save(plain_states(run), checkpoint_id=f"{folder}/average")
-        seen["average"] = parameters(run).tolist()
-    for name in ("own", "average"):
-        loaded = fresh(seed=1)
-        state = plain_states(loaded)
-        dcp.state_dict_loader.load(state, checkpoint_id=f"{folder}/{name}")
-        set_model_state_dict(loaded.model, state["model"])
-        seen[f"{name} loaded"] = parameters(loaded).tolist()
-    dist.destroy_process_group()
-    return seen
-
-
-def test_distributed_checkpoint_stores_the_average_inside_averaged_and_warns_outside(
-    tmp_path: Path,
-) -> None:
-    ranks = run_processes(4, save_with_equal_keys, str(tmp_path))
-    own = [seen["own"] for seen in ranks]
-    assert len({tuple(row) for row in own}) == 4
-    for seen in ranks:
-        assert seen["average loaded"] == seen["average"] == ranks[0]["average"]
-        assert seen["average"] not in own
-        # One state for all, whatever torch takes from which rank.
-        assert seen["own loaded"] == ranks[0]["own loaded"] != seen["average"]
-
-
-class App(NamedTuple):
-    """The object with a state that torch's tutorial saves."""
-
-    run: Trained
-
-    def state_dict(self) -> dict[str, Any]:
-        return plain_states(self.run)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_model_state_dict(self.run.model, state["model"])
-
-
-class Whole(NamedTuple):
-    """An object that holds the wrapper, as the guide saves it."""
-
-    run: Trained
-
-    def state_dict(self) -> dict[str, Any]:
-        return states(self.run)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.run.model.load_state_dict(state["model"])
-        self.run.optimizer.load_state_dict(state["optimizer"])
 
 
 class ByTorch(NamedTuple):
@@ -375,28 +220,94 @@ class ByTorch(NamedTuple):
         raise NotImplementedError
 
 
-def save_objects(rank: int, folder: str) -> list[tuple[str, bool]]:
-    """Whether a save of each form is warned of."""
-    dist.init_process_group("gloo")
-    run = fresh(seed=0)
+def with_the_round(run: Trained) -> dict[str, Any]:
+    model, optim = get_state_dict(run.model, run.optimizer.optimizer)
+    return {"model": model, "optim": optim, "gossip": run.optimizer.gossip_state_dict()}
 
-    def warned(name: str, state: dict[str, Any]) -> tuple[str, bool]:
+
+def save_without_the_round(folder: str) -> list[int]:
+    """The rounds at which runs continue from what torch's function takes from the wrapper."""
+    run, key, rounds = fresh(seed=0, steps=3), f"rank_{dist.get_rank()}", []
+    with pytest.warns(UserWarning, match=NO_ROUND) as caught:
+        state = ByTorch(run).state_dict()
+    assert {Path(each.filename).name for each in caught} == {Path(__file__).name}
+    dcp.state_dict_saver.save({key: state}, checkpoint_id=f"{folder}/dict")
+    with pytest.warns(UserWarning, match=NO_ROUND):
+        # Also in an object that is saved.
+        dcp.state_dict_saver.save({key: ByTorch(run)}, checkpoint_id=f"{folder}/object")
+    with warnings.catch_warnings(action="error"):
+        dcp.state_dict_saver.save({key: with_the_round(run)}, checkpoint_id=f"{folder}/round")
+    for name in ("dict", "object", "round"):
+        resumed = fresh(seed=1)
+        get_optimizer_state_dict(resumed.model, resumed.optimizer.optimizer)
+        state = with_the_round(resumed)
+        if name != "round":
+            del state["gossip"]
+        dcp.state_dict_loader.load({key: state}, checkpoint_id=f"{folder}/{name}")
+        set_state_dict(
+            resumed.model,
+            resumed.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
+        if name == "round":
+            resumed.optimizer.load_gossip_state_dict(state["gossip"])
+        assert resumed.values() == run.values()
+        rounds.append(resumed.optimizer.round)
+    return rounds
+
+
+def test_a_state_without_the_round_is_warned_of(tmp_path: Path, four_ranks: KeptRanks) -> None:
+    for rounds in four_ranks.run(save_without_the_round, str(tmp_path)):
+        assert rounds == [0, 0, 3]
+
+
+class App(NamedTuple):
+    """The object with a state that torch's tutorial saves."""
+
+    run: Trained
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": get_model_state_dict(self.run.model),
+            "optim": get_optimizer_state_dict(self.run.model, self.run.optimizer.optimizer),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_model_state_dict(self.run.model, state["model"])
+
+
+def save_with_equal_keys(folder: str) -> tuple[list[str], dict[str, list[float]]]:
+    """Which saves are warned of, and the values of this rank, also after loading them."""
+    rank, run, names = dist.get_rank(), fresh(seed=0), []
+
+    def save(name: str, state: dict[str, Any] | Callable[[], dict[str, Any]]) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            dcp.state_dict_saver.save(state, checkpoint_id=f"{folder}/{name}")
-        return name, any("a mixture" in str(each.message) for each in caught)
+            made = state() if callable(state) else state
+            dcp.state_dict_saver.save(made, checkpoint_id=f"{folder}/{name}")
+        if any("inside `with" in str(e.message) and "a mixture" in str(e.message) for e in caught):
+            names.append(name)
 
-    seen = [warned("before the first step", {"optim": run.optimizer})]
-    run.advance(rank, range(3))
-    seen.append(warned("optimizer", {"optim": run.optimizer}))
-    seen.append(warned("optimizer by rank", {f"optim_{rank}": run.optimizer}))
-    seen.append(warned("optimizer of a second model", {"optim2": run.optimizer}))
-    seen.append(warned("object", {"app": App(run)}))
-    seen.append(warned("object by rank", {f"app_{rank}": App(run)}))
+    save("before the first step", {"optim": run.optimizer})
+    run.take_steps(range(3))
+    save("optimizer", {"optim": run.optimizer})
+    save("optimizer by rank", {f"optim_{rank}": run.optimizer})
+    save("optimizer of a second model", {"optim9": run.optimizer})
+    save("own", {"app": App(run)})
+    save("own as a dict", App(run).state_dict)
+    save("object by rank", {f"app_{rank}": App(run)})
+    seen = {"own": run.values()}
     with run.optimizer.averaged():
-        seen.append(warned("optimizer on the average", {"optim": run.optimizer}))
+        save("optimizer on the average", {"optim": run.optimizer})
+        save("average", {"app": App(run)})
+        seen["average"] = run.values()
+    for name in ("own", "average"):
+        loaded = fresh(seed=1)
+        dcp.state_dict_loader.load({"app": App(loaded)}, checkpoint_id=f"{folder}/{name}")
+        seen[f"{name} loaded"] = loaded.values()
     run.optimizer.global_avg(may_revert=False)
-    seen.append(warned("optimizer on an average that stays", {"optim": run.optimizer}))
+    save("optimizer on an average that stays", {"optim": run.optimizer})
     with warnings.catch_warnings(action="error"):
         torch.save(run.optimizer.state_dict(), f"{folder}/{rank}.pt")
     base = run.optimizer.optimizer
@@ -404,43 +315,61 @@ def save_objects(rank: int, folder: str) -> list[tuple[str, bool]]:
     del run
     gc.collect()
     assert len(base._optimizer_state_dict_pre_hooks) == hooks - 1
-    dist.destroy_process_group()
-    return seen
+    return names, seen
 
 
-def test_objects_saved_with_equal_keys_are_warned_of_and_with_keys_by_rank_are_not(
-    tmp_path: Path,
+def test_what_is_saved_with_equal_keys_is_warned_of_outside_of_averages(
+    tmp_path: Path, four_ranks: KeptRanks
 ) -> None:
-    for seen in run_processes(2, save_objects, str(tmp_path)):
-        names = [name for name, warned in seen if warned]
-        assert names == ["optimizer", "optimizer of a second model", "object"]
-        assert len(seen) == 8
+    names, ranks = zip(*four_ranks.run(save_with_equal_keys, str(tmp_path)), strict=True)
+    warned = ["optimizer", "optimizer of a second model", "own", "own as a dict"]
+    assert list(names) == [warned] * 4
+    own = [seen["own"] for seen in ranks]
+    assert len({tuple(row) for row in own}) == 4
+    for seen in ranks:
+        assert seen["average loaded"] == seen["average"] == ranks[0]["average"]
+        assert seen["average"] not in own
+        # One state for all, whatever torch takes from which rank.
+        assert seen["own loaded"] == ranks[0]["own loaded"] != seen["average"]
 
 
 SCRIPT = """
-import gc, os, sys, time
+import gc, os, signal, sys, time
+from datetime import timedelta
 import torch, torch.distributed as dist
 import torch._dynamo  # which the first step would import, on every rank
 from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper.comm.background import in_background
 
-def main(topology, lag, destroy):
+def main(topology, lag, end, ready):
     dist.init_process_group("gloo")
     params = [torch.zeros(100_000, requires_grad=True) for _ in range(3)]
     base = torch.optim.SGD(params, lr=0.1)
     optimizer = DecentOptimWrapper(base, topology=topology, local_world_size=1, bucket_cap_mb=0.5)
-    for step in range(2):
+    for step in range(9 if end == "interrupt" else 2):
+        if step == 1 and end == "interrupt":
+            os.write(ready, b".")
         if step and dist.get_rank() == 1:
             time.sleep(lag)
         optimizer.step()
+    if end == "threads":
+        # They return from C++ one after the other, also while Python is finalised.
+        store = dist.distributed_c10d._get_default_store()
+        for number in range(20):
+            asked, bound = store.clone(), timedelta(seconds=0.02 + 0.04 * number)
+            in_background(lambda asked=asked, bound=bound: asked.wait(["never"], bound))
     assert optimizer.state_dict()["gossip"]["in_flight"]
-    if destroy:
+    if end == "destroy":
         dist.destroy_process_group()
     return optimizer
 
+# It is ignored where the tests were started in the background of a shell.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 lag, *worlds = sys.argv[1:]
 # The collector would copy what is imported into every rank, for seconds.
 gc.freeze()
 ends = {}
+is_ready, ready = os.pipe()
 for world in worlds:
     topology, end, size, port = world.split(":")
     for rank in range(int(size)):
@@ -448,23 +377,32 @@ for world in worlds:
         if not child:
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": size, "MASTER_PORT": port}
             # Until the interpreter itself ends.
-            kept = main(topology, float(lag), end == "destroy")
+            kept = main(topology, float(lag), end, ready)
             sys.exit()
         ends[child] = f"{topology}, {end}, rank {rank}"
+interrupted = [child for child, where in ends.items() if "interrupt" in where]
+for child in interrupted:
+    os.read(is_ready, 1)
+# Rank 0 waits for rank 1, which sleeps.
+time.sleep(0.2)
+for child in interrupted:
+    os.kill(child, signal.SIGINT)
 for child, where in ends.items():
-    if os.waitpid(child, 0)[1]:
-        print(where)
+    status = os.waitpid(child, 0)[1]
+    if status != (signal.SIGINT if child in interrupted else 0):
+        print(where, os.waitstatus_to_exitcode(status))
 """
 
 
 def test_a_script_that_ends_with_a_round_in_flight_exits_cleanly() -> None:
-    """Rank 1 takes its last step long after the others have ended."""
+    """Rank 1 takes its last step long after the others have ended, unless it is interrupted."""
     # A pair, and a larger group: the end of each interpreter takes half a second of CPU time.
     cases = [
         f"{topology}:{end}:{size}"
         for topology, size in (("ring", 2), ("complete", 3))
         for end in ("destroy", "leave")
     ]
+    cases += ["ring:threads:2", "ring:interrupt:2"]
     stores = [launcher_store() for _ in cases]
     worlds = [f"{case}:{store.port}" for case, store in zip(cases, stores, strict=True)]
     done = subprocess.run(

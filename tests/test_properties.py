@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from scripted_ranks import Part, Spec, World, stack, table_of, table_topology
 
 from decent_optim_wrapper import Group
-from decent_optim_wrapper.wire.bucket import MIB, Layout, plan_buckets
+from decent_optim_wrapper.wire.layout import MIB, Layout
+from decent_optim_wrapper.wire.plan import plan_buckets
 
 pytestmark = pytest.mark.slow
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import cycle
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from covering import OVERLAP, VIEWS, pairwise
-from dense import mix, put, train_densely
+from dense import due_matrix, mix, put, train_densely
 from problem import (
     TINY_CAP_MB,
     MakeOptimizer,
@@ -22,6 +21,7 @@ from problem import (
     make_params,
     nesterov,
     sgd,
+    take_steps,
 )
 from ranks import run_threads
 from torch import Tensor
@@ -34,7 +34,6 @@ from decent_optim_wrapper import (
     Topology,
     TopologyFactory,
 )
-from decent_optim_wrapper.config import AverageState
 from decent_optim_wrapper.extensions.outer_optimizer import MakeOptimizer as MakeOuter
 from decent_optim_wrapper.optim import mixing_rate_from_lr
 
@@ -57,12 +56,11 @@ class Plan(NamedTuple):
     rule: Rule | None = None
     staleness: int = 1
 
-    def schedule(self, average_state: AverageState = "keep") -> Schedule:
+    def schedule(self) -> Schedule:
         return Schedule(
             gossip_every=self.gossip_every,
             mixing_rate=self.mixing_rate(0),
             global_avg_every=self.global_avg_every,
-            average_state=average_state,
             outer=self.outer,
             staleness=self.staleness,
         )
@@ -233,38 +231,11 @@ def simulate(
 
 
 def due(topology: Topology, plan: Plan, step: int) -> tuple[Tensor, str]:
-    n, done = topology.world_size, step + 1
-    if plan.global_avg_every and done % plan.global_avg_every == 0:
-        return torch.full((n, n), 1 / n, dtype=torch.float64), "average"
-    identity = torch.eye(n, dtype=torch.float64)
-    if done % plan.gossip_every:
-        return identity, "idle"
-    phase = done // plan.gossip_every - 1
-    rate = plan.mixing_rate(step)
-    return (1 - rate) * identity + rate * topology.mixing_matrix(phase), "gossip"
-
-
-def train(
-    rank: int,
-    group: dist.ProcessGroup | None,
-    topology: Topology,
-    plan: Plan,
-    make_optimizer: MakeOptimizer,
-    **options: Any,
-) -> Tensor:
-    params = make_params()
-    optimizer = wrap(make_optimizer(params), group, topology, plan, **options)
-    for step in range(STEPS):
-        advance(optimizer, params, rank, step, plan)
-    optimizer.synchronize()
-    return flatten(params)
-
-
-def outer_of(optimizer: DecentOptimWrapper) -> list[dict[str, Any]]:
-    """What a checkpoint holds of the outer optimizer."""
-    saved = optimizer.state_dict()["gossip"]["extensions"]["outer_optimizer"]
-    rows: list[dict[str, Any]] = saved["params"]
-    return rows
+    every, rate = (plan.gossip_every, plan.global_avg_every), plan.mixing_rate(step)
+    matrix = due_matrix(topology, *every, rate, step)
+    if plan.global_avg_every and (step + 1) % plan.global_avg_every == 0:
+        return matrix, "average"
+    return matrix, "idle" if (step + 1) % plan.gossip_every else "gossip"
 
 
 def wrap(
@@ -272,7 +243,6 @@ def wrap(
     group: dist.ProcessGroup | None,
     topology: Topology | str,
     plan: Plan,
-    average_state: AverageState = "keep",
     **options: Any,
 ) -> DecentOptimWrapper:
     return DecentOptimWrapper(
@@ -280,7 +250,7 @@ def wrap(
         topology=topology,
         bucket_cap_mb=TINY_CAP_MB,
         process_group=group,
-        schedule=plan.schedule(average_state),
+        schedule=plan.schedule(),
         **options,
     )
 
@@ -295,120 +265,44 @@ def advance(
     optimizer.step()
 
 
-def check(
-    topology: Topology,
-    plan: Plan,
-    overlap: bool,
-    make_optimizer: MakeOptimizer = sgd,
-    **options: Any,
-) -> None:
-    rows = run_threads(
-        topology.world_size,
-        lambda rank, group: train(
-            rank, group, topology, plan, make_optimizer, overlap=overlap, **options
-        ),
-    )
-    expected = simulate(topology, plan, overlap, make_optimizer)
-    torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-11, atol=1e-11)
-    plain = simulate(topology, PLAIN, overlap, make_optimizer)
-    assert (plain - expected).abs().max() > 1e-4, "the schedule made no difference"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plan", "name", "overlap"),
-    pairwise(PLANS, {"ring": "ring", "one-peer-exp": "one-peer-exp"}, OVERLAP),
+    ("plan", "topology", "make_optimizer", "overlap", "views"),
+    pairwise(
+        PLANS | LATE,
+        {"ring": ("ring", 4), "greedy": ("greedy", 5)},
+        {"sgd": sgd, "adamw in one call": adamw_in_one_call},
+        OVERLAP,
+        VIEWS,
+    ),
 )
-def test_follows_the_oracle(plan: Plan, name: str, overlap: bool) -> None:
-    check(create(name, 4), plan, overlap)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("plan", "name"), pairwise(LATE, {"ring": "ring", "complete": "complete"}))
-def test_late_rounds_follow_the_oracle(plan: Plan, name: str) -> None:
-    check(create(name, 4), plan, True)
-
-
-def by_turns(plans: dict[str, Plan]) -> list[Any]:
-    """Every plan once, by turns with parameters that are views."""
-    return [
-        pytest.param(plan, views, id=f"{name}-{layout}")
-        for (name, plan), (layout, views) in zip(plans.items(), cycle(VIEWS.items()))
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("plan", "views"), by_turns({**PLANS, **LATE}))
-def test_follows_the_oracle_with_whole_updates(plan: Plan, views: bool) -> None:
-    check(create("greedy", 5), plan, True, adamw_in_one_call, param_as_bucket_view=views)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("plan", "views"), by_turns({"SlowMo": SLOWMO, **LATE}))
-def test_follows_the_oracle_with_split_updates_of_another_base(plan: Plan, views: bool) -> None:
-    check(create("greedy", 5), plan, True, adamw, param_as_bucket_view=views)
-
-
-def resume_in_new_objects(
-    params: list[Tensor],
-    optimizer: DecentOptimWrapper,
-    group: dist.ProcessGroup,
+def test_follows_the_oracle(
     plan: Plan,
-    **options: Any,
-) -> tuple[list[Tensor], DecentOptimWrapper]:
-    """New parameters and a new wrapper, from what a checkpoint would hold now."""
-    values, state = [param.detach().clone() for param in params], optimizer.state_dict()
-    params = make_params(seed=9)
-    optimizer = wrap(sgd(params), group, "ring", plan, **options)
-    optimizer.load_state_dict(state)
-    with torch.no_grad():
-        for param, value in zip(params, values, strict=True):
-            param.copy_(value)
-    return params, optimizer
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("plan", "views"), by_turns({**PLANS, **LATE}))
-def test_resuming_and_evaluating_change_no_bit(plan: Plan, views: bool) -> None:
-    options: dict[str, Any] = {"param_as_bucket_view": views}
+    topology: tuple[str, int],
+    make_optimizer: MakeOptimizer,
+    overlap: bool,
+    views: bool,
+) -> None:
+    overlap, mixed = overlap or plan.staleness > 1, create(*topology)
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params()
-        optimizer = wrap(sgd(params), group, "ring", plan, **options)
+        options = {"overlap": overlap, "param_as_bucket_view": views}
+        optimizer = wrap(make_optimizer(params), group, mixed, plan, **options)
         for step in range(STEPS):
-            # In different states of the schedules, after an evaluation and not, and once after a
-            # resume.
-            if step in (3, 5, 8):
-                params, optimizer = resume_in_new_objects(params, optimizer, group, plan, **options)
             advance(optimizer, params, rank, step, plan)
-            if step in (2, 7):
-                continue
-            own = flatten(params)
-            with optimizer.averaged():
-                assert not torch.equal(flatten(params), own) or plan.lr(step) == 0
-            assert torch.equal(flatten(params), own)
         optimizer.synchronize()
         return flatten(params)
 
-    ring = create("ring", 4)
-    plain = run_threads(
-        4, lambda rank, group: train(rank, group, ring, plan, sgd, overlap=True, **options)
-    )
-    assert all(map(torch.equal, plain, run_threads(4, main)))
-    assert not torch.equal(plain[0], plain[1])
-
-
-def test_a_rank_alone_takes_its_outer_steps() -> None:
-    alone = TopologyFactory.create("complete", 1)
-    for plan in (SLOWMO, NESTEROV):
-        row = train(0, None, alone, plan, sgd)
-        expected = simulate(alone, plan, True, sgd)[0]
-        torch.testing.assert_close(row, expected, rtol=1e-12, atol=1e-12)
-        assert not torch.allclose(row, train(0, None, alone, Plan(), sgd))
+    rows = run_threads(mixed.world_size, main)
+    expected = simulate(mixed, plan, overlap, make_optimizer)
+    torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-11, atol=1e-11)
+    plain = simulate(mixed, PLAIN, overlap, make_optimizer)
+    assert (plain - expected).abs().max() > 1e-4, "the schedule made no difference"
 
 
 def test_an_average_that_is_kept_is_where_the_next_outer_step_starts() -> None:
-    plan = Plan(gossip_every=2, outer=partial(SGD, lr=1.0))
+    plan = Plan(gossip_every=2, outer=partial(SGD, lr=0.5))
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params()
@@ -423,7 +317,6 @@ def test_an_average_that_is_kept_is_where_the_next_outer_step_starts() -> None:
         for _ in range(4):
             optimizer.step()
         optimizer.synchronize()
-        assert outer_of(optimizer)[0]["anchor"].shape == params[0].shape
         return flatten(params)
 
     # Were the anchors still those of before, the ranks would be pulled apart again.
@@ -432,8 +325,7 @@ def test_an_average_that_is_kept_is_where_the_next_outer_step_starts() -> None:
         torch.testing.assert_close(row, expected)
 
 
-@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
-def test_a_state_without_an_outer_optimizer_can_be_synchronised_at_once(views: bool) -> None:
+def test_a_state_without_an_outer_optimizer_can_be_synchronised_at_once() -> None:
     plan = Plan(outer=nesterov(0.5, 1.0))
 
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -442,9 +334,7 @@ def test_a_state_without_an_outer_optimizer_can_be_synchronised_at_once(views: b
         for step in range(2):
             advance(plain, params, rank, step, Plan())
         fresh = [param.detach().clone().requires_grad_() for param in params]
-        optimizer = wrap(
-            sgd(fresh), group, "ring", plan, param_as_bucket_view=views, sync_at_start=False
-        )
+        optimizer = wrap(sgd(fresh), group, "ring", plan, sync_at_start=False)
         optimizer.load_state_dict(plain.state_dict())
         before = flatten(fresh)
         plain.synchronize()
@@ -557,33 +447,6 @@ def test_the_rate_can_be_set_and_is_checked() -> None:
         optimizer.mixing_rate = 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["keep", "average"])
-@pytest.mark.parametrize("plan", [SLOWMO, NESTEROV], ids=["slow", "nesterov"])
-def test_a_run_saved_on_an_average_continues_as_if_it_had_stepped_there(
-    plan: Plan, policy: AverageState
-) -> None:
-    def main(rank: int, group: dist.ProcessGroup, resumes: bool) -> Tensor:
-        params = make_params()
-        optimizer = wrap(sgd(params), group, "ring", plan, average_state=policy)
-        for step in range(5):
-            advance(optimizer, params, rank, step, plan)
-        optimizer.global_avg()
-        if resumes:
-            params, optimizer = resume_in_new_objects(
-                params, optimizer, group, plan, average_state=policy
-            )
-        for step in range(5, 10):
-            advance(optimizer, params, rank, step, plan)
-        optimizer.synchronize()
-        return flatten(params)
-
-    stepped = run_threads(4, partial(main, resumes=False))
-    resumed = run_threads(4, partial(main, resumes=True))
-    assert all(map(torch.equal, stepped, resumed))
-    assert not torch.equal(stepped[0], stepped[1])
-
-
 def test_what_is_not_finite_heals_under_outer_momentum_too() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> list[bool]:
         params = make_params()
@@ -613,9 +476,7 @@ def test_an_exact_average_of_two_ranks_is_not_rounded() -> None:
         params = make_params()
         plan = Plan(global_avg_every=3)
         optimizer = wrap(sgd(params), group, "complete", plan, comm_dtype=torch.bfloat16)
-        for step in range(3):
-            backward(params, rank, step)
-            optimizer.step()
+        take_steps(optimizer, params, rank, range(3))
         before = flatten(params)
         optimizer.synchronize()
         assert not torch.equal(flatten(params), before)
@@ -623,48 +484,3 @@ def test_an_exact_average_of_two_ranks_is_not_rounded() -> None:
 
     one, other = run_threads(2, main)
     assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("name", ["Nesterov in every round", "Adagrad"])
-def test_parameters_that_are_added_or_unfrozen_get_outer_steps_and_resume(name: str) -> None:
-    plan = OUTER[name]
-
-    def start(group: dist.ProcessGroup, seed: int, late: bool) -> Any:
-        params, more = make_params(seed), make_params(seed + 100)
-        params[0].requires_grad_(late)
-        base = SGD([{"params": params}, *([{"params": more}] if late else [])], lr=0.05)
-        return [*params, *more], wrap(base, group, "ring", plan, sync_at_start=False)
-
-    def main(rank: int, group: dist.ProcessGroup, stop: int | None) -> Tensor:
-        params, optimizer = start(group, 0, late=False)
-        for step in range(10):
-            if step == 3:
-                optimizer.add_param_group({"params": params[5:]})
-                params[0].requires_grad_(True)
-                optimizer.rebuild_buckets()
-            if step == stop:
-                values, state = [p.detach().clone() for p in params], optimizer.state_dict()
-                params, optimizer = start(group, 1, late=True)
-                optimizer.load_state_dict(state)
-                with torch.no_grad():
-                    for param, value in zip(params, values, strict=True):
-                        param.copy_(value)
-            backward([p for p in params if p.requires_grad], rank, step)
-            optimizer.step()
-        optimizer.synchronize()
-        rows = outer_of(optimizer)
-        assert all(row["started"] and row["stepped"] for row in rows)
-        assert len(rows) == len(params)
-        return flatten(params)
-
-    whole = run_threads(2, partial(main, stop=None))
-    for stop in (4, 7):
-        resumed = run_threads(2, partial(main, stop=stop))
-        assert all(map(torch.equal, whole, resumed))
-    assert (whole[0] - flatten([*make_params(0), *make_params(100)])).abs().min() > 0
-
-
-def test_an_outer_state_that_nobody_wants_is_dropped_with_a_warning() -> None:
-    saved = wrap(sgd(make_params()), None, "complete", NESTEROV).state_dict()
-    with pytest.warns(UserWarning, match="the state of outer_optimizer is dropped"):
-        DecentOptimWrapper(sgd(make_params())).load_state_dict(saved)

@@ -34,7 +34,8 @@ FEATURES = {
 # Objects of torch and of frameworks, which are changed by assignment.
 FOREIGN_ATTRIBUTES = {
     *("grad", "data", "training", "momentum", "param_groups", "state", "defaults", "__class__"),
-    *("_opt_called", "found_inf", "grad_scale", "_timeout", "rootRank", "reduceOp", "atexit"),
+    *("_opt_called", "found_inf", "grad_scale", "_timeout", "lazy_init", "rootRank", "reduceOp"),
+    "atexit",
     *("prepare_model", "prepare_optimizer", "save_state", "models", "is_background"),
     "average_tokens_across_devices",
     # The public property of the wrapper.

@@ -10,48 +10,20 @@ import pytest
 from ranks import run_script
 from soak import Fleet, Footprint, Job, Pace, Progress, check_ends
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SOAK = Path(__file__).parents[1] / "examples" / "benchmark" / "soak.py"
 
 
+# In turn: the seed of the day says which.
+KINDS = (("--codes", "int8", "--tracking"), ("--auto", "--jitter", "0.06", "--slow", "0.06"))
+
+
 @pytest.mark.soak
-@pytest.mark.timeout(300)
-def test_a_minute_of_faults_is_survived_by_all_ranks(tmp_path: Path) -> None:
+def test_faults_are_survived_by_all_ranks(tmp_path: Path) -> None:
+    seed = os.environ["SOAK_SEED"]
     # Steps that mostly wait leave the cores to the tests on the other workers.
-    command = ("--minutes", "1", "--step", "0.03", "--seed", os.environ["SOAK_SEED"])
-    report = run_script(SOAK, *command, cwd=tmp_path, seconds=280)
-    print(*command, report, sep="\n")
-    assert "0 ranks for good" in report
-    assert "faults: none" not in report
-    assert "| 3 |" in report
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(300)
-def test_a_slow_rank_is_no_reason_to_recover(tmp_path: Path) -> None:
-    command = ("--quiet-rounds", "24", "--slow", "0.2", "--timeout", "20")
-    report = run_script(SOAK, *command, cwd=tmp_path, seconds=280)
-    assert "recoveries: 0," in report
-    assert "faults: none" in report
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(300)
-def test_faults_are_survived_by_ranks_that_never_wait(tmp_path: Path) -> None:
-    options = ("--auto", "--step", "0.03", "--jitter", "0.03", "--slow", "0.03")
-    command = ("--minutes", "0.7", *options, "--seed", os.environ["SOAK_SEED"])
-    report = run_script(SOAK, *command, cwd=tmp_path, seconds=280)
-    print(*command, report, sep="\n")
-    assert "0 ranks for good" in report
-    assert "faults: none" not in report
-    assert "| 3 |" in report
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(300)
-def test_codes_and_tracking_survive_faults(tmp_path: Path) -> None:
-    options = ("--codes", "int8", "--tracking", "--step", "0.03")
-    command = ("--minutes", "0.5", *options, "--seed", os.environ["SOAK_SEED"])
+    command = ("--minutes", "0.2", "--timeout", "3", "--step", "0.06", *KINDS[int(seed) % 2])
+    command = (*command, "--seed", seed)
     report = run_script(SOAK, *command, cwd=tmp_path, seconds=280)
     print(*command, report, sep="\n")
     assert "0 ranks for good" in report
@@ -95,7 +67,6 @@ def test_what_counts_as_a_success_can_fail(change: dict[str, Any], text: str) ->
         check_ends({0: end, 1: end._replace(**change)}, 2)
 
 
-@pytest.mark.timeout(120)
 def test_ranks_that_hang_are_a_failure_that_shows_their_stacks() -> None:
     job = Job(
         world_size=3,
@@ -110,8 +81,8 @@ def test_ranks_that_hang_are_a_failure_that_shows_their_stacks() -> None:
     try:
         fleet.reach(5)
         fleet.delay(1, 1000)
-        with pytest.raises(TimeoutError, match="no rank has got further for 4 s"):
-            fleet.end(patience=4)
+        with pytest.raises(TimeoutError, match="no rank has got further for 2 s"):
+            fleet.end(patience=2)
         stacks = fleet.stacks()
     finally:
         fleet.close()

@@ -9,8 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import OVERLAP, pairwise
-from dense import put, rows_of
-from problem import MODES, TINY_CAP_MB, adamw, backward, flatten, in_one_call, make_params, sgd
+from dense import due_matrix, mix, rows_of, train_regression
+from problem import (
+    MODES,
+    TINY_CAP_MB,
+    adamw,
+    backward,
+    flatten,
+    in_one_call,
+    make_params,
+    sgd,
+    take_steps,
+)
 from ranks import run_threads
 from torch import Tensor
 from torch.optim import Optimizer
@@ -43,34 +53,16 @@ def simulate(
 ) -> tuple[Tensor, Tensor]:
     worlds = [make_params() for _ in range(4)]
     bases = [adamw(params) for params in worlds]
-    launched: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
-    def spaces() -> list[list[list[Tensor]]]:
-        pairs = [*zip(bases, worlds, strict=True)]
-        return [worlds, *([state_of(*pair, name) for pair in pairs] for name in names)]
+    def entries(name: str) -> list[list[Tensor]]:
+        return [state_of(*pair, name) for pair in zip(bases, worlds, strict=True)]
 
     def land(step: int) -> None:
-        if step in launched:
-            matrix, starts = launched.pop(step)
-            for space, start in zip(spaces(), starts, strict=True):
-                put(space, rows_of(space) + matrix @ start - start)
+        for space in (worlds, *map(entries, names)):
+            mix(space, due_matrix(topology, every, None, 1.0, step))
 
-    for step in range(STEPS):
-        for rank in range(4):
-            backward(worlds[rank], rank, step)
-        if overlap:
-            land(step)
-        for base in bases:
-            base.step()
-        if (step + 1) % every == 0:
-            matrix = topology.mixing_matrix((step + 1) // every - 1)
-            launched[step + overlap] = matrix, [rows_of(s) for s in spaces()]
-        if not overlap:
-            land(step)
-    for step in sorted(launched):
-        land(step)
-    pairs = zip(bases, worlds, strict=True)
-    return rows_of(worlds), rows_of([state_of(*pair, "exp_avg_sq") for pair in pairs])
+    rows = train_regression(worlds, bases, STEPS, overlap, land)
+    return rows, rows_of(entries("exp_avg_sq"))
 
 
 @pytest.mark.parametrize(
@@ -89,9 +81,7 @@ def test_momenta_follow_the_oracle(
             overlap=overlap,
             schedule=Schedule(average_state=NAMES, **schedule),
         )
-        for step in range(STEPS):
-            backward(params, rank, step)
-            optimizer.step()
+        take_steps(optimizer, params, rank, range(STEPS))
         optimizer.synchronize()
         return flatten(params), flatten(state_of(base, params, "exp_avg_sq"))
 
@@ -145,10 +135,20 @@ def test_entries_that_the_base_does_not_have_are_refused() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("late", [{"gossip_every": 2, "staleness": 2}, {"gossip_every": "auto"}])
-def test_late_rounds_are_refused(late: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="second moments"):
-        Schedule(average_state=NAMES, **late)
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"average_state": NAMES, "gossip_every": 2, "staleness": 2}, ValueError, "second moments"),
+        ({"average_state": NAMES, "gossip_every": "auto"}, ValueError, "second moments"),
+        ({"average_state": ()}, TypeError, "average_state"),
+        ({"average_state": (1,)}, TypeError, "average_state"),
+    ],
+)
+def test_late_rounds_and_what_are_no_names_are_refused(
+    options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        Schedule(**options)
 
 
 def test_a_rank_that_is_left_out_takes_only_entries_that_the_others_have() -> None:
@@ -173,12 +173,6 @@ def test_a_rank_that_is_left_out_takes_only_entries_that_the_others_have() -> No
     assert torch.tensor(rows[0][1]).isfinite().all()
     # Mixed again once both have it.
     torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("names", [(), (1,)])
-def test_names_are_checked(names: Any) -> None:
-    with pytest.raises(TypeError, match="average_state"):
-        Schedule(average_state=names)
 
 
 class ScheduleFree(torch.optim.Optimizer):

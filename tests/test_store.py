@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -17,21 +18,35 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from problem import TINY_CAP_MB, backward, make_params, sgd
+from problem import make_params, sgd
 from ranks import PROCESSES, start_process
-from restartable_processes import STEP, RestartableProcesses, StoreProcess
-from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from restartable_processes import (
+    STALE_AFTER,
+    Failure,
+    Life,
+    RestartableProcesses,
+    StoreProcess,
+    TrainingProcesses,
+    agree,
+    connect,
+    train,
+    train_or_tell,
+    wrap_elastic,
+)
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed import DistError
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
 from decent_optim_wrapper.comm.process_groups import new_communicator
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.waiting import within
+from decent_optim_wrapper.elastic.epoch import FIRST_NOTE, Epoch, Note
+from decent_optim_wrapper.elastic.rendezvous import Rendezvous, key_prefix
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 PATIENCE = 1.5
-PATIENCE_AT_START = 4.0
+PATIENCE_AT_START = 2.5
 # What the promise adds to the timeout, and what two busy cores may.
 SLACK = 2.0 + 8.0
 
@@ -76,16 +91,15 @@ def wait_for_an_answer(pipe: Connection) -> None:
     within(1.0, ask)
 
 
-@pytest.mark.timeout(60)
 def test_a_process_that_was_stopped_has_not_waited_meanwhile() -> None:
     ours, theirs = PROCESSES.Pipe()
     worker = start_process(wait_for_an_answer, theirs)
     assert ours.recv() == "asked"
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGSTOP)
-    time.sleep(2)
+    time.sleep(1.5)
     os.kill(worker.pid, signal.SIGCONT)
-    time.sleep(0.2)
+    time.sleep(0.5)
     ours.send("answer")
     worker.join(20)
     assert worker.exitcode == 0
@@ -103,137 +117,6 @@ def test_calls_of_a_bounded_store_are_those_of_the_store() -> None:
     assert plain.get("part/a") == b"1"
 
 
-@pytest.mark.timeout(60)
-def test_a_call_to_a_stopped_store_ends_and_the_next_one_gets_its_own_answer() -> None:
-    with StoreProcess() as server:
-        store = BoundedStore(server.connect(), timedelta(seconds=PATIENCE))
-        store.set("old", "old")
-        store.set("new", "new")
-        server.signal(signal.SIGSTOP)
-        for call in (lambda: store.get("old"), lambda: store.check(["old"])):
-            start = time.monotonic()
-            with pytest.raises(DistError, match="no answer for"):
-                call()
-            assert time.monotonic() - start < PATIENCE + SLACK
-        server.signal(signal.SIGCONT)
-        assert store.get("new") == "new"
-        assert store.get("old") == "old"
-
-
-@pytest.mark.timeout(60)
-def test_calls_to_a_store_whose_server_has_ended_end_at_once_and_write_no_stack(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    timeout = timedelta(seconds=30)
-    with StoreProcess() as server:
-        own = server.connect()
-        stores = [BoundedStore(own, timeout), BoundedStore(PrefixStore("part", own), timeout)]
-        for store in stores:
-            store.set("key", "value")
-            assert store.get("key") == "value"
-        # One that connects only when the server has ended.
-        stores.append(BoundedStore(own, timeout))
-        server.kill()
-        for store in stores:
-            for call in (partial(store.check, ["key"]), partial(store.set, "key", ""), store.clone):
-                start = time.monotonic()
-                with pytest.raises(DistError, match="its server has ended"):
-                    call()
-                assert time.monotonic() - start < SLACK
-    assert "frame #" not in capfd.readouterr().err
-
-
-def train(
-    rank: int,
-    world_size: int,
-    store: Any,
-    report: Callable[[str, Any], None],
-    port: int,
-    end: str,
-) -> tuple[float, str]:
-    """Train over a store of its own until that fails."""
-    own = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    params = make_params(seed=rank)
-    arguments: dict[str, Any] = {"elastic": Elastic(store=own)}
-    if end == "raise":
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size)
-        arguments = {}
-    optimizer = DecentOptimWrapper(
-        *(sgd(params), rank, world_size, None, "complete", TINY_CAP_MB),
-        timeout=PATIENCE,
-        **arguments,
-    )
-    while True:
-        backward(params, rank, optimizer.round)
-        start = time.monotonic()
-        try:
-            optimizer.step()
-        except PeerError as error:
-            report("result", (time.monotonic() - start, str(error)))
-            # What hangs on the store must not hang this process, either.
-            os._exit(0)
-        if optimizer.round % 10 == 0:
-            report(f"round {optimizer.round}", optimizer.members)
-        time.sleep(STEP)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
-@pytest.mark.parametrize("end", ["continue", "raise"])
-def test_every_survivor_raises_in_time_when_the_store_is_stopped(
-    end: str, fault: signal.Signals
-) -> None:
-    with StoreProcess() as server, RestartableProcesses(4, train, server.port, end) as processes:
-        for rank in range(4):
-            processes.wait_for(rank, "round 10")
-        server.signal(signal.SIGSTOP)
-        processes.signal(2, fault)
-        for rank in (0, 1, 3):
-            seconds, text = processes.wait_for(rank, "result", 40)
-            assert seconds < PATIENCE + SLACK
-            expected = "the store in which the ranks agree does not answer"
-            assert (expected if end == "continue" else f"rank {rank}: lost") in text
-
-
-def freeze_and_go_on(
-    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], port: int
-) -> tuple[int, ...]:
-    own = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    params = make_params(seed=rank)
-    optimizer = DecentOptimWrapper(
-        *(sgd(params), rank, world_size, None, "complete", TINY_CAP_MB),
-        timeout=8,
-        elastic=Elastic(store=own),
-    )
-    while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
-        backward(params, rank, optimizer.round)
-        optimizer.step()
-        if optimizer.round % 10 == 0:
-            report(f"round {optimizer.round}", optimizer.members)
-        time.sleep(STEP)
-    optimizer.synchronize()
-    return optimizer.members
-
-
-@pytest.mark.timeout(60)
-def test_nobody_is_taken_for_dead_because_the_store_stood_still() -> None:
-    with (
-        StoreProcess() as server,
-        RestartableProcesses(4, freeze_and_go_on, server.port) as processes,
-    ):
-        for rank in range(4):
-            processes.wait_for(rank, "round 10")
-        server.signal(signal.SIGSTOP)
-        processes.kill(2)
-        # Longer than a rank may be silent, and not as long as the timeout.
-        time.sleep(4)
-        server.signal(signal.SIGCONT)
-        for rank in (0, 1, 3):
-            processes.wait_for_members(rank, (0, 1, 3))
-        processes.finish()
-        assert [processes.wait_for(rank, "result") for rank in (0, 1, 3)] == [(0, 1, 3)] * 3
-
-
 @contextmanager
 def stopped(server: StoreProcess) -> Iterator[None]:
     server.signal(signal.SIGSTOP)
@@ -243,51 +126,228 @@ def stopped(server: StoreProcess) -> Iterator[None]:
         server.signal(signal.SIGCONT)
 
 
-@pytest.mark.timeout(60)
-def test_the_constructor_does_not_wait_for_ever_for_a_stopped_store() -> None:
+def test_a_stopped_store_is_not_waited_for_for_ever_and_answers_later_calls() -> None:
+    patience = timedelta(seconds=PATIENCE)
+    like = dist.ProcessGroupGloo(HashStore(), 0, 1, patience)
+    with StoreProcess() as server:
+        own, other, late = (server.connect() for _ in range(3))
+        store = BoundedStore(own, patience)
+        store.set("old", "old")
+        store.set("new", "new")
+        # It takes longest: it also waits for a name server that is slow.
+        with stopped(server), ThreadPoolExecutor() as pool:
+            built = pool.submit(wrap_elastic, make_params(), 0, 2, late, [], timeout=PATIENCE)
+            for call in (lambda: store.get("old"), lambda: store.check(["old"])):
+                start = time.monotonic()
+                with pytest.raises(DistError, match="no answer for"):
+                    call()
+                assert time.monotonic() - start < PATIENCE + SLACK
+            with pytest.raises(TimeoutError):
+                new_communicator(like, other, 0, 2, patience)
+            with pytest.raises(PeerError, match=r"store .* does not answer"):
+                built.result()
+        assert store.get("new") == "new"
+        assert store.get("old") == "old"
+
+
+def test_calls_to_a_store_whose_server_has_ended_end_at_once_and_write_no_stack(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    timeout = timedelta(seconds=30)
     with StoreProcess() as server:
         own = server.connect()
-        with stopped(server), pytest.raises(PeerError, match=r"store .* does not answer"):
-            DecentOptimWrapper(
-                *(sgd(make_params()), 0, 2),
-                timeout=PATIENCE,
-                elastic=Elastic(store=own),
-            )
+        bounded = [BoundedStore(own, timeout), BoundedStore(PrefixStore("part", own), timeout)]
+        for store in bounded:
+            store.set("key", "value")
+            assert store.get("key") == "value"
+        # One that connects only when the server has ended.
+        bounded.append(BoundedStore(own, timeout))
+        server.kill()
+        for store in bounded:
+            for call in (partial(store.check, ["key"]), partial(store.set, "key", ""), store.clone):
+                start = time.monotonic()
+                with pytest.raises(DistError, match="its server has ended"):
+                    call()
+                assert time.monotonic() - start < SLACK
+    assert "frame #" not in capfd.readouterr().err
+
+
+def train_over(
+    rank: int,
+    world_size: int,
+    store: Any,
+    report: Callable[[str, Any], None],
+    port: int,
+    elastic: bool,
+    patience: float,
+) -> Life | Failure:
+    """Train over a store of its own until that fails, also as the store of a process group."""
+    options: dict[str, Any] = {"topology": "complete", "timeout": PATIENCE, "port": port}
+    if not elastic:
+        own = connect(port)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size)
+        options["elastic"] = None
+    return train_or_tell(rank, world_size, store, report, patience, **options)
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped", "killed with its store"])
+@pytest.mark.parametrize("elastic", [True, False])
+def test_every_survivor_raises_in_time_when_the_store_is_lost(elastic: bool, fault: str) -> None:
+    ends = fault == "killed with its store"
+    patience = SLACK if ends else 0.0
+    with (
+        StoreProcess() as server,
+        RestartableProcesses(4, train_over, server.port, elastic, patience) as processes,
+    ):
+        processes.all_reach("round 3")
+        if ends:
+            server.kill()
+        else:
+            server.signal(signal.SIGSTOP)
+        processes.signal(2, signal.SIGSTOP if fault == "stopped" else signal.SIGKILL)
+        for rank in (0, 1, 3):
+            lost: Failure = processes.wait_for(rank, "result", 40)
+            assert lost.seconds < PATIENCE + SLACK
+            if elastic:
+                answer = f"rank {rank}: the store in which the ranks agree does not answer"
+                assert answer in lost.text
+                assert "a process that outlives the ranks" in lost.text
+            else:
+                assert f"rank {rank}: lost" in lost.text
+                assert "restart from a checkpoint" in lost.text
+            assert "frame #" not in lost.stderr
+            if ends:
+                # Otherwise they would go on trying to reach the store.
+                assert lost.threads_ended
+                assert processes.join(rank, 30) == 0
+
+
+def test_nobody_is_taken_for_dead_because_the_store_stood_still() -> None:
+    options: dict[str, Any] = {"topology": "complete", "timeout": 8}
+    with (
+        StoreProcess() as server,
+        TrainingProcesses(4, train, server.port, **options) as processes,
+    ):
+        processes.all_reach("round 3")
+        with stopped(server):
+            processes.kill(2)
+            # Longer than a rank may be silent, and not as long as the timeout.
+            time.sleep(2 * STALE_AFTER)
+        for rank in (0, 1, 3):
+            processes.wait_for_members(rank, (0, 1, 3))
+        processes.finish()
+        lives = processes.results(0, 1, 3)
+    agree(lives)
+    assert lives[0].members == (0, 1, 3)
 
 
 def build_on_a_slow_store(
     rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], port: int
 ) -> tuple[int, ...]:
-    own = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    own = connect(port)
     report("connected", None)
     store.wait(["build"])
     optimizer = DecentOptimWrapper(
-        *(sgd(make_params()), rank, world_size, None, "complete", TINY_CAP_MB),
+        *(sgd(make_params()), rank, world_size),
         timeout=PATIENCE_AT_START,
         elastic=Elastic(store=own),
     )
     return optimizer.members
 
 
-@pytest.mark.timeout(60)
 def test_a_connection_may_take_longer_than_the_timeout_at_the_start() -> None:
     """As where a name server does not answer torch, which asks for a name at each connection."""
     with (
         StoreProcess() as server,
         RestartableProcesses(2, build_on_a_slow_store, server.port) as processes,
     ):
-        for rank in range(2):
-            processes.wait_for(rank, "connected")
+        processes.all_reach("connected")
         with stopped(server):
             processes.put("build")
-            time.sleep(PATIENCE_AT_START + 2)
-        assert [processes.wait_for(rank, "result") for rank in range(2)] == [(0, 1)] * 2
+            time.sleep(PATIENCE_AT_START + 1)
+        assert processes.results() == [(0, 1)] * 2
 
 
-@pytest.mark.timeout(60)
-def test_communicators_are_not_waited_for_for_ever_when_the_store_is_stopped() -> None:
-    like = dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=PATIENCE))
-    with StoreProcess() as server:
-        own = server.connect()
-        with stopped(server), pytest.raises(TimeoutError):
-            new_communicator(like, own, 0, 2, timedelta(seconds=PATIENCE))
+def rendezvous_of(store: Any, rank: int, size: int, timeout: float) -> Rendezvous:
+    """As in a process of its own."""
+    Rendezvous.built = 0
+    return Rendezvous(store, rank, size, timedelta(seconds=timeout), stale_after=STALE_AFTER)
+
+
+@contextmanager
+def rendezvous(store: Any, size: int, timeout: float) -> Iterator[list[Rendezvous]]:
+    """One for each rank, until they leave."""
+    made = [rendezvous_of(store, rank, size, timeout) for rank in range(size)]
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.leave()
+
+
+def gather(ranks: list[Rendezvous], note: Note) -> list[Epoch | PeerError]:
+    """The epochs that the ranks enter at once, or their errors."""
+
+    def enter(rank: Rendezvous) -> Epoch | PeerError:
+        try:
+            return rank.gather(note)
+        except PeerError as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(enter, ranks))
+
+
+def members(epochs: list[Epoch | PeerError]) -> list[tuple[int, ...]]:
+    assert all(isinstance(each, Epoch) for each in epochs), epochs
+    return [each.members for each in epochs if isinstance(each, Epoch)]
+
+
+HAS_STATE = Note(round=5, needs_state=False)
+
+
+def test_half_of_the_last_members_go_on_one_loss_after_the_other() -> None:
+    with rendezvous(HashStore(), 5, timeout=30.0) as ranks:
+        assert members(gather(ranks, FIRST_NOTE)) == [tuple(range(5))] * 5
+        for left in (3, 2, 1):
+            for lost in ranks[left:]:
+                lost.leave()
+            assert members(gather(ranks[:left], HAS_STATE)) == [tuple(range(left))] * left
+
+
+def test_fewer_than_half_of_the_last_members_raise_whatever_the_store_says() -> None:
+    with rendezvous(HashStore(), 3, timeout=6.0) as ranks:
+        assert members(gather(ranks, FIRST_NOTE)) == [(0, 1, 2)] * 3
+        for lost in ranks[:2]:
+            lost.leave()
+        (error,) = gather(ranks[2:], HAS_STATE)
+        assert isinstance(error, PeerError)
+        text = (
+            "rank 2: waited 0:00:06 for at least half of the last members [0, 1, 2], of which only"
+        )
+        assert f"{text} [2] came" in str(error)
+
+
+def test_a_survivor_waits_for_restarted_ranks_to_make_up_half() -> None:
+    store = HashStore()
+    with rendezvous(store, 3, timeout=30.0) as ranks:
+        assert members(gather(ranks, FIRST_NOTE)) == [(0, 1, 2)] * 3
+        for lost in ranks[1:]:
+            lost.leave()
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(gather, ranks[:1], HAS_STATE)
+            time.sleep(2 * STALE_AFTER)
+            assert not waiting.done()
+            ranks[2] = rendezvous_of(store, 2, 3, timeout=30.0)
+            assert members(gather(ranks[2:], FIRST_NOTE)) == [(0, 2)]
+            assert members(waiting.result()) == [(0, 2)]
+
+
+def test_nobody_goes_on_over_a_store_that_has_lost_the_last_members() -> None:
+    """As one that was started again in the place of another, which the other side may still use."""
+    store = HashStore()
+    with rendezvous(store, 2, timeout=10.0) as ranks:
+        assert members(gather(ranks, FIRST_NOTE)) == [(0, 1)] * 2
+        store.delete_key(f"{key_prefix(0)}/1/members")
+        for error in gather(ranks, HAS_STATE):
+            assert "the store no longer knows that [0, 1] were the last members" in str(error)

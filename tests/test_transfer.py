@@ -7,14 +7,25 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
+import problem
 import pytest
 import torch
 import torch.distributed as dist
 from covering import VIEWS, named, pairwise
-from problem import MODES, TINY_CAP_MB, backward, deviations, flatten, in_one_call, make_params, sgd
+from problem import (
+    TINY_CAP_MB,
+    backward,
+    deviations,
+    flatten,
+    in_one_call,
+    make_params,
+    sgd,
+    take_steps,
+)
 from ranks import run_processes, run_threads
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
@@ -26,16 +37,14 @@ from decent_optim_wrapper.comm import connections
 from decent_optim_wrapper.comm.process_groups import new_communicator
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
-from decent_optim_wrapper.wire.bucket import Layout, plan_buckets
+from decent_optim_wrapper.wire.layout import Layout
+from decent_optim_wrapper.wire.plan import plan_buckets
 
 STEPS = 5
 BYTES = sum(param.nbytes for param in make_params())
 
 
-def wrap(params: list[Tensor], group: dist.ProcessGroup | None = None, **kw: Any) -> Any:
-    kw.setdefault("bucket_cap_mb", TINY_CAP_MB)
-    kw.setdefault("topology", "ring")
-    return DecentOptimWrapper(kw.pop("base", None) or sgd(params), process_group=group, **kw)
+wrap = partial(problem.wrap, topology="ring")
 
 
 def train(
@@ -46,18 +55,18 @@ def train(
 ) -> Tensor:
     params = make_params(dtype=torch.float32)
     optimizer = wrap(params, group, base=make_base(params), **options)
-    for step in range(STEPS):
-        backward(params, rank, step)
-        optimizer.step()
+    take_steps(optimizer, params, rank, range(STEPS))
     optimizer.synchronize()
     return flatten(params)
 
 
-VARIANTS: list[dict[str, Any]] = [{}, {"foreach": True}]
+CASES = [
+    *((kind, variant) for kind in SPLITTABLE for variant in ({}, {"foreach": True})),
+    *((kind, {"fused": True}) for kind in (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)),
+]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=["default", "foreach"])
-@pytest.mark.parametrize("kind", [kind for kind in SPLITTABLE if kind is not optim.Muon])
+@pytest.mark.parametrize(("kind", "variant"), CASES)
 def test_a_split_update_is_the_whole_one_bit_for_bit(
     kind: type[Optimizer], variant: dict[str, Any]
 ) -> None:
@@ -65,22 +74,15 @@ def test_a_split_update_is_the_whole_one_bit_for_bit(
         wanted = {"lr": 0.05, "weight_decay": 0.01, **variant}
         known = inspect.signature(kind.__init__).parameters
         arguments: dict[str, Any] = {key: wanted[key] for key in wanted if key in known}
+        if kind is optim.Muon:
+            params = [param for param in params if param.ndim == 2]
+            return kind(params, **arguments)
         groups: list[Any] = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02}]
         return kind(groups, **arguments)
 
     split = train(0, None, make_base)
     whole = train(0, None, lambda params: in_one_call(make_base(params)))
     assert torch.equal(split, whole)
-    assert not torch.equal(split, flatten(make_params(dtype=torch.float32)))
-
-
-@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad])
-def test_a_split_fused_update_is_the_whole_one_bit_for_bit(kind: Any) -> None:
-    def make_base(params: Sequence[Tensor]) -> Optimizer:
-        return kind(params, lr=0.05, fused=True)  # type: ignore[no-any-return]
-
-    split = train(0, None, make_base)
-    assert torch.equal(split, train(0, None, lambda params: in_one_call(make_base(params))))
     assert not torch.equal(split, flatten(make_params(dtype=torch.float32)))
 
 
@@ -101,15 +103,6 @@ def test_only_listed_types_without_hooks_are_split() -> None:
     assert LocalUpdate(base).splits
     base.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
     assert not LocalUpdate(base).splits
-
-
-def test_muon_may_be_split_too() -> None:
-    def muon(params: Sequence[Tensor]) -> Optimizer:
-        return optim.Muon([param for param in params if param.ndim == 2], lr=0.05)
-
-    split = train(0, None, muon)
-    assert torch.equal(split, train(0, None, lambda params: in_one_call(muon(params))))
-    assert not torch.equal(split, flatten(make_params(dtype=torch.float32)))
 
 
 def test_a_parameter_in_no_bucket_is_still_updated() -> None:
@@ -162,29 +155,6 @@ def test_views_keep_values_shapes_and_layouts_and_share_storage() -> None:
     assert not torch.equal(params[0], before[0])
 
 
-@pytest.mark.parametrize("topology", ["ring", "complete", "alternating-exp-ring"])
-def test_views_train_as_copies_do(topology: str) -> None:
-    def main(rank: int, group: dist.ProcessGroup, views: bool) -> Tensor:
-        options = {"local_world_size": 2} if "alternating" in topology else {}
-        params = make_params()
-        optimizer = wrap(params, group, topology=topology, param_as_bucket_view=views, **options)
-        for step in range(STEPS):
-            if step == 3:
-                with optimizer.averaged():
-                    assert step
-                optimizer.consensus_distance()
-            backward(params, rank, step)
-            optimizer.step()
-        optimizer.synchronize()
-        return flatten(params)
-
-    views = run_threads(4, lambda rank, group: main(rank, group, True))
-    copies = run_threads(4, lambda rank, group: main(rank, group, False))
-    for one, other in zip(views, copies, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
-    assert not torch.equal(views[0], flatten(make_params()))
-
-
 def replace_data(layer: nn.Linear) -> None:
     layer.weight.data = layer.weight.data.clone()
 
@@ -202,36 +172,29 @@ def convert(layer: nn.Linear) -> None:
 
 
 @pytest.mark.parametrize("replace", [replace_data, transpose_data, reshape_data, convert])
-def test_a_replaced_storage_is_named_at_the_next_step(replace: Callable[[nn.Linear], None]) -> None:
+def test_a_replaced_storage_is_named_by_whatever_comes_next(
+    replace: Callable[[nn.Linear], None],
+) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False))
     base = optim.SGD(model.named_parameters(), lr=0.1)
     optimizer = DecentOptimWrapper(base, param_as_bucket_view=True, bucket_cap_mb=TINY_CAP_MB)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     replace(cast(nn.Linear, model[1]))
-    with pytest.raises(
-        RuntimeError, match=r"rank 0: .* storage of 1\.weight was replaced .*; move"
-    ):
-        optimizer.step()
+    words = r"rank 0: .* storage of 1\.weight was replaced .*; move"
+    for call in ("step", "global_avg", "consensus_distance", "synchronize"):
+        with pytest.raises(RuntimeError, match=words):
+            getattr(optimizer, call)()
 
 
-def test_a_replaced_storage_is_named_by_averages_too() -> None:
-    params = make_params()
-    optimizer = wrap(params, param_as_bucket_view=True)
-    params[0].data = params[0].data.clone()
-    for call in (optimizer.global_avg, optimizer.consensus_distance, optimizer.synchronize):
-        with pytest.raises(RuntimeError, match=r"storage of 0\.0 was replaced"):
-            call()
-
-
-@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
-def test_parameters_on_the_same_memory_are_named(views: bool) -> None:
+def test_parameters_on_the_same_memory_are_named() -> None:
     whole = torch.zeros(10)
     params = [("a", nn.Parameter(torch.zeros(3))), ("b", nn.Parameter(whole[:6]))]
     DecentOptimWrapper(optim.SGD([*params, ("c", nn.Parameter(whole[6:]))]))
     base = optim.SGD([*params, ("c", nn.Parameter(whole[5:]))])
-    with pytest.raises(ValueError, match="b and c overlap; tie them by using one and the same"):
-        DecentOptimWrapper(base, param_as_bucket_view=views)
+    for views in (True, False):
+        with pytest.raises(ValueError, match="b and c overlap; tie them by using one and the same"):
+            DecentOptimWrapper(base, param_as_bucket_view=views)
 
 
 def test_views_of_some_size_start_at_aligned_addresses_and_small_ones_lie_close() -> None:
@@ -263,25 +226,6 @@ def test_a_difference_beyond_the_wires_range_is_no_overflow(views: bool) -> None
         assert torch.equal(row, torch.zeros(15, dtype=torch.float64))
 
 
-def shifted_peak_bytes(rank: int) -> int:
-    layout = Layout(25, as_view=True)
-    (bucket,) = plan_buckets([torch.ones(6_000_000)], layout)
-    outgoing, incoming = bucket.pair(needs_snapshot=True)
-    incoming.data.zero_()
-    bucket.pack(outgoing)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        bucket.shift_(incoming, outgoing, 0.5)
-    assert bucket.members[0].eq(0.5).all()
-    return int(max(abs(event.cpu_memory_usage) for event in recorded.events()))
-
-
-@pytest.mark.slow
-def test_mixing_late_views_takes_no_second_copy() -> None:
-    # In a process: a profile that is freed by another thread can crash.
-    (taken,) = run_processes(1, shifted_peak_bytes)
-    assert 0 < taken < 6_000_000
-
-
 def test_views_may_be_made_under_inference_mode() -> None:
     params = make_params()
     with torch.inference_mode():
@@ -292,9 +236,10 @@ def test_views_may_be_made_under_inference_mode() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
-@pytest.mark.parametrize("name", ["ring", "one-peer-exp"])
+@pytest.mark.parametrize(
+    ("dtype", "views", "name"),
+    pairwise({"bf16": torch.bfloat16, "f16": torch.float16}, VIEWS, named("ring", "one-peer-exp")),
+)
 def test_rounding_on_the_wire_moves_no_mean_and_still_reaches_consensus(
     dtype: torch.dtype, views: bool, name: str
 ) -> None:
@@ -322,28 +267,14 @@ def test_rounding_on_the_wire_moves_no_mean_and_still_reaches_consensus(
     assert spread[-1] < 2 * rounding
 
 
-def test_ranks_in_agreement_stay_in_spite_of_rounding() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
-        params = make_params()
-        base = optim.SGD(params, lr=0.0)
-        optimizer = wrap(params, group, comm_dtype=torch.bfloat16, base=base)
-        for _ in range(4):
-            optimizer.step()
-        optimizer.synchronize()
-        return flatten(params)
-
-    for row in run_threads(4, main):
-        assert torch.equal(row, flatten(make_params()))
-    assert not torch.equal(flatten(make_params()).bfloat16().double(), flatten(make_params()))
-
-
 @pytest.mark.parametrize(("comm", "share"), [(None, 1.0), (torch.bfloat16, 0.25)])
-def test_stats_count_the_bytes_and_seconds_of_the_last_step(
+def test_stats_are_those_of_the_last_step_whatever_came_after(
     comm: torch.dtype | None, share: float
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params()
         optimizer = wrap(params, group, comm_dtype=comm)
+        assert optimizer.stats().bytes_sent == 0
         for step in range(3):
             backward(params, rank, step)
             optimizer.step()
@@ -354,45 +285,41 @@ def test_stats_count_the_bytes_and_seconds_of_the_last_step(
             assert stats.mix_seconds > 0
             assert stats.update_seconds > 0
             assert (stats.wait_seconds > 0) == (step > 0)
-
-    run_threads(2, main)
-
-
-def test_stats_are_those_of_the_last_step_whatever_came_after() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> bool:
-        params = make_params()
-        optimizer = wrap(params, group)
-        assert optimizer.stats().bytes_sent == 0
-        for step in range(2):
-            backward(params, rank, step)
-            optimizer.step()
-        stats = optimizer.stats()
         if rank:
             time.sleep(0.2)
         with optimizer.averaged():
             optimizer.consensus_distance()
         optimizer.synchronize()
-        return bool(optimizer.stats() == stats and stats.bytes_sent > 0)
+        assert optimizer.stats() == stats
 
-    assert all(run_threads(2, main))
+    run_threads(2, main)
 
 
-def profiled_ranges(rank: int) -> list[str]:
+def profiled(rank: int) -> tuple[int, set[str]]:
+    """The bytes that mixing takes at most, and the ranges of some steps."""
+    (bucket,) = plan_buckets([torch.ones(6_000_000)], Layout(25, as_view=True))
+    outgoing, incoming = bucket.pair(needs_snapshot=True)
+    incoming.data.zero_()
+    bucket.pack(outgoing)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        bucket.shift_(incoming, outgoing, 0.5)
+    assert bucket.members[0].eq(0.5).all()
+    taken = int(max(abs(event.cpu_memory_usage) for event in recorded.events()))
     dist.init_process_group("gloo")
     params = make_params()
     optimizer = wrap(params)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        for step in range(2):
-            backward(params, rank, step)
-            optimizer.step()
+        take_steps(optimizer, params, rank, range(2))
     dist.destroy_process_group()
-    return [event.key for event in recorded.key_averages()]
+    return taken, {event.key for event in recorded.key_averages()}
 
 
 @pytest.mark.slow
-def test_a_profile_shows_the_ranges() -> None:
-    for names in run_processes(2, profiled_ranges):
-        assert {f"decent::{what}" for what in ("wait", "mix", "update", "launch")} <= set(names)
+def test_a_profile_shows_the_ranges_and_no_second_copy_where_late_views_are_mixed() -> None:
+    # In processes: a profile that is freed by another thread can crash.
+    for taken, names in run_processes(2, profiled):
+        assert 0 < taken < 6_000_000
+        assert {f"decent::{what}" for what in ("wait", "mix", "update", "launch")} <= names
 
 
 def reachable(root: object) -> Iterator[object]:
@@ -481,73 +408,6 @@ def test_wire_buffers_stay_within_their_limit(
         assert after == pytest.approx(rounds, abs=0.01)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_group_added_and_a_parameter_unfrozen_are_gossiped(mode: str) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        first, late = make_params(seed=rank), make_params(seed=10 + rank)
-        first[1].requires_grad_(False)
-        base = optim.SGD(first, lr=0.0)
-        optimizer = wrap(
-            first, group, base=base, topology="one-peer-exp", sync_at_start=False, **MODES[mode]
-        )
-        optimizer.step()
-        optimizer.add_param_group({"params": late})
-        optimizer.step()
-        first[1].requires_grad_(True)
-        optimizer.rebuild_buckets()
-        for _ in range(12):
-            optimizer.step()
-        optimizer.synchronize()
-        return flatten(first), flatten(late)
-
-    rows = run_threads(4, main)
-    for part, seed in ((0, 0), (1, 10)):
-        start = torch.stack([flatten(make_params(seed=seed + rank)) for rank in range(4)])
-        # Ranks agree up to the rounding on the wire.
-        tolerance = 2 * start.abs().max().item() * (2**-8 if "bf16" in mode else 1e-13)
-        for row in rows:
-            torch.testing.assert_close(row[part], start.mean(dim=0), rtol=0, atol=tolerance)
-        assert (start - start.mean(dim=0)).abs().max() > 0.5
-
-
-WIDE_AND_NARROW = [torch.float64, torch.complex64, torch.bfloat16, torch.float32]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_every_dtype_mixes_in_pairs_and_in_larger_groups(mode: str) -> None:
-    def values(dtype: torch.dtype, rank: int) -> Tensor:
-        generator = torch.Generator().manual_seed(rank)
-        return torch.randn(3, 4, generator=generator, dtype=dtype)
-
-    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
-        params = [values(dtype, rank).requires_grad_() for dtype in WIDE_AND_NARROW]
-        optimizer = wrap(
-            params,
-            group,
-            base=optim.SGD(params, lr=0.0),
-            topology="alternating-exp-ring",
-            local_world_size=2,
-            sync_at_start=False,
-            **MODES[mode],
-        )
-        for _ in range(8):
-            optimizer.step()
-        optimizer.synchronize()
-        return [param.detach().clone() for param in params]
-
-    rows = run_threads(4, main)
-    for index, dtype in enumerate(WIDE_AND_NARROW):
-        start = torch.stack([values(dtype, rank).to(torch.complex128) for rank in range(4)])
-        rounded = "bf16" in mode or dtype == torch.bfloat16
-        tolerance = 2**-6 if rounded else 1e-6
-        for row in rows:
-            mean = start.mean(dim=0)
-            torch.testing.assert_close(
-                row[index].to(torch.complex128), mean, rtol=0, atol=tolerance
-            )
-        assert (start - start.mean(dim=0)).abs().max() > 0.5
-
-
 def groups_held(topology: Topology) -> int:
     return sum(isinstance(each, Group) for each in reachable(topology))
 
@@ -569,9 +429,9 @@ def test_a_topology_made_by_name_keeps_no_schedules_of_other_ranks() -> None:
 def test_pairs_need_no_process_group_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
 
-    def counting(like: Any, store: Any, rank: int, size: int, timeout: Any) -> Any:
+    def counting(like: Any, store: Any, rank: int, size: int, *bounds: Any) -> Any:
         sizes.append(size)
-        return new_communicator(like, store, rank, size, timeout)
+        return new_communicator(like, store, rank, size, *bounds)
 
     monkeypatch.setattr(connections, "new_communicator", counting)
 

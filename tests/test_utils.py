@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -156,7 +158,9 @@ def test_the_backend_follows_from_the_devices(
     calls = initialise_without_a_group(monkeypatch, devices)
     info = init_distributed(backend)
     assert info == (5, 8, 1, torch.device(place[1]), 4)
-    assert calls == ([info.device.index] if info.device.type == "cuda" else []) + [place[0]]
+    gpu = info.device if info.device.type == "cuda" else None
+    # NCCL is told which GPU it is to use.
+    assert calls == ([place[0]] if gpu is None else [gpu.index, place[0], gpu])
 
 
 def test_too_few_devices_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,9 +181,11 @@ def initialise_without_a_group(monkeypatch: pytest.MonkeyPatch, devices: int) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda backend, timeout=None: calls.append(backend)
-    )
+
+    def start(backend: str, timeout: timedelta | None, device_id: torch.device | None) -> None:
+        calls.extend([backend] if device_id is None else [backend, device_id])
+
+    monkeypatch.setattr(dist, "init_process_group", start)
     return calls
 
 
@@ -195,70 +201,57 @@ def test_a_group_that_exists_is_described() -> None:
     assert init_distributed() == (0, 1, 0, torch.device("cpu"), 1)
 
 
-def start_like(rank: int, launcher: str) -> tuple[Any, list[str], float, int]:
-    size = os.environ["WORLD_SIZE"]
-    theirs = {
-        "torchrun": {},
-        "mpirun": {
+OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def start_under_every_launcher(rank: int) -> list[tuple[Any, list[str], float, int]]:
+    """Also as after a restart, with a store that still holds the addresses of dead processes."""
+    size, seen = os.environ["WORLD_SIZE"], []
+    launchers: list[dict[str, str]] = [
+        dict(zip(OWN, (str(rank), size, str(rank), size), strict=True)),
+        {
             "OMPI_COMM_WORLD_RANK": str(rank),
             "OMPI_COMM_WORLD_SIZE": size,
             "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
             "OMPI_COMM_WORLD_LOCAL_SIZE": size,
         },
-        "srun": {
+        {
             "SLURM_PROCID": str(rank),
             "SLURM_STEP_NUM_TASKS": size,
             "SLURM_LOCALID": str(rank),
             "SLURM_STEP_TASKS_PER_NODE": size,
         },
-    }[launcher]
-    if theirs:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-            del os.environ[name]
-        os.environ.update(theirs)
-    info = utils.initialize_dist("gloo")
-    again = init_distributed()
-    assert again == info
-    total = torch.tensor(float(rank + 1))
-    dist.all_reduce(total)
-    param = torch.zeros(1, requires_grad=True)
-    optimizer = DecentOptimWrapper(torch.optim.SGD([param], lr=0.1))
-    dist.destroy_process_group()
-    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
-    variables = [os.environ[name] for name in names]
-    return tuple(info), variables, total.item(), optimizer.topology.local_world_size
+    ]
+    for restarts, theirs in enumerate(launchers):
+        environ = {key: value for key, value in os.environ.items() if key not in OWN}
+        environ |= {**theirs, "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+        with mock.patch.dict(os.environ, environ, clear=True):
+            info = utils.initialize_dist("gloo")
+            again = init_distributed()
+            assert again == info
+            total = torch.tensor(float(rank + 1))
+            dist.all_reduce(total)
+            param = torch.zeros(1, requires_grad=True)
+            optimizer = DecentOptimWrapper(torch.optim.SGD([param], lr=0.1))
+            dist.destroy_process_group()
+            local = optimizer.topology.local_world_size
+            seen.append((tuple(info), [os.environ[name] for name in OWN], total.item(), local))
+    return seen
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
-def test_two_processes_meet_under_every_launcher(launcher: str) -> None:
-    for rank, (info, variables, total, local) in enumerate(run_processes(2, start_like, launcher)):
-        assert info == (rank, 2, rank, torch.device("cpu"), 2)
-        assert variables == [str(rank), "2", str(rank), "2"]
-        assert (total, local) == (3.0, 2)
-
-
-def start_twice(rank: int) -> list[float]:
-    """As after a restart of torchrun, whose store still holds the addresses of dead processes."""
-    sums = []
-    for restarts in ("0", "1"):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = restarts
-        init_distributed("gloo")
-        total = torch.tensor(float(rank + 1))
-        dist.all_reduce(total)
-        sums.append(total.item())
-        dist.destroy_process_group()
-    return sums
-
-
-@pytest.mark.slow
-def test_ranks_meet_again_on_the_store_of_before_a_restart() -> None:
-    assert run_processes(2, start_twice) == [[3.0, 3.0]] * 2
+def test_two_processes_meet_under_every_launcher_and_again() -> None:
+    for rank, seen in enumerate(run_processes(2, start_under_every_launcher)):
+        assert len(seen) == 3
+        for info, variables, total, local in seen:
+            assert info == (rank, 2, rank, torch.device("cpu"), 2)
+            assert variables == [str(rank), "2", str(rank), "2"]
+            assert (total, local) == (3.0, 2)
 
 
 def start_on_two_nodes(rank: int) -> tuple[tuple[int, ...], list[int] | None]:
     """As a task of ``srun --nodes 2 --ntasks-per-node 4``: one mesh dimension is the node."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in OWN:
         del os.environ[name]
     theirs = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 4)}
     os.environ.update({**SLURM, **theirs, "SLURM_NODEID": str(rank // 4)})

@@ -23,9 +23,9 @@ from decent_optim_wrapper import DecentOptimWrapper, DecentralizedDataParallel, 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.elastic import recovery
 from decent_optim_wrapper.gossip.extension import Extensions
-from decent_optim_wrapper.wire.bucket import Layout
+from decent_optim_wrapper.wire.layout import Layout
 
-SAME = "the peers have sent what this rank has itself"
+SAME = "the peers have sent the same values as this rank"
 
 
 @contextmanager
@@ -52,19 +52,14 @@ def in_module(name: str, source: str, **names: Any) -> Any:
     return namespace["function"]
 
 
-def by_hand(rank: int, group: dist.ProcessGroup) -> None:
+def wrap(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], DecentOptimWrapper]:
     params = make_params()
     base = torch.optim.SGD(params, lr=0.05)
-    optimizer = DecentOptimWrapper(base, process_group=group, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(5):
-        backward(params, 0, step)
-        optimizer.step()
+    return params, DecentOptimWrapper(base, process_group=group, bucket_cap_mb=TINY_CAP_MB)
 
 
 def with_a_scheduler(rank: int, group: dist.ProcessGroup) -> None:
-    params = make_params()
-    base = torch.optim.SGD(params, lr=0.05)
-    optimizer = DecentOptimWrapper(base, process_group=group, bucket_cap_mb=TINY_CAP_MB)
+    params, optimizer = wrap(group)
     LambdaLR(optimizer, lambda step: 1.0)
     for step in range(5):
         backward(params, 0, step)
@@ -72,9 +67,7 @@ def with_a_scheduler(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def in_a_training_loop(rank: int, group: dist.ProcessGroup) -> None:
-    params = make_params()
-    base = torch.optim.SGD(params, lr=0.05)
-    optimizer = DecentOptimWrapper(base, process_group=group, bucket_cap_mb=TINY_CAP_MB)
+    params, optimizer = wrap(group)
     source = "def function(step):\n    step()\n"
     fit = in_module("lightning.pytorch.loops", source)
     for step in range(5):
@@ -97,7 +90,6 @@ def in_a_backward_pass(rank: int, group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize(
     ("main", "text"),
     [
-        (by_hand, "optimizer.step()"),
         (with_a_scheduler, "optimizer.step()"),
         (in_a_training_loop, "fit(optimizer.step)"),
         (in_a_backward_pass, ".backward()"),

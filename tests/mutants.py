@@ -1,0 +1,339 @@
+"""What the tests catch: change the package in many small ways, and count what a test notices.
+
+    python tests/mutants.py map lines.json           # which tests run each line, in a whole run
+    python tests/mutants.py run lines.json --seed 1  # draws 300 mutants, and tries each
+
+The map needs pytest-cov. A mutant is one changed operator, constant, condition, result or call. It
+is killed if one of the tests that run its line fails or hangs. The quickest of these run, as many
+as take `--seconds` together; for lines that no thread of the tests runs, those that start processes
+for the room.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import collections
+import contextlib
+import copy
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "decent_optim_wrapper"
+ROOMS = ("gossip", "comm", "wire", "codecs", "topo", "elastic", "checkpoint", "extensions")
+# Tests that run a room's lines in processes, which the map does not see.
+BY_PROCESSES = {
+    "checkpoint": ("tests/test_checkpoint.py", "tests/test_mesh_checkpoint.py"),
+    "elastic": ("tests/test_recovery.py", "tests/test_losses.py", "tests/test_store.py"),
+    "comm": ("tests/test_processes.py", "tests/test_faults.py", "tests/test_recovery.py"),
+    "gossip": ("tests/test_processes.py", "tests/test_recovery.py"),
+}
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+}
+
+
+class Mutant(NamedTuple):
+    """One change of the package.
+
+    Args:
+        path: the file, relative to the package.
+        line: its line.
+        what: the change, in words.
+        source: the changed file.
+    """
+
+    path: str
+    line: int
+    what: str
+    source: str
+
+    @property
+    def room(self) -> str:
+        return self.path.partition("/")[0]
+
+
+def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """The changed forms of a node, each with what has changed."""
+    new: Any = copy.deepcopy(node)
+    match node:
+        case ast.Compare(ops=[op]) if type(op) in COMPARISONS:
+            new.ops = [COMPARISONS[type(op)]()]
+            yield "another comparison", new
+        case ast.BoolOp(op=op):
+            new.op = ast.Or() if isinstance(op, ast.And) else ast.And()
+            yield "and for or", new
+        case ast.UnaryOp(op=ast.Not()):
+            yield "no not", new.operand
+        case ast.BinOp(op=op) if type(op) in OPERATORS:
+            new.op = OPERATORS[type(op)]()
+            yield "another operator", new
+        case ast.AugAssign(op=op) if type(op) in OPERATORS:
+            new.op = OPERATORS[type(op)]()
+            yield "another operator", new
+        case ast.Constant(value=bool()):
+            yield "the other constant", ast.Constant(not new.value)
+        case ast.Constant(value=int() | float()):
+            yield "another number", ast.Constant(new.value + 1)
+        case ast.If() | ast.While() | ast.IfExp():
+            new.test = ast.UnaryOp(ast.Not(), new.test)
+            yield "the other branch", new
+        case ast.Return(value=ast.expr()) if not isinstance(node.value, ast.Constant):
+            new.value = ast.Constant(None)
+            yield "no result", new
+        case ast.Expr(value=ast.Call()):
+            yield "no call", ast.Pass()
+
+
+def is_text(node: ast.AST) -> bool:
+    """Whether a node only says something: types, logs, errors."""
+    if isinstance(node, (ast.Raise, ast.JoinedStr)):
+        return True
+    return isinstance(node, ast.Expr) and ast.unparse(node).startswith(("logger.", "warn("))
+
+
+def sites(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
+    """Every place of a node below this one: its parent, the parent's field, and the index there."""
+    for field, value in ast.iter_fields(tree):
+        if field in ("annotation", "returns", "decorator_list", "bases"):
+            continue
+        for index, child in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(child, ast.AST) and not is_text(child):
+                yield tree, field, (index if isinstance(value, list) else None)
+                yield from sites(child)
+
+
+def changed(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Change a tree in place in one way after another: yields the line, and what has changed."""
+    for parent, field, index in list(sites(tree)):
+        node = _take(parent, field, index)
+        for what, new in changes(node):
+            _put(parent, field, index, ast.fix_missing_locations(ast.copy_location(new, node)))
+            yield node.lineno, what
+        _put(parent, field, index, node)
+
+
+def _take(parent: ast.AST, field: str, index: int | None) -> Any:
+    value = getattr(parent, field)
+    return value if index is None else value[index]
+
+
+def _put(parent: ast.AST, field: str, index: int | None, node: ast.AST) -> None:
+    if index is None:
+        setattr(parent, field, node)
+    else:
+        getattr(parent, field)[index] = node
+
+
+def draw(count: int, seed: int) -> list[Mutant]:
+    """So many mutants, the same number of each room."""
+    generator = random.Random(seed)
+    drawn: list[Mutant] = []
+    for number, room in enumerate(ROOMS):
+        trees = [
+            (path, ast.parse(path.read_text(encoding="utf-8")))
+            for path in sorted((PACKAGE / room).rglob("*.py"))
+        ]
+        total = sum(1 for _, tree in trees for _ in changed(tree))
+        share = count * (number + 1) // len(ROOMS) - count * number // len(ROOMS)
+        wanted, place = set(generator.sample(range(total), min(share, total))), 0
+        for path, tree in trees:
+            for line, what in changed(tree):
+                if place in wanted:
+                    name = str(path.relative_to(PACKAGE))
+                    drawn.append(Mutant(path=name, line=line, what=what, source=ast.unparse(tree)))
+                place += 1
+    return drawn
+
+
+def make_map(target: Path, tests: Sequence[str]) -> None:
+    """Run all tests, and note which of them run each line, and for how long."""
+    with tempfile.TemporaryDirectory() as folder:
+        data, report = Path(folder) / "data", Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", f"--cov={PACKAGE.name}", "--cov-context=test"]
+        command += ["--cov-report=", f"--junitxml={report}", *tests]
+        subprocess.run(command, cwd=ROOT, env={**os.environ, "COVERAGE_FILE": str(data)})
+        lines = dict(_lines(data))
+        seconds = dict(_seconds(report))
+    target.write_text(json.dumps({"lines": lines, "seconds": seconds}))
+
+
+def _lines(data: Path) -> Iterator[tuple[str, dict[int, list[str]]]]:
+    from coverage.numbits import numbits_to_nums  # type: ignore[import-not-found]
+
+    database = sqlite3.connect(data)
+    rows = database.execute(
+        "select file.path, context.context, line_bits.numbits from line_bits "
+        "join file on file.id = line_bits.file_id join context on context.id = context_id"
+    )
+    found: dict[str, dict[int, list[str]]] = collections.defaultdict(dict)
+    for path, context, numbits in rows:
+        test, _, phase = context.partition("|")
+        if phase == "run":
+            for line in numbits_to_nums(numbits):
+                found[str(Path(path).relative_to(PACKAGE))].setdefault(line, []).append(test)
+    yield from found.items()
+
+
+def _seconds(report: Path) -> Iterator[tuple[str, float]]:
+    from xml.etree import ElementTree
+
+    for case in ElementTree.parse(report).iter("testcase"):
+        module = case.attrib["classname"].replace(".", "/") + ".py"
+        yield f"{module}::{case.attrib['name']}", float(case.attrib["time"])
+
+
+class Runner:
+    """Runs tests against mutants, each in a process that has imported torch already.
+
+    Args:
+        known: what `make_map` has written.
+        seconds: how long the tests of a mutant may take that is not noticed.
+    """
+
+    def __init__(self, known: dict[str, Any], seconds: float) -> None:
+        self._lines, self._durations = known["lines"], known["seconds"]
+        self._seconds = seconds
+
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """The tests that run its line, the quickest first."""
+        found = self._lines.get(mutant.path, {}).get(str(mutant.line), [])
+        if not found:
+            files = BY_PROCESSES.get(mutant.room, ())
+            found = [test for test in self._durations if test.startswith(files)]
+        chosen: list[str] = []
+        total = 0.0
+        for test in sorted(found, key=lambda test: self._durations.get(test, 1.0)):
+            total += self._durations.get(test, 1.0)
+            if total > self._seconds and chosen:
+                break
+            chosen.append(test)
+        return chosen
+
+    def kills(self, mutant: Mutant) -> bool | None:
+        """Whether a test notices it; None if there is no test to ask."""
+        tests = self.tests_of(mutant)
+        if not tests:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copytree(PACKAGE, Path(folder) / PACKAGE.name)
+            (Path(folder) / PACKAGE.name / mutant.path).write_text(mutant.source)
+            return not self._pass(tests, Path(folder))
+
+    def _pass(self, tests: list[str], folder: Path) -> bool:
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            os._exit(_run_tests(tests, folder))
+        deadline = time.monotonic() + 4 * self._seconds + 60
+        status = None
+        while status is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+            pid, code = os.waitpid(child, os.WNOHANG)
+            status = code if pid else None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        if status is None:
+            os.waitpid(child, 0)
+        return status == 0
+
+
+_RUNNER: list[Runner] = []
+
+
+def _begin(runner: Runner) -> None:
+    """In a process that runs mutants: import what all of them need."""
+    import torch
+
+    importlib.import_module("torch._dynamo")
+    torch.set_num_threads(1)
+    _RUNNER.append(runner)
+
+
+def _kills(mutant: Mutant) -> bool | None:
+    return _RUNNER[0].kills(mutant)
+
+
+def _run_tests(tests: list[str], folder: Path) -> int:
+    """In a process of its own: whether the tests fail with the package in a folder."""
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(quiet, stream)
+    sys.path[:0] = [str(folder)]
+    os.environ["PYTHONPATH"] = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
+    import pytest
+
+    os.chdir(ROOT)
+    own = ["-x", "-n", "0", "-p", "no:cacheprovider", "-p", "no:warnings", "--tb=no"]
+    return int(pytest.main([*own, *tests]))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print how many mutants of each room are killed, and those that survive."""
+    runner = Runner(json.loads(args.map.read_text()), args.seconds)
+    mutants = draw(args.mutants, args.seed)
+    with ProcessPoolExecutor(args.jobs, get_context("fork"), _begin, (runner,)) as pool:
+        outcomes = []
+        for mutant, killed in zip(mutants, pool.map(_kills, mutants), strict=True):
+            outcomes.append((mutant, killed))
+            if not killed:
+                print(f"{mutant.path}:{mutant.line} {mutant.what}: {killed}", flush=True)
+    print("\n| room | mutants | killed | survived | no test |\n|---|---|---|---|---|")
+    for room in (*ROOMS, "all"):
+        verdicts = [killed for mutant, killed in outcomes if room in (mutant.room, "all")]
+        counts = [verdicts.count(True), verdicts.count(False), verdicts.count(None)]
+        print(f"| {room} | {len(verdicts)} | " + " | ".join(map(str, counts)) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(required=True)
+    mapping = commands.add_parser("map")
+    mapping.add_argument("map", type=Path)
+    mapping.add_argument("tests", nargs="*", help="all by default")
+    mapping.set_defaults(command=lambda args: make_map(args.map, args.tests))
+    running = commands.add_parser("run")
+    running.add_argument("map", type=Path)
+    running.add_argument("--seed", type=int, default=0)
+    running.add_argument("--mutants", type=int, default=300)
+    running.add_argument("--seconds", type=float, default=40, help="of tests for each mutant")
+    running.add_argument("--jobs", type=int, default=2)
+    running.set_defaults(command=run)
+    args = parser.parse_args()
+    args.command(args)
+
+
+if __name__ == "__main__":
+    main()

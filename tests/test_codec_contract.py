@@ -1,0 +1,159 @@
+"""What every codec promises: messages that depend on values only, and differences that vanish."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from covering import pairwise
+from torch import Tensor
+
+from decent_optim_wrapper.codecs import INT4, CastCodec, Codec, TopKCodec, codec_of, wide
+
+# Elements that are coded at once.
+SLICE = 1 << 17
+
+
+class Signs(Codec):
+    """One that a user writes: signs, and the mean size of each 96 elements."""
+
+    block = 96
+
+    def nbytes(self, numel: int) -> int:
+        return -(-numel // 96) * 100
+
+    def is_finite(self, message: Tensor) -> Tensor:
+        return self.rows(message)[:, 96:].contiguous().view(torch.float32).isfinite().all()
+
+    def write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:
+        rows = self.rows(message)[place.start // 96 : -(-place.stop // 96)]
+        sizes = values.view(-1, 96).abs().mean(1, keepdim=True).to(torch.float32)
+        rows[:, 96:] = sizes.view(torch.uint8)
+        rows[:, :96] = values.view(-1, 96) >= 0
+
+    def read(self, message: Tensor, place: slice, values: Tensor) -> None:
+        rows = self.rows(message)[place.start // 96 : -(-place.stop // 96)]
+        sizes = rows[:, 96:].contiguous().view(torch.float32)
+        torch.mul(rows[:, :96] * 2.0 - 1.0, sizes, out=values.view(-1, 96))
+
+    def rows(self, message: Tensor) -> Tensor:
+        return message.view(-1, 100)
+
+
+CODECS: dict[str, Codec] = {
+    "int8": codec_of(torch.int8),
+    "int4": codec_of(INT4),
+    "bfloat16": codec_of(torch.bfloat16),
+    "float16": codec_of(torch.float16),
+    "float8": codec_of(torch.float8_e4m3fn),
+    "float32": CastCodec(torch.float32),
+    "top 16": TopKCodec(16),
+    "top 4": TopKCodec(4),
+    "own": Signs(),
+}
+EACH = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+# Less than a block, whole blocks, a part of one more, and more than what is coded at once.
+SIZES = {str(size): size for size in (1, 255, 256, 1000, SLICE, SLICE + 300)}
+DTYPES = {
+    str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+}
+
+
+def draw(numel: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def coded(
+    codec: Codec, values: Tensor, reference: Tensor | None = None, before: int = 255
+) -> Tensor:
+    message = torch.full((codec.nbytes(values.numel()),), before, dtype=torch.uint8)
+    codec.encode(values, message, reference)
+    return message
+
+
+def decoded(codec: Codec, message: Tensor, values: Tensor) -> Tensor:
+    """As many values as those."""
+    parts = codec.decode(message, numel=values.numel(), dtype=wide(values.dtype))
+    return torch.cat([part.clone() for _, (part,) in parts])
+
+
+@pytest.mark.parametrize(("codec", "numel", "dtype"), pairwise(CODECS, SIZES, DTYPES))
+def test_a_message_depends_on_the_values_only_and_says_how_large_it_is(
+    codec: Codec, numel: int, dtype: torch.dtype
+) -> None:
+    values = draw(numel, dtype=dtype)
+    kept = values.clone()
+    message = coded(codec, values)
+    assert torch.equal(message, coded(codec, values, before=0)), "every byte is written"
+    assert torch.equal(values, kept)
+    whole, rest = divmod(numel, codec.block)
+    assert message.numel() == codec.nbytes(whole * codec.block) + codec.nbytes(rest)
+    assert codec.nbytes(0) == 0
+    read = decoded(codec, message, values)
+    assert read.dtype == wide(dtype)
+    assert torch.equal(read, decoded(codec, message, values))
+    assert read.count_nonzero() > 0
+    # What is coded at once does not see its neighbours.
+    cut = torch.split(values, SLICE // codec.block * codec.block)
+    parts = [decoded(codec, coded(codec, part), part) for part in cut]
+    assert torch.equal(read, torch.cat(parts))
+
+
+@EACH
+def test_messages_are_decoded_side_by_side(codec: Codec) -> None:
+    one, two = draw(SLICE + 9), draw(SLICE + 9, seed=1)
+    messages = [coded(codec, one), coded(codec, two)]
+    apart = [decoded(codec, message, one) for message in messages]
+    places = []
+    for place, together in codec.decode(*messages, numel=len(one), dtype=one.dtype):
+        assert all(map(torch.equal, together, [each[place] for each in apart]))
+        places.append((place.start, place.stop))
+    end = SLICE // codec.block * codec.block
+    assert places == [(0, end), (end, len(one))]
+    assert not torch.equal(*apart)
+
+
+@EACH
+def test_a_message_tells_of_one_value_that_is_not_finite(codec: Codec) -> None:
+    values = torch.ones(SLICE + 1)
+    assert codec.is_finite(coded(codec, values))
+    for place in (0, 700, SLICE):
+        for bad in (math.nan, math.inf, -math.inf):
+            values[place] = bad
+            found = codec.is_finite(coded(codec, values))
+            assert found.shape == ()
+            assert not found, (place, bad)
+        values[place] = 1.0
+
+
+@EACH
+def test_zeros_are_read_as_zeros(codec: Codec) -> None:
+    values = torch.zeros(600)
+    values[300] = 5.0
+    read = decoded(codec, coded(codec, values), values)
+    # In the other blocks.
+    assert not read[: 300 // codec.block * codec.block].any()
+    assert not read[-(-301 // codec.block) * codec.block :].any()
+    assert read[300] != 0
+    assert codec.is_finite(coded(codec, torch.zeros(600)))
+
+
+@EACH
+def test_the_difference_to_a_reference_is_coded_and_vanishes(codec: Codec) -> None:
+    values, reference = draw(1000), draw(1000, seed=1)
+    message = coded(codec, values, reference)
+    assert torch.equal(message, coded(codec, values - reference))
+    assert not torch.equal(message, coded(codec, values))
+    start = (values - reference).norm()
+    # The reference moves with each message, as in the rounds.
+    for _ in range(120):
+        reference += decoded(codec, coded(codec, values, reference), values)
+    assert (values - reference).norm() < 0.05 * start
+
+
+def test_the_ranks_can_compare_codecs_as_text() -> None:
+    texts = [repr(codec) for codec in CODECS.values()]
+    assert len(set(texts)) == len(texts)
+    assert repr(TopKCodec(16)) == repr(CODECS["top 16"]) == "TopKCodec(k=16)"

@@ -1,0 +1,600 @@
+"""What every extension promises: the mean stays, a resumed run goes on, and so do lost ranks."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import modules
+import pytest
+import torch
+import torch.distributed as dist
+from covering import OVERLAP, VIEWS, pairwise
+from problem import (
+    TINY_CAP_MB,
+    backward,
+    flatten,
+    in_one_call,
+    make_params,
+    nesterov,
+    sgd,
+    take_steps,
+)
+from ranks import run_threads
+from scripted_ranks import LR, Part, Seen, Spec, Trainer, World, stack
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, Extension, Schedule
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.elastic import heartbeat, rendezvous
+from decent_optim_wrapper.gossip.extension import ExtensionContext, ReceivedBucket
+from decent_optim_wrapper.gossip.schedule import RoundKind
+from decent_optim_wrapper.wire.bucket import Bucket
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:gradient_tracking"),
+]
+
+
+class Pull(Extension):
+    """One that a user writes: a mean of gradients that is gossiped, and added to the gradients."""
+
+    name = "pull"
+    sends = True
+    corrects_gradients = True
+
+    def attach(self, context: ExtensionContext) -> None:
+        self.optimizer, self.layout = context.optimizer, context.layout
+        self.means: dict[Tensor, Tensor] = {}
+        self.buckets: dict[Bucket, Bucket] = {}
+        self.in_flight = False
+
+    def plan(self, buckets: Sequence[Bucket]) -> None:
+        layout = self.layout._replace(uses_reference=False)
+        for bucket in buckets:
+            if bucket not in self.buckets:
+                held = [self.mean_of(param) for param in bucket.members]
+                self.buckets[bucket] = Bucket(held, layout, rate=0.5)
+
+    def mean_of(self, param: Tensor) -> Tensor:
+        return self.means.setdefault(param, torch.zeros_like(param, requires_grad=False))
+
+    def received(self, in_flight: bool) -> None:
+        self.in_flight = in_flight
+
+    @contextmanager
+    def updating(self, params: Sequence[Tensor]) -> Iterator[None]:
+        for param in params:
+            if param.grad is not None:
+                mean = self.mean_of(param)
+                if not self.in_flight:
+                    mean.lerp_(param.grad, 0.5)
+                param.grad.add_(mean, alpha=0.3)
+        yield
+
+    def launch(self, bucket: Bucket) -> list[Bucket]:
+        return [self.buckets[bucket]]
+
+    def restart(self) -> None:
+        for mean in self.means.values():
+            mean.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return {"params": [{"mean": self.mean_of(param).clone()} for param in params]}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        self.restart()
+        if state is not None:
+            params = [param for group in self.optimizer.param_groups for param in group["params"]]
+            for param, row in zip(params, state["params"], strict=True):
+                self.mean_of(param).copy_(row["mean"])
+
+
+# Arguments of the wrapper and fields of its schedule; under "own" are classes of extensions.
+EXTENSIONS: dict[str, dict[str, Any]] = {
+    "tracking": {"gradient_tracking": True},
+    "outer": {"outer": nesterov(0.5)},
+    "outer and state on averages": {
+        "outer": nesterov(0.5),
+        "average_state": "average",
+        "global_avg_every": 4,
+    },
+    "state gossip": {"average_state": ("momentum_buffer",)},
+    "identical ranks": {},
+    "own": {"own": Pull},
+}
+PACES: dict[str, dict[str, Any]] = {
+    "each step": {"overlap": True},
+    "rare": {"overlap": False, "gossip_every": 2},
+    "late": {"overlap": True, "gossip_every": 2, "staleness": 2},
+}
+WIRES: dict[str, dict[str, Any]] = {
+    "exact": {"comm_dtype": None},
+    "bf16": {"comm_dtype": torch.bfloat16},
+    "int8": {"comm_dtype": torch.int8},
+}
+# Buckets of two parameters and of one; what grows or thaws later has a bucket of its own, or a
+# resumed run would sum in another order.
+CAP_MB = 150 / 2**20
+SPECS = [
+    Spec((3, 4), torch.float64, frozen=False),
+    Spec((2,), torch.float64, frozen=False),
+    Spec((300,), torch.float64, frozen=False),
+    Spec((20,), torch.float64, frozen=True),
+    Spec((14,), torch.float64, frozen=False),
+]
+# A pair and a larger group in turn.
+PHASES = [[Part([0, 1], 0.7), Part([2], None)], [Part([0, 1, 2], None)]]
+ALONE = [[Part([0], None)]] * len(PHASES)
+
+
+class Rank(Trainer):
+    """One rank with an extension, of which a new wrapper has a new one; its mixing rate changes."""
+
+    def step(self, lr: float = LR) -> float:
+        self.optimizer.mixing_rate = 0.9 ** (self.optimizer.round % 3)
+        return super().step(lr)
+
+    def base(self) -> Optimizer:
+        if self.adam:
+            return torch.optim.AdamW([{"params": each} for each in self.groups])
+        return super().base()
+
+    def wrap(self) -> DecentOptimWrapper:
+        world = self.world
+        options = {**world.options, "bucket_cap_mb": CAP_MB}
+        self.adam = options.pop("adam", False)
+        if own := options.pop("own", None):
+            options["extensions"] = [own()]
+        if store := options.pop("store", None):
+            options |= {"rank": self.rank, "world_size": world.size, "timeout": 20}
+            options["elastic"] = Elastic(store=store, stale_after=60.0)
+        self.world = world._replace(options=options)
+        optimizer = super().wrap()
+        self.world = world
+        assert len(optimizer.buckets) > 2
+        return optimizer
+
+
+def world_of(*options: dict[str, Any], phases: list[list[Part]] = PHASES) -> World:
+    merged: dict[str, Any] = {}
+    for each in options:
+        merged |= each
+    if isinstance(merged.get("average_state"), tuple):
+        # Refused with late rounds, as a test of state gossip says.
+        merged.pop("staleness", None)
+    return World(sum(len(part.ranks) for part in phases[0]), phases, SPECS, merged)
+
+
+def perform(world: World, calls: list[str]) -> list[tuple[Seen, ...]]:
+    """What the ranks see at the start and after each call."""
+    kept = []
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[Seen]:
+        trainer = Rank(world, rank, group, rank)
+        # Until all ranks have ended: one that is late may still connect to those that have.
+        kept.append(trainer)
+        return trainer.perform(calls)
+
+    return list(zip(*run_threads(world.size, main), strict=True))
+
+
+# Before parameters are added, nothing may be in flight: what is launched again takes them in.
+RESUMED = [
+    *("step", "step", "averaged", "step", "synchronize", "grow", "step", "step", "look", "step"),
+    *("synchronize", "thaw", "step", "average", "step", "step", "average_for_good", "step", "step"),
+]
+
+
+@pytest.mark.parametrize(
+    ("extension", "pace", "wire", "views", "first"),
+    pairwise(
+        # Whose momentum is replaced.
+        EXTENSIONS | {"tracking of adam": {"gradient_tracking": True, "adam": True}},
+        *(PACES, WIRES, VIEWS, {"odd": 0, "even": 1}),
+    ),
+)
+def test_a_run_that_is_resumed_between_any_two_calls_continues_bit_for_bit(
+    extension: dict[str, Any], pace: dict[str, Any], wire: dict[str, Any], views: bool, first: int
+) -> None:
+    world = world_of(pace, extension, wire, {"param_as_bucket_view": views})
+    straight = perform(world, RESUMED)
+    calls = [
+        part
+        for place, call in enumerate(RESUMED)
+        for part in ("resume" if place % 2 == first else "copies", call)
+    ]
+    for call, ours, theirs in zip(RESUMED, perform(world, calls)[2::2], straight[1:], strict=True):
+        for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert all(map(torch.equal, one.values, other.values)), (call, rank)
+    assert not torch.equal(straight[-1][0].values[0], straight[-1][1].values[0])
+
+
+LINEAR = [
+    *("step", "step", "averaged", "step", "grow", "step", "step", "look", "thaw", "step"),
+    *("average", "step", "reload", "step", "average_for_good", "step", "step"),
+]
+
+
+@pytest.mark.parametrize(
+    ("extension", "pace", "wire", "views"), pairwise(EXTENSIONS, PACES, WIRES, VIEWS)
+)
+def test_the_mean_is_that_of_ranks_that_train_alone(
+    extension: dict[str, Any], pace: dict[str, Any], wire: dict[str, Any], views: bool
+) -> None:
+    """All that the ranks compute is linear, also their gradients."""
+    options = (pace, extension, wire, {"param_as_bucket_view": views})
+    world, alone = world_of(*options), world_of(*options, phases=ALONE)
+    together = perform(world, LINEAR)
+    apart = zip(
+        *(Rank(alone, rank, None, rank).perform(LINEAR) for rank in range(world.size)), strict=True
+    )
+    for call, ours, theirs in zip(["start", *LINEAR], together, apart, strict=True):
+        for index in range(len(ours[0].values)):
+            here, there = stack(ours, index), stack(theirs, index)
+            torch.testing.assert_close(here.mean(0), there.mean(0), rtol=0, atol=1e-12, msg=call)
+    assert (here - there).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("extension", "wire", "views"),
+    pairwise(EXTENSIONS, {name: WIRES[name] for name in ("exact", "int8")}, VIEWS),
+)
+def test_the_mean_stays_once_a_lost_rank_has_come_back(
+    extension: dict[str, Any], wire: dict[str, Any], views: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From what the ranks hold then, each trains on alone, too."""
+    dead: set[int] = set()
+    alive = heartbeat.Heartbeat.alive
+    monkeypatch.setattr(
+        heartbeat.Heartbeat, "alive", lambda own, rank: rank not in dead and alive(own, rank)
+    )
+    monkeypatch.setattr("decent_optim_wrapper.elastic.heartbeat._LONGEST_PAUSE", 0.02)
+    # The threads build their wrappers in any order.
+    monkeypatch.setattr(rendezvous, "key_prefix", lambda number: "the only one")
+    options = (PACES["each step"], extension, wire, {"param_as_bucket_view": views})
+    world, alone = world_of(*options, {"store": HashStore()}), world_of(*options, phases=ALONE)
+    goal, lost, saved, kept = 10**9, threading.Event(), {}, []
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[Seen]:
+        nonlocal goal
+        trainer = Rank(world, rank, None, rank)
+        kept.append(trainer)
+        # A pair is in flight: gloo may hold a rank up that fails in the sum of a group.
+        trainer.perform(["step"] * 5)
+        if rank == 1:
+            with pytest.raises(ZeroDivisionError):
+                trainer.optimizer.step(lambda: 1 // 0)
+            dead.add(rank)
+            assert lost.wait(60)
+            dead.clear()
+            trainer = Rank(world, rank, None, rank)
+            kept.append(trainer)
+            assert trainer.optimizer.round > 5
+            # No rank gets as far before this one has made its next steps.
+            goal = trainer.optimizer.round + 6
+        deadline = time.monotonic() + 60
+        while trainer.optimizer.round < goal:
+            assert time.monotonic() < deadline, "rank 1 has not come back"
+            trainer.step()
+            if trainer.optimizer.members == (0, 2):
+                lost.set()
+        assert trainer.optimizer.members == (0, 1, 2)
+        trainer.synchronize()
+        saved[rank] = copy.deepcopy((trainer.copies(), trainer.optimizer.state_dict()))
+        trainer.steps = 100
+        return trainer.perform(["step"] * 5)
+
+    def train_on_alone(rank: int) -> list[Seen]:
+        trainer = Rank(alone, rank, None, rank)
+        values, state = saved[rank]
+        with torch.no_grad():
+            torch._foreach_copy_(trainer.params, values)
+        trainer.optimizer.load_state_dict(state)
+        trainer.steps = 100
+        return trainer.perform(["step"] * 5)
+
+    together = zip(*run_threads(world.size, main), strict=True)
+    apart = zip(*map(train_on_alone, range(world.size)), strict=True)
+    for ours, theirs in zip(together, apart, strict=True):
+        for index in range(len(SPECS)):
+            here, there = stack(ours, index), stack(theirs, index)
+            torch.testing.assert_close(here.mean(0), there.mean(0), rtol=0, atol=1e-12)
+    assert (here - there).abs().max() > 0.01
+
+
+# The others are refused, since second moments would be mixed with those of other steps.
+AUTOMATIC = {name: each for name, each in EXTENSIONS.items() if "average_state" not in each}
+AUTOMATIC["outer on averages"] = {"outer": nesterov(0.5), "global_avg_every": 3}
+
+
+@pytest.mark.parametrize(("extension", "wire", "views"), pairwise(AUTOMATIC, WIRES, VIEWS))
+def test_automatic_rounds_of_uneven_ranks_end_together_and_are_resumed(
+    extension: dict[str, Any], wire: dict[str, Any], views: bool
+) -> None:
+    pace = {"overlap": True, "gossip_every": "auto", "max_staleness": 3}
+    world = world_of(extension, pace, wire, {"param_as_bucket_view": views})
+    kept = []
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[list[Tensor], int]:
+        trainer = Rank(world, rank, group, rank)
+        kept.append(trainer)
+        pauses = random.Random(rank)
+        for resumes in (True, False):
+            for _ in range(9 - 2 * rank):
+                time.sleep(pauses.uniform(0, 0.002))
+                trainer.step()
+            trainer.synchronize()
+            if resumes:
+                trainer.resume()
+        trainer.average_for_good()
+        return trainer.copies(), trainer.optimizer.round
+
+    (first, rounds), *others = run_threads(world.size, main)
+    assert rounds > 3
+    for values, theirs in others:
+        assert theirs == rounds
+        for index in (0, 1, 2, 4):
+            torch.testing.assert_close(values[index], first[index], rtol=0, atol=1e-14)
+    assert all(value.isfinite().all() for value in first)
+
+
+FIELDS = {field.name for field in fields(Schedule)}
+
+
+def arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """What a constructor takes."""
+    rest = {name: value for name, value in options.items() if name not in FIELDS | {"own"}}
+    schedule = Schedule(**{name: options[name] for name in FIELDS & options.keys()})
+    own = [options["own"]()] if "own" in options else []
+    return {"topology": "ring", "schedule": schedule, "extensions": own, **rest}
+
+
+@pytest.mark.parametrize(
+    ("extension", "overlap", "whole"),
+    pairwise(EXTENSIONS, OVERLAP, {"whole": True, "by bucket": False}),
+)
+def test_a_closure_gives_the_training_of_a_backward_pass_before_the_step(
+    extension: dict[str, Any], overlap: bool, whole: bool
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup, closes: bool) -> Tensor:
+        params = make_params()
+        base = in_one_call(sgd(params)) if whole else sgd(params)
+        optimizer = DecentOptimWrapper(
+            base,
+            process_group=group,
+            bucket_cap_mb=TINY_CAP_MB,
+            **arguments({**extension, "overlap": overlap}),
+        )
+        for step in range(5):
+            if closes:
+                optimizer.step(lambda step=step: float(backward(params, rank, step)))
+            else:
+                backward(params, rank, step)
+                optimizer.step()
+        return flatten(params)
+
+    one, other = (run_threads(2, partial(main, closes=closes)) for closes in (True, False))
+    assert all(map(torch.equal, one, other))
+    assert (one[0] - flatten(make_params())).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("extension", "pace", "views"),
+    pairwise(EXTENSIONS, {name: PACES[name] for name in ("each step", "late")}, VIEWS),
+)
+def test_a_step_inside_the_backward_pass_does_the_same_as_one_behind_it(
+    extension: dict[str, Any], pace: dict[str, Any], views: bool
+) -> None:
+    options = {**pace, **extension}
+    del options["overlap"]
+    if isinstance(extension.get("average_state"), tuple):
+        options.pop("staleness", None)
+
+    def main(rank: int, group: dist.ProcessGroup, inside: bool) -> Tensor:
+        model = modules.make_model()
+        given = arguments({**options, "param_as_bucket_view": views})
+        if inside:
+            wrapped = modules.wrap(model, group, **given)
+            modules.train(wrapped, rank, range(6))
+            optimizer: DecentOptimWrapper = wrapped.optimizer
+        else:
+            optimizer = modules.wrap_base(model, group, reverse=True, **given)
+            modules.train_by_steps(model, optimizer, rank, range(6))
+        optimizer.synchronize()
+        return modules.flat(model)
+
+    one, other = (run_threads(2, partial(main, inside=inside)) for inside in (True, False))
+    torch.testing.assert_close(torch.stack(one), torch.stack(other), rtol=0, atol=1e-13)
+    assert (one[0] - modules.flat(modules.make_model())).abs().max() > 1e-2
+
+
+# Those that save something.
+SAVED = {name: EXTENSIONS[name] for name in ("tracking", "outer", "own")}
+
+
+def wrap(
+    extension: dict[str, Any], group: dist.ProcessGroup | None = None, seed: int = 0
+) -> tuple[list[Tensor], DecentOptimWrapper]:
+    params = make_params(seed)
+    options: Any = {"process_group": group, "bucket_cap_mb": TINY_CAP_MB, "sync_at_start": False}
+    return params, DecentOptimWrapper(sgd(params), **options, **arguments(extension))
+
+
+@pytest.mark.parametrize("extension", SAVED.values(), ids=SAVED)
+def test_a_state_without_the_extension_starts_it_again(extension: dict[str, Any]) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+        first, second, third = (wrap(extension, group) for _ in range(3))
+        take_steps(first[1], first[0], rank, range(5))
+        whole = copy.deepcopy(first[1].state_dict())
+        without = {key: value for key, value in whole["gossip"].items() if key != "extensions"}
+        bare = {**whole, "gossip": without}
+        for (params, optimizer), state in ((second, bare), (third, whole), (first, bare)):
+            with torch.no_grad():
+                torch._foreach_copy_(params, [param.detach().clone() for param in first[0]])
+            optimizer.load_state_dict(copy.deepcopy(state))
+        for params, optimizer in (first, second, third):
+            take_steps(optimizer, params, rank, range(5, 10))
+            optimizer.synchronize()
+        return tuple(flatten(params) for params, _ in (first, second, third))
+
+    for first, second, third in run_threads(2, main):
+        assert torch.equal(first, second)
+        assert (first - third).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("extension", SAVED.values(), ids=SAVED)
+def test_a_state_of_an_extension_that_is_not_there_is_dropped_with_a_warning(
+    extension: dict[str, Any],
+) -> None:
+    params, optimizer = wrap(extension)
+    take_steps(optimizer, params, 0, range(2))
+    state = optimizer.state_dict()
+    (name,) = state["gossip"]["extensions"]
+    _, other = wrap({})
+    with pytest.warns(UserWarning, match=f"the state of {name} is dropped"):
+        other.load_state_dict(state)
+    assert other.round == 2
+    assert "extensions" not in other.state_dict()["gossip"]
+
+
+def tensors_of(state: Any) -> Tensor:
+    """All tensors in a state, in its order."""
+    return flatten([leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)])
+
+
+SPOILT: dict[str, Callable[[list[dict[str, Any]]], list[Any]]] = {
+    "of no parameters": lambda rows: [],
+    "of fewer parameters": lambda rows: rows[:-1],
+    "of other shapes": lambda rows: [
+        {key: torch.zeros(7) if isinstance(v, Tensor) else v for key, v in rows[0].items()},
+        *rows[1:],
+    ],
+    "without entries": lambda rows: [{}] * len(rows),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
+@pytest.mark.parametrize("name", ["tracking", "outer"])
+def test_a_state_of_something_else_is_refused_and_changes_nothing(
+    name: str, spoil: Callable[[list[dict[str, Any]]], list[Any]]
+) -> None:
+    params, optimizer = wrap(EXTENSIONS[name])
+    take_steps(optimizer, params, 0, range(3))
+    state = copy.deepcopy(optimizer.state_dict())
+    ((key, held),) = state["gossip"]["extensions"].items()
+    spoilt = {**state, "gossip": {**state["gossip"], "round": 1}}
+    spoilt["gossip"]["extensions"] = {key: {"params": spoil(held["params"])}}
+    before = flatten(params)
+    with pytest.raises(ValueError, match="nothing was loaded"):
+        optimizer.load_state_dict(spoilt)
+    assert optimizer.round == 3
+    assert torch.equal(flatten(params), before)
+    assert torch.equal(tensors_of(optimizer.state_dict()), tensors_of(state))
+
+
+class Recorder(Extension):
+    """Notes by which methods it is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def plan(self, buckets: Sequence[Bucket]) -> None:
+        self.calls.append("plan")
+
+    def begin_step(self, buckets: Sequence[Bucket]) -> None:
+        self.calls.append("begin_step")
+
+    def received(self, in_flight: bool) -> None:
+        self.calls.append("received, in flight" if in_flight else "received")
+
+    def arrived(self, kind: RoundKind, buckets: Sequence[Bucket], transport: Transport) -> None:
+        self.calls.append(f"arrived {kind.value}")
+
+    def mixing(self, received: ReceivedBucket) -> AbstractContextManager[None]:
+        self.calls.append("mixing")
+        return nullcontext()
+
+    def end_round(self, kind: RoundKind) -> None:
+        self.calls.append("end_round")
+
+    def updating(self, params: Sequence[Tensor]) -> AbstractContextManager[None]:
+        self.calls.append("updating")
+        return nullcontext()
+
+    def launch(self, bucket: Bucket) -> Sequence[Bucket]:
+        self.calls.append("launch")
+        return ()
+
+    def kept(self, buckets: Sequence[Bucket], transport: Transport) -> None:
+        self.calls.append("kept")
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_the_methods_are_called_in_the_documented_order(staleness: int) -> None:
+    recorder = Recorder()
+    params = make_params()
+    schedule = Schedule(gossip_every=staleness, global_avg_every=2, staleness=staleness)
+    optimizer = DecentOptimWrapper(
+        sgd(params), bucket_cap_mb=TINY_CAP_MB, schedule=schedule, extensions=[recorder]
+    )
+    assert len(optimizer.buckets) == 3
+    take_steps(optimizer, params, 0, range(4))
+    optimizer.global_avg(may_revert=False)
+    mixed = [*["mixing", "updating", "launch"] * 2, "mixing", "end_round", "updating", "launch"]
+    sent, idle = ["updating", "launch"] * 3, ["updating"] * 3
+    expected = {
+        1: [
+            *("plan", "begin_step", "received", *sent),
+            *("begin_step", "received", "arrived gossip", *mixed),
+            *("begin_step", "received", "arrived average", *mixed),
+            *("begin_step", "received", "arrived gossip", *mixed),
+        ],
+        2: [
+            *("plan", "begin_step", "received", *idle),
+            *("begin_step", "received", *sent),
+            *("begin_step", "received, in flight", *idle),
+            *("begin_step", "received", "arrived average", *mixed),
+        ],
+    }[staleness]
+    assert recorder.calls[: len(expected)] == expected
+    assert recorder.calls[-1] == "kept"
+
+
+class Silent(Extension):
+    """Sends something without saying so."""
+
+    def launch(self, bucket: Bucket) -> Sequence[Bucket]:
+        return [bucket]
+
+
+class Nameless(Extension):
+    """Has a state, but no place for it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": 0.0}
+
+
+def test_what_an_extension_does_not_say_is_an_error_that_names_it() -> None:
+    params = make_params()
+    with pytest.raises(TypeError, match="extensions expects a sequence of instances"):
+        DecentOptimWrapper(sgd(params), extensions=Recorder())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="extensions expects a sequence of instances"):
+        DecentOptimWrapper(sgd(params), extensions=[Recorder])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"set Nameless\.name"):
+        DecentOptimWrapper(sgd(params), extensions=[Nameless()])
+    optimizer = DecentOptimWrapper(sgd(params), extensions=[Silent()])
+    with pytest.raises(RuntimeError, match="its `sends` is False"):
+        take_steps(optimizer, params, 0, range(1))
