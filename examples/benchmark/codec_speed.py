@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from decent_optim_wrapper.codecs import INT4, codec_of
-from decent_optim_wrapper.wire.bucket import MIB
+from decent_optim_wrapper.wire.layout import MIB
 
 COMM_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8, "int4": INT4}
 

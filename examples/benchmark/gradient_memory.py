@@ -92,7 +92,9 @@ def gossip(model: nn.Module, **options: Any) -> Step:
 
 def in_backward(model: nn.Module, **options: Any) -> Step:
     options = {"topology": "ring", "bucket_size_in_mb": BUCKET_CAP_MB, **options}
-    return loop(DecentralizedDataParallel(model, sgd_of_named, **options), None)
+    # As decent-dp mixes; before the forward pass takes a copy of the parameters more.
+    network = DecentralizedDataParallel(model, sgd_of_named, overlap=True, **options)
+    return loop(network, None)
 
 
 METHODS: dict[str, Callable[[nn.Module], Step]] = {

@@ -101,6 +101,7 @@ METHODS: dict[str, Callable[[nn.Module], Step]] = {
     "torch DDP, gradient_as_bucket_view": partial(ddp, gradient_as_bucket_view=True),
     **ours("DecentOptimWrapper", gossip),
     **ours("DecentralizedDataParallel", in_backward),
+    **ours("DecentralizedDataParallel, overlap=True", partial(in_backward, overlap=True)),
 }
 
 
