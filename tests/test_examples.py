@@ -414,10 +414,12 @@ def test_views_save_a_copy_of_the_parameters_and_the_step_in_the_backward_pass_g
     tmp_path: Path,
 ) -> None:
     wrapper, module = "DecentOptimWrapper", "DecentralizedDataParallel"
-    methods = (f"{wrapper}, copies", f"{wrapper}, views", f"{module}, views")
+    # Mixing before the forward pass also keeps the values before it.
+    delayed = f"{module}, overlap=True, views"
+    methods = (f"{wrapper}, copies", f"{wrapper}, views", delayed)
     arguments = ("--parameters", "14e6", "--methods", *methods)
     out = run_script(EXAMPLES / "benchmark" / "memory.py", *arguments, cwd=tmp_path)
-    figures = re.findall(r"\| ([\w, ]+) \| \d+ \| \d+ \| (-?\d\.\d\d) \|", out)
+    figures = re.findall(r"\| ([\w, =]+) \| \d+ \| \d+ \| (-?\d\.\d\d) \|", out)
     assert [method for method, _ in figures] == list(methods), out
     copies, views, in_backward = (float(figure) for _, figure in figures)
     assert copies == pytest.approx(2, abs=0.35), out
