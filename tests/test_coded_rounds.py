@@ -142,6 +142,7 @@ def test_codes_without_rounding_give_the_trajectory_without_codes(
         ("complete", torch.int8, 1e-6),
         ("nodes", torch.float8_e4m3fn, 1e-6),
         ("complete", TopKCodec(64), 1e-6),
+        ("ring", torch.bfloat16, 1e-6),
         # The smallest step of float16 is 6e-8.
         ("ring", torch.float16, 1e-5),
     ],

@@ -83,7 +83,11 @@ def identifiers(path: Path) -> Iterator[str]:
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
                 yield name
-            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.keyword(arg=str(name)):
+            case ast.ClassDef(name=name) | ast.keyword(arg=str(name)):
+                yield name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.alias(asname=str(name)):
                 yield name
             case ast.Import(names=names):
                 yield from (alias.name for alias in names)
@@ -162,6 +166,27 @@ def test_no_object_assigns_an_attribute_of_another() -> None:
         for part in assigned(ast.parse(path.read_text(encoding="utf-8")))
         if not (isinstance(part.value, ast.Name) and part.value.id in ("self", "cls"))
         and part.attr not in FOREIGN_ATTRIBUTES
+    ]
+    assert not found
+
+
+# What takes part in communication.
+SENDS = {
+    *("send", "isend", "receive", "recv", "irecv", "exchange", "gather", "all_gather"),
+    *("all_reduce", "broadcast", "barrier", "connect"),
+}
+
+
+def test_constructors_neither_send_nor_receive() -> None:
+    found = [
+        f"{name}: {ast.unparse(call.func)}"
+        for name, node in classes()
+        for method in node.body
+        if isinstance(method, FUNCTIONS) and method.name in ("__init__", "__post_init__")
+        for call in ast.walk(method)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, (ast.Name, ast.Attribute))
+        and (call.func.id if isinstance(call.func, ast.Name) else call.func.attr) in SENDS
     ]
     assert not found
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from decent_optim_wrapper.comm.streams import AsyncHostCopy
+from decent_optim_wrapper.comm.waiting import Waitable
 from decent_optim_wrapper.wire.exchange import Exchange, MixMask, Wire
 
 
@@ -16,18 +18,34 @@ class CheckedOnGpu:
     Args:
         wire: what the exchanges have in common.
         exchanges: the exchanges of the round whose values a GPU has checked.
-        tag: the tag of the message.
+        rows: which of them are finite on which rank, once `works` have ended: bool of shape (ranks
+            of the group, exchanges), in the order of the group.
+        works: the messages on their way.
     """
 
-    def __init__(self, wire: Wire, exchanges: Sequence[Exchange], tag: int) -> None:
+    def __init__(
+        self, wire: Wire, exchanges: Sequence[Exchange], rows: Tensor, works: list[Waitable]
+    ) -> None:
         self._wire = wire
         self._columns = {each: column for column, each in enumerate(exchanges)}
-        finite = [torch.as_tensor(each.finite, device=each.device) for each in exchanges]
-        own = torch.stack([each.to(finite[0].device) for each in finite])
-        # bool of shape (ranks of the group, exchanges), in the order of the group.
-        self._rows, self.works = wire.transport.gather(own, wire.group, tag)
+        self._rows = rows
+        self.works = works
         self._late: AsyncHostCopy | None = None
         self._usable: dict[Exchange, MixMask] = {}
+
+    @classmethod
+    def gather(cls, wire: Wire, exchanges: Sequence[Exchange], tag: int) -> CheckedOnGpu:
+        """Send this rank's flags to the group, and receive those of the others.
+
+        Args:
+            wire: what the exchanges have in common.
+            exchanges: the exchanges of the round whose values a GPU has checked.
+            tag: the tag of the message.
+        """
+        finite = [torch.as_tensor(each.finite, device=each.device) for each in exchanges]
+        own = torch.stack([each.to(finite[0].device) for each in finite])
+        rows, works = wire.transport.gather(own, wire.group, tag)
+        return cls(wire, exchanges, rows, works)
 
     def usable(self, exchange: Exchange) -> MixMask:
         """The part of an exchange that may be mixed."""

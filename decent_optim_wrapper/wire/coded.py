@@ -268,7 +268,7 @@ class CodedGroup(CodedExchange):
             own=self._own,
             error=self._error,
             tags=self._tags,
-        )
+        ).start()
         self.works.append(self._mean)
 
     @property

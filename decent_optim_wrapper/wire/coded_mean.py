@@ -18,11 +18,11 @@ from torch import Tensor
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.comm.waiting import LONGEST_WAIT
+from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, Waitable
 
 
 class CodedMean:
-    """Starts the exchange of one vector; a work to wait for.
+    """The exchange of one vector; after `start` a work to wait for.
 
     Args:
         transport: connects the ranks.
@@ -35,9 +35,6 @@ class CodedMean:
             a loss a new one may begin before the thread has noticed.
         error: zeros, for this rank's mean less the one that it sends; in the dtype of means.
         tags: of the messages to the owners, and of those from them.
-
-    Raises:
-        WireError: the connection is closed already.
     """
 
     def __init__(
@@ -65,15 +62,28 @@ class CodedMean:
         self.error = error
         self._arriving = [row[: own.numel()] for row in rooms]
         self._arriving[self.position] = outgoing[self.position]
+        self._outgoing = outgoing
         # Chunks of a small vector may be empty; they are not sent.
         self._owners = [place for place in self._others if outgoing[place].numel()]
-        senders = self._others if own.numel() else []
-        # The receives first: their notices let the data start.
-        receive, send = transport.receive, transport.send
-        self._coming = {p: receive(self._arriving[p], ranks[p], tags[0]) for p in senders}
-        self._going = [send(outgoing[p], ranks[p], tags[0]) for p in self._owners]
+        self._coming: dict[int, Waitable] = {}
+        self._going: list[Waitable] = []
         # The text of an error only: the error would keep alive what the thread has used.
-        self._failure: Future[str] = in_background(self._run)
+        self._failure: Future[str] = Future()
+
+    def start(self) -> CodedMean:
+        """Send this rank's codes to the owners, and go on on a thread.
+
+        Raises:
+            WireError: the connection is closed already.
+        """
+        ranks, tag = self._ranks, self._tags[0]
+        receive, send = self._transport.receive, self._transport.send
+        senders = self._others if self._arriving[self.position].numel() else []
+        # The receives first: their notices let the data start.
+        self._coming = {p: receive(self._arriving[p], ranks[p], tag) for p in senders}
+        self._going = [send(self._outgoing[p], ranks[p], tag) for p in self._owners]
+        self._failure = in_background(self._run)
+        return self
 
     def wait(self, timeout: timedelta = LONGEST_WAIT) -> bool:
         """Wait until all means have arrived.

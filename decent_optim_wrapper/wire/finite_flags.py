@@ -64,7 +64,7 @@ class FiniteFlags:
         positions = range(first, first + len(exchanges))
         tag = _FIRST_FLAG_TAG + positions[0] if alone else _FLAGS_TAG
         on_gpu = [each for each in exchanges if each.on_gpu]
-        checked = CheckedOnGpu(self._wire, on_gpu, tag) if on_gpu else None
+        checked = CheckedOnGpu.gather(self._wire, on_gpu, tag) if on_gpu else None
         pending: list[PendingMessage] = []
         if len(on_gpu) < len(exchanges):
             own = [float(each.on_gpu or bool(each.finite)) for each in exchanges]
