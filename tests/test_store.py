@@ -17,9 +17,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from problem import make_params, sgd
-from ranks import PROCESSES, start_process
+from problem import backward, flatten, make_params, sgd
+from ranks import PROCESSES, process_group, start_process
 from restartable_processes import (
     STALE_AFTER,
     Failure,
@@ -33,7 +34,7 @@ from restartable_processes import (
     train_or_tell,
     wrap_elastic,
 )
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistError
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
@@ -351,3 +352,86 @@ def test_nobody_goes_on_over_a_store_that_has_lost_the_last_members() -> None:
         store.delete_key(f"{key_prefix(0)}/1/members")
         for error in gather(ranks, HAS_STATE):
             assert "the store no longer knows that [0, 1] were the last members" in str(error)
+
+
+class PythonStore(Store):
+    """A store that is written in Python, over a dict that all ranks share."""
+
+    def __init__(self, shared: HashStore) -> None:
+        super().__init__()
+        self._shared = shared
+
+    def clone(self) -> PythonStore:
+        return PythonStore(self._shared)
+
+    def set(self, key: str, value: Any) -> None:
+        self._shared.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._shared.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._shared.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._shared.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=30)) -> None:
+        self._shared.wait(keys, timeout)
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return self._shared.compare_set(key, expected, desired)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._shared.multi_get(keys)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def num_keys(self) -> int:
+        return self._shared.num_keys()
+
+    def delete_key(self, key: str) -> bool:
+        return self._shared.delete_key(key)
+
+
+def test_a_store_written_in_python_serves_as_any_other() -> None:
+    def train_over(make: Callable[[HashStore], Store]) -> list[torch.Tensor]:
+        shared = HashStore()
+
+        def train_rank(rank: int) -> torch.Tensor:
+            params = make_params(seed=rank)
+            # Kept here: a PrefixStore does not keep the Python object behind it alive.
+            own = make(shared)
+            optimizer = DecentOptimWrapper(
+                sgd(params),
+                topology="ring",
+                process_group=process_group(PrefixStore("run", own), rank, 4),
+                bucket_cap_mb=5e-5,
+                sync_at_start=False,
+                timeout=20,
+            )
+            for step in range(4):
+                backward(params, rank, step)
+                optimizer.step()
+            optimizer.synchronize()
+            assert len(optimizer.buckets) > 1
+            return flatten(params)
+
+        with ThreadPoolExecutor(4) as pool:
+            return [*pool.map(train_rank, range(4))]
+
+    ours, expected = train_over(PythonStore), train_over(lambda shared: shared)
+    assert all(map(torch.equal, ours, expected))
+    assert not torch.equal(ours[0], ours[1])
+    assert not torch.equal(ours[0], flatten(make_params(seed=0)))
+
+
+def test_ranks_meet_in_a_store_written_in_python() -> None:
+    own = PythonStore(HashStore())
+    with (
+        rendezvous(PrefixStore("run", own), 3, 20.0) as made,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        met = pool.map(lambda each: each.gather(FIRST_NOTE).members, made)
+        assert [*met] == [(0, 1, 2)] * 3

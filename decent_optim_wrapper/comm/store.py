@@ -29,8 +29,20 @@ _ENDED = "its server has ended"
 
 
 def cloned(store: Any) -> Any:
-    """The store over another connection if possible, so that a hanging call blocks no others."""
-    return store.clone() if hasattr(store, "clone") else store
+    """The store over another connection if possible, so that a hanging call blocks no others.
+
+    A store that is written in Python is returned as it is. Torch would drop the Python object of
+    its clone behind a `PrefixStore`, and the next call would find a pure virtual function.
+    """
+    is_torchs = type(_innermost(store)).__module__.startswith("torch.")
+    return store.clone() if is_torchs and hasattr(store, "clone") else store
+
+
+def _innermost(store: Any) -> Any:
+    """The store behind all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def own_part(store: Any | None, rank: int, timeout: timedelta) -> Any | None:
@@ -172,8 +184,7 @@ def _connect_to_server_of(store: Any) -> socket.socket | None:
     Raises:
         DistStoreError: the server has ended.
     """
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+    store = _innermost(store)
     if not isinstance(store, TCPStore):
         return None
     try:
