@@ -32,13 +32,14 @@ def log_summary(pipeline: Pipeline, schedule: Schedule) -> None:
 def _sent(pipeline: Pipeline, schedule: Schedule) -> str:
     phases = pipeline.session.schedule.phases
     per_round = sum(_bytes(bucket, group) for group in phases for bucket in pipeline.buckets)
-    mean = per_round / len(phases)
-    if schedule.gossip_every == "auto":
-        return f"{_in_units(mean)} of parameters per round"
-    return f"{_in_units(mean / schedule.gossip_every)} of parameters per step"
+    mean = per_round / len(phases) / schedule.intervals.gossip_every
+    unit = "step" if pipeline.policy.pacing.synchronous else "round"
+    return f"{_in_units(mean)} of parameters per {unit}"
 
 
 def _in_units(nbytes: float) -> str:
+    if nbytes < 1024:
+        return f"{nbytes:.0f} bytes"
     return f"{nbytes / MIB:.1f} MiB" if nbytes >= MIB else f"{nbytes / 1024:.1f} KiB"
 
 
