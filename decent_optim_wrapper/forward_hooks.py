@@ -1,4 +1,4 @@
-"""Announces parameters that a forward pass is about to read, module by module."""
+"""Announces parameters that are about to be read, module by module and one by one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from decent_optim_wrapper.parameter_reads import Watch, Watcher
+
 # Called with parameters; None for all.
 Announce = Callable[[Iterable[Tensor] | None], None]
 
@@ -18,19 +20,20 @@ class ForwardHooks:
     """Announces the parameters of each module right before its forward pass.
 
     A parameter may be read outside of the forward pass of its own module: `nn.MultiheadAttention`
-    reads those of its projection. So a module also announces the parameters of all modules below it
-    that were not called in the previous pass. If a pass begins with another module than the model,
-    the parameters of the model itself are announced first, and those that no called module
-    contains. All parameters are announced together
+    reads those of its projection, and a model its output layer's for the embedding. So each
+    parameter is also announced when it is read as an attribute of its module. Other code, as in
+    TorchScript, may hold the parameters themselves. So a module also announces those of all modules
+    below it that were not called in the previous pass. If a pass begins with another module than
+    the model, the parameters of the model itself are announced first, and those that no called
+    module contains. All parameters are announced together
 
     - in the first pass, and in a pass that begins with another module than the previous one;
     - without gradients, since autograd would not notice a parameter that changes later;
     - if they are sharded, since FSDP gathers those of the next module ahead;
     - by a compiled model, since no hook runs in compiled code;
-    - before `state_dict()` of any module.
+    - before `state_dict()` of any module, and before a module is copied or pickled.
 
-    At the end of a pass through the whole model, all others are announced. If one was read before,
-    autograd notices the change and raises an error in the backward pass.
+    At the end of a pass through the whole model, all others are announced.
 
     Args:
         model: the model; a copy of it, or a model loaded from a file, announces nothing.
@@ -51,6 +54,10 @@ class ForwardHooks:
         self._called_before: dict[int, None] = {}
         # What each of them announces, as long as the same modules are called.
         self._announced: dict[int, list[Tensor]] = {}
+        # The parameters that were announced since the last step, by id.
+        self._known: set[int] = set()
+        # Whether compiled code calls the model: it announces all parameters before it reads any.
+        self._is_compiled = False
         self._handles: list[Any] = [model.register_forward_hook(_Hook(self, "after"))]
         self.watch()
         weakref.finalize(self, _remove, self._handles).atexit = False
@@ -58,6 +65,7 @@ class ForwardHooks:
     def watch(self) -> None:
         """Follow the modules and parameters that the model has now."""
         before, saving = _Hook(self, "before"), _Hook(self, "before_saving")
+        watcher = Watcher(read=_Hook(self, "before_reading"), copied=_Hook(self, "before_saving"))
         for module in self._root.modules():
             # TorchScript modules take no hooks: the module above announces their parameters.
             if isinstance(module, torch.jit.ScriptModule):
@@ -66,14 +74,15 @@ class ForwardHooks:
                 # First of all: FSDP gathers shards in such a hook.
                 self._handles.append(module.register_forward_pre_hook(before, prepend=True))
                 handle = module.register_state_dict_pre_hook(saving)  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
+                self._handles += [handle, Watch(module, watcher)]
             self._own[id(module)] = [*module.parameters(recurse=False)]
         self._announced = {}
+        self._known = set()
 
     @property
     def were_called(self) -> bool:
-        """Whether any module was called since the last step."""
-        return bool(self._called)
+        """Whether any module was called, or any parameter read, since the last step."""
+        return bool(self._called or self._known)
 
     def end_step(self) -> None:
         """Note the end of a step: modules called from now on belong to the next one."""
@@ -81,6 +90,7 @@ class ForwardHooks:
             if self._called.keys() != self._called_before.keys():
                 self._announced = {}
             self._called_before, self._called = self._called, {}
+        self._known = set()
 
     def before(self, module: nn.Module, *inputs: Any) -> None:
         """Announce the parameters that a module is about to read."""
@@ -90,6 +100,9 @@ class ForwardHooks:
             return
         key = id(module)
         begins = not self._called
+        if module is self._root:
+            # A state may have been loaded since: a round is in flight again.
+            self._known = set()
         if self._sharded or not torch.is_grad_enabled() or (begins and self._is_new(key)):
             self._announce(None)
         else:
@@ -108,12 +121,20 @@ class ForwardHooks:
         if not torch.compiler.is_compiling():
             self._announce(None)
 
-    def before_saving(self, module: nn.Module, *arguments: Any) -> None:
+    def before_reading(self, param: nn.Parameter) -> None:
+        """Announce a parameter that is read as an attribute, unless it was announced."""
+        if id(param) not in self._known and not self._is_compiled:
+            self._known.add(id(param))
+            self._announce((param,))
+
+    def before_saving(self, *arguments: Any) -> None:
         """Make sure that a state dict holds whole rounds only."""
         self._settle()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _announce_all(self) -> None:
+        # Its guards read all parameters, too, but an error there would be lost.
+        self._is_compiled = True
         self._announce(None)
         self._called[id(self._root)] = None
 
@@ -123,6 +144,7 @@ class ForwardHooks:
         if params is None:
             params = self._announced[key] = [*found]
         if params:
+            self._known.update(map(id, params))
             self._announce(params)
 
     def _read_by(self, module: nn.Module) -> Iterable[Tensor]:
@@ -150,10 +172,10 @@ class _Hook:
         self._hooks = hooks if hooks is None else weakref.ref(hooks)
         self._method = method
 
-    def __call__(self, module: nn.Module, *arguments: Any) -> None:
+    def __call__(self, *arguments: Any) -> None:
         hooks = self._hooks and self._hooks()
         if hooks is not None:
-            getattr(hooks, self._method)(module, *arguments)
+            getattr(hooks, self._method)(*arguments)
 
     def __reduce__(self) -> Any:
         # Copies and files.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -248,12 +250,40 @@ def read_a_part_now_and_then(model: Any, rank: int, step: int) -> Tensor:
     return (loss_of if step % 2 else read_by_parts)(model, rank, step)
 
 
+def rows_of(model: Any, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randint(len(model.last.weight), (8,), generator=generator)
+
+
+def read_before_its_owner(model: Any, rank: int, step: int) -> Tensor:
+    # As a model whose output layer also embeds: nothing is kept for the backward pass.
+    hidden = F.embedding(rows_of(model, rank, step), model.last.weight)
+    result: Tensor = (model.last(model.frozen(model.blocks[0](hidden))) - 0.5).square().mean()
+    return result
+
+
+def read_a_method(model: Any, rank: int, step: int) -> Tensor:
+    # As `training_step` of a LightningModule: the model is not called.
+    hidden = torch.ones(8, 6, dtype=torch.float64) + model.own
+    outputs: Tensor = model.last(model.blocks[1](hidden))
+    return (outputs - batch(rank, step)[:, :3]).square().mean()
+
+
+def read_fused_now_and_then(model: Any, rank: int, step: int) -> Tensor:
+    # A module that is called in one step, and whose parameters are read by a function in the next.
+    inputs, last = batch(rank, step), model.last
+    hidden = model.first(inputs)
+    outputs = F.linear(hidden, last.weight, last.bias) if step % 2 else last(hidden)
+    return (outputs - inputs[:, :3]).square().mean()
+
+
 @pytest.mark.parametrize("views", [True, False])
 @pytest.mark.parametrize(
     "read",
     [
         *(loss_of, read_twice, read_by_parts, read_by_function, read_before_the_model),
-        *(read_copies_now_and_then, read_a_part_now_and_then),
+        *(read_copies_now_and_then, read_a_part_now_and_then, read_before_its_owner),
+        *(read_a_method, read_fused_now_and_then),
     ],
 )
 def test_every_way_into_the_parameters_finds_them_mixed(read: Any, views: bool) -> None:
@@ -274,6 +304,57 @@ def test_every_way_into_the_parameters_finds_them_mixed(read: Any, views: bool) 
     for without, early, late in run_threads(4, main):
         assert torch.equal(early, without)
         assert (late - without).abs().max() > 1e-4
+
+
+def test_a_parameter_that_is_read_between_two_steps_is_mixed_and_so_is_a_copy_of_the_model() -> (
+    None
+):
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        model: Any = make_model(seed=rank)
+        optimizer = wrap_steps(model, group, overlap="forward")
+        train_by_steps(model, optimizer, rank, range(2))
+        launched = values_of(model)
+        read = model[4].weight.detach().clone()
+        assert 0 < unmixed(model, launched) < len(launched)
+        copied = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        assert unmixed(model, launched) == 0
+        assert torch.equal(read, model[4].weight)
+        for each in copied:
+            assert torch.equal(flat(each), flat(model))
+            assert type(vars(each[4])["_parameters"]) is dict
+
+    run_threads(4, main)
+
+
+def test_two_wrappers_watch_one_model_until_they_end() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        model: Any = make_model(seed=rank)
+        parts = [[*model[0].parameters()], [*model[2].parameters(), *model[4].parameters()]]
+        both = [
+            DecentOptimWrapper(
+                sgd(part), topology="ring", process_group=group, model=model, overlap="forward"
+            )
+            for part in parts
+        ]
+        for step in range(3):
+            loss = loss_of(model, rank, step)
+            backward(loss)
+            for optimizer in both:
+                optimizer.step()
+        launched = values_of(model)
+        assert [len(optimizer.buckets) for optimizer in both] == [1, 1]
+        assert model[0].weight is not None
+        assert unmixed(model, launched) == len(parts[1])
+        assert model[4].weight is not None
+        assert unmixed(model, launched) == 0
+        for optimizer in both:
+            optimizer.synchronize()
+        assert type(vars(model[4])["_parameters"]) is not dict
+        del both, optimizer
+        gc.collect()
+        assert type(vars(model[4])["_parameters"]) is dict
+
+    run_threads(2, main)
 
 
 def test_only_the_modules_that_are_reached_have_waited() -> None:
@@ -649,12 +730,14 @@ def test_a_parameter_that_is_changed_by_hand_while_it_is_sent_is_found_in_the_fo
         model: Any = make_model(seed=rank)
         options: dict[str, Any] = {"overlap": "forward", "timeout": PATIENCE}
         optimizer = wrap_steps(model, group, param_as_bucket_view=True, **options)
+        # Read before: who reads `model[4].weight` later gets the mixed values, and may change them.
+        weight = model[4].weight
         train_by_steps(model, optimizer, rank, range(2))
 
         @torch.no_grad()
         def change(*_: object) -> None:
             if rank == 1:
-                model[4].weight.clamp_(-0.3, 0.3)
+                weight.clamp_(-0.3, 0.3)
 
         # Between two modules: the first one is mixed, and the last one is not.
         model[0].register_forward_hook(change)
