@@ -115,6 +115,51 @@ class LosesAnswers:
         return done
 
 
+class CountsCalls:
+    """A client that counts the calls of its methods."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._client, name)
+        if name not in ("transaction", "get", "lease"):
+            return found
+
+        def call(*args: Any, **options: Any) -> Any:
+            self.count += 1
+            return found(*args, **options)
+
+        return call
+
+
+def test_a_heartbeat_is_one_request(servers: EtcdServers) -> None:
+    import pyetcd
+
+    clients: list[CountsCalls] = []
+    make = pyetcd.MultiEndpointEtcd3Client
+
+    def make_counting(*args: Any, **options: Any) -> CountsCalls:
+        clients.append(CountsCalls(make(*args, **options)))
+        return clients[-1]
+
+    with mock.patch.object(pyetcd, "MultiEndpointEtcd3Client", make_counting):
+        own, other = (EtcdStore(servers.endpoints, "beats") for _ in range(2))
+        own.set("beat", "0")
+        before = clients[0].count
+        for number in range(5):
+            new = str(number + 1)
+            assert own.compare_set("beat", str(number), new) == new.encode()
+        assert clients[0].count == before + 5
+        assert own.compare_set("beat", "4", "6") == b"5"
+        # Another process has written meanwhile: only its value can be replaced.
+        other.set("beat", "theirs")
+        assert own.compare_set("beat", "5", "6") == b"theirs"
+        assert own.compare_set("beat", "theirs", "7") == b"7"
+        assert other.get("beat") == b"7"
+
+
 def test_a_call_whose_answer_is_lost_takes_effect_once(servers: EtcdServers) -> None:
     import pyetcd
 

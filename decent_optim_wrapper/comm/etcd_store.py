@@ -98,8 +98,8 @@ class EtcdStore(Store):
             certificate=_pair("client_cert", client_cert, "client_key", client_key),
         )
         self._prefix = prefix
-        # The revisions that this store has written, so that `set` need not read them first.
-        self._revisions: dict[str, int] = {}
+        # What this store has written last, so that it need not be read before it is replaced.
+        self._written: dict[str, _Entry] = {}
         self.set_timeout(timeout)
         _KEPT.append(self)
 
@@ -117,11 +117,11 @@ class EtcdStore(Store):
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
         name, new = self._name(key), _as_bytes(value)
-        entry, written = _Entry(revision=self._revisions.get(name, 0)), False
+        entry, written = _Entry(revision=self._last(name).revision), False
         # If the value is there already, an attempt whose answer was lost has written it.
         while not written and entry.value != new:
             written, entry = self._replace(name, entry.revision, new)
-        self._revisions[name] = entry.revision
+        self._written[name] = entry
 
     def get(self, key: str) -> bytes:
         """Wait for a key, and return its value."""
@@ -162,10 +162,14 @@ class EtcdStore(Store):
             The value of the key after that.
         """
         name, old, new = self._name(key), _as_bytes(expected), _as_bytes(desired)
-        # If the key has a value where none is expected, the first attempt returns it.
-        entry, written = (self._entry(name) if old else _Entry()), False
+        # If the key has another value, the first attempt returns it.
+        entry, written = self._last(name) if old else _Entry(), False
+        if (entry.value or b"") != old:
+            entry = self._entry(name)
         while not written and (entry.value or b"") == old:
             written, entry = self._replace(name, entry.revision, new)
+        if written:
+            self._written[name] = entry
         return old if entry.value is None else entry.value
 
     def delete_key(self, key: str) -> bool:
@@ -202,6 +206,9 @@ class EtcdStore(Store):
 
     # The names that a `PrefixStore` calls.
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
+
+    def _last(self, name: str) -> _Entry:
+        return self._written.get(name, _Entry())
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}/{key}"
