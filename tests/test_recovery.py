@@ -350,6 +350,35 @@ def test_a_rank_that_stood_still_comes_back_and_a_process_too_many_ends() -> Non
     assert lives[0].changes == changes
 
 
+def let_rank_1_go_ahead(rank: int, optimizer: DecentOptimWrapper) -> None:
+    """Come late to the round in which rank 1 stops itself."""
+    if rank != 1 and optimizer.round == 5:
+        time.sleep(0.3)
+
+
+def stop_ahead_of_the_others(rank: int, optimizer: DecentOptimWrapper) -> None:
+    """Stop rank 1 when it has sent its part of a round that the others have not begun."""
+    if (rank, optimizer.round) == (1, 6):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_rank_stopped_in_a_collective_comes_back_at_once_whatever_the_timeout_is() -> None:
+    """A collective of gloo may not notice that the others have gone, and go on until then."""
+    everyone, left = (0, 1, 2), (0, 2)
+    hooks = {"before": let_rank_1_go_ahead, "after": stop_ahead_of_the_others}
+    with trained(3, topology="complete", timeout=10 * LONG, **hooks) as processes:
+        processes.wait_for_members(0, left)
+        processes.signal(1, signal.SIGCONT)
+        processes.wait_for_members(0, everyone)
+        processes.finish()
+        lives = processes.results()
+        # Nor does the collective hold up the end.
+        assert [processes.join(rank, 30) for rank in everyone] == [0, 0, 0]
+    agree(lives)
+    assert lives[0].changes == [(everyone, left), (left, everyone)]
+    assert lives[1].longest < LONG / 2
+
+
 def hold_the_lock(rank: int, optimizer: DecentOptimWrapper) -> None:
     """Keep all threads of Python from running, as extensions in C may do."""
     if (rank, optimizer.round) == (1, 3):

@@ -178,6 +178,7 @@ class Connections:
         """
         if self._closure is None:
             self._closure = Closure(reason=reason, broken=broken)
+        # The only references from now on.
         made = self._release()
         if self._world is not self._user_group:
             self._world = None

@@ -169,14 +169,15 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     Raises:
         RuntimeError: a member is missing; the connections made are closed.
     """
-    group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+    # In a list, so that the error, which holds this frame, does not hold the group.
+    made: list[Any] = [dist.ProcessGroupGloo(store, rank, size, timeout)]
     try:
-        group.allreduce([torch.ones(1, device="cpu")]).wait(timeout)
+        made[0].allreduce([torch.ones(1, device="cpu")]).wait(timeout)
     except RuntimeError:
         # A collective that hangs would keep the group alive until the timeout.
-        abort([group])
+        abort(made)
         raise
-    return group
+    return made[0]
 
 
 def set_nccl_timeout(communicator: Any, timeout: timedelta) -> None:
@@ -191,44 +192,57 @@ def is_nccl(name: str) -> bool:
     return name.startswith(_NCCL)
 
 
-def close(communicators: Iterable[Any], devices: Iterable[torch.device], seconds: float) -> None:
+def close(communicators: list[Any], devices: Iterable[torch.device], seconds: float) -> None:
     """Release communicators made by `new_communicator`; with gloo, that is its last reference.
 
     NCCL aborts what is under way when it is released: others would mix what has half arrived.
 
     Args:
-        communicators: the communicators.
+        communicators: the communicators; the list may be emptied, as in `abort`.
         devices: the GPUs that use them.
         seconds: bound of the wait for what is under way there.
     """
-    on_gpu = [each for each in communicators if isinstance(each, dist.ProcessGroup)]
 
     def end() -> None:
         for device in devices:
             torch.cuda.synchronize(device)
-        for each in on_gpu:
-            backend_of(each, _CUDA).shutdown()
+        for each in communicators:
+            if isinstance(each, dist.ProcessGroup):
+                backend_of(each, _CUDA).shutdown()
 
-    if not on_gpu:
+    if not any(isinstance(each, dist.ProcessGroup) for each in communicators):
         return
     try:
         within(seconds, end)
     except (RuntimeError, TimeoutError):
-        abort(on_gpu)
+        abort(communicators)
 
 
-def abort(communicators: Iterable[Any], seconds: float = _ABORT_SECONDS) -> None:
+def abort(communicators: list[Any], seconds: float = _ABORT_SECONDS) -> None:
     """Abort everything in flight on communicators made here, on this rank and on the peers.
+
+    They are released on another thread. The destructor of gloo waits for collectives that have
+    begun, and one of more than two ranks may go on until its timeout although the connections are
+    closed: gloo forgets a send whose write fails when the receiver's notice arrives.
+
+    Args:
+        communicators: process groups or gloo backends. The list is emptied, and should hold the
+            only references: whoever drops the last one waits for the destructor.
+        seconds: bound of the wait for those of NCCL.
+    """
+    _abort_all(communicators, seconds)
+    # The frame above has ended, and this one refers to the list only.
+    in_background(communicators.clear)
+
+
+def _abort_all(communicators: Iterable[Any], seconds: float) -> None:
+    """Close the connections of gloo, and end the kernels of NCCL.
 
     gloo's own `abort` does nothing, but a receive that times out closes the connections to all
     ranks: works that wait on them raise at once, also on other threads.
 
     Those of NCCL are aborted all together: one by one, the first may wait for a kernel that waits
     for a kernel of the next (pytorch#119797). Some aborts never end (NVIDIA/nccl#1777).
-
-    Args:
-        communicators: process groups or gloo backends.
-        seconds: bound of the wait for those of NCCL.
     """
     kinds = [
         [backend_of(each, device) for device in (CPU, _CUDA)]

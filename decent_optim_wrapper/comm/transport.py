@@ -109,12 +109,9 @@ class Transport(Connections):
                 CUDA graph is being captured.
         """
         is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if is_used and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"rank {self.initial_rank}: step() and what is collective expect to be called "
-                f"outside of the capture of a CUDA graph, which would repeat one round for ever; "
-                f"call synchronize() before the capture, and step() after it and after each replay"
-            )
+        # Every step comes here, so it makes as few calls as possible.
+        if is_used:
+            self.check_not_captured()
         groups = dist.distributed_c10d._world.pg_group_ranks
         if self._registered and self._user_group not in groups:
             raise RuntimeError(
@@ -123,6 +120,20 @@ class Transport(Connections):
             )
         if self._closure is not None and self._closure.broken:
             self._open_world()
+
+    def check_not_captured(self) -> None:
+        """Check that no CUDA graph is being captured.
+
+        Raises:
+            RuntimeError: one is.
+        """
+        is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if is_used and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"rank {self.initial_rank}: step() and what is collective expect to be called "
+                f"outside of the capture of a CUDA graph, which would repeat one round for ever; "
+                f"call synchronize() before the capture, and step() after it and after each replay"
+            )
 
     def wait(self, works: list[Waitable]) -> None:
         """Wait for each work once, within the timeout; a second call returns at once.
@@ -211,6 +222,8 @@ class Transport(Connections):
             received = world.recv([incoming], peer, tag + _FIRST_TAG)
             return [world.send([outgoing], peer, tag + _FIRST_TAG), received]
         except RuntimeError as error:
+            # The error holds this frame: to drop the last reference may take long, see `abort`.
+            del world
             # Otherwise it is this rank that has closed the connection, because of this error.
             if self._closure is None or not self._closure.broken:
                 _raise_if_closed(error)
@@ -342,6 +355,8 @@ def _start(operation: Callable[..., Waitable], tensor: Tensor, peer: int, tag: i
     try:
         return operation([tensor], peer, tag + _FIRST_TAG)
     except RuntimeError as error:
+        # As in `exchange`: it belongs to the communicator.
+        del operation
         _raise_if_closed(error)
         raise
 
