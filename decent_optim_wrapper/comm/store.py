@@ -10,7 +10,6 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -200,9 +199,10 @@ def _connect_to_server_of(store: Any) -> socket.socket | None:
 
 def _is_closed(connection: socket.socket) -> bool:
     """Whether the other side has closed the connection, over which it never sends anything."""
-    with suppress(BlockingIOError):
-        try:
-            return not connection.recv(1, socket.MSG_PEEK)
-        except ConnectionError:
-            return True
-    return False
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # Also where this process has closed it, while a thread still looks.
+        return True

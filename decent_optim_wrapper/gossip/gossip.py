@@ -149,6 +149,7 @@ class Gossip:
 
     def synchronize(self) -> None:
         """Finish and mix the round in flight."""
+        self.pipeline.session.transport.check_not_captured()
         self.settle()
         self.check_parameters()
         with self.failures.propagating():
@@ -247,6 +248,7 @@ class Gossip:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack a small tensor of every rank that takes part; collective."""
+        self.pipeline.session.transport.check_not_captured()
         with self.failures.propagating():
             self._assemble(CollectiveCall.ALL_GATHER)
             gathered = tensor
