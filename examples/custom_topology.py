@@ -2,6 +2,8 @@
 
 python examples/custom_topology.py
 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/custom_topology.py
+
+It takes some seconds.
 """
 
 from __future__ import annotations

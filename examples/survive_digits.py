@@ -5,7 +5,8 @@
 The first victim dies (SIGKILL) after 30 % of the steps and the second one after 60 %. The others
 share the scans of the dead ones and train on. The launcher starts the dead ones again, and they
 come back; with `--max-restarts 0` before the script they stay away. You can also kill a rank
-yourself. At the end the first member prints the accuracy of the averaged model.
+yourself. At the end the first member prints the accuracy of the averaged model. It takes 32 s of
+CPU time, of all ranks together, about a minute on 2 busy cores.
 """
 
 from __future__ import annotations

@@ -9,7 +9,17 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from griffe import Alias, Attribute, Class, Expr, ExprSubscript, ExprTuple, Function, GriffeLoader
+from griffe import (
+    Alias,
+    Attribute,
+    Class,
+    Expr,
+    ExprName,
+    ExprSubscript,
+    ExprTuple,
+    Function,
+    GriffeLoader,
+)
 from griffe import Module as GriffeModule
 from griffe import Object as GriffeObject
 from griffe2md import ConfigDict, render_object_docs
@@ -17,11 +27,32 @@ from griffe2md import ConfigDict, render_object_docs
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "examples" / "guides" / "api.md"
 PACKAGE = "decent_optim_wrapper"
-# What methods of public classes receive and return, beside the names in `__all__`.
+# What public functions and methods take and return, beside the names in `__all__`.
 RECEIVED = {
+    "config": ("AverageState", "OnChange", "Overlap"),
+    "report": ("Report", "RankReport", "Link"),
+    "gossip.timing": ("StepStats", "Meter"),
     "gossip.extension": ("ExtensionContext", "ReceivedBucket"),
-    "gossip.schedule": ("RoundKind", "RoundPlan"),
-    "gossip.timing": ("StepStats",),
+    "gossip.schedule": ("Intervals", "RoundKind", "RoundPlan"),
+    "gossip.replica": ("Replica",),
+    "wire.bucket": ("Bucket", "Pair"),
+    "wire.layout": ("Layout",),
+    "wire.nonfinite": ("NonFinitePolicy", "OnNonfinite"),
+    "wire.storage": ("Flat",),
+    "codecs.base": ("Decoded",),
+    "extensions.outer_optimizer": ("MakeOptimizer",),
+    "optim.factories": ("Named",),
+    "comm.store_url": ("StoreUrl",),
+    "topo.matching": ("Matching",),
+    "integrations.wrapping": ("Wrapping",),
+}
+# What only torch and this package use.
+NOT_FOR_USERS = {
+    "comm.transport.Transport",
+    "ddp.backward_step.BackwardOptimizer",
+    "elastic.recovery.Recovery",
+    "mesh.replica.Replica",
+    "wrapper.IdleRounds",
 }
 INTRODUCTION = """# API reference
 
@@ -85,6 +116,37 @@ def public_names(package: GriffeModule) -> dict[str, list[GriffeObject | Alias]]
     for path, received in RECEIVED.items():
         found[f"{PACKAGE}.{path}"] = [package[f"{path}.{name}"] for name in received]
     return found
+
+
+def types_of(item: GriffeObject | Alias) -> Iterator[str | Expr | None]:
+    """The types that a function, a field, or the public part of a class takes and returns."""
+    target = item.final_target if isinstance(item, Alias) else item
+    if isinstance(target, Attribute):
+        yield without_checks(target.annotation)
+    if isinstance(target, Function):
+        yield from (without_checks(parameter.annotation) for parameter in target.parameters)
+        yield target.returns
+    if isinstance(target, Class):
+        for name, member in target.all_members.items():
+            if not name.startswith("_") or name in ("__init__", "__call__", "__enter__"):
+                yield from types_of(member)
+
+
+def undocumented(package: GriffeModule) -> set[str]:
+    """The types of the package that a public name takes or returns, and that have no section."""
+    items = [item for of_module in public_names(package).values() for item in of_module]
+    documented = {item.canonical_path for item in items}
+    named = {
+        part.canonical_path
+        for item in items
+        for annotation in types_of(item)
+        if isinstance(annotation, Expr)
+        for part in annotation.iterate(flat=True)
+        if isinstance(part, ExprName) and part.canonical_path.startswith(f"{PACKAGE}.")
+    }
+    # Some are named by the module that imports them.
+    found = {package[path.removeprefix(f"{PACKAGE}.")].canonical_path for path in named}
+    return {path.removeprefix(f"{PACKAGE}.") for path in found - documented}
 
 
 def without_checks(annotation: str | Expr | None) -> str | Expr | None:

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import gpu
+import netlab
 import pytest
 import torch
 from ranks import run_processes, run_script
@@ -161,8 +162,20 @@ def test_a_step_over_nccl_that_waits_for_the_gpu_fails(
     assert [each.outcome for each in bench.verdicts] == [outcome]
 
 
-def test_nothing_begins_when_no_time_is_left() -> None:
-    bench = gpu.Bench(seconds=0)
+def test_what_begins_ends_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    granted: list[float] = []
+    monkeypatch.setattr(netlab, "run", lambda *_, timeout, method: granted.append(timeout))
+    for seconds in (gpu.SHORTEST_SECONDS + 1, 200, float("inf")):
+        gpu.Bench(seconds).run(SETUP, train)
+    assert granted == [
+        pytest.approx(gpu.SHORTEST_SECONDS + 1, abs=1),
+        pytest.approx(200, abs=1),
+        gpu.TIMEOUT_SECONDS,
+    ]
+
+
+def test_nothing_begins_in_the_last_minute() -> None:
+    bench = gpu.Bench(seconds=gpu.SHORTEST_SECONDS)
     text = gpu.part_d(bench, gpu.Setups([SETUP._replace(ranks=1)], [], None), gpu.Size(1, 1))
     assert "| not measured |" in text
     assert [each.outcome for each in bench.verdicts] == ["not measured"]

@@ -7,6 +7,7 @@ cannot run here is fenced as ``python no-run: <reason>``.
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 import shlex
@@ -145,19 +146,37 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 NUMBER = re.compile(r"-?\d+\.\d+")
 
 
+# The processes of tests have no log.
+SHOW_THE_LINE = """
+from loguru import logger
+
+logger.enable("decent_optim_wrapper.start.summary")
+"""
+
+
+class Script(NamedTuple):
+    """What a script of the page should print, and what it does print, in the order of lines."""
+
+    expected: str
+    printed: str
+    # What its ranks write beside.
+    others: list[str]
+
+
 @pytest.fixture(scope="module")
-def first_hour(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
-    """Of each script of the page what it should print, and what it does, in the order of lines."""
+def first_hour(tmp_path_factory: pytest.TempPathFactory) -> list[Script]:
     page = blocks(FIRST_HOUR.read_text(encoding="utf-8"))
     scripts = [block.code for block in page if block.info == "python"]
-    expected = [block.code.strip() for block in page if block.info == "text"]
+    texts = [block.code.strip() for block in page if block.info == "text"]
+    expected = [text for text in texts if text.startswith("rank ")]
     folder, found = tmp_path_factory.mktemp("first_hour"), []
     for script, text in zip(scripts, expected, strict=True):
-        (folder / "train.py").write_text(script)
-        out = run_script_on_ranks(2, "train.py", cwd=folder)
+        (folder / "train.py").write_text(SHOW_THE_LINE + script)
+        lines = run_script_on_ranks(2, "train.py", cwd=folder).splitlines()
         # Each rank's lines stay in their order.
-        lines = sorted((each for each in out.splitlines() if each[:5] == "rank "), key=rank_of)
-        found.append((text, "\n".join(lines)))
+        printed = sorted((line for line in lines if line.startswith("rank ")), key=rank_of)
+        others = [line for line in lines if not line.startswith("rank ")]
+        found.append(Script(text, "\n".join(printed), others))
     return found
 
 
@@ -171,20 +190,32 @@ def figures(text: str) -> list[float]:
 
 @pytest.mark.slow
 def test_the_scripts_of_the_first_hour_print_what_stands_below_them(
-    first_hour: list[tuple[str, str]],
+    first_hour: list[Script],
 ) -> None:
     assert len(first_hour) == 3
-    for expected, printed in first_hour:
+    for expected, printed, _ in first_hour:
         assert NUMBER.sub("", printed) == NUMBER.sub("", expected)
         # Another CPU may round differently.
         assert figures(printed) == pytest.approx(figures(expected), abs=2e-4)
 
 
 @pytest.mark.slow
-def test_what_is_the_same_in_the_first_hour_is_so_digit_by_digit(
-    first_hour: list[tuple[str, str]],
+def test_the_scripts_of_the_first_hour_log_the_line_that_the_page_shows(
+    first_hour: list[Script],
 ) -> None:
-    for texts in zip(*first_hour, strict=True):
+    (shown,) = re.findall(r"^\d{4}-.* - (.*)$", FIRST_HOUR.read_text("utf-8"), re.MULTILINE)
+    logged = [
+        [line.partition(" - ")[2] for line in script.others if "decent_optim_wrapper" in line]
+        for script in first_hour
+    ]
+    assert logged == [[], [shown], [shown]]
+
+
+@pytest.mark.slow
+def test_what_is_the_same_in_the_first_hour_is_so_digit_by_digit(
+    first_hour: list[Script],
+) -> None:
+    for texts in zip(*((script.expected, script.printed) for script in first_hour), strict=True):
         reduced, gossiped, (average, own, same, other) = map(figures, texts)
         assert reduced[0] == reduced[1]
         assert gossiped[0] != gossiped[1]
@@ -286,6 +317,25 @@ def test_a_block_is_run_or_says_why_not(page: Path) -> None:
         assert runs or NO_RUN.fullmatch(block.info), f"line {block.line}: {block.info!r}"
 
 
+SCRIPTS = [
+    path
+    for folder in ("", "benchmark", "integrations")
+    for path in sorted((ROOT / "examples" / folder).glob("*.py"))
+    if "__main__" in path.read_text(encoding="utf-8")
+]
+HOW_LONG = re.compile(
+    r"\d s of CPU time|\d s on 2|\btakes? some seconds"
+    r"|--minutes|\b(?:\d|an?|two|four) minutes?\b|\bhours\b"
+)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_says_how_long_it_takes(script: Path) -> None:
+    text = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
+    assert text is not None
+    assert HOW_LONG.search(" ".join(text.split()))
+
+
 def prose(text: str) -> str:
     return FENCE.sub("", text)
 
@@ -314,6 +364,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
     for name in FILE.findall(text):
         assert (ROOT / name).is_file(), name
+
+
+@pytest.mark.parametrize("page", [*GUIDES, FIRST_HOUR], ids=lambda page: page.stem)
+def test_a_guide_begins_with_when_one_needs_it(page: Path) -> None:
+    title, empty, first = page.read_text(encoding="utf-8").splitlines()[:3]
+    assert title.startswith("# ")
+    assert not empty
+    assert re.match("Read this page (if|when|before|to) ", first)
 
 
 def test_every_guide_is_linked_from_the_readme() -> None:

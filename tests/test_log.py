@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import torch.distributed as dist
 from loguru import logger
 from problem import TINY_CAP_MB, backward, make_params, sgd
 from ranks import run_threads
+from torch import Tensor
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
 
 STEPS = 4
+# Of a unit, how many bytes, and to how many of them the line rounds.
+UNITS = {"bytes": (1, 0.5), "KiB": (2**10, 0.05 * 2**10)}
 CASES: list[dict[str, Any]] = [
     {"topology": "ring"},
     {"topology": "ring", "schedule": Schedule(gossip_every=2)},
@@ -27,10 +31,13 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", CASES, ids=str)
-def test_one_line_says_what_is_sent(options: dict[str, Any]) -> None:
+def line_at_the_start(
+    options: dict[str, Any], make: Callable[[], list[Tensor]]
+) -> tuple[str, float]:
+    """The line that four ranks log, and the bytes that rank 0 sends in a step."""
+
     def main(rank: int, group: dist.ProcessGroup) -> float:
-        params = make_params()
+        params = make()
         optimizer = DecentOptimWrapper(
             sgd(params), process_group=group, bucket_cap_mb=TINY_CAP_MB, **options
         )
@@ -50,12 +57,30 @@ def test_one_line_says_what_is_sent(options: dict[str, Any]) -> None:
         logger.remove(sink)
         logger.disable("decent_optim_wrapper")
     (line,) = lines
+    return line, sent[0]
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_one_line_says_what_is_sent(options: dict[str, Any]) -> None:
+    line, sent = line_at_the_start(options, make_params)
     assert " 4 ranks: rank 0 sends " in line
     assert "(3 buckets). DECENT_LOG=info shows more" in line
-    found = re.search(r"sends ([\d.]+) KiB of parameters per step", line)
-    assert found
-    assert float(found[1]) == pytest.approx(sent[0] / 1024, abs=0.05)
-    assert sent[0] > 100
+    check_amount(line, sent, "bytes")
+    assert sent > 100
+
+
+def test_a_larger_amount_is_in_kib() -> None:
+    line, sent = line_at_the_start(
+        {"topology": "ring"}, lambda: [torch.zeros(300, requires_grad=True)]
+    )
+    check_amount(line, sent, "KiB")
+
+
+def check_amount(line: str, sent: float, unit: str) -> None:
+    found = re.search(rf"sends ([\d.]+) {unit} of parameters per step", line)
+    assert found, line
+    size, rounding = UNITS[unit]
+    assert float(found[1]) * size == pytest.approx(sent, abs=rounding)
 
 
 # Two ranks, so that the groups of the rounds are logged, too.
@@ -71,6 +96,13 @@ def main(rank, group):
 
 run_threads(2, main)
 """
+
+
+ONE_LINE = re.compile(
+    r"[\d:. -]+ \| INFO +\| decent_optim_wrapper\.start\.summary:\w+:\d+ - "
+    r"Complete\(.*\), 2 ranks: rank 0 sends \d+ bytes of parameters per step \(1 bucket\)\. "
+    r"DECENT_LOG=info shows more, DECENT_LOG=off nothing"
+)
 
 
 @pytest.mark.slow
@@ -91,6 +123,11 @@ def test_decent_log_says_what_is_shown(level: str, has: set[str], has_not: set[s
         [sys.executable, "-c", SCRIPT],
         cwd=here, env=env, capture_output=True, text=True, timeout=100, check=True,
     )  # fmt: skip
+    if level in ("", "off"):
+        # Nothing but the one line, or not even that.
+        assert done.stdout == ""
+        lines = [ONE_LINE.fullmatch(line) is not None for line in done.stderr.splitlines()]
+        assert lines == [True] * len(has), done.stderr
     text = re.sub(r"decent_optim_wrapper\.(?:\w+\.)?(\w+):", r"\1:", done.stderr)
     words = {*re.findall(r"\| (\w+) +\|", text), *re.findall(r"- | (\w+):\w+:\d+ -", text)}
     shown = words | {each for each in has if each in text}

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from api_page import PAGE, api_page
+from api_page import NOT_FOR_USERS, PAGE, api_page, load, undocumented
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,6 +39,10 @@ def test_the_api_page_has_every_public_name(module: str) -> None:
     names = pytest.importorskip(module, exc_type=ImportError).__all__
     headings = set(re.findall(r"^### `(\w+)`$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     assert {name for name in names if not name.startswith("__")} <= headings
+
+
+def test_the_api_page_has_every_type_that_a_public_name_takes_or_returns() -> None:
+    assert undocumented(load()) == NOT_FOR_USERS
 
 
 def test_the_api_page_is_that_of_the_docstrings() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +18,12 @@ from problem import TINY_CAP_MB, backward, make_params, sgd
 from ranks import environment, launcher_store, run_threads
 
 from decent_optim_wrapper import DecentOptimWrapper
-from decent_optim_wrapper.integrations import log_stats
+from decent_optim_wrapper.gossip.timing import StepStats
+from decent_optim_wrapper.integrations import gossip_stats, log_stats
 from decent_optim_wrapper.report import Report, diagnose
 
 NONE = math.nan
+GUIDES = Path(__file__).parent.parent / "examples" / "guides"
 
 
 class Writer:
@@ -54,6 +59,8 @@ def test_a_slow_rank_is_named_and_who_waits_for_it() -> None:
     assert all(each.bytes_sent > 0 for each in report.ranks)
     assert written[0]["gossip/slow_rank"] == 2
     assert written[0]["gossip/rank_2/computing_seconds"] >= 0.2
+    assert written[0]["gossip/rank_1/waits_for"] == 2
+    assert written[0]["gossip/rank_1/bytes_sent"] == report.ranks[1].bytes_sent
 
 
 def rows(computing: list[float], pairs: dict[tuple[int, int], float]) -> torch.Tensor:
@@ -79,6 +86,41 @@ def test_both_ends_wait_for_a_slow_link_and_one_for_a_slow_rank() -> None:
     assert [each.waits_for for each in report.ranks] == [4, 0, 7, None]
     assert "link between ranks 0 and 4" in str(report)
     assert 'gossip_every="auto"' in report.advice[0]
+
+
+class Reporting:
+    """A wrapper that has this report."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = lambda: report
+
+    def stats(self) -> StepStats:
+        return StepStats(8, 0.0, 0.0, 0.0, 1, 12)
+
+    def consensus_distance(self) -> float:
+        return 0.5
+
+
+def test_trackers_get_the_whole_report_as_numbers() -> None:
+    def logged(report: Report) -> dict[str, float]:
+        optimizer: Any = Reporting(report)
+        return gossip_stats(optimizer, report=True)
+
+    slow = diagnose(rows([0.02, 0.08], {(0, 1): 0.03, (1, 0): 0.03}), (0, 7), paired=True)
+    values = logged(slow)
+    assert all(type(value) is float for value in values.values())
+    names = ("slow_rank", "slow_link_rank_a", "slow_link_rank_b", "slow_link_seconds")
+    assert [values[f"gossip/{name}"] for name in names] == [7, 0, 7, 0.03]
+    for each in slow.ranks:
+        for name, value in each._asdict().items():
+            assert name == "rank" or values[f"gossip/rank_{each.rank}/{name}"] == value
+    quick = logged(diagnose(rows([0.02, 0.02], {}), (0, 7), paired=True))
+    assert [quick[f"gossip/{name}"] for name in names] == [-1, -1, -1, 0]
+    assert quick["gossip/rank_0/waits_for"] == -1
+    assert quick.keys() == values.keys()
+    page = (GUIDES / "frameworks.md").read_text(encoding="utf-8")
+    table = re.findall(r"`(gossip/[\w/]+)`", page)
+    assert {f"gossip/{name}" for name in names} < {*table} <= quick.keys()
 
 
 def test_where_nobody_is_slow_nothing_is_to_be_changed() -> None:

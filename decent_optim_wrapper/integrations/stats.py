@@ -21,9 +21,11 @@ def gossip_stats(
     Returns:
         Numbers by name: ``gossip/bytes``, ``gossip/wait_seconds`` (waiting for communication),
         ``gossip/mix_seconds``, ``gossip/update_seconds``, ``gossip/staleness``, ``gossip/skipped``
-        and ``gossip/consensus_distance``. A report adds ``gossip/rank_0/computing_seconds`` and the
-        like for each rank, ``gossip/slow_rank`` (-1 if there is none) and
-        ``gossip/slow_link_seconds`` (0 if there is none).
+        and ``gossip/consensus_distance``. A report adds ``gossip/slow_rank``,
+        ``gossip/slow_link_rank_a`` and ``gossip/slow_link_rank_b``, which are -1 if there is none,
+        ``gossip/slow_link_seconds`` (0 if there is none), and for each rank what `RankReport` has:
+        ``gossip/rank_0/computing_seconds``, ``gossip/rank_0/waits_for`` (-1 if it waits for none),
+        ``gossip/rank_0/bytes_sent`` and so on.
     """
     last = optimizer.stats()
     values = {
@@ -44,14 +46,23 @@ def gossip_stats(
 def _report_values(optimizer: DecentOptimWrapper) -> dict[str, float]:
     found = optimizer.report()
     link = found.slow_link
+    one, other = (None, None) if link is None else link.ranks
     values: dict[str, float] = {
-        "slow_rank": -1 if found.slow_rank is None else found.slow_rank,
+        "slow_rank": _number(found.slow_rank),
+        "slow_link_rank_a": _number(one),
+        "slow_link_rank_b": _number(other),
         "slow_link_seconds": 0.0 if link is None else link.wait_seconds,
     }
     for each in found.ranks:
-        for name in ("step_seconds", "computing_seconds", "wait_seconds", "coding_seconds"):
-            values[f"rank_{each.rank}/{name}"] = getattr(each, name)
+        own = each._asdict()
+        rank = own.pop("rank")
+        values |= {f"rank_{rank}/{name}": _number(value) for name, value in own.items()}
     return values
+
+
+def _number(value: float | None) -> float:
+    """What trackers take: a number, also for no rank."""
+    return -1 if value is None else value
 
 
 def log_stats(

@@ -5,8 +5,9 @@
     python examples/benchmark/gpu.py --device cpu --size-mib 1 --steps 2    # the same code, no GPU
 
 It prints one page of verdicts, to be kept or sent: what has passed or failed, with the figure, and
-what this machine could not measure. --tables adds the tables behind it. Nothing begins after
---minutes: 5 on one GPU, 10 on several.
+what this machine could not measure. --tables adds the tables behind it. The page is done within
+--minutes, 5 on one GPU and 10 on several: in the last minute nothing begins, and at its end what
+still runs is stopped, and has failed.
 
 Over gloo several ranks share a GPU. NCCL takes one rank per GPU: with one GPU it exchanges nothing,
 with several in pairs (ring) and in one group (complete). The script ends with 1 if anything has
@@ -55,7 +56,7 @@ MIB = 1024 * 1024
 LAYERS = 24
 WARMUP = 2
 TIMEOUT_SECONDS = 300
-# What has begun may take as long, whatever time is left: a rank imports torch first.
+# What begins has at least as long: a rank imports torch first.
 SHORTEST_SECONDS = 60
 NOT_MEASURED = "not measured"
 PASSED, FAILED, MISSED, MEASURED = "passed", "failed", "goal missed", "measured"
@@ -194,7 +195,7 @@ class Bench:
     """Runs functions on ranks, and collects verdicts and what fails.
 
     Args:
-        seconds: nothing begins later.
+        seconds: within which all ends. Nothing begins in the last `SHORTEST_SECONDS`.
     """
 
     def __init__(self, seconds: float = float("inf")) -> None:
@@ -242,7 +243,7 @@ class Bench:
         if not setup.ranks:
             return None
         self._skipped.discard(setup)
-        if (left := self._end - time.monotonic()) <= 0:
+        if (left := self._end - time.monotonic()) < SHORTEST_SECONDS:
             self._skipped.add(setup)
             return None
         # CUDA does not work in a process that is forked once it has been used.
@@ -250,8 +251,7 @@ class Bench:
         with netlab.lab(setup.ranks, rate="") as where:
             call = (where, setup.ranks, main, setup, *args)
             try:
-                seconds = min(TIMEOUT_SECONDS, max(left, SHORTEST_SECONDS))
-                return netlab.run(*call, timeout=seconds, method=method)
+                return netlab.run(*call, timeout=min(TIMEOUT_SECONDS, left), method=method)
             except RuntimeError as error:
                 self.fail(f"{main.__name__} on {setup}: {error}")
                 return None
@@ -860,7 +860,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--size-mib", type=float, default=1024, help="of float32 parameters")
     parser.add_argument("--steps", type=int, default=10, help="that are timed")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--minutes", type=float, help="after which nothing begins")
+    parser.add_argument("--minutes", type=float, help="within which the page is done")
     parser.add_argument("--tables", action="store_true", help="print them before the verdicts")
     return parser.parse_args()
 

@@ -5,7 +5,9 @@
 
 Each rank is a thread that only sends and watches heartbeats, over a connection of its own to a
 `TCPStore` in another process. Ranks are then killed one after the other. With `--simulate`, ranks
-act at random times of a simulated clock instead, and the store answers at once.
+act at random times of a simulated clock instead, and the store answers at once. 16, 64 and 256
+ranks mostly wait: they take 11 s of CPU time in 2.6 minutes. 4096 simulated ranks also take 11 s of
+CPU time.
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ def measure(ranks: int, kills: int, stale_after: float, seconds: float) -> Resul
         if any(beat.is_over for beat in beats):
             raise RuntimeError("a rank was called dead before any was killed: too few cores")
         found, living = [], set(range(ranks))
-        for victim in chance.sample(range(ranks), kills):
+        for victim in chance.sample(range(ranks), min(kills, ranks - 1)):
             living.remove(victim)
             time.sleep(chance.uniform(0, pace(stale_after).pause))
             found.append(kill(victim, [beats[rank] for rank in living], beats[victim]))
@@ -199,7 +201,7 @@ def main() -> None:
             result = measure(ranks, args.kills, args.stale_after, args.seconds)
         mean, longest = statistics.mean(result.seconds), max(result.seconds)
         busy = "-" if args.simulate else f"{result.busy:.1%}"
-        print(f"| {ranks} | {result.calls:.2f} | {busy} | {mean:.2f} | {longest:.2f} |")
+        print(f"| {ranks} | {result.calls:.2f} | {busy} | {mean:.2f} | {longest:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

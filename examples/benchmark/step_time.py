@@ -6,8 +6,8 @@ Four ranks, each in its own network namespace behind a 400 Mbit/s link (root and
 without them, plain loopback). The model has 10 layers whose forward and backward take 0.1 s and
 0.2 s of wall time without using the CPU, as on an accelerator; its parameters total M MiB. SGD
 with momentum (or AdamW), buckets of 4 MiB, gloo, topology ring. The times may vary from step to
-step, and rank 0 may be slower than the others. Two methods with 20 MiB took a minute on 2 busy
-cores; by default it runs all methods with three sizes.
+step, and rank 0 may be slower than the others. One method with 20 MiB takes 5 s of CPU time, of all
+ranks together, and 15 s in all; by default it runs all methods with three sizes.
 """
 
 from __future__ import annotations

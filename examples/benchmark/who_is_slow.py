@@ -3,6 +3,7 @@
     python examples/benchmark/who_is_slow.py --seeds 20
 
 Needs root and iproute2: the link is slow in the network lab, the rank sleeps in its computing.
+20 seeds take 23 s of CPU time, of all ranks together, in a minute and a half.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ def main() -> None:
         found = report.slow_link and report.slow_link.ranks
         named = report.slow_rank == rank and found == tuple(sorted(link))
         right += named
-        print(f"seed {seed}: rank {rank}, link {link}: {'named' if named else 'not named'}")
+        print(
+            f"seed {seed}: rank {rank}, link {link}: {'named' if named else 'not named'}",
+            flush=True,
+        )
         if seed == 0 or not named:
             print(report, flush=True)
     print(f"both named with {right} of {args.seeds} seeds")
