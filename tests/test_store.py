@@ -435,3 +435,31 @@ def test_ranks_meet_in_a_store_written_in_python() -> None:
     ):
         met = pool.map(lambda each: each.gather(FIRST_NOTE).members, made)
         assert [*met] == [(0, 1, 2)] * 3
+
+
+class CountingStore(PythonStore):
+    """Counts how often the notes of ranks are read."""
+
+    def __init__(self, shared: HashStore) -> None:
+        super().__init__(shared)
+        self.reads = 0
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.reads += any("/note/" in key for key in keys)
+        return super().multi_get(keys)
+
+
+def test_a_rank_reads_the_notes_of_all_others_in_a_few_calls() -> None:
+    size = 12
+    own = CountingStore(HashStore())
+    with rendezvous(own, size, 30.0) as made, ThreadPoolExecutor(size) as pool:
+        met = [*pool.map(lambda each: each.gather(FIRST_NOTE), made)]
+    assert {each.members for each in met} == {tuple(range(size))}
+    # Once to decide whether all of them start, and once to go on.
+    assert size <= own.reads <= 3 * size

@@ -99,6 +99,11 @@ class BoundedStore:
         """The value of an existing key."""
         return str(self._call(lambda store: store.get(key)).decode())
 
+    def get_all(self, keys: Sequence[str]) -> list[str]:
+        """The values of existing keys, in one call if the store can."""
+        found = self._call(lambda store: values_of(store, list(keys)))
+        return [value.decode() for value in found]
+
     def find(self, key: str) -> str | None:
         """The value of a key; None if it does not exist."""
         return self.get(key) if self.check([key]) else None
@@ -175,6 +180,13 @@ class BoundedStore:
             raise DistStoreError(f"no answer for {silent:.1f} s") from error
         self.note_answer()
         return answer
+
+
+def values_of(store: Any, keys: list[str]) -> list[bytes]:
+    """The values of existing keys of any store of torch's."""
+    if store.has_extended_api():
+        return list(store.multi_get(keys))
+    return [store.get(key) for key in keys]
 
 
 def _connect_to_server_of(store: Any) -> socket.socket | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from decent_optim_wrapper.comm.background import THREAD_PREFIX
-from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.comm.store import BoundedStore, values_of
 from decent_optim_wrapper.elastic.liveness import EpochWatch
 
 # The longest interval between two heartbeats. A rank makes two calls to the store in each.
@@ -183,7 +183,7 @@ class Heartbeat:
         watch = looked.watch
         watched = watch.watched
         keys = [looked.dead_key, looked.request_key, *map(_key, watched)]
-        dead, requested, *beats = _get_all(store, keys)
+        dead, requested, *beats = values_of(store, keys)
         newest, asked = dict(zip(watched, beats, strict=True)), requested.decode() != _NOBODY
         if watch.look(newest, json.loads(dead), asked):
             self._tell(store, looked, dead.decode())
@@ -205,9 +205,3 @@ def request_key(epoch: int) -> str:
 
 def _key(rank: int) -> str:
     return f"heartbeat/{rank}"
-
-
-def _get_all(store: Any, keys: list[str]) -> list[bytes]:
-    if store.has_extended_api():
-        return list(store.multi_get(keys))
-    return [store.get(key) for key in keys]

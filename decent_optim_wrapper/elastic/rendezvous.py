@@ -302,8 +302,8 @@ class Rendezvous:
         """All ranks, when all are present and none has a state that the others need."""
         if not self._entered(epoch, self._everyone):
             return ()
-        has_state = any(not self._note(epoch, rank).needs_state for rank in self._everyone)
-        return () if has_state else self._everyone
+        notes = self._notes(epoch, self._everyone)
+        return self._everyone if all(note.needs_state for note in notes.values()) else ()
 
     def _survivors(self, epoch: int, late: bool) -> tuple[int, ...]:
         """The ranks that have entered, when every other member is dead or too late.
@@ -323,7 +323,8 @@ class Rendezvous:
         present = self._present(epoch)
         if not self._links.failed_in(epoch - 1):
             return present
-        newcomers = {rank for rank in present if self._note(epoch, rank).needs_state}
+        notes = self._notes(epoch, present)
+        newcomers = {rank for rank, note in notes.items() if note.needs_state}
         return self._links.choose(epoch - 1, present, newcomers)
 
     def _read_members(self, epoch: int) -> tuple[int, ...]:
@@ -344,7 +345,7 @@ class Rendezvous:
 
     def _connect_epoch(self, epoch: int, members: tuple[int, ...]) -> Epoch | None:
         """Connect the members; return None if one of them is lost meanwhile."""
-        notes = with_donor({rank: self._note(epoch, rank) for rank in members})
+        notes = with_donor(self._notes(epoch, members))
         try:
             transport = self._connect(epoch, members)
         except (RuntimeError, TimeoutError) as error:
@@ -373,14 +374,25 @@ class Rendezvous:
             *(world, place, members, self._timeout, store), should_stop=lambda: heartbeat.is_over
         )
 
-    def _present(self, epoch: int) -> tuple[int, ...]:
-        return tuple(rank for rank in self._everyone if self._entered(epoch, [rank]))
+    def _present(self, epoch: int, ranks: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """Those of some ranks that have entered; None for all ranks.
+
+        Where few are missing it takes few calls: a half that is complete is one.
+        """
+        ranks = self._everyone if ranks is None else ranks
+        if not ranks or self._entered(epoch, ranks):
+            return ranks
+        half = len(ranks) // 2
+        parts = (ranks[:half], ranks[half:]) if half else ()
+        return tuple(rank for part in parts for rank in self._present(epoch, part))
 
     def _entered(self, epoch: int, ranks: Iterable[int]) -> bool:
         return self._store.check([_note_key(epoch, rank) for rank in ranks])
 
-    def _note(self, epoch: int, rank: int) -> Note:
-        return Note(*json.loads(self._store.get(_note_key(epoch, rank))))
+    def _notes(self, epoch: int, ranks: Sequence[int]) -> dict[int, Note]:
+        """The notes of ranks that have entered."""
+        texts = self._store.get_all([_note_key(epoch, rank) for rank in ranks])
+        return {rank: Note(*json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
 
 
 def key_prefix(number: int) -> str:
