@@ -37,6 +37,7 @@ from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.header import CollectiveCall
 from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling, apply_update
+from decent_optim_wrapper.gossip.pacing import Pacing
 from decent_optim_wrapper.gossip.saved_state import (
     gossip_state,
     named_state,
@@ -225,6 +226,16 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def topology(self) -> Topology:
         """The topology over the `members`."""
         return self._pipeline.session.topology
+
+    @property
+    def schedule(self) -> Schedule:
+        """When the ranks mix and average, and how far."""
+        return self._settings.schedule
+
+    @property
+    def pacing(self) -> Pacing:
+        """When a round is mixed."""
+        return self._settings.pacing
 
     @property
     def round(self) -> int:

@@ -38,6 +38,8 @@ class Told(NamedTuple):
         changes: all changes that it knows of, packed.
         done: the number of steps that it has finished.
         fetched: the number of steps whose batches have left its sampler.
+        waiting: the number of samples in batches that it has fetched and not used.
+        repeated: the upper bound of the samples used twice that it knows of.
         heard: the latest counts of all ranks that it has seen.
     """
 
@@ -46,19 +48,22 @@ class Told(NamedTuple):
     changes: list[Any]
     done: int
     fetched: int
+    waiting: int
+    repeated: int
     heard: dict[int, Count]
 
     def pack(self) -> list[Any]:
         """As lists, for JSON."""
         heard = [[rank, *count] for rank, count in self.heard.items()]
-        return [[*self.rules], [*self.first], self.changes, self.done, self.fetched, heard]
+        return [[*self.rules], [*self.first], *self[2:-1], heard]
 
     @classmethod
     def unpack(cls, packed: Any) -> Self:
         """From what `pack` has returned."""
-        rules, first, changes, done, fetched, heard = packed
+        rules, first, changes, *numbers, heard = packed
         counts = {rank: Count(*count) for rank, *count in heard}
-        return cls(Rules(*rules), tuple(first), changes, done, fetched, counts)
+        done, fetched, waiting, repeated = numbers
+        return cls(Rules(*rules), tuple(first), changes, done, fetched, waiting, repeated, counts)
 
 
 class Agreement(NamedTuple):
@@ -69,54 +74,69 @@ class Agreement(NamedTuple):
         arrival: the number of steps at which a new member begins.
         starts: the first step of each member that is dealt again.
         came: the members that were not members before.
-        repeated: upper bound of the number of samples that are used twice, because lost ranks had
-            made steps after their last heartbeats.
+        again: upper bound of the number of samples that are used twice by this change, because
+            ranks had used or fetched them of which the others did not know.
+        repeated: the same, by all changes so far.
     """
 
     dealing: Dealing
     arrival: int
     starts: dict[int, int]
     came: frozenset[int]
+    again: int
     repeated: int
 
 
-def agree(told: Mapping[int, Told | None], newcomers: Collection[int]) -> Agreement | None:
+def agree(
+    told: Mapping[int, Told | None], newcomers: Collection[int], lead: int = 1
+) -> Agreement | None:
     """Deal again to the ranks that have met; the result is the same on all of them.
 
     Args:
         told: what each rank has said; None if it has no sampler yet.
         newcomers: ranks that take the state of another rank, for example after a restart.
+        lead: the number of steps by which a rank may be ahead of the others.
 
     Returns:
         None if no rank has a sampler.
     """
-    known = [each for each in told.values() if each is not None]
+    known = {rank: each for rank, each in told.items() if each is not None}
     if not known:
         return None
-    # Some may not have finished the last agreement, but all took part in it.
-    latest = max(known, key=lambda each: len(each.changes))
+    # Some may not have finished the last agreement, but all took part in it. A rank that was
+    # dropped may have finished one that the others have not.
+    last = max(known, key=lambda rank: (len(known[rank].changes), rank not in newcomers))
+    latest = known[last]
     dealing = Dealing(latest.rules, latest.first, [*map(Change.unpack, latest.changes)])
     stay = {
         rank: each
-        for rank, each in told.items()
-        if each is not None and rank in dealing.members and rank not in newcomers
+        for rank, each in known.items()
+        if rank in dealing.members and rank not in newcomers
     }
     arrival = max((each.done for each in stay.values()), default=latest.done)
     starts = {rank: _start(each, rank in stay, arrival) for rank, each in told.items()}
     came = told.keys() - stay.keys()
     gone = [rank for rank in dealing.members if rank not in stay]
+    repeated = max(each.repeated for each in known.values())
     if not gone and not came:
-        return Agreement(dealing, arrival, starts, frozenset(), 0)
-    counts = {rank: max(each.heard.get(rank, Count(0, 0)) for each in known) for rank in gone}
+        return Agreement(dealing, arrival, starts, frozenset(), 0, repeated)
+    counts = {
+        rank: max(each.heard.get(rank, Count(0, 0)) for each in known.values()) for rank in gone
+    }
     done = {rank: dealing.finished(rank, count) for rank, count in counts.items()}
-    repeated = 0
-    for rank, first in done.items():
-        again = told.get(rank)
-        # At most the step that the others are in, or all batches that it has fetched and will use.
-        last = arrival + 1 if again is None else again.fetched
-        repeated += dealing.at_most(range(first, last), rank)
+    again = 0
+    for rank in {*gone, *known} - stay.keys():
+        if rank not in known:
+            # At most up to the step in which it would have waited for the others.
+            again += dealing.at_most(range(done[rank], arrival + lead), rank)
+        elif rank in dealing.members:
+            again += dealing.at_most(range(done[rank], known[rank].fetched), rank)
+        else:
+            # It was dropped, so what it has fetched was dealt again, and its loader cannot take
+            # back what workers have read. The steps that it has made count since its loss.
+            again += known[rank].waiting
     dealing.apply(Change(starts=starts, done=done))
-    return Agreement(dealing, arrival, starts, frozenset(came), repeated)
+    return Agreement(dealing, arrival, starts, frozenset(came), again, repeated + again)
 
 
 def _start(told: Told | None, stays: bool, arrival: int) -> int:

@@ -197,13 +197,17 @@ class Dealing:
         """The members of the last deal."""
         return tuple(self._deals[-1].starts)
 
-    @property
-    def borrowed(self) -> int:
-        """The number of samples of the epoch after the last deal's that are used already."""
-        return self._deals[-1].borrowed + self._deals[-1].borrows
+    def begins(self, rank: int) -> int:
+        """The first step for which a member was dealt samples since it came.
+
+        Before that step, a rank that comes back in the same process uses what it has fetched.
+        """
+        return self._came[rank][1]
 
     def samples(self, step: int, rank: int) -> list[int]:
-        """The batch of a rank in a step."""
+        """The batch of a rank in a step; before its first step that of the first."""
+        step = max(step, self.begins(rank))
+        self.open_pass(step)
         index = self._find(step, rank)
         found: list[int] = self._pool(index)[self._deals[index].place(step, rank)].tolist()
         return found
@@ -215,17 +219,17 @@ class Dealing:
 
     def ends(self, step: int, rank: int, begun: int) -> bool:
         """Whether the pass that began at step `begun` ends before `step`."""
-        deal = self._deals[self._find(step, rank)]
+        deal = self._deal(step, rank)
         return step >= deal.end or (step == deal.opens and step > begun)
 
     def end(self, step: int, rank: int) -> int:
         """The step after the last step of the pass that contains `step`."""
-        deal = self._deals[self._find(step, rank)]
+        deal = self._deal(step, rank)
         return deal.end if step >= deal.opens else deal.opens
 
     def epoch(self, step: int, rank: int) -> int:
         """The epoch of a step."""
-        deal = self._deals[self._find(step, rank)]
+        deal = self._deal(step, rank)
         if step >= deal.end:
             return deal.epoch + 1
         return deal.epoch if step >= deal.opens else deal.before
@@ -314,6 +318,13 @@ class Dealing:
                 length=max(0, self.rules.length - skipped),
             )
         )
+
+    def _deal(self, step: int, rank: int) -> Deal:
+        """The deal of a member in a step."""
+        step = max(step, self.begins(rank))
+        # After an agreement, only what was dealt until the last change is dealt out.
+        self.open_pass(step)
+        return self._deals[self._find(step, rank)]
 
     def _find(self, step: int, rank: int) -> int:
         """The index of the last deal in which a rank takes part from this step or before."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sized
+from itertools import islice
 from typing import Any
 
+import torch
 from loguru import logger
 from torch.utils.data import Sampler
 
 from decent_optim_wrapper.data.agreement import Count, Told, agree
 from decent_optim_wrapper.data.dealing import Change, Dealing, Rules
+from decent_optim_wrapper.start.pace import longest_flight
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
@@ -20,8 +24,9 @@ class ElasticSampler(Sampler[list[int]]):
     It is a batch sampler: ``DataLoader(data, batch_sampler=ElasticSampler(data, optimizer, 32))``.
     Each batch belongs to one `step()` of the optimizer and counts as used when that step ends.
     Batches that workers have fetched ahead do not count. Every sample is used exactly once per
-    epoch, except for the steps that a lost rank made after its last heartbeat: their samples are
-    used twice, and a warning gives an upper bound of their number.
+    epoch, except for the steps that a lost rank made after its last heartbeat, and for the batches
+    that it has fetched if it comes back in the same process: their samples are used twice, and a
+    warning gives an upper bound of their number.
 
     If there are not enough samples left for a batch on every rank, as when a rank comes back at the
     very end of an epoch, samples of the next epoch are used, and the next epoch has fewer.
@@ -63,8 +68,15 @@ class ElasticSampler(Sampler[list[int]]):
         self._dealing = Dealing(rules, optimizer.members)
         # Number of steps made, and of steps whose batches the iterator has returned.
         self._done = self._fetched = 0
+        # The batches that the iterator has returned and no step has used.
+        self._waiting: deque[list[int]] = deque()
         # Upper bound of the number of samples that were used twice.
         self._repeated = 0
+        # With "auto", ranks may have made different numbers of steps.
+        self._in_step = optimizer.pacing.synchronous
+        # The number of steps by which a rank can be ahead: then it waits for a round.
+        every = optimizer.schedule.intervals.gossip_every
+        self._lead = every + longest_flight(optimizer.pacing) - 1
         optimizer.after_step(self._count_step)
         self._recovery = optimizer.recovery
         if self._recovery is not None:
@@ -78,7 +90,10 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def repeated(self) -> int:
-        """Upper bound of the number of samples used twice because ranks were lost."""
+        """Upper bound of the number of samples used twice because ranks were lost or came back.
+
+        It is the same on all ranks after the members have changed.
+        """
         return self._repeated
 
     def __len__(self) -> int:
@@ -94,19 +109,39 @@ class ElasticSampler(Sampler[list[int]]):
         """
         # Batches that were fetched and not used are fetched again.
         begun = self._fetched = self._done
+        kept = deque(self._kept())
+        self._waiting.clear()
         self._dealing.open_pass(begun)
         while self._fetched == begun or not self._dealing.ends(self._fetched, self._rank, begun):
-            samples = self._dealing.samples(self._fetched, self._rank)
+            if self._fetched < self._dealing.begins(self._rank) and kept:
+                samples = kept.popleft()
+            else:
+                samples = self._dealing.samples(self._fetched, self._rank)
             self._fetched += 1
+            self._waiting.append(samples)
             yield samples
+
+    def _kept(self) -> list[list[int]]:
+        """The batches that this rank, which came back with them, uses before its first own step."""
+        count = self._dealing.begins(self._rank) - self._done
+        return [*islice(self._waiting, max(0, count))]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint; batches that are fetched but not used do not count."""
+        members = self._dealing.members
+        # A column for each member: 1 and its number of steps, or zeros if only that member knows
+        # it. The average over the ranks, from which another number of ranks starts, has all of
+        # them: their ratio is the number of steps.
+        steps = torch.zeros(2, len(members), dtype=torch.float64)
+        for place, rank in enumerate(members):
+            if self._in_step or rank == self._rank:
+                steps[:, place] = torch.tensor([1, self._done])
         return {
             "rules": [*self._rules],
             "first": [*self._dealing.first],
             "changes": [change.pack() for change in self._dealing.changes],
-            "done": self._done,
+            "steps": steps,
+            "kept": self._kept(),
             "repeated": self._repeated,
         }
 
@@ -114,14 +149,16 @@ class ElasticSampler(Sampler[list[int]]):
         """Load the result of `state_dict()`, on all ranks.
 
         If the members differ from those that saved it, they share what is left of the epoch. With
-        ``gossip_every="auto"`` ranks may have made different numbers of steps; the steps in the
-        loaded state then count.
+        ``gossip_every="auto"`` ranks may have made different numbers of steps, so other members
+        need the states of all ranks: load them with `Checkpoints`.
 
         Args:
-            state: the result of `state_dict()`.
+            state: the result of `state_dict()`, or the average over the ranks that `Checkpoints`
+                loads for another number of ranks.
 
         Raises:
-            ValueError: the state belongs to other data, sizes or seed. Nothing was loaded.
+            ValueError: the state belongs to other data, sizes or seed, or does not have the steps
+                of all ranks that are needed. Nothing was loaded.
         """
         rules = Rules(*state["rules"])
         if rules != self._rules:
@@ -130,14 +167,41 @@ class ElasticSampler(Sampler[list[int]]):
                 f"{self._rules}, as here, got {rules}; pass the same data, seed and sizes"
             )
         dealing = Dealing(rules, state["first"], [*map(Change.unpack, state["changes"])])
-        done, members = state["done"], self._optimizer.members
-        if dealing.members != members:
-            starts = dict.fromkeys(members, done)
-            dealing.apply(Change(starts=starts, done=dict.fromkeys(dealing.members, done)))
+        members = self._optimizer.members
+        kept: list[list[int]] = []
+        if dealing.members == members:
+            kept = state["kept"]
+            done = self._saved_steps(state, dealing, [self._rank])[self._rank]
+        else:
+            steps = self._saved_steps(state, dealing, dealing.members)
+            version, done = len(dealing.changes), max(steps.values())
+            finished = {r: dealing.finished(r, (version, count)) for r, count in steps.items()}
+            dealing.apply(Change(starts=dict.fromkeys(members, done), done=finished))
         self._dealing = dealing
         self._done = self._fetched = done
+        self._waiting = deque(kept)
         self._repeated = state["repeated"]
         self._say()
+
+    def _saved_steps(
+        self, state: dict[str, Any], dealing: Dealing, needed: Collection[int]
+    ) -> dict[int, int]:
+        """The number of steps that some ranks had made when the state was saved.
+
+        Raises:
+            ValueError: a rank is missing.
+        """
+        columns = zip(dealing.members, *state["steps"].tolist(), strict=True)
+        steps = {rank: round(count / known) for rank, known, count in columns if known}
+        if missing := sorted({*needed} - steps.keys()):
+            raise ValueError(
+                f"rank {self._rank}: load_state_dict expects the steps of the ranks "
+                f"{[*needed]}, got a state that lacks those of {missing}: with "
+                f'gossip_every="auto" the state of a rank has only its own; load the states with '
+                f"decent_optim_wrapper.checkpoint.Checkpoints, which reads those of all ranks, or "
+                f"continue with the ranks {[*dealing.members]}, each with its own state"
+            )
+        return {rank: steps[rank] for rank in needed}
 
     def tell(self, heard: Mapping[int, str]) -> Any:
         """Return what the other ranks must know of this one; see `Follower`."""
@@ -147,6 +211,8 @@ class ElasticSampler(Sampler[list[int]]):
             changes=[change.pack() for change in self._dealing.changes],
             done=self._done,
             fetched=self._fetched,
+            waiting=sum(map(len, self._waiting)),
+            repeated=self._repeated,
             heard={rank: Count.read(text) for rank, text in heard.items()},
         ).pack()
 
@@ -163,23 +229,26 @@ class ElasticSampler(Sampler[list[int]]):
                     f"rank {self._rank}: expected rank {rank} to have {self._rules}, as here, "
                     f"but it has {each.rules}; build the same sampler on every rank"
                 )
-        agreement = agree(read, newcomers)
+        agreement = agree(read, newcomers, self._lead)
         if agreement is None:
             return
         self._dealing = agreement.dealing
         if self._rank in agreement.came:
             self._done, self._fetched = agreement.arrival, agreement.starts[self._rank]
-        self._repeated += agreement.repeated
+        self._repeated = agreement.repeated
         self._say()
         logger.info("rank {}: samples are dealt again to {}", self._rank, self._dealing.members)
-        if agreement.repeated and self._rank == self._dealing.members[0]:
+        if agreement.again and self._rank == self._dealing.members[0]:
             warn(
-                f"rank {self._rank}: at most {agreement.repeated} samples are used twice, "
-                f"because a lost rank used them after its last heartbeat"
+                f"rank {self._rank}: at most {agreement.again} samples are used twice, because a "
+                f"rank used them after its last heartbeat before it was lost, or comes back with "
+                f"batches that it had fetched"
             )
 
     def _count_step(self) -> None:
         self._done += 1
+        if self._waiting:
+            self._waiting.popleft()
         if self._recovery is not None:
             self._say()
 
