@@ -29,7 +29,7 @@ from problem import (
 )
 from ranks import run_threads
 from scripted_ranks import LR, Part, Seen, Spec, Trainer, World, stack
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -119,6 +119,7 @@ PACES: dict[str, dict[str, Any]] = {
     "each step": {"overlap": True},
     "rare": {"overlap": False, "gossip_every": 2},
     "late": {"overlap": True, "gossip_every": 2, "staleness": 2},
+    "forward": {"overlap": "forward"},
 }
 WIRES: dict[str, dict[str, Any]] = {
     "exact": {"comm_dtype": None},
@@ -140,10 +141,34 @@ PHASES = [[Part([0, 1], 0.7), Part([2], None)], [Part([0, 1, 2], None)]]
 ALONE = [[Part([0], None)]] * len(PHASES)
 
 
+class Held(nn.Module):
+    """A parameter that is read when this is called."""
+
+    def __init__(self, param: Tensor) -> None:
+        super().__init__()
+        assert isinstance(param, nn.Parameter)
+        self.param = param
+
+    def forward(self, total: Tensor) -> Tensor:
+        return total + self.param.detach().sum()
+
+
 class Rank(Trainer):
     """One rank with an extension, of which a new wrapper has a new one; its mixing rate changes."""
 
+    # Calls one parameter after the other before every step.
+    model: nn.Sequential | None = None
+
+    def make(self, index: int) -> Tensor:
+        made = super().make(index)
+        param = nn.Parameter(made.detach(), made.requires_grad)
+        if self.model is not None:
+            self.model.append(Held(param))
+        return param
+
     def step(self, lr: float = LR) -> float:
+        assert self.model is not None
+        self.model(torch.zeros(()))
         self.optimizer.mixing_rate = 0.9 ** (self.optimizer.round % 3)
         return super().step(lr)
 
@@ -155,6 +180,13 @@ class Rank(Trainer):
     def wrap(self) -> DecentOptimWrapper:
         world = self.world
         options = {**world.options, "bucket_cap_mb": CAP_MB}
+        self.groups = [
+            [nn.Parameter(param.detach(), param.requires_grad) for param in group]
+            for group in self.groups
+        ]
+        self.model = nn.Sequential(*map(Held, self.params))
+        if options.get("overlap") == "forward":
+            options["model"] = self.model
         self.adam = options.pop("adam", False)
         if own := options.pop("own", None):
             options["extensions"] = [own()]
@@ -249,11 +281,20 @@ def test_the_mean_is_that_of_ranks_that_train_alone(
 
 
 @pytest.mark.parametrize(
-    ("extension", "wire", "views"),
-    pairwise(EXTENSIONS, {name: WIRES[name] for name in ("exact", "int8")}, VIEWS),
+    ("extension", "pace", "wire", "views"),
+    pairwise(
+        EXTENSIONS,
+        {name: PACES[name] for name in ("each step", "forward")},
+        {name: WIRES[name] for name in ("exact", "int8")},
+        VIEWS,
+    ),
 )
 def test_the_mean_stays_once_a_lost_rank_has_come_back(
-    extension: dict[str, Any], wire: dict[str, Any], views: bool, monkeypatch: pytest.MonkeyPatch
+    extension: dict[str, Any],
+    pace: dict[str, Any],
+    wire: dict[str, Any],
+    views: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From what the ranks hold then, each trains on alone, too."""
     dead: set[int] = set()
@@ -264,7 +305,7 @@ def test_the_mean_stays_once_a_lost_rank_has_come_back(
     monkeypatch.setattr("decent_optim_wrapper.elastic.heartbeat._LONGEST_PAUSE", 0.02)
     # The threads build their wrappers in any order.
     monkeypatch.setattr(rendezvous, "key_prefix", lambda number: "the only one")
-    options = (PACES["each step"], extension, wire, {"param_as_bucket_view": views})
+    options = (pace, extension, wire, {"param_as_bucket_view": views})
     world, alone = world_of(*options, {"store": HashStore()}), world_of(*options, phases=ALONE)
     goal, lost, saved, kept = 10**9, threading.Event(), {}, []
 
@@ -393,13 +434,12 @@ def test_a_closure_gives_the_training_of_a_backward_pass_before_the_step(
 
 @pytest.mark.parametrize(
     ("extension", "pace", "views"),
-    pairwise(EXTENSIONS, {name: PACES[name] for name in ("each step", "late")}, VIEWS),
+    pairwise(EXTENSIONS, {name: PACES[name] for name in ("each step", "late", "forward")}, VIEWS),
 )
 def test_a_step_inside_the_backward_pass_does_the_same_as_one_behind_it(
     extension: dict[str, Any], pace: dict[str, Any], views: bool
 ) -> None:
     options = {**pace, **extension}
-    del options["overlap"]
     if isinstance(extension.get("average_state"), tuple):
         options.pop("staleness", None)
 

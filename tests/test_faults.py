@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +15,7 @@ from covering import OVERLAP, named, pairwise
 from dense import mix, train_densely
 from problem import backward, flatten, make_params, sgd, take_steps, wrap
 from ranks import KeptRanks, keep_no_idle_threads, run_processes, run_threads, threads_end
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError, TopologyFactory
@@ -29,6 +30,8 @@ LONG = 60.0
 SLACK = 12.0
 FAULTY, FAULTY_STEP = 1, 3
 FAULTS = named("kill", "kill mid-round", "stop mid-round", "raise", "end")
+COLLECTIVE = named("global_avg", "consensus_distance")
+OVERLAPS: dict[str, Any] = {**OVERLAP, "forward": "forward"}
 
 
 class Outcome(NamedTuple):
@@ -40,6 +43,17 @@ class Outcome(NamedTuple):
     bucket: int | None
     seconds: float
     untouched: bool
+
+
+class Held(nn.Module):
+    """A parameter that is read when this is called."""
+
+    def __init__(self, param: Tensor) -> None:
+        super().__init__()
+        self.param = nn.Parameter(param.detach())
+
+    def forward(self, total: Tensor) -> Tensor:
+        return total + self.param.detach().sum()
 
 
 def kill() -> None:
@@ -64,67 +78,104 @@ def in_the_middle_of_packing(fault: Callable[[], None]) -> None:
     Bucket.pack = pack_or_fail  # type: ignore[method-assign, assignment]
 
 
+def count_moved(buckets: Sequence[Bucket], params: Sequence[Tensor], expected: Tensor) -> int:
+    """The number of buckets with other values than expected."""
+    is_other = (flatten(params) - expected).abs() > 1e-15
+    owners = [id(param) for param in params for _ in range(param.numel())]
+    other = {owner for owner, found in zip(owners, is_other.tolist(), strict=True) if found}
+    return sum(any(id(member) in other for member in each.members) for each in buckets)
+
+
 def survive(
-    rank: int, topology: str, overlap: bool, fault: str, comm: torch.dtype | None
+    rank: int, topology: str, overlap: Any, fault: str, comm: torch.dtype | None, call: str
 ) -> Outcome | None:
-    """Train until a peer is lost; the faulty rank fails at its FAULTY_STEP."""
+    """Train until a peer is lost; the faulty rank fails at its FAULTY_STEP, before a call of it."""
     keep_no_idle_threads()
     dist.init_process_group("gloo")
-    params = make_params()
+    model = nn.Sequential(*map(Held, make_params()))
+    params = list(model.parameters())
     optimizer = wrap(
         params,
         base=torch.optim.SGD(params, lr=0.05),
         topology=topology,
         overlap=overlap,
+        model=model,
         comm_dtype=comm,
         timeout=PATIENCE if "stop" in fault else LONG,
     )
-    assert len(optimizer.buckets) > 2
+    buckets = optimizer.buckets
+    assert len(buckets) > 2
+
+    def fail() -> None:
+        if fault == "raise":
+            raise ArithmeticError("in the user's code")
+        if "mid-round" in fault:
+            in_the_middle_of_packing(stop if "stop" in fault else kill)
+        else:
+            kill()
+
     for step in range(100):
-        if rank == FAULTY and step == FAULTY_STEP:
-            if fault == "end":
-                return None
-            if fault == "raise":
-                raise ArithmeticError("in the user's code")
-            if "mid-round" in fault:
-                in_the_middle_of_packing(stop if "stop" in fault else kill)
-            else:
-                kill()
-        backward(params, rank, step)
-        expected = flatten(params)
-        if not overlap:
-            expected -= 0.05 * flatten([param.grad for param in params if param.grad is not None])
-        start = time.monotonic()
+        fails = rank == FAULTY and step == FAULTY_STEP
+        if fails and fault == "end":
+            return None
+        start, expected = time.monotonic(), flatten(params)
         try:
+            model(torch.zeros(()))
+            backward(params, rank, step)
+            expected = flatten(params)
+            if overlap is False:
+                grads = [param.grad for param in params if param.grad is not None]
+                expected -= 0.05 * flatten(grads)
+            if fails and call == "step":
+                fail()
+            start = time.monotonic()
             optimizer.step()
+            assert not torch.equal(flatten(params), expected) or topology == "ring"
+            if call != "step":
+                expected = flatten(params)
+                if fails:
+                    fail()
+                start = time.monotonic()
+                getattr(optimizer, call)()
         except PeerError as error:
-            untouched = torch.allclose(flatten(params), expected, rtol=0, atol=1e-15)
             seconds = time.monotonic() - start
+            moved = count_moved(buckets, params, expected)
+            # What is collective mixes the round before it.
+            is_mixed = overlap == "forward" and call in COLLECTIVE and moved == len(buckets)
+            untouched = moved == 0 or is_mixed
             assert threads_end(SLACK)
             return Outcome(str(error), error.rank, error.round, error.bucket, seconds, untouched)
-        assert not torch.equal(flatten(params), expected) or topology == "ring"
     raise AssertionError("nothing failed")
 
 
 @pytest.mark.parametrize(
-    ("fault", "topology", "overlap", "comm"),
-    pairwise(FAULTS, named("ring", "complete"), OVERLAP, {"exact": None, "int8": torch.int8}),
+    ("fault", "topology", "overlap", "comm", "call"),
+    pairwise(
+        *(FAULTS, named("ring", "complete"), OVERLAPS, {"exact": None, "int8": torch.int8}),
+        {**named("step", "synchronize"), **COLLECTIVE},
+    ),
 )
 def test_every_survivor_gets_one_clear_error_in_time(
-    fault: str, topology: str, overlap: bool, comm: torch.dtype | None
+    fault: str, topology: str, overlap: Any, comm: torch.dtype | None, call: str
 ) -> None:
     lost = {FAULTY} if fault != "end" else set()
     # Enough for a neighbour of neither the faulty rank nor its neighbours.
     world_size = 6 if (fault, topology) == ("kill", "ring") else 4
     outcomes = [
         outcome
-        for outcome in run_processes(world_size, survive, topology, overlap, fault, comm, lost=lost)
+        for outcome in run_processes(
+            world_size, survive, topology, overlap, fault, comm, call, lost=lost
+        )
         if outcome is not None
     ]
     assert len(outcomes) == world_size - 1
     for outcome in outcomes:
         assert outcome.untouched
         assert outcome.seconds < (PATIENCE + SLACK if "stop" in fault else LONG / 2)
+        if outcome.round is None:
+            assert call in COLLECTIVE
+            assert f"all {world_size} ranks to take part in a collective" in outcome.text
+            continue
         assert outcome.round in range(FAULTY_STEP - 1, FAULTY_STEP + 3)
         assert outcome.bucket in range(5)
         assert "Ring(" in outcome.text or "Complete(" in outcome.text

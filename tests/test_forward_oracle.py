@@ -26,8 +26,10 @@ from modules import (
 from ranks import run_threads
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
-from decent_optim_wrapper import DecentOptimWrapper, Schedule, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, Schedule, Topology, TopologyFactory
+from decent_optim_wrapper.optim import AccumAdamW
 
 RANKS, STEPS = 4, 6
 CLIP = 0.3
@@ -35,12 +37,32 @@ CLIP = 0.3
 OVERFLOW = (1, 2)
 # The gradient of a key's bias is zero up to rounding, which Adam would blow up to a whole step.
 EPS = 1e-3
+
+
+def foreach(named: Any) -> Optimizer:
+    return torch.optim.AdamW(named, lr=0.02, weight_decay=0.1, eps=EPS, foreach=True)
+
+
+def accum_adamw(named: Any) -> Optimizer:
+    return AccumAdamW(named, lr=0.02, weight_decay=0.1, accum_iter=2, eps=EPS)
+
+
 BASES = {
     "sgd": sgd,
     "adamw": partial(adamw, eps=EPS),
+    "foreach": foreach,
     "fused": partial(fused, eps=EPS),
     "accumulating": partial(accum_adam, eps=EPS),
+    "accumulating-w": accum_adamw,
     "quasi-global": quasi_global,
+}
+# By name, with the ranks of a node: pairs, groups of all ranks, and smaller ones of nodes.
+TOPOLOGIES = {
+    "ring": ("ring", 1),
+    "complete": ("complete", 1),
+    "one-peer-exp": ("one-peer-exp", 1),
+    "hierarchical": ("hierarchical", 2),
+    "alternating-exp-ring": ("alternating-exp-ring", 2),
 }
 SCHEDULES = {
     "every step": Schedule(),
@@ -49,12 +71,16 @@ SCHEDULES = {
 }
 
 
+def topology_of(name: str, local: int) -> Topology:
+    return TopologyFactory.create(name, RANKS, local)
+
+
 class Case(NamedTuple):
     """How the ranks train.
 
     Args:
         way: "step", "backward" or "at end" of the backward pass.
-        topology: by name.
+        topology: its name, and the number of ranks of a node.
         base: makes the optimizer.
         schedule: of the rounds.
         views: whether the parameters are views of the buckets.
@@ -64,7 +90,7 @@ class Case(NamedTuple):
     """
 
     way: str
-    topology: str
+    topology: tuple[str, int]
     base: Any
     schedule: Schedule
     views: bool
@@ -77,7 +103,7 @@ def train(case: Case, rank: int, group: dist.ProcessGroup) -> tuple[Tensor, list
     """The parameters at the end, and those of each bucket by number."""
     model = Odd()
     options: dict[str, Any] = {
-        "topology": case.topology,
+        "topology": topology_of(*case.topology),
         "schedule": case.schedule,
         "param_as_bucket_view": case.views,
         "overlap": "forward",
@@ -126,7 +152,7 @@ def train_in_one_place(case: Case, buckets: list[list[int]]) -> Tensor:
     models = [Odd() for _ in range(RANKS)]
     worlds = [list(model.parameters()) for model in models]
     bases = [case.base(list(model.named_parameters())) for model in models]
-    topology = TopologyFactory.create(case.topology, RANKS)
+    topology = topology_of(*case.topology)
     schedule = case.schedule
 
     def compute(rank: int, step: int) -> None:
@@ -152,7 +178,7 @@ def train_in_one_place(case: Case, buckets: list[list[int]]) -> Tensor:
 
 CASES = pairwise(
     named("step", "backward", "at end"),
-    named("ring", "complete"),
+    TOPOLOGIES,
     BASES,
     SCHEDULES,
     VIEWS,

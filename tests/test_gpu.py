@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from covering import named, pairwise
+from covering import VIEWS, named, pairwise
 from fake_cuda import FakeCuda, FakeGroup, Noted, fake_cuda
 from ranks import run_threads
 from torch import nn, optim
@@ -145,27 +145,56 @@ def test_a_step_waits_for_nothing_and_calls_torch_at_most_12_times_for_a_bucket(
         assert sends_more or len(calls) <= 2 * (per_bucket * BUCKETS + PER_ROUND)
 
 
-@pytest.mark.parametrize("views", [True, False])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_a_backward_pass_waits_for_nothing(views: bool, scaled: bool) -> None:
+class Detached(nn.Linear):
+    """Builds no graph, which would ask the driver for streams."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(inputs, self.weight.detach(), self.bias.detach())
+
+
+@pytest.mark.parametrize(
+    ("world", "views", "scaled", "overlap", "form"),
+    pairwise(
+        named("pair", "group"),
+        *(VIEWS, {"scaled": True, "unscaled": False}, {"overlap": True, "forward": "forward"}),
+        {"exact": {}, "int8": {"comm_dtype": torch.int8}, "ignore": FORMS["ignore"]},
+    ),
+)
+def test_a_backward_pass_waits_for_nothing(
+    world: str, views: bool, scaled: bool, overlap: Any, form: dict[str, Any]
+) -> None:
     """Without the autograd engine, which asks the driver for streams."""
-    with fake_cuda(NCCL) as (mode, group):
-        model = nn.Sequential(*(nn.Linear(31, 31, device="cuda") for _ in range(PARAMETERS)))
+    topology, size = WORLDS[world]
+    with fake_cuda(NCCL, size) as (mode, group):
+        model = nn.Sequential(*(Detached(31, 31, device="cuda") for _ in range(PARAMETERS)))
         base = optim.AdamW(model.parameters(), lr=0.1, fused=True)
         scaler = torch.amp.GradScaler("cuda") if scaled else None
         optimizer = BackwardOptimizer(
             base,
             model,
             average_buffers=False,
-            topology="ring",
+            topology=topology,
             bucket_cap_mb=CAP_MB,
             param_as_bucket_view=views,
             process_group=group,
+            overlap=overlap,
+            **form,
         )
         unscale_and_clip = UnscaleAndClip(scaler, 0.0, fused=base)
-        for _ in range(SETTLED):
+        mixed: list[int] = []
+
+        def look(*_: object) -> None:
+            mixed.append(sum("round.py:_mix" in each.where for each in mode.noted))
+
+        for module in model:
+            module.register_forward_hook(look)
+        for step in range(SETTLED):
             mode.step += 1
             mode.noted.clear()
+            mixed.clear()
+            model(torch.empty(3, 31, device="cuda"))
+            # Bucket by bucket before it is read, or with the next update.
+            assert (0 < mixed[0] < mixed[-1]) == (overlap == "forward" and step > 0)
             for param in model.parameters():
                 param.grad = torch.empty_like(param)
             if scaler is not None:
@@ -280,7 +309,9 @@ def test_every_group_connects_in_the_constructor_in_the_order_of_the_phases(
         assert begun == firsts
 
 
-@pytest.mark.parametrize("call", ["step", "global_avg", "consensus_distance"])
+@pytest.mark.parametrize(
+    "call", ["step", "synchronize", "global_avg", "consensus_distance", "report"]
+)
 @pytest.mark.parametrize("kind", [NCCL, "gloo"])
 def test_no_round_is_captured_in_a_cuda_graph(
     kind: str, call: str, monkeypatch: pytest.MonkeyPatch
@@ -432,6 +463,7 @@ def test_a_communicator_has_gloo_for_the_cpu_and_next_to_it_the_nccl_of_the_user
     store, timeout = HashStore(), timedelta(seconds=30)
     ended: list[str] = []
     made: list[tuple[Any, ...]] = []
+    both_receive = threading.Barrier(2)
 
     def nccl(kind: str) -> type:
         class Nccl:
@@ -450,6 +482,8 @@ def test_a_communicator_has_gloo_for_the_cpu_and_next_to_it_the_nccl_of_the_user
         sent = torch.full((3,), float(rank + 1))
         made.allreduce([sent]).wait(timeout)
         waiting = made.recv([torch.empty(3)], 1 - rank, 7)
+        # Otherwise the other rank may close the connection before this one receives.
+        both_receive.wait(30)
         abort([made])
         try:
             waiting.wait(timeout)

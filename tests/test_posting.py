@@ -8,11 +8,14 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import modules
 import pytest
 import torch
 import torch.distributed as dist
+from covering import VIEWS, named, pairwise
 from problem import backward, flatten, make_params, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor
@@ -126,6 +129,60 @@ def test_what_is_posted_by_a_thread_is_mixed_and_saved_as_what_is_posted_at_once
     expected = run_threads(4, lambda rank, group: train(rank, group, **FORMS[form]))
     request.getfixturevalue("crossing")
     check_equal(run_threads(4, lambda rank, group: train(rank, group, **FORMS[form])), expected)
+
+
+@pytest.mark.parametrize(
+    ("way", "topology", "views", "comm"),
+    pairwise(
+        named("step", "backward"),
+        named("ring", "complete"),
+        VIEWS,
+        {"exact": None, "bf16": torch.bfloat16, "int8": torch.int8},
+    ),
+)
+def test_what_is_posted_by_a_thread_is_mixed_before_the_forward_pass(
+    way: str, topology: str, views: bool, comm: Any, request: pytest.FixtureRequest
+) -> None:
+    left: list[int] = []
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        model = modules.make_model(seed=rank)
+        options: dict[str, Any] = {"topology": topology, "comm_dtype": comm}
+        options |= {"param_as_bucket_view": views, "overlap": "forward"}
+        if way == "backward":
+            wrapped = modules.wrap(model, group, **options)
+            optimizer: DecentOptimWrapper = wrapped.optimizer
+            run = partial(modules.train, wrapped, rank)
+        else:
+            options |= {"process_group": group, "bucket_cap_mb": modules.CAP_MB, "model": model}
+            optimizer = DecentOptimWrapper(modules.sgd(model.parameters()), **options)
+            run = partial(modules.train_by_steps, model, optimizer, rank)
+
+        sent: list[Tensor] = []
+
+        def look(*_: object) -> None:
+            # All ranks differ, so mixing changes every parameter.
+            pairs = zip(model.parameters(), sent, strict=False)
+            left.append(sum(torch.equal(param, before) for param, before in pairs))
+
+        def note() -> None:
+            sent[:] = [param.detach().clone() for param in model.parameters()]
+
+        optimizer.after_step(note)
+        for module in model:
+            module.register_forward_hook(look)
+        run(range(6))
+        optimizer.synchronize()
+        return modules.flat(model)
+
+    expected = run_threads(4, main)
+    request.getfixturevalue("crossing")
+    left.clear()
+    for one, other in zip(run_threads(4, main), expected, strict=True):
+        assert torch.equal(one, other)
+        assert (one - modules.flat(modules.make_model())).abs().max() > 1e-2
+    # Bucket by bucket: not all before the first module.
+    assert max(left) > 0
 
 
 @pytest.mark.parametrize("form", CODED)

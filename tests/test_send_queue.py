@@ -1,0 +1,311 @@
+"""A pair sends first what is needed first, and receives in any order what the peer sends."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from datetime import timedelta
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from modules import fill, flat, sgd, train, wrap
+from ranks import run_threads
+from torch import Tensor, nn
+
+from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper.comm import send_queue
+from decent_optim_wrapper.comm.background import in_background
+from decent_optim_wrapper.comm.send_queue import SendQueue
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.ddp import DecentralizedDataParallel
+from decent_optim_wrapper.gossip import round
+from decent_optim_wrapper.gossip.round import Round
+from decent_optim_wrapper.wire.exchange import Wire
+
+STEPS, COUNT = 5, 5
+# Longer than anything here takes on a busy machine.
+PATIENCE = 20.0
+MIB = 2**20
+
+
+class Line:
+    """A connection on which a message is under way until the test lets it arrive."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        # The most messages that were under way together.
+        self.most = 0
+        self._under_way = 0
+        self._lock = threading.Lock()
+        self._starts, self._arrivals = threading.Semaphore(0), threading.Semaphore(0)
+
+    def send(self, name: str) -> Line:
+        with self._lock:
+            self.started.append(name)
+            self._under_way += 1
+            self.most = max(self.most, self._under_way)
+        self._starts.release()
+        return self
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> None:
+        assert self._arrivals.acquire(timeout=PATIENCE)
+        with self._lock:
+            self._under_way -= 1
+
+    def is_completed(self) -> bool:
+        return False
+
+    def await_starts(self, count: int) -> None:
+        for _ in range(count):
+            assert self._starts.acquire(timeout=PATIENCE)
+
+    def let_arrive(self, count: int) -> None:
+        self._arrivals.release(count)
+
+
+def test_what_is_needed_first_is_started_first_and_two_are_under_way() -> None:
+    line, queue = Line(), SendQueue()
+    queue.open()
+    # Positions without a plan come in their order, and so do pieces of one message.
+    for position, needed in ((0, 9), (2, 1), (3, 0)):
+        queue.plan(position, needed)
+    works = [queue.add(partial(line.send, name), 8) for name in ("x", "y")]
+    line.await_starts(2)
+    added = [("a", 0), ("b", 2), ("c", 3), ("d", 3), ("e", 5), ("f", 7), ("g", 2)]
+    works += [queue.add(partial(line.send, name), position) for name, position in added]
+    for _ in added:
+        line.let_arrive(1)
+        line.await_starts(1)
+    assert not all(work.is_completed() for work in works)
+    line.let_arrive(2)
+    for work in works:
+        work.wait(timedelta(seconds=PATIENCE))
+    assert line.started == [*"xy", *"cdbgefa"]
+    assert line.most == 2
+    assert all(work.is_completed() for work in works)
+
+
+def test_a_queue_that_is_dropped_starts_nothing_more() -> None:
+    line, queue = Line(), SendQueue()
+    queue.open()
+    works = [queue.add(partial(line.send, str(each)), each) for each in range(5)]
+    line.await_starts(2)
+    queue.drop()
+    line.let_arrive(2)
+    for work in works[:2]:
+        work.wait(timedelta(seconds=PATIENCE))
+    for work in works[2:]:
+        with pytest.raises(CancelledError):
+            work.wait(timedelta(seconds=PATIENCE))
+    assert line.started == ["0", "1"]
+
+
+def test_a_message_that_cannot_be_started_fails_alone() -> None:
+    def fail() -> Any:
+        raise OSError("connection closed")
+
+    line, queue = Line(), SendQueue()
+    queue.open()
+    line.let_arrive(2)
+    works = [queue.add(partial(line.send, "a"), 0), queue.add(fail, 0)]
+    last = queue.add(partial(line.send, "b"), 0)
+    with pytest.raises(OSError, match="connection closed"):
+        works[1].wait(timedelta(seconds=PATIENCE))
+    for work in (works[0], last):
+        work.wait(timedelta(seconds=PATIENCE))
+    assert line.started == ["a", "b"]
+
+
+def test_a_queue_that_is_not_open_sends_at_once() -> None:
+    line, queue = Line(), SendQueue()
+    works: list[Any] = [queue.add(partial(line.send, str(each)), -each) for each in range(4)]
+    assert works == [line] * 4
+    assert line.started == ["0", "1", "2", "3"]
+
+
+class Layers(nn.Module):
+    """Layers with a bucket each, of which every pass calls all in an order of its own.
+
+    Args:
+        width: of each layer.
+        rank: start values differ.
+        order: gives the order of the next pass.
+    """
+
+    def __init__(self, width: int, rank: int, order: Callable[[], list[int]]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, width) for _ in range(COUNT))).double()
+        self.orders: list[list[int]] = []
+        self._order = order
+        fill(self, rank)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.orders.append(self._order())
+        parts = [self.layers[index](inputs)[:, :3] for index in self.orders[-1]]
+        return torch.stack(parts).sum(0)
+
+    def wrapped(self, group: dist.ProcessGroup, **options: Any) -> DecentralizedDataParallel:
+        cap_mb = sum(param.nbytes for param in self.layers[0].parameters()) / MIB
+        options = {"topology": "ring", "overlap": "forward", "bucket_size_in_mb": cap_mb, **options}
+        wrapped = wrap(self, group, **options)
+        assert len(wrapped.optimizer.buckets) == COUNT
+        return wrapped
+
+
+class Recorder:
+    """Notes what every rank, which is a thread, does in each of its rounds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._rounds: dict[int, list[list[Any]]] = defaultdict(list)
+        self._patch = monkeypatch.setattr
+        self.after(Round, "open", lambda *_: self.rounds.append([]))
+
+    @property
+    def rounds(self) -> list[list[Any]]:
+        """Those of this rank."""
+        return self._rounds[threading.get_ident()]
+
+    def after(self, owner: Any, method: str, note: Callable[..., object]) -> None:
+        """Call a function with the result and the arguments of a method."""
+        original = getattr(owner, method)
+
+        def noted(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            note(result, *args)
+            return result
+
+        self._patch(owner, method, noted)
+
+
+@pytest.mark.parametrize("comm", [None, torch.int8])
+def test_a_pair_sends_in_the_order_in_which_the_last_forward_pass_has_read(
+    comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here everything is posted before anything is sent, or the first ones would come first."""
+    recorder = Recorder(monkeypatch)
+    begun: dict[SendQueue, list[Callable[[], None]]] = defaultdict(list)
+    tags: dict[Transport, list[int]] = defaultdict(list)
+
+    wires: dict[int, Wire] = {}
+
+    def note_wire(**parts: Any) -> Wire:
+        made = wires[threading.get_ident()] = Wire(**parts)
+        return made
+
+    def send_all(*_: object) -> None:
+        wire = wires[threading.get_ident()]
+        assert wire.sends is not None
+        for each in [in_background(run) for run in begun.pop(wire.sends)]:
+            each.result(PATIENCE)
+        recorder.rounds[-1] += tags.pop(wire.transport)
+
+    monkeypatch.setattr(round, "Wire", note_wire)
+    monkeypatch.setattr(*(send_queue, "in_background"), lambda run: begun[run.__self__].append(run))
+    recorder.after(Transport, "send", lambda _, own, message, peer, tag: tags[own].append(tag))
+    recorder.after(Round, "seal", send_all)
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[tuple[list[int], list[int]]]:
+        model = Layers(30, rank, partial(Random(rank).sample, range(COUNT), COUNT))
+        wrapped = model.wrapped(group, comm_dtype=comm)
+        buckets = wrapped.optimizer.buckets
+        layer_of = {id(layer.weight): index for index, layer in enumerate(model.layers)}
+        layers = [next(layer_of[id(m)] for m in b.members if id(m) in layer_of) for b in buckets]
+        # Those of the last layers are complete first.
+        assert layers == [*reversed(range(COUNT))]
+        train(wrapped, rank, range(STEPS))
+        rounds = [[layers[tag - min(tags)] for tag in tags] for tags in recorder.rounds]
+        return [*zip(rounds, model.orders, strict=True)]
+
+    for (first, _), *others in run_threads(4, main):
+        # Nothing is known then.
+        assert first == [*reversed(range(COUNT))]
+        for sent, read in others:
+            assert sent == read
+
+
+def test_all_receives_of_a_round_are_posted_before_its_first_send(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder = Recorder(monkeypatch)
+    recorder.after(SendQueue, "add", lambda *_: recorder.rounds[-1].append("send"))
+    recorder.after(Transport, "receive", lambda *_: recorder.rounds[-1].append("receive"))
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[list[str]]:
+        wrapped = Layers(30, rank, lambda: [*range(COUNT)]).wrapped(group)
+        train(wrapped, rank, range(STEPS))
+        return recorder.rounds
+
+    for rounds in run_threads(4, main):
+        assert rounds == [["receive"] * COUNT + ["send"] * COUNT] * STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("comm", [None, torch.int8])
+def test_a_peer_in_the_middle_of_its_backward_pass_receives_all_in_any_order(
+    comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megabytes that it has not packed itself yet, and needs last."""
+    recorder, all_sent = Recorder(monkeypatch), threading.Barrier(4)
+    recorder.after(SendQueue, "add", lambda work, *_: recorder.rounds[-1].append(work))
+
+    def hold(_: Tensor) -> None:
+        all_sent.wait(PATIENCE)
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+        # A pair of the ring is an even rank and an odd one.
+        is_held = rank % 2 == 1
+        model = Layers(100_000, rank, lambda: [*range(COUNT)][:: 1 if is_held else -1])
+        wrapped = model.wrapped(group, comm_dtype=comm, sync_at_start=False)
+        start = flat(model)
+        if is_held:
+            # Its first layer is the last one of its backward pass, and so is its bucket.
+            weight: Any = model.layers[0].weight
+            weight.register_hook(hold)
+        for step in range(STEPS):
+            train(wrapped, rank, range(step, step + 1))
+            if not is_held:
+                for work in recorder.rounds[-1]:
+                    work.wait(timedelta(seconds=PATIENCE))
+                all_sent.wait(PATIENCE)
+        wrapped.optimizer.synchronize()
+        return [start, flat(model)]
+
+    starts, ends = zip(*run_threads(4, main), strict=True)
+    for one, other in ((0, 1), (2, 3)):
+        # They have mixed last, halves of both.
+        assert (starts[one] - starts[other]).abs().max() > 0.5
+        apart = (ends[one] - ends[other]).abs().max()
+        assert apart < (0.1 if comm else 1e-12)
+    assert (ends[0] - ends[2]).abs().max() > 1e-3
+
+
+def test_the_bucket_that_a_forward_pass_reads_first_is_about_1_mib() -> None:
+    def sizes(optimizer: DecentOptimWrapper) -> list[float]:
+        return [sum(m.nbytes for m in each.members) / MIB for each in optimizer.buckets]
+
+    # Of a quarter of a MiB each, and a little.
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
+    whole = sum(param.nbytes for param in model.parameters()) / MIB
+    by_step = DecentOptimWrapper(sgd(model.parameters()), model=model, overlap="forward")
+    head, rest = sizes(by_step)
+    assert 0.75 < head <= 1.0
+    assert head + rest == whole
+    assert [*map(id, by_step.buckets[0].members)] == [*map(id, model[:3].parameters())]
+    for at_end in (False, True):
+        update: Any = False if at_end else None
+        module = DecentralizedDataParallel(model, sgd, update_in_backward=update)
+        # A backward pass reaches it last.
+        assert sizes(module.optimizer) == ([head, rest] if at_end else [rest, head])
+    assert sizes(DecentOptimWrapper(sgd(model.parameters()), overlap=True)) == [whole]
+    # No smaller than all others.
+    small = DecentOptimWrapper(
+        sgd(model.parameters()), model=model, overlap="forward", bucket_cap_mb=0.3
+    )
+    assert max(sizes(small)) <= 0.3
+    assert len(small.buckets) == 12
