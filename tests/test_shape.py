@@ -23,8 +23,10 @@ from decent_optim_wrapper import DecentOptimWrapper
 
 ROOT = Path(decent_optim_wrapper.__file__).parent
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# Properties do not count as methods: to those who use them they are attributes.
 MOST_METHODS, MOST_REWRITTEN = 25, 12
-CORE_LINES = 1_900
+CORE_LINES, PACKAGE_LINES = 1_900, 14_000
+# One idea in each file: fewer files of a step would mean longer ones.
 MOST_CALLS, MOST_FILES = 140, 18
 # What the core must not know by name: these come in through its seams.
 FEATURES = {
@@ -75,6 +77,7 @@ def test_code_lines_leave_out_text() -> None:
 
 def test_the_core_stays_small() -> None:
     assert sum(code_lines(path.read_text()) for path in paths("gossip")) <= CORE_LINES
+    assert sum(code_lines(path.read_text()) for path in paths()) <= PACKAGE_LINES
 
 
 def identifiers(path: Path) -> Iterator[str]:
