@@ -3,8 +3,9 @@
     python examples/benchmark/overhead.py    # 2 ranks on loopback, 100 M float32 parameters
 
 It compares one round (pack, send and receive, mix) with one bare send and receive of the same
-bytes. `gpu.py` measures the packing and the mixing on a GPU. It takes 46 s of CPU time, of both
-ranks together.
+bytes, and the step of a lone rank, which exchanges nothing, with that of the base optimizer.
+`gpu.py` measures the packing and the mixing on a GPU. It takes 46 s of CPU time, of both ranks
+together.
 """
 
 from __future__ import annotations
@@ -75,11 +76,37 @@ def measure(count: int, repeats: int) -> Overhead:
     return Overhead(bare, *rounds)
 
 
+def lone_step(seconds: float) -> tuple[float, float]:
+    """Seconds of a step of SGD with 64 small parameters, and of the wrapper around it alone.
+
+    Args:
+        seconds: how long both are timed together, by turns.
+    """
+    params = [torch.zeros(64, requires_grad=True) for _ in range(64)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    base = torch.optim.SGD(params, lr=1e-3)
+    optimizers = [base, DecentOptimWrapper(base, rank=0, world_size=1)]
+    times: list[list[float]] = [[], []]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[1]) < 100:
+        for optimizer, row in zip(optimizers, times, strict=True):
+            start = time.perf_counter()
+            optimizer.step()
+            row.append(time.perf_counter() - start)
+    base_alone, wrapped = map(statistics.median, times)
+    return base_alone, wrapped
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parameters", type=float, default=100e6)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=3.0, help="for the step of a lone rank")
     args = parser.parse_args()
+    base, alone = lone_step(args.seconds)
+    print(f"a step of SGD alone:  {1e6 * base:.0f} us")
+    print(f"wrapped, a lone rank: {1e6 * alone:.0f} us, ratio {alone / base:.2f}")
     count = int(args.parameters)
     with netlab.lab(2, rate="") as where:
         ranks = netlab.run(where, 2, measure, count, args.repeats, timeout=300)
