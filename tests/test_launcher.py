@@ -7,17 +7,21 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-from launched import Launched, children, is_alive
+from launched import TRAINING, Launched, children, is_alive, ours, torchruns
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from decent_optim_wrapper.cli import main
+from decent_optim_wrapper.launcher import nodes
 
 pytestmark = [
     pytest.mark.slow,
@@ -91,6 +95,64 @@ def test_the_launcher_ends_as_the_rank_that_was_given_up(
     assert text in launcher.printed
 
 
+FAILING = """
+tell(f"life {rank} {life}")
+wait_for(f"go on {rank} {life}")
+if life == 0:
+    FATE
+"""
+
+
+def let_go_on(folder: Path, life: int, *ranks: int) -> None:
+    """Let ranks of `FAILING` go on."""
+    for rank in ranks:
+        (folder / f"go on {rank} {life}").touch()
+
+
+def test_ranks_that_all_fail_at_their_first_start_are_not_started_again(tmp_path: Path) -> None:
+    """As of a wrong argument."""
+    script, options = FAILING.replace("FATE", "sys.exit(7)"), ("--nproc-per-node", "3")
+    with Launched(tmp_path, script, *options, "--backoff", "0.1") as launcher:
+        let_go_on(tmp_path, 0, 0)
+        # It waits for the others now.
+        launcher.told("life 0 1")
+        let_go_on(tmp_path, 0, 1, 2)
+        assert launcher.end() == 7
+    assert "all ranks of this node failed within 60 s of their first start" in launcher.printed
+    assert not (tmp_path / "life 2 1").exists()
+
+
+def test_ranks_are_started_again_if_one_was_killed_before_all_others_failed(
+    tmp_path: Path,
+) -> None:
+    fate = "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else sys.exit(7)"
+    script, options = FAILING.replace("FATE", fate), ("--nproc-per-node", "3")
+    with Launched(tmp_path, script, *options, "--backoff", "0.1") as launcher:
+        let_go_on(tmp_path, 0, 0, 1, 2)
+        for rank in range(3):
+            launcher.told(f"life {rank} 1")
+        let_go_on(tmp_path, 1, 0, 1, 2)
+        assert launcher.end() == 0
+
+
+# Ends, while what it has started still waits.
+UPLOADING = """
+subprocess.Popen(["sh", "-c", "until [ -e answered ]; do sleep 0.1; done; touch uploaded"])
+tell("pid", os.getpid())
+"""
+
+
+def test_what_a_rank_has_started_may_go_on_after_a_good_end(tmp_path: Path) -> None:
+    with Launched(tmp_path, UPLOADING) as launcher:
+        rank = int(launcher.told("pid"))
+        launcher.wait_until(lambda: not is_alive(rank))
+        # Long enough for the launcher to notice.
+        launcher.process.join(0.5)
+        (tmp_path / "answered").touch()
+        assert launcher.end() == 0
+    assert (tmp_path / "uploaded").exists()
+
+
 # Leaves its session, as a daemon does, and would go on for an hour.
 WITH_CHILD = """
 child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
@@ -112,6 +174,62 @@ def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
         launcher.wait_until(lambda: not any(map(is_alive, started)))
 
 
+WAITING = """
+tell(f"pid {rank}", os.getpid())
+time.sleep(3600)
+"""
+
+
+def is_guard(pid: int) -> bool:
+    return b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_no_rank_and_no_store_outlives_a_launcher_that_is_killed_with_its_guard(
+    tmp_path: Path,
+) -> None:
+    with Launched(tmp_path, WAITING, "--nproc-per-node", "2") as launcher:
+        ranks = {int(launcher.told(f"pid {rank}")) for rank in (0, 1)}
+        assert launcher.process.pid is not None
+        started = children(launcher.process.pid)
+        assert len(started) == 4
+        assert ranks < started
+        (guard,) = filter(is_guard, started)
+        # To it, both are killed at the same moment.
+        os.kill(guard, signal.SIGSTOP)
+        launcher.signal(signal.SIGKILL)
+        os.kill(guard, signal.SIGKILL)
+        launcher.wait_until(lambda: not any(map(is_alive, started)))
+
+
+# Rank 1 expects no signal, and neither does what they have started.
+ASKED = """
+def note(number, frame):
+    tell(f"asked {number}")
+if rank == 0:
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, note)
+child = subprocess.Popen(["sleep", "3600"])
+tell(f"ready {rank}")
+wait_for("go")
+unharmed = child.poll() is None
+child.kill()
+sys.exit(0 if unharmed else 7)
+"""
+
+
+def test_signals_for_the_script_reach_the_ranks_and_end_nothing(tmp_path: Path) -> None:
+    options = ("--nproc-per-node", "2", "--max-restarts", "0")
+    with Launched(tmp_path, ASKED, *options) as launcher:
+        for rank in (0, 1):
+            launcher.told(f"ready {rank}")
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            launcher.signal(number)
+            launcher.told(f"asked {int(number)}")
+        (tmp_path / "go").touch()
+        assert launcher.end() == 0
+    assert "SIGUSR1: passed on to the ranks" in launcher.printed
+
+
 SIGNALLED = """
 def note(number, frame):
     tell(f"signal {rank}", number)
@@ -126,17 +244,18 @@ while True:
 
 
 @pytest.mark.parametrize(
-    ("number", "ends", "code"),
+    ("number", "arrives", "ends", "code"),
     [
         # They save something, and end well.
-        (signal.SIGTERM, 0, 0),
-        (signal.SIGINT, 1, 130),
+        (signal.SIGTERM, signal.SIGTERM, 0, 0),
+        (signal.SIGINT, signal.SIGINT, 1, 130),
+        (signal.SIGQUIT, signal.SIGTERM, 1, 143),
         # They do not end by themselves.
-        (signal.SIGTERM, None, 143),
+        (signal.SIGTERM, signal.SIGTERM, None, 143),
     ],
 )
 def test_signals_reach_the_ranks_and_a_second_one_kills_them(
-    number: signal.Signals, ends: int | None, code: int, tmp_path: Path
+    number: signal.Signals, arrives: signal.Signals, ends: int | None, code: int, tmp_path: Path
 ) -> None:
     script = SIGNALLED.replace("CODE", str(ends))
     with Launched(tmp_path, script, "--nproc-per-node", "2") as launcher:
@@ -144,7 +263,7 @@ def test_signals_reach_the_ranks_and_a_second_one_kills_them(
             launcher.told(f"ready {rank}")
         launcher.signal(number)
         for rank in (0, 1):
-            assert int(launcher.told(f"signal {rank}")) == number
+            assert int(launcher.told(f"signal {rank}")) == arrives
         if ends is None:
             assert launcher.process.is_alive()
             launcher.signal(number)
@@ -168,18 +287,30 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+Launcher = Callable[[Sequence[str]], int]
+
+
+def node(
+    folder: Path, number: int, port: int, backoff: str = "0.1", launcher: Launcher = ours
+) -> Launched:
+    """The launcher of one of two nodes, with two ranks."""
+    sizes = ("--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number))
+    options = (*sizes, "--backoff", backoff, "--endpoint", f"127.0.0.1:{port}")
+    return Launched(folder, NODES, *options, launcher=launcher)
+
+
 @contextmanager
-def two_nodes(folder: Path, backoff: str = "0.1") -> Iterator[tuple[Launched, Launched]]:
-    """Launchers of two nodes with two ranks each, which have started."""
-    endpoint = f"127.0.0.1:{free_port()}"
-    sizes = ("--nnodes", "2", "--nproc-per-node", "2")
-    options = (*sizes, "--backoff", backoff, "--endpoint", endpoint, "--node-rank")
+def two_nodes(
+    folder: Path, backoff: str = "0.1", port: int | None = None, launcher: Launcher = ours
+) -> Iterator[tuple[Launched, Launched]]:
+    """Launchers of two nodes, which have started."""
+    port = port or free_port()
     with (
-        Launched(folder, NODES, *options, "0") as first,
-        Launched(folder, NODES, *options, "1") as second,
+        node(folder, 0, port, backoff) as first,
+        node(folder, 1, port, backoff, launcher) as second,
     ):
         for rank in range(4):
-            assert first.told(f"life {rank} 0") == f"{rank // 2} {endpoint.partition(':')[2]}"
+            assert first.told(f"life {rank} 0") == f"{rank // 2} {port}"
         yield first, second
 
 
@@ -201,6 +332,51 @@ def test_a_node_goes_on_without_another_that_is_killed(tmp_path: Path) -> None:
         assert first.end() == 0
 
 
+def waits_for_the_store(seconds: float, command: Sequence[str]) -> int:
+    """Run a launcher that gives a store up that does not answer for so long."""
+    with mock.patch.object(nodes, "_SILENT_SECONDS", seconds):
+        return ours(command)
+
+
+def lose_node_0(first: Launched, port: int) -> None:
+    """Kill its launcher, once that of node 1 has found the store."""
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    PrefixStore("decent_optim_wrapper/launcher", store).wait(["beat/1"], timedelta(seconds=60))
+    assert first.process.pid is not None
+    started = children(first.process.pid)
+    first.signal(signal.SIGKILL)
+    first.process.join()
+    # Its store keeps the port for a moment.
+    first.wait_until(lambda: not any(map(is_alive, started)))
+
+
+def test_no_rank_is_started_again_once_the_node_with_the_store_is_lost(tmp_path: Path) -> None:
+    port, impatient = free_port(), partial(waits_for_the_store, 3.0)
+    with two_nodes(tmp_path, port=port, launcher=impatient) as (first, second):
+        lose_node_0(first, port)
+        end(tmp_path, rank=2, life=0, code=5)
+        second.wait_until(lambda: "the store of node 0 has not answered for 3 s" in second.printed)
+        end(tmp_path, rank=3, life=0, code=0)
+        assert second.end() == 5
+    # In vain it would wait for the store.
+    assert not (tmp_path / "life 2 1").exists()
+
+
+def test_ranks_are_started_again_once_the_node_with_the_store_has_come_back(
+    tmp_path: Path,
+) -> None:
+    port, patient = free_port(), partial(waits_for_the_store, 90.0)
+    with two_nodes(tmp_path, port=port, launcher=patient) as (first, second):
+        lose_node_0(first, port)
+        end(tmp_path, rank=2, life=0, code=5)
+        second.wait_until(lambda: "rank 2 ended" in second.printed)
+        with node(tmp_path, 0, port) as again:
+            second.told("life 2 1")
+            for rank in range(4):
+                end(tmp_path, rank, life=int(rank == 2), code=0)
+            assert [each.end() for each in (second, again)] == [0, 0]
+
+
 def test_a_node_with_the_store_ends_last_and_no_rank_starts_after_another_has_ended(
     tmp_path: Path,
 ) -> None:
@@ -216,6 +392,16 @@ def test_a_node_with_the_store_ends_last_and_no_rank_starts_after_another_has_en
         end(tmp_path, rank=3, life=0, code=0)
         assert second.end() == 5
         assert first.end() == 0
+
+
+def test_the_store_of_torchrun_is_found(tmp_path: Path) -> None:
+    options = ("--standalone", "--nproc-per-node", "2")
+    with Launched(tmp_path, TRAINING, *options, launcher=torchruns) as launcher:
+        for rank in (0, 1):
+            launcher.wait_until(partial(launcher.has_members, rank, (0, 1)))
+        launcher.finish_training(rank=0, rounds=20)
+        assert launcher.end() == 0
+    assert launcher.told("end 0") == launcher.told("end 1")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ data, and etcd refuses such a server: the others go on without it.
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import time
@@ -14,10 +15,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from decent_optim_wrapper.launcher.bound import bound
 from decent_optim_wrapper.launcher.guard import MARK, Guard
-from decent_optim_wrapper.launcher.output import error_in
+from decent_optim_wrapper.launcher.output import error_in, say
 from decent_optim_wrapper.launcher.rank_process import End
-from decent_optim_wrapper.launcher.supervisor import Restarts, say
+from decent_optim_wrapper.launcher.supervisor import Restarts
 
 # Fewer servers do not outlive the loss of one.
 _ENOUGH = 3
@@ -44,6 +46,10 @@ class EtcdServer:
     def __init__(
         self, addresses: Addresses, node: int, token: str, restarts: Restarts, guard: Guard
     ) -> None:
+        if shutil.which("etcd") is None:
+            raise FileNotFoundError(
+                "--with-etcd needs the program etcd on the PATH: apt-get install etcd-server"
+            )
         guard.folder.mkdir(mode=0o700)
         self._command = command(addresses, node, token, guard.folder / "etcd")
         self._log = guard.folder / "etcd.log"
@@ -78,18 +84,13 @@ class EtcdServer:
 
     def _start(self) -> None:
         with self._log.open("wb") as log:
-            try:
-                self._process = subprocess.Popen(
-                    self._command,
-                    env=self._environ,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            except FileNotFoundError as error:
-                raise FileNotFoundError(
-                    "--with-etcd needs the program etcd on the PATH: apt-get install etcd-server"
-                ) from error
+            self._process = subprocess.Popen(
+                bound(self._command),
+                env=self._environ,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         self._starts += 1
         self._due = float("inf")
 

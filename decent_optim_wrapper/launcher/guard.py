@@ -21,6 +21,11 @@ from pathlib import Path
 MARK = "DECENT_LAUNCHER"
 # Some processes start others while they are being ended.
 _SWEEPS = 5
+# They may come for all processes of a job.
+_IGNORED = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
 
 
 class Guard:
@@ -69,7 +74,7 @@ def marked(mark: str) -> Iterator[int]:
 
 def main(mark: str, folder: Path) -> None:
     """Wait for the end of the launcher, end all that has the mark, and remove the folder."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
     _end_all(mark)

@@ -50,7 +50,7 @@ def launch(options: LaunchOptions) -> int:
         if options.nnodes > 1:
             nodes = Nodes(meeting.connect, options.node_rank, options.nnodes, meeting.holders)
         logs = options.log_dir or Path(tempfile.mkdtemp(prefix="decent_optim_wrapper_"))
-        surroundings = _Surroundings(signals.received, guard, meeting, nodes)
+        surroundings = _Surroundings(signals, guard, meeting, nodes)
         environ = {**meeting.environ, MARK: guard.mark}
         supervisor = Supervisor(_ranks(options, environ, logs), restarts, surroundings)
         code = supervisor.run()
@@ -66,7 +66,7 @@ class _Surroundings:
     """The launcher's other processes, and the signals that it receives.
 
     Args:
-        received: the signals that the launcher has received.
+        signals: those that the launcher receives.
         guard: ends what is left.
         meeting: where the ranks meet.
         nodes: the other nodes, if there are any.
@@ -74,12 +74,12 @@ class _Surroundings:
 
     def __init__(
         self,
-        received: Sequence[signal.Signals],
+        signals: ReceivedSignals,
         guard: Guard,
         meeting: Meeting,
         nodes: Nodes | None,
     ) -> None:
-        self._received = received
+        self._signals = signals
         self._guard = guard
         self._meeting = meeting
         self._nodes = nodes
@@ -87,8 +87,13 @@ class _Surroundings:
 
     @property
     def received(self) -> Sequence[signal.Signals]:
-        """The signals that the launcher has received; it grows."""
-        return self._received
+        """The signals that the launcher has received and that end it; it grows."""
+        return self._signals.received
+
+    @property
+    def requests(self) -> Sequence[signal.Signals]:
+        """The signals that it has received and that end nothing; it grows."""
+        return self._signals.requests
 
     def check(self) -> None:
         """Look after the launcher's other processes."""
@@ -106,7 +111,13 @@ class _Surroundings:
         """The reason; empty if there is none."""
         if self._finished or (self._nodes is not None and self._nodes.finished):
             return "others have ended without an error"
+        if self._nodes is not None and (reason := self._nodes.why_no_restart()):
+            return reason
         return self._meeting.holder.why_no_restart() if self._meeting.holder else ""
+
+    def can_meet(self, died: float) -> bool:
+        """Whether a rank that has died then would find the store now."""
+        return self._nodes is None or self._nodes.can_meet(died)
 
 
 def _ranks(options: LaunchOptions, environ: Mapping[str, str], logs: Path) -> list[RankProcess]:

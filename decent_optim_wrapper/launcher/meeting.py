@@ -15,8 +15,9 @@ from decent_optim_wrapper.comm.store_url import STORE_VARIABLE, StoreUrl
 from decent_optim_wrapper.launcher.etcd_server import EtcdServer, free_port
 from decent_optim_wrapper.launcher.guard import MARK, Guard
 from decent_optim_wrapper.launcher.options import LaunchOptions
+from decent_optim_wrapper.launcher.output import say
 from decent_optim_wrapper.launcher.store_process import Address, StoreProcess, listen
-from decent_optim_wrapper.launcher.supervisor import Restarts, say
+from decent_optim_wrapper.launcher.supervisor import Restarts
 
 # How long the launcher of another node may be earlier than those that hold the store.
 _CONNECT = timedelta(minutes=5)

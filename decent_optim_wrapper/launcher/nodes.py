@@ -15,10 +15,11 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm.background import THREAD_PREFIX
+from decent_optim_wrapper.launcher.output import say
 
 _PAUSE = 1.0
 # Looks without a new beat after which a node has died, and seconds without a look after which the
-# store has.
+# store has. Kubernetes needs some of them to start the pod of node 0 again.
 _LOOKS, _SILENT_SECONDS = 10, 30.0
 _ENDED = "ended"
 
@@ -42,10 +43,14 @@ class Nodes:
         self.finished = False
         self._tells = self._ended = False
         self._holds, self._alone = node in holders, len(holders) == 1
+        # The other node with which the store would be lost.
+        self._keeper = next(iter(holders)) if self._alone and not self._holds else None
         # Looks since the last new beat of each other node that has not ended.
         self._silent = {other: 0 for other in range(nnodes) if other != node}
         self._beats: dict[int, str] = {}
         self._looked = time.monotonic()
+        # By when the store must have answered again; it may still have to start.
+        self._deadline = float("inf")
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._run, daemon=True, name=f"{THREAD_PREFIX}launcher"
@@ -55,6 +60,20 @@ class Nodes:
     def note_finished(self) -> None:
         """Tell the others that a rank of this node has ended without an error."""
         self.finished = self._tells = True
+
+    def can_meet(self, died: float) -> bool:
+        """Whether a rank that has died then would find the store if it were started now."""
+        # A process that waits for a store that is lost does so for a minute, or more.
+        return self._keeper is None or self._looked > died
+
+    def why_no_restart(self) -> str:
+        """Why no rank can be started again; empty if the store may answer."""
+        if self._keeper is not None and time.monotonic() > self._deadline:
+            return (
+                f"the store of node {self._keeper} has not answered for "
+                f"{_SILENT_SECONDS:g} s: look at the launcher there"
+            )
+        return ""
 
     def leave(self, should_stop: Callable[[], bool]) -> None:
         """Tell the others that the ranks of this node have ended; wait for theirs as a holder.
@@ -75,17 +94,27 @@ class Nodes:
         self._thread.join(2 * _PAUSE)
 
     def _run(self) -> None:
-        try:
-            store = PrefixStore("decent_optim_wrapper/launcher", self._connect())
-            for number in count():
-                store.set(_beat_key(self._node), _ENDED if self._ended else str(number))
-                self._look(store)
-                if self._stop.wait(_PAUSE):
-                    store.set(_beat_key(self._node), _ENDED)
+        while not self._stop.is_set():
+            try:
+                self._beat(PrefixStore("decent_optim_wrapper/launcher", self._connect()))
+            except RuntimeError:
+                # The store is gone: the ranks say so themselves.
+                if self._keeper is None or self._stop.is_set():
                     return
-        except RuntimeError:
-            # The store is gone: the ranks say so themselves.
-            return
+                say(
+                    f"the store of node {self._keeper} does not answer: no rank is started again "
+                    f"before it does"
+                )
+                self._deadline = min(self._deadline, time.monotonic() + _SILENT_SECONDS)
+                self._stop.wait(_PAUSE)
+
+    def _beat(self, store: Any) -> None:
+        for number in count():
+            store.set(_beat_key(self._node), _ENDED if self._ended else str(number))
+            self._look(store)
+            if self._stop.wait(_PAUSE):
+                store.set(_beat_key(self._node), _ENDED)
+                return
 
     def _look(self, store: Any) -> None:
         if self._tells:
@@ -95,6 +124,7 @@ class Nodes:
             for other in list(self._silent):
                 self._look_at(other, store)
         self._looked = time.monotonic()
+        self._deadline = self._looked + _SILENT_SECONDS
 
     def _look_at(self, other: int, store: Any) -> None:
         key = _beat_key(other)

@@ -94,6 +94,11 @@ class Output:
             return error_in(file.read().decode(errors="replace"))
 
 
+def say(text: str, speaker: str = "launcher") -> None:
+    """Print a line of the launcher."""
+    print(f"[{speaker}] {text}", file=sys.stderr, flush=True)
+
+
 def error_in(text: str) -> str:
     """The error of the last traceback in a text, or its last line."""
     lines = [line for line in text.splitlines() if line.strip()]

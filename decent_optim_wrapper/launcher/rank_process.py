@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,11 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import (
     get_subprocess_handler,
 )
 
-from decent_optim_wrapper.launcher.output import Output
+from decent_optim_wrapper.launcher.bound import bound
+from decent_optim_wrapper.launcher.output import Output, say
+
+# Seconds that what a rank has started may go on after the rank has ended without an error.
+_REST_SECONDS = 30.0
 
 
 class End(NamedTuple):
@@ -69,13 +74,21 @@ class RankProcess:
         self._environ = dict(environ)
         self._folder = folder
         self._running: tuple[SubprocessHandler, Output] | None = None
+        # When what it has started is killed, once it has ended without an error.
+        self._rest_ends = float("inf")
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether it has ended without an error, while what it has started still goes on."""
+        return self._running is not None and self._running[0].proc.returncode == 0
 
     def start(self) -> None:
         """Start the process, for the first time or again."""
         output = Output(self._folder, self.rank)
+        entrypoint, *args = bound((sys.executable, "-u", *self._command))
         handler = get_subprocess_handler(
-            entrypoint=sys.executable,
-            args=("-u", *self._command),
+            entrypoint=entrypoint,
+            args=tuple(args),
             env={**self._environ, "TORCHELASTIC_RESTART_COUNT": str(self.starts)},
             stdout=str(output.stdout),
             stderr=str(output.stderr),
@@ -85,16 +98,20 @@ class RankProcess:
         self._running = handler, output
 
     def poll(self) -> End | None:
-        """Copy its output, and return how it ended, once, if it has."""
+        """Copy its output, and return how it ended, once, if it has.
+
+        If it has ended without an error, what it has started may first come to an end, too.
+        """
         if self._running is None:
             return None
         handler, output = self._running
         # Before the last copy, so that no output is written after it.
         code = handler.proc.poll()
-        if code is None:
+        if code is None or (code == 0 and self._rest_goes_on(handler.proc.pid)):
             output.copy()
             return None
         # What it has started, such as the workers of a DataLoader, would disturb its next process.
+        # After an end without an error nothing is left, or its time is up.
         self.signal(signal.SIGKILL)
         self._running = None
         output.end()
@@ -102,8 +119,32 @@ class RankProcess:
         silent = code in (0, -signal.SIGKILL, -signal.SIGTERM)
         return End(code=code, error="" if silent else output.error(), log=output.stderr)
 
+    def request(self, number: signal.Signals) -> None:
+        """Send a signal to the process only: what it has started may not expect it."""
+        if self._running is not None:
+            self._running[0].proc.send_signal(number)
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process, and to all that it has started."""
         if self._running is not None:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._running[0].proc.pid, number)
+
+    def _rest_goes_on(self, group: int) -> bool:
+        """Whether the process has left others in its group, which have some time left."""
+        # Only the launcher can bury those that it has adopted as the first process of a container.
+        with suppress(ChildProcessError):
+            while os.waitpid(-group, os.WNOHANG)[0]:
+                pass
+        try:
+            os.killpg(group, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        self._rest_ends = min(self._rest_ends, time.monotonic() + _REST_SECONDS)
+        if time.monotonic() < self._rest_ends:
+            return True
+        say(
+            f"rank {self.rank} ended {_REST_SECONDS:g} s ago; what it has started and left is "
+            f"killed: let the script wait for it"
+        )
+        return False

@@ -22,10 +22,13 @@ class StoreProcess:
     """
 
     def __init__(self, listening: socket.socket, environ: dict[str, str]) -> None:
+        # Not in the process of the store, which would import the whole package first.
+        from decent_optim_wrapper.launcher.bound import bound
+
         port, descriptor = listening.getsockname()[1], listening.fileno()
         self._process = subprocess.Popen(
             # -P: the modules beside this file are not to be found by their short names.
-            [sys.executable, "-P", __file__, str(descriptor), str(port)],
+            bound([sys.executable, "-P", __file__, str(descriptor), str(port)]),
             env=environ,
             pass_fds=[descriptor],
             start_new_session=True,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from decent_optim_wrapper.launcher.output import say
 from decent_optim_wrapper.launcher.rank_process import End, RankProcess
 
 _POLL_SECONDS = 0.05
@@ -16,6 +16,8 @@ _LONGEST_BACKOFF = 60.0
 # the launcher waits as long as torchrun, Slurm and Kubernetes do by default.
 _GRACE = {signal.SIGINT: 4.0}
 _LONGEST_GRACE = 30.0
+# A script that fails in all ranks so soon, as of a wrong argument, fails in the next start as well.
+_EARLY_SECONDS = 60.0
 
 
 class Restarts(NamedTuple):
@@ -39,7 +41,11 @@ class Surroundings(Protocol):
 
     @property
     def received(self) -> Sequence[signal.Signals]:
-        """The signals that the launcher has received; it grows."""
+        """The signals that the launcher has received and that end it; it grows."""
+
+    @property
+    def requests(self) -> Sequence[signal.Signals]:
+        """The signals that it has received and that end nothing; it grows."""
 
     def check(self) -> None:
         """Look after the launcher's other processes; called again and again."""
@@ -49,6 +55,16 @@ class Surroundings(Protocol):
 
     def why_no_restart(self) -> str:
         """Why no rank is started again, whatever happened to it; empty if it may be."""
+
+    def can_meet(self, died: float) -> bool:
+        """Whether a rank that has died then could find the others if it were started now."""
+
+
+class _Restart(NamedTuple):
+    """When a rank has died, and when it is started again."""
+
+    died: float
+    due: float
 
 
 class Supervisor:
@@ -67,12 +83,16 @@ class Supervisor:
         self._restarts = restarts
         self._surroundings = surroundings
         self._running = set[RankProcess]()
-        # When ranks that have died are started again.
-        self._due: dict[RankProcess, float] = {}
+        # The ranks that have died and are started again.
+        self._due: dict[RankProcess, _Restart] = {}
         # The first failure of each rank, and how those ended that were given up, in this order.
         self._first: dict[RankProcess, End] = {}
         self._lost: dict[RankProcess, End] = {}
+        # Until when it counts that all ranks have failed at once, and whether they have.
+        self._early = time.monotonic() + _EARLY_SECONDS
+        self._failed_early = False
         # How many signals were passed on, and when all is killed that is still there.
+        self._requested = 0
         self._passed_on = 0
         self._deadline = float("inf")
 
@@ -81,11 +101,14 @@ class Supervisor:
         for rank in self._ranks:
             self._start(rank)
         while self._running or self._due:
+            self._pass_requests_on()
             self._react_to_signals()
             for rank in list(self._running):
                 if (end := rank.poll()) is not None:
                     self._running.discard(rank)
                     self._note_end(rank, end)
+                elif rank.has_finished:
+                    self._surroundings.note_finished()
             self._start_again()
             self._surroundings.check()
             time.sleep(_POLL_SECONDS)
@@ -109,12 +132,13 @@ class Supervisor:
             self._surroundings.note_finished()
             return
         self._first.setdefault(rank, end)
-        pause = self._restarts.pause(rank.starts)
+        self._look_for_early_failures()
+        now, pause = time.monotonic(), self._restarts.pause(rank.starts)
         if reason := self._why_not(rank):
             self._lost[rank] = end
             say(f"rank {rank.rank} ended ({end}); it is not started again, because {reason}")
         else:
-            self._due[rank] = time.monotonic() + pause
+            self._due[rank] = _Restart(died=now, due=now + pause)
             say(
                 f"rank {rank.rank} ended ({end}); it is started again in {pause:g} s (restart "
                 f"{rank.starts} of {self._restarts.most})"
@@ -126,17 +150,38 @@ class Supervisor:
             return f"of {self._surroundings.received[0].name}"
         if rank.starts > self._restarts.most:
             return f"--max-restarts is {self._restarts.most}"
+        if self._failed_early:
+            return f"all ranks of this node failed within {_EARLY_SECONDS:g} s of their first start"
         return self._surroundings.why_no_restart()
 
     def _start_again(self) -> None:
-        for rank, when in list(self._due.items()):
+        for rank, restart in list(self._due.items()):
             if reason := self._why_not(rank):
                 del self._due[rank]
                 self._lost[rank] = self._first[rank]
                 say(f"rank {rank.rank} is not started again, because {reason}")
-            elif time.monotonic() >= when:
+            elif time.monotonic() >= restart.due and self._surroundings.can_meet(restart.died):
                 del self._due[rank]
                 self._start(rank)
+
+    def _look_for_early_failures(self) -> None:
+        if self._failed_early or time.monotonic() > self._early:
+            return
+        ends = list(self._first.values())
+        # A kill says nothing about the next start, and a missing peer may be there by then.
+        if len(ends) == len(self._ranks) and all(end.code > 0 for end in ends):
+            self._failed_early = not all("PeerError" in end.error for end in ends)
+        if self._failed_early:
+            # Those that were started again already would wait for the others.
+            for rank in self._running:
+                rank.signal(signal.SIGKILL)
+
+    def _pass_requests_on(self) -> None:
+        for number in self._surroundings.requests[self._requested :]:
+            self._requested += 1
+            say(f"{number.name}: passed on to the ranks")
+            for rank in self._running:
+                rank.request(number)
 
     def _react_to_signals(self) -> None:
         """Pass the first signal on; kill at the second one, or when its time is up."""
@@ -159,8 +204,3 @@ class Supervisor:
         for rank, end in self._first.items():
             outcome = "; it was given up" if rank in self._lost else ""
             say(f"first error: {end}{outcome}; see {end.log}", f"rank {rank.rank}")
-
-
-def say(text: str, speaker: str = "launcher") -> None:
-    """Print a line of the launcher."""
-    print(f"[{speaker}] {text}", file=sys.stderr, flush=True)

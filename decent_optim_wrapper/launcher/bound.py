@@ -1,0 +1,50 @@
+"""Binds a process to the launcher: the kernel kills it when the launcher ends (on Linux).
+
+The guard does so, too, and also ends what such a process has started. This is for the case that
+the guard and the launcher are killed together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+_PR_SET_PDEATHSIG = 1
+
+
+def bind(launcher: int) -> None:
+    """End this process when the launcher ends, which has started it from its main thread.
+
+    Args:
+        launcher: the process id of the launcher.
+    """
+    if sys.platform != "linux":
+        return
+    # At the end of the thread that has started this process, not of its process.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != launcher:
+        sys.exit("the launcher has ended")
+
+
+def bound(command: Sequence[str]) -> list[str]:
+    """The command that becomes another one, bound to this process."""
+    # Without the site's packages it starts in a few milliseconds.
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
+def main(launcher: int, command: Sequence[str]) -> None:
+    """Become a command that is bound to the launcher."""
+    bind(launcher)
+    # Otherwise they would kill a rank that has not come to its own handlers yet.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    # Python ignores it, which would remain.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.execvp(command[0], list(command))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
