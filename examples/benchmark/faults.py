@@ -1,4 +1,4 @@
-"""Seeded faults for ranks that are processes: they are killed, stopped, delayed and restarted."""
+"""Seeded faults for ranks that are processes, for their links and for their store."""
 
 from __future__ import annotations
 
@@ -12,19 +12,35 @@ from typing import NamedTuple, Protocol
 
 # With fewer ranks nobody could let a restarted rank rejoin when one more is lost.
 LEAST = 2
+# Less than the time without a heartbeat after which the others give a rank up.
+_LONGEST_SHORT_STOP = 1.5
+# What was lost is sent again within twice the time.
+_LONGEST_SHORT_CUT = 0.3
 _TICK = 0.02
 
 
 class Kind(Enum):
-    """What happens to a rank; the first two end before the other ranks give it up."""
+    """What happens to one or more ranks, or to the store."""
 
     DELAY = "delay"
     SHORT_STOP = "short stop"
+    TWIN = "twin"
+    STORE_STOP = "store stop"
+    SLOW_LINK = "slow link"
+    SHORT_CUT = "short cut"
     LONG_STOP = "long stop"
     KILL = "kill"
+    STORM = "rejoin storm"
+    CUT = "cut link"
 
 
-MILD = (Kind.DELAY, Kind.SHORT_STOP)
+# The other ranks give nobody up.
+HARMLESS = (
+    *(Kind.DELAY, Kind.SHORT_STOP, Kind.TWIN, Kind.STORE_STOP),
+    *(Kind.SLOW_LINK, Kind.SHORT_CUT),
+)
+# Between network namespaces.
+LINKS = (Kind.SLOW_LINK, Kind.SHORT_CUT, Kind.CUT)
 
 
 class Fault(NamedTuple):
@@ -32,19 +48,21 @@ class Fault(NamedTuple):
 
     Args:
         kind: the kind of fault.
-        rank: the rank that has it.
-        seconds: seconds until the rank continues or is restarted.
+        ranks: the ranks that have it; the store has it instead if that is its kind.
+        gap: seconds between these ranks.
+        seconds: seconds until they continue or are restarted.
         pause: seconds until the next fault.
     """
 
     kind: Kind
-    rank: int
+    ranks: tuple[int, ...]
+    gap: float
     seconds: float
     pause: float
 
 
 def draw_faults(
-    seed: int, world_size: int, timeout: float, kinds: tuple[Kind, ...] = tuple(Kind)
+    seed: int, world_size: int, timeout: float, kinds: tuple[Kind, ...]
 ) -> Iterator[Fault]:
     """Yield faults without end, the same ones for the same seed.
 
@@ -55,16 +73,27 @@ def draw_faults(
         kinds: the kinds of faults to choose from.
     """
     draw = random.Random(seed)
+    short = min(0.3, _LONGEST_SHORT_STOP / timeout)
+    cut = min(0.1, _LONGEST_SHORT_CUT / timeout)
     spans = {
         Kind.DELAY: (0.05, 0.3),
-        Kind.SHORT_STOP: (0.05, 0.3),
+        Kind.SHORT_STOP: (short / 6, short),
+        Kind.TWIN: (0.0, 0.0),
+        Kind.STORE_STOP: (0.1, 0.7),
+        Kind.SLOW_LINK: (0.1, 1.0),
+        Kind.SHORT_CUT: (cut / 3, cut),
         Kind.LONG_STOP: (1.2, 1.8),
         Kind.KILL: (0.05, 1.5),
+        Kind.STORM: (0.05, 0.5),
+        Kind.CUT: (0.5, 2.0),
     }
     while True:
-        kind, rank = draw.choice(kinds), draw.randrange(world_size)
-        seconds, pause = draw.uniform(*spans[kind]), draw.uniform(0, 0.6)
-        yield Fault(kind, rank, timeout * seconds, timeout * pause)
+        kind = draw.choice(kinds)
+        # At least half of the members must go on.
+        count = min(draw.choice((2, 3)), world_size // 2) if kind is Kind.STORM else 1
+        ranks = tuple(draw.sample(range(world_size), count))
+        gap, pause = timeout * draw.uniform(0, 0.1), timeout * draw.uniform(0, 0.6)
+        yield Fault(kind, ranks, gap, timeout * draw.uniform(*spans[kind]), pause)
 
 
 class Ranks(Protocol):
@@ -81,6 +110,25 @@ class Ranks(Protocol):
 
     def delay(self, rank: int, seconds: float) -> None:
         """Let the rank sleep before its next step."""
+
+    def start_twin(self, rank: int) -> None:
+        """Start a second process with the number of this rank, which is to be refused."""
+
+    @property
+    def twins(self) -> int:
+        """Number of second processes that have not been refused yet."""
+
+    def stop_store(self, seconds: float) -> None:
+        """Stop the process of the store, and let it continue after that time."""
+
+    def cut(self, rank: int) -> None:
+        """Lose all that the rank sends."""
+
+    def mend(self, rank: int) -> None:
+        """Lose no more of what the rank sends."""
+
+    def slow_down(self, rank: int, is_slow: bool) -> None:
+        """Let the rank have a slow link, or no more."""
 
     def listen(self, seconds: float) -> set[int]:
         """Return the ranks that report a round within that time."""
@@ -103,26 +151,27 @@ class Injector:
         # Ranks that have trained since their last fault.
         self.there: set[int] = set()
         self.done: Counter[Kind] = Counter()
-
-    @property
-    def losses(self) -> int:
-        """Number of faults after which the other ranks may have gone on without the rank."""
-        return sum(count for kind, count in self.done.items() if kind not in MILD)
+        # How often the other ranks may have gone on without a rank.
+        self.losses = 0
 
     def inject(self, fault: Fault) -> None:
         """Inject the fault as soon as it leaves enough ranks, and wait for its pause.
 
         Raises:
-            TimeoutError: a rank has not reported in time.
+            TimeoutError: a rank has not reported, or a second process was not refused, in time.
         """
         self._listen_until(lambda: self._bearable(fault))
         self.done[fault.kind] += 1
         if fault.kind is Kind.DELAY:
-            self._ranks.delay(fault.rank, fault.seconds)
+            self._ranks.delay(fault.ranks[0], fault.seconds)
+        elif fault.kind is Kind.TWIN:
+            self._ranks.start_twin(fault.ranks[0])
+            self._listen_until(lambda: not self._ranks.twins)
+        elif fault.kind is Kind.STORE_STOP:
+            self._ranks.stop_store(fault.seconds)
         else:
             self._take_away(fault)
-        over = time.monotonic() + fault.pause
-        self._listen_until(lambda: time.monotonic() > over)
+        self._listen_for(fault.pause)
 
     def settle(self) -> None:
         """Wait until all ranks are back.
@@ -133,15 +182,24 @@ class Injector:
         self._listen_until(lambda: self.there == self._everyone)
 
     def _bearable(self, fault: Fault) -> bool:
-        return fault.rank in self.there and len(self.there) > LEAST
+        if fault.kind is Kind.STORM:
+            return self.there == self._everyone
+        return self.there.issuperset(fault.ranks) and len(self.there) > LEAST
 
     def _take_away(self, fault: Fault) -> None:
-        if fault.kind is Kind.KILL:
-            self._ranks.kill(fault.rank)
-        else:
-            self._ranks.signal(fault.rank, signal.SIGSTOP)
-        self.there.remove(fault.rank)
-        self._away[fault.rank] = (time.monotonic() + fault.seconds, fault.kind)
+        due = time.monotonic() + fault.seconds + fault.gap * (len(fault.ranks) - 1)
+        for number, rank in enumerate(fault.ranks):
+            if number:
+                self._listen_for(fault.gap)
+            self._begin(fault.kind, rank)
+            self.there.remove(rank)
+            self._away[rank] = (due, fault.kind)
+        if fault.kind not in HARMLESS:
+            self.losses += len(fault.ranks)
+
+    def _listen_for(self, seconds: float) -> None:
+        over = time.monotonic() + seconds
+        self._listen_until(lambda: time.monotonic() > over)
 
     def _listen_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self._patience
@@ -149,8 +207,9 @@ class Injector:
             if time.monotonic() > deadline:
                 missing = sorted(self._everyone - self.there)
                 raise TimeoutError(
-                    f"expected a report of every rank within {self._patience} s, got none from "
-                    f"ranks {missing}"
+                    f"expected a report of every rank and the end of every twin within "
+                    f"{self._patience} s, got none from ranks {missing}, and "
+                    f"{self._ranks.twins} twins are left"
                 )
             self.there |= self._ranks.listen(_TICK) - self._away.keys()
             self._bring_back()
@@ -160,7 +219,28 @@ class Injector:
             if time.monotonic() < due:
                 continue
             del self._away[rank]
-            if kind is Kind.KILL:
-                self._ranks.start(rank)
-            else:
-                self._ranks.signal(rank, signal.SIGCONT)
+            self._end(kind, rank)
+
+    def _begin(self, kind: Kind, rank: int) -> None:
+        if kind in (Kind.SHORT_STOP, Kind.LONG_STOP):
+            self._ranks.signal(rank, signal.SIGSTOP)
+        elif kind is Kind.SLOW_LINK:
+            self._ranks.slow_down(rank, True)
+        elif kind in (Kind.SHORT_CUT, Kind.CUT):
+            self._ranks.cut(rank)
+        else:
+            self._ranks.kill(rank)
+
+    def _end(self, kind: Kind, rank: int) -> None:
+        if kind in (Kind.SHORT_STOP, Kind.LONG_STOP):
+            self._ranks.signal(rank, signal.SIGCONT)
+        elif kind is Kind.SLOW_LINK:
+            self._ranks.slow_down(rank, False)
+        elif kind is Kind.SHORT_CUT:
+            self._ranks.mend(rank)
+        else:
+            if kind is Kind.CUT:
+                # It has raised, or it would come back by itself.
+                self._ranks.kill(rank)
+                self._ranks.mend(rank)
+            self._ranks.start(rank)

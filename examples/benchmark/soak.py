@@ -5,12 +5,18 @@
     python examples/benchmark/soak.py --quiet-rounds 100 --slow 0.2      # with one slow rank
     python examples/benchmark/soak.py --minutes 5 --auto --jitter 0.05   # rounds that never wait
     python examples/benchmark/soak.py --minutes 5 --codes int8 --tracking
+    python examples/benchmark/soak.py --minutes 1 --store-death          # no store at the end
+    python examples/benchmark/soak.py --minutes 5 --lab                  # links, too; needs root
 
-In the first quarter of the time ranks are only delayed, for less than the timeout. Reports rounds,
-faults, recoveries and losses, and the memory, file descriptors and threads of every rank after
-warm-up and at the end. Ends with an error if a rank is lost for good, if the ranks recover more
-often than the faults explain, if they do not agree on the average at the end, or if their
-parameters have not moved. If no rank gets further for a minute, it prints the stacks of all.
+Other faults: the process of the store is stopped; a second process with the number of a living
+rank is started, and must be refused; several ranks are killed and come back together. With `--lab`
+links are cut or slowed. In the first quarter of the time no fault takes a rank away. The last line
+shows the seed that repeats the faults.
+
+Ends with an error if a rank is lost for good, if the ranks recover more often than the faults
+explain or take too long, if they do not agree on the average at the end, if their parameters have
+not moved, or if the memory, file descriptors or threads of a rank grow after warm-up. If no rank
+gets further for a minute, it prints the stacks of all.
 """
 
 from __future__ import annotations
@@ -22,11 +28,12 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -34,8 +41,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import netlab
 import torch
-from faults import LEAST, MILD, Injector, Kind, draw_faults
+from faults import HARMLESS, LEAST, LINKS, Injector, Kind, draw_faults
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 
@@ -47,6 +55,7 @@ PROCESSES.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])
 # Rounds of a process after which its memory should not grow any more.
 WARM_UP = 500
 REPORT_SECONDS = 0.25
+EPOCH_SECONDS = 0.02
 # No rank is that far beyond its last report, at the pace of the last seconds.
 AHEAD_SECONDS = 4
 PACE_SECONDS = 10
@@ -56,6 +65,20 @@ PATIENCE = 60.0
 STACKS_SECONDS = 5.0
 # The others go on without a rank, and later together with it.
 RECOVERIES_PER_LOSS = 2
+MEDIAN_STALL_SECONDS = 2.5
+# Of fewer, the draw of the faults decides: a stopped rank is missed later than a killed one.
+LEAST_STALLS = 10
+# Beyond the timeout.
+LONGEST_STALL_SECONDS = 5.0
+END_SECONDS = 10.0
+# Ranks that agree and connect wait for each other about that often, on a busy machine longer.
+STEPS_PER_STALL = 50
+LOOPBACK = netlab.Lab(hosts=(), master="127.0.0.1", interface="lo")
+LINK_RATE = "400mbit"
+# A step takes about 0.15 s then.
+SLOW_RATE = "1mbit"
+# What a process may need more at the end than after its warm-up.
+GROWTH = {"MiB of memory": 64, "open files": 8, "threads": 6}
 SLOW_RANK = 1
 
 
@@ -105,6 +128,18 @@ class Stall(NamedTuple):
     seconds: float
 
 
+class Failure(NamedTuple):
+    """The error with which a process has ended.
+
+    Args:
+        name: of its type.
+        text: with the traceback.
+    """
+
+    name: str
+    text: str
+
+
 class Progress(NamedTuple):
     """A rank's report, several times a second and at the end.
 
@@ -114,6 +149,7 @@ class Progress(NamedTuple):
         steps: number of steps of this process.
         footprint: footprint of this process.
         stalls: stalls since the last report.
+        pace: median seconds of the other steps since then, without what they sleep.
         average: the average of all parameters at the end; empty before.
         moved: how far that is from the parameters with which this process started.
     """
@@ -123,8 +159,62 @@ class Progress(NamedTuple):
     steps: int
     footprint: Footprint
     stalls: tuple[Stall, ...]
+    pace: float | None
     average: tuple[float, ...] = ()
     moved: float = 0.0
+
+
+class Control(NamedTuple):
+    """What the launcher tells the ranks: numbers in files, which no fault affects.
+
+    Args:
+        folder: where these files are.
+    """
+
+    folder: Path
+
+    def write(self, name: str, value: float) -> None:
+        """Tell a number, whole or not at all."""
+        part = self.folder / f"{name}.part"
+        part.write_text(str(value))
+        part.replace(self.folder / name)
+
+    def read(self, name: str) -> float | None:
+        """The number, or None before it is told."""
+        try:
+            return float((self.folder / name).read_text())
+        except FileNotFoundError:
+            return None
+
+    def clear(self, name: str) -> None:
+        """Forget the number."""
+        (self.folder / name).unlink(missing_ok=True)
+
+
+class Host(NamedTuple):
+    """Where a process runs.
+
+    Args:
+        address: its address.
+        space: its network namespace; empty for that of the launcher.
+    """
+
+    address: str = "127.0.0.1"
+    space: str = ""
+
+
+class Hosts(NamedTuple):
+    """Where all processes run.
+
+    Args:
+        ranks: the hosts of the ranks.
+        store: the host of the store.
+        interface: the network device of each.
+    """
+
+    ranks: tuple[Host, ...]
+    store: Host
+    interface: str
 
 
 class Pace:
@@ -156,12 +246,15 @@ def footprint() -> Footprint:
     return Footprint(int(of["VmRSS"].split()[0]) / 1024, files, int(of["Threads"]))
 
 
-def train(rank: int, job: Job, store: Any, report: Callable[[Progress], None]) -> None:
-    """Train up to the round that the launcher names in the store."""
+def train(
+    rank: int, job: Job, control: Control, store: Any, report: Callable[[Progress], None]
+) -> None:
+    """Train up to the round that the launcher names."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4)).double()
     torch.manual_seed(rank)
     stalls: list[Stall] = []
+    quiet: list[float] = []
     steps, changes, told = 0, 0, time.monotonic()
 
     def note_change(old: tuple[int, ...], new: tuple[int, ...]) -> None:
@@ -183,10 +276,12 @@ def train(rank: int, job: Job, store: Any, report: Callable[[Progress], None]) -
     first = nn.utils.parameters_to_vector(model.parameters()).detach()
 
     def progress() -> Progress:
-        return Progress(optimizer.round, optimizer.members, steps, footprint(), tuple(stalls))
+        pace = statistics.median(quiet) if quiet else None
+        known = (optimizer.round, optimizer.members, steps, footprint())
+        return Progress(*known, tuple(stalls), pace)
 
-    while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
-        sleep_if_told(rank, store)
+    while (finish := control.read("finish")) is None or optimizer.round < finish:
+        sleep_if_told(rank, control)
         extra = job.slow if rank == SLOW_RANK else 0.0
         time.sleep(job.step + extra + chance.uniform(0, job.jitter))
         optimizer.zero_grad()
@@ -195,96 +290,195 @@ def train(rank: int, job: Job, store: Any, report: Callable[[Progress], None]) -
         before, start = changes, time.monotonic()
         optimizer.step()
         steps += 1
+        seconds = time.monotonic() - start
         if changes > before:
-            stalls.append(Stall(time.monotonic(), time.monotonic() - start))
+            stalls.append(Stall(start + seconds, seconds))
+        else:
+            quiet.append(seconds)
         if time.monotonic() - told > REPORT_SECONDS:
             report(progress())
             stalls.clear()
+            quiet.clear()
             told = time.monotonic()
     optimizer.global_avg(may_revert=False)
     average = nn.utils.parameters_to_vector(model.parameters()).detach()
     moved = float((average - first).norm())
     report(progress()._replace(average=tuple(average.tolist()), moved=moved))
     # To ranks that still train, a rank that has ended is lost.
-    while not store.check(["over"]):
+    while control.read("over") is None:
         time.sleep(REPORT_SECONDS)
 
 
-def sleep_if_told(rank: int, store: Any) -> None:
-    key = f"delay {rank}"
-    if store.check([key]):
-        time.sleep(float(store.get(key)))
-        store.delete_key(key)
+def sleep_if_told(rank: int, control: Control) -> None:
+    if (seconds := control.read(f"delay {rank}")) is not None:
+        time.sleep(seconds)
+        control.clear(f"delay {rank}")
 
 
-def work(rank: int, job: Job, port: int, pipe: Connection, stacks: Path) -> None:
+def keep_store(host: Host, pipe: Connection) -> None:
+    """Hold the store in which the ranks agree, and report the last epoch whenever it changes."""
+    if host.space:
+        netlab.enter(host.space)
+    store = TCPStore(host.address, 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    # The ranks count their recoveries here.
+    meetings, last = PrefixStore(key_prefix(0), store), b""
+    # Until the launcher has ended.
+    while not pipe.poll(EPOCH_SECONDS):
+        if meetings.check(["epoch"]) and (epoch := meetings.get("epoch")) != last:
+            last = epoch
+            pipe.send(epoch)
+
+
+def work(
+    rank: int, job: Job, hosts: Hosts, port: int, control: Control, pipe: Connection, stacks: Path
+) -> None:
     # Open for as long as the process lives.
     file = stacks.open("w")
     faulthandler.register(signal.SIGUSR1, file, all_threads=True)
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    if space := hosts.ranks[rank].space:
+        netlab.enter(space)
+        os.environ["GLOO_SOCKET_IFNAME"] = hosts.interface
     try:
-        train(rank, job, store, pipe.send)
-    except Exception:
-        pipe.send(traceback.format_exc())
+        address, patience = hosts.store.address, timedelta(seconds=60)
+        store = TCPStore(address, port, is_master=False, timeout=patience)
+        train(rank, job, control, store, pipe.send)
+    except Exception as error:
+        pipe.send(Failure(type(error).__name__, traceback.format_exc()))
 
 
 class Life(NamedTuple):
-    """One process of a rank, from its start to its end."""
+    """One process of a rank, from its start to its end.
+
+    Args:
+        rank: its number.
+        process: the process.
+        is_twin: whether another process with this number was alive when it was started.
+    """
 
     rank: int
     process: Any
+    is_twin: bool
+
+
+class Stop(NamedTuple):
+    """A time in which a rank was stopped or cut off; its end is unknown at first."""
+
+    start: float
+    end: float = math.inf
 
 
 class Fleet:
-    """The processes of the ranks, their reports, and the store, which this process holds."""
+    """The processes of the ranks and of their store, and what they report."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, where: netlab.Lab = LOOPBACK) -> None:
         self._job = job
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # The ranks count their recoveries here.
-        self._meetings = PrefixStore(key_prefix(0), self._store)
-        self._gathered = ""
+        self._where = where
+        self._hosts = hosts_of(where, job.world_size)
+        self._folder = TemporaryDirectory()
+        self._control = Control(Path(self._folder.name))
+        self._epochs, theirs = PROCESSES.Pipe()
+        args = (self._hosts.store, theirs)
+        self._keeper: Any = PROCESSES.Process(target=keep_store, args=args, daemon=True)
+        self._keeper.start()
+        theirs.close()
+        self._port = self._epochs.recv()
+        self._has_store = True
         self.gatherings = 0
         self._processes: dict[int, Any] = {}
-        self._folder = TemporaryDirectory()
         self._pace = Pace()
         # One pipe per process: reports of a killed process must not be taken for those of the next.
         self._lives: dict[Connection, Life] = {}
         self.newest: dict[int, Progress] = {}
         self.warm: dict[int, Footprint] = {}
         self.stalls: list[Stall] = []
+        # Median seconds of the steps of each rank, by report.
+        self._paces: dict[int, list[float]] = defaultdict(list)
         # The stall of a rank that was itself stopped does not measure the recovery.
+        self._stops: dict[int, list[Stop]] = defaultdict(list)
         self._returning: set[int] = set()
-        self.lost: dict[int, str] = {}
+        # Ranks that are cut off may end with a PeerError.
+        self._cut: set[int] = set()
+        # Ranks that have not trained since they were cut off.
+        self._mended: set[int] = set()
+        # How often one of these was refused, and started again as a launcher does.
+        self.refused = 0
+        self._killed: list[Any] = []
+        self.lost: dict[int, Failure] = {}
         for rank in range(job.world_size):
             self.start(rank)
 
     def start(self, rank: int) -> None:
         """Start the rank, for the first time or again."""
-        ours, theirs = PROCESSES.Pipe(duplex=False)
         self.warm.pop(rank, None)
-        args = (rank, self._job, self._store.port, theirs, self._stacks_of(rank))
+        self._processes[rank] = self._start(rank, self._stacks_of(rank), is_twin=False)
+
+    def start_twin(self, rank: int) -> None:
+        """Start a second process with the number of this rank, which is to be refused."""
+        self._start(rank, Path(os.devnull), is_twin=True)
+
+    @property
+    def twins(self) -> int:
+        """Number of second processes that have not been refused yet."""
+        return sum(life.is_twin for life in self._lives.values())
+
+    def _start(self, rank: int, stacks: Path, is_twin: bool) -> Any:
+        ours, theirs = PROCESSES.Pipe(duplex=False)
+        args = (rank, self._job, self._hosts, self._port, self._control, theirs, stacks)
         process = PROCESSES.Process(target=work, args=args, daemon=True)
         process.start()
         theirs.close()
-        self._processes[rank] = process
-        self._lives[ours] = Life(rank, process)
+        self._lives[ours] = Life(rank, process, is_twin)
+        return process
 
     def kill(self, rank: int) -> None:
         """Kill the rank."""
+        self._killed.append(self._processes[rank])
         self._processes[rank].kill()
         self._processes[rank].join()
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """SIGSTOP or SIGCONT."""
         os.kill(self._processes[rank].pid, number)
-        if number is signal.SIGCONT:
+        self._note_stop(rank, ends=number is signal.SIGCONT)
+
+    def cut(self, rank: int) -> None:
+        """Lose all that the rank sends."""
+        self._cut.add(rank)
+        self._note_stop(rank, ends=False)
+        netlab.cut(self._where, rank)
+
+    def mend(self, rank: int) -> None:
+        """Lose no more of what the rank sends."""
+        forget = "neigh flush dev eth0 nud permanent"
+        command = ["ip", "-n", self._where.hosts[rank], *forget.split()]
+        subprocess.run(command, check=True, capture_output=True)
+        self._cut.remove(rank)
+        self._mended.add(rank)
+        self._note_stop(rank, ends=True)
+
+    def slow_down(self, rank: int, is_slow: bool) -> None:
+        """Limit the rate at which the rank sends, or let it be as at first."""
+        netlab.slow_down(self._where, rank, SLOW_RATE if is_slow else LINK_RATE)
+
+    def _note_stop(self, rank: int, ends: bool) -> None:
+        if ends:
             self._returning.add(rank)
+            stops = self._stops[rank]
+            stops[-1] = stops[-1]._replace(end=time.monotonic())
+        else:
+            self._stops[rank].append(Stop(time.monotonic()))
+
+    def stop_store(self, seconds: float) -> None:
+        """Stop the process of the store, and let it continue after that time."""
+        os.kill(self._keeper.pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(self._keeper.pid, signal.SIGCONT)
 
     def delay(self, rank: int, seconds: float) -> None:
         """Ask the rank to sleep before its next step."""
-        self._store.set(f"delay {rank}", str(seconds))
+        self._control.write(f"delay {rank}", seconds)
 
     def reach(self, rounds: int, patience: float = PATIENCE) -> None:
         """Wait until a rank has reached that round."""
@@ -295,12 +489,39 @@ class Fleet:
         while self.listen(0):
             pass
         finish = self.round + self._pace.margin
-        self._store.set("finish", str(finish))
+        self._control.write("finish", finish)
         self._wait(
             lambda: self._have_ended(finish), f"all ranks to end at round {finish}", patience
         )
-        self._store.set("over", "1")
+        self._control.write("over", 1)
         check_ends(self.newest, self._job.world_size)
+
+    def end_without_store(self, victim: int, patience: float = PATIENCE) -> list[str]:
+        """Kill the store, and a little later a rank; without a loss the others do not ask it.
+
+        Returns:
+            A text for each of the other ranks that has not ended with a PeerError in time.
+        """
+        self._has_store = False
+        self._keeper.kill()
+        self._keeper.join()
+        self.reach(self.round + self._pace.margin, patience)
+        self.kill(victim)
+        seconds = self._job.timeout + END_SECONDS + self.allowance
+        deadline = time.monotonic() + seconds
+        while self._lives and time.monotonic() < deadline:
+            self.listen(REPORT_SECONDS)
+        left = {life.rank for life in self._lives.values()}
+        return [
+            f"expected rank {rank} to end with a PeerError within {seconds:.1f} s after a loss "
+            f"without a store; it "
+            + ("still lives" if rank in left else f"ended: {self.lost.get(rank)}")
+            for rank in range(self._job.world_size)
+            if rank in left or (rank != victim and not self._is_peer_error(rank))
+        ]
+
+    def _is_peer_error(self, rank: int) -> bool:
+        return rank in self.lost and self.lost[rank].name == "PeerError"
 
     def stacks(self) -> str:
         """The stacks of all threads of all ranks that are alive."""
@@ -310,7 +531,10 @@ class Fleet:
             for number in (signal.SIGCONT, signal.SIGUSR1):
                 os.kill(self._processes[rank].pid, number)
         deadline = time.monotonic() + STACKS_SECONDS
-        while time.monotonic() < deadline and not all(map(self._read_stacks, alive)):
+        # The first frame of the main thread comes last.
+        while time.monotonic() < deadline and not all(
+            "in <module>" in self._read_stacks(rank) for rank in alive
+        ):
             time.sleep(REPORT_SECONDS)
         return "\n".join(f"stacks of rank {r}:\n{self._read_stacks(r) or 'none'}" for r in alive)
 
@@ -351,7 +575,8 @@ class Fleet:
 
     def close(self) -> None:
         """Kill all processes that still run."""
-        for process in self._processes.values():
+        twins = [life.process for life in self._lives.values() if life.is_twin]
+        for process in (*self._processes.values(), *twins, self._keeper):
             process.kill()
             process.join()
         self._folder.cleanup()
@@ -360,6 +585,13 @@ class Fleet:
     def round(self) -> int:
         """The latest round that a rank has reached."""
         return max((progress.round for progress in self.newest.values()), default=0)
+
+    @property
+    def allowance(self) -> float:
+        """Seconds that recoveries may take longer at the pace of this machine."""
+        # With others than the fastest one the waits for a slow rank count, too.
+        paces = [statistics.median(paces) for paces in self._paces.values()]
+        return STEPS_PER_STALL * min(paces, default=0.0)
 
     def listen(self, seconds: float) -> set[int]:
         """Receive reports for that time, and return the ranks that have sent one."""
@@ -373,19 +605,31 @@ class Fleet:
                 del self._lives[pipe]
                 self._look_at_end(life)
                 continue
-            if isinstance(said, str):
-                self.lost[life.rank] = said
+            if life.is_twin:
+                check_refusal(life.rank, said)
+            elif life.process in self._killed:
+                # It has said this before.
+                continue
+            elif isinstance(said, Failure):
+                self._note_failure(life.rank, said)
             else:
                 self._note(life.rank, said)
                 heard.add(life.rank)
         return heard
 
+    def _note_failure(self, rank: int, failure: Failure) -> None:
+        if rank in self._cut and failure.name == "PeerError":
+            return
+        if rank in self._mended and is_refusal(failure):
+            # The last heartbeat of the process that was cut off has only now been sent again.
+            self.refused += 1
+            self.start(rank)
+        else:
+            self.lost[rank] = failure
+
     def _count_gatherings(self) -> None:
-        if (
-            self._meetings.check(["epoch"])
-            and (now := self._meetings.get("epoch")) != self._gathered
-        ):
-            self._gathered = now
+        while self._has_store and self._epochs.poll():
+            self._epochs.recv()
             self.gatherings += 1
 
     @property
@@ -396,18 +640,61 @@ class Fleet:
     def _look_at_end(self, life: Life) -> None:
         life.process.join()
         if life.process.exitcode not in (0, -signal.SIGKILL):
-            self.lost.setdefault(life.rank, f"exit code {life.process.exitcode}")
-        if life.rank in self.lost:
-            raise ChildProcessError(f"rank {life.rank} ended: {self.lost[life.rank]}")
+            failure = Failure("", f"exit code {life.process.exitcode}")
+            self.lost.setdefault(life.rank, failure)
+        if life.rank in self.lost and self._has_store:
+            raise ChildProcessError(f"rank {life.rank} ended: {self.lost[life.rank].text}")
 
     def _note(self, rank: int, progress: Progress) -> None:
         self.newest[rank] = progress
+        self._mended.discard(rank)
         self._pace.note(time.monotonic(), self.round)
+        if progress.pace is not None:
+            self._paces[rank].append(progress.pace)
         if rank not in self._returning:
-            self.stalls += progress.stalls
+            self.stalls += without_stops(progress.stalls, self._stops[rank])
         self._returning.discard(rank)
         if progress.steps >= WARM_UP:
             self.warm.setdefault(rank, progress.footprint)
+
+
+def without_stops(stalls: Iterable[Stall], stops: Sequence[Stop]) -> list[Stall]:
+    """The stalls of a rank in which it was not stopped or cut off."""
+    return [
+        stall
+        for stall in stalls
+        if all(stop.end < stall.end - stall.seconds or stall.end < stop.start for stop in stops)
+    ]
+
+
+def hosts_of(where: netlab.Lab, world_size: int) -> Hosts:
+    """One host for each rank and one for the store, or this machine for all."""
+    if where.hosts:
+        *ranks, store = (Host(netlab.address(i), space) for i, space in enumerate(where.hosts))
+    else:
+        *ranks, store = [Host()] * (world_size + 1)
+    return Hosts(tuple(ranks), store, where.interface)
+
+
+def is_refusal(failure: Failure) -> bool:
+    """Whether a process has ended because another one with its number is alive."""
+    return failure.name == "ValueError" and "another process with this rank" in failure.text
+
+
+def check_refusal(rank: int, said: Progress | Failure) -> None:
+    """Check what a second process with the number of a living rank has said.
+
+    Raises:
+        ValueError: it was not refused.
+    """
+    if isinstance(said, Progress):
+        raise ValueError(
+            f"expected a second process of rank {rank} to be refused, but it trains: {said}"
+        )
+    if not is_refusal(said):
+        raise ValueError(
+            f"expected a second process of rank {rank} to be refused as such, got {said.text}"
+        )
 
 
 def check_ends(ends: dict[int, Progress], world_size: int) -> None:
@@ -437,33 +724,74 @@ def worst_stalls(stalls: list[Stall]) -> list[float]:
     return longest
 
 
+def check_stalls(stalls: list[float], timeout: float, allowance: float) -> list[str]:
+    """A text for each bound that the stalls do not keep.
+
+    Args:
+        stalls: the longest stall of each change, in seconds.
+        timeout: of the ranks, in seconds.
+        allowance: seconds that they may take longer on this machine.
+    """
+    longest, found = timeout + LONGEST_STALL_SECONDS, []
+    if len(stalls) >= LEAST_STALLS:
+        found.append(("median", MEDIAN_STALL_SECONDS, statistics.median(stalls)))
+    if stalls:
+        found.append(("longest", longest, max(stalls)))
+    return [
+        f"expected a {name} stall of at most {most:g} s and {allowance:.1f} s at this machine's "
+        f"pace, got {seconds:.1f} s"
+        for name, most, seconds in found
+        if seconds > most + allowance
+    ]
+
+
+def check_growth(warm: dict[int, Footprint], ends: dict[int, Progress]) -> list[str]:
+    """A text for everything that a rank has more of at the end than after its warm-up."""
+    return [
+        f"expected at most {most} more {what} of rank {rank} than after its warm-up, got "
+        f"{last:g} after {first:g}"
+        for rank, before in sorted(warm.items())
+        for (what, most), first, last in zip(
+            GROWTH.items(), before, ends[rank].footprint, strict=True
+        )
+        if last > first + most
+    ]
+
+
 def soak(fleet: Fleet, injector: Injector, args: argparse.Namespace) -> list[str]:
     """Inject faults, or none, until time or rounds are over; then let all ranks end.
 
     Returns:
-        A text for everything that is wrong with the recoveries.
+        A text for everything that is wrong with the recoveries and with what the ranks need.
     """
     wrong = []
+    kinds = tuple(kind for kind in Kind if args.lab or kind not in LINKS)
+    harmless = tuple(kind for kind in kinds if kind in HARMLESS)
     injector.settle()
     if args.quiet_rounds:
         fleet.reach(args.quiet_rounds, args.patience)
     else:
-        inject(injector, args, MILD, 15 * args.minutes)
+        inject(injector, args, harmless, 15 * args.minutes)
     if not fleet.gatherings:
         wrong.append("expected to see the ranks gather at the start: nothing counts recoveries")
     if fleet.recoveries:
         wrong.append(f"expected no recovery before a rank was lost, got {fleet.recoveries}")
     before = fleet.recoveries
     if not args.quiet_rounds:
-        inject(injector, args, tuple(Kind), 45 * args.minutes)
-    fleet.end(args.patience)
+        inject(injector, args, kinds, 45 * args.minutes)
+    if args.store_death:
+        injector.settle()
+        wrong += fleet.end_without_store(args.seed % args.ranks, args.patience)
+    else:
+        fleet.end(args.patience)
     recoveries, losses = fleet.recoveries - before, injector.losses
     if recoveries > RECOVERIES_PER_LOSS * losses:
         wrong.append(
             f"expected at most {RECOVERIES_PER_LOSS} recoveries for each of {losses} losses, got "
             f"{recoveries}"
         )
-    return wrong
+    wrong += check_stalls(worst_stalls(fleet.stalls), args.timeout, fleet.allowance)
+    return wrong + check_growth(fleet.warm, fleet.newest)
 
 
 def inject(
@@ -481,28 +809,40 @@ def inject(
     injector.settle()
 
 
-def tell(fleet: Fleet, injector: Injector, seconds: float) -> None:
-    print(f"{fleet.round} rounds in {seconds:.0f} s")
-    done = [f"{count} x {kind.value}" for kind, count in injector.done.items()]
-    print("faults:", ", ".join(done) or "none")
-    print(f"recoveries: {fleet.recoveries}, of {injector.losses} losses")
-    if stalls := worst_stalls(fleet.stalls):
-        middle, worst = statistics.median(stalls), max(stalls)
-        print(f"changes: {len(stalls)}, median stall {middle:.1f} s, longest {worst:.1f} s")
-    print(f"losses: {len(fleet.stalls)} rounds in flight dropped, {len(fleet.lost)} ranks for good")
+def tell(
+    fleet: Fleet, injector: Injector, seed: int, seconds: float, stacks: str, wrong: list[str]
+) -> None:
     print("| rank | MiB after warm-up | at the end | files | at the end | threads | at the end |")
     print("|---" * 7 + "|")
     for rank, progress in sorted(fleet.newest.items()):
         pairs = zip(fleet.warm.get(rank, progress.footprint), progress.footprint, strict=True)
         cells = [f"{value:.1f}".removesuffix(".0") for pair in pairs for value in pair]
         print(f"| {rank} | " + " | ".join(cells) + " |")
+    print(f"losses: {len(fleet.stalls)} rounds in flight dropped, {len(fleet.lost)} ranks for good")
+    print(f"restarts after a cut that were refused once: {fleet.refused}")
+    print(f"allowance for the pace of this machine: {fleet.allowance:.1f} s")
+    print(stacks, end="")
+    for failure in wrong:
+        print(f"failed: {failure}")
+    done = ", ".join(f"{count} x {kind.value}" for kind, count in injector.done.items())
+    stalls = worst_stalls(fleet.stalls)
+    print(
+        f"seed {seed}: {fleet.round} rounds in {seconds:.0f} s; faults: {done or 'none'}; "
+        f"recoveries: {fleet.recoveries} of {injector.losses} losses; "
+        + (
+            f"stalls: {len(stalls)}, median {statistics.median(stalls):.1f} s, "
+            f"longest {max(stalls):.1f} s"
+            if stalls
+            else "stalls: none"
+        )
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="of the faults; drawn if it is not given")
     parser.add_argument("--topology", default="ring")
     parser.add_argument("--timeout", type=float, default=5, help="of the ranks, in seconds")
     parser.add_argument("--step", type=float, default=0, help="seconds of each step at least")
@@ -515,7 +855,17 @@ def parse_arguments() -> argparse.Namespace:
         "--patience", type=float, default=PATIENCE, help="seconds after which a rank hangs"
     )
     parser.add_argument("--quiet-rounds", type=int, default=0, help="that many rounds, no faults")
+    parser.add_argument(
+        "--lab", action="store_true", help="network namespaces, whose links are cut and slowed"
+    )
+    parser.add_argument(
+        "--store-death", action="store_true", help="kill the store at the end, then a rank"
+    )
     args = parser.parse_args()
+    if args.lab and not netlab.available():
+        parser.error("--lab: expected root and iproute2")
+    if args.seed is None:
+        args.seed = random.SystemRandom().randrange(10**6)
     if args.ranks <= LEAST:
         parser.error(f"--ranks: expected more than {LEAST}, which must stay, got {args.ranks}")
     return args
@@ -535,18 +885,18 @@ def main() -> int:
         codes=args.codes,
         tracking=args.tracking,
     )
-    fleet = Fleet(job)
-    injector, stacks = Injector(fleet, args.ranks, args.patience), ""
-    try:
-        wrong = soak(fleet, injector, args)
-    except (TimeoutError, ChildProcessError, ValueError) as error:
-        wrong, stacks = [str(error)], fleet.stacks()
-    finally:
-        fleet.close()
-    tell(fleet, injector, time.monotonic() - start)
-    print(stacks, end="")
-    for failure in wrong:
-        print(f"failed: {failure}")
+    # Also seen if this process is killed.
+    print(f"seed {args.seed}", flush=True)
+    with netlab.lab(args.ranks + 1, LINK_RATE if args.lab else "") as where:
+        fleet = Fleet(job, where)
+        injector, stacks = Injector(fleet, args.ranks, args.patience), ""
+        try:
+            wrong = soak(fleet, injector, args)
+        except (TimeoutError, ChildProcessError, ValueError) as error:
+            wrong, stacks = [str(error)], fleet.stacks()
+        finally:
+            fleet.close()
+    tell(fleet, injector, args.seed, time.monotonic() - start, stacks, wrong)
     return int(bool(wrong))
 
 
