@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -40,7 +40,8 @@ from torch.distributed import DistError
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
 from decent_optim_wrapper.comm.process_groups import new_communicator
 from decent_optim_wrapper.comm.store import BoundedStore
-from decent_optim_wrapper.comm.waiting import within
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.comm.waiting import WireError, within
 from decent_optim_wrapper.elastic.epoch import FIRST_NOTE, Epoch, Note
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous, key_prefix
 
@@ -352,6 +353,17 @@ def test_nobody_goes_on_over_a_store_that_has_lost_the_last_members() -> None:
         store.delete_key(f"{key_prefix(0)}/1/members")
         for error in gather(ranks, HAS_STATE):
             assert "the store no longer knows that [0, 1] were the last members" in str(error)
+
+
+def test_an_error_of_another_thread_does_not_come_to_hold_the_frames_that_wait() -> None:
+    awaited: Future[None] = Future()
+    error = RuntimeError("closed by peer")
+    awaited.set_exception(error)
+    with pytest.raises(WireError, match="closed by peer") as caught:
+        Transport.over(None).finish(awaited)
+    assert caught.value.__cause__ is error
+    # Otherwise connections stay open until the garbage is collected.
+    assert error.__traceback__ is None
 
 
 class PythonStore(Store):

@@ -173,12 +173,12 @@ class Transport(Connections):
             WireError: a peer is gone, or the wait timed out.
         """
         self.wait_for_any(awaited, *others)
-        try:
-            if awaited.done():
-                awaited.result()
-        except BaseException as error:
+        error = awaited.exception() if awaited.done() else None
+        if error is not None:
+            # If it were raised itself, its traceback would hold the frames that wait, and these the
+            # future that holds it: the connections would stay open until the garbage is collected.
             self._give_up(error)
-            raise
+            raise error
 
     def _give_up(self, error: BaseException, silent: bool = False) -> None:
         """End a wait that has raised an error, which the caller raises if it is not of the wire.

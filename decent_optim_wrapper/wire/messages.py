@@ -69,7 +69,7 @@ class Sender:
         try:
             return self._wire.transport.send_control(message, self._wire.group.ranks, tag)
         except WireError as error:
-            self.failure, self.failed_bucket = error, bucket
+            self._note(error, bucket)
             return []
 
     def receive_ahead(self, bucket: Bucket, position: int) -> None:
@@ -77,7 +77,7 @@ class Sender:
         try:
             receive_ahead(self._wire, bucket, position)
         except WireError as error:
-            self.failure, self.failed_bucket = error, position
+            self._note(error, position)
 
     def post(self, exchange: Exchange, then: Action | None = None) -> None:
         """Start an exchange after those that were posted before, and then run an action."""
@@ -91,6 +91,12 @@ class Sender:
             self._deferred.append(self._later(exchange, then))
         else:
             self._start(exchange, then)
+
+    def _note(self, error: WireError, bucket: int) -> None:
+        # Not the error itself, whose traceback holds frames that hold this object: the connections
+        # would stay open until the garbage is collected.
+        self.failure = WireError(str(error), error.silent)
+        self.failed_bucket = bucket
 
     def _later(self, exchange: Exchange, then: Action | None) -> Action:
         self._posted[exchange] = Future()
@@ -144,7 +150,7 @@ class Sender:
             if not self.failure:
                 exchange.post()
         except WireError as error:
-            self.failure, self.failed_bucket = error, exchange.position
+            self._note(error, exchange.position)
         if then is not None:
             then()
         if posted := self._posted.get(exchange):
