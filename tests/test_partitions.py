@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,7 +71,6 @@ class Trouble(NamedTuple):
         kills: whether rank 0 is killed, too.
         raising: the ranks that raise.
         staying: those that go on.
-        words: what the errors say.
         first: the members before rank 0 is killed, if they are fewer than all.
     """
 
@@ -78,7 +78,6 @@ class Trouble(NamedTuple):
     kills: bool
     raising: tuple[int, ...]
     staying: tuple[int, ...]
-    words: str = "the store in which the ranks agree does not answer"
     first: tuple[int, ...] = ()
 
 
@@ -88,12 +87,14 @@ def cut_between(where: netlab.Lab, one: int, other: int) -> None:
     netlab.cut(where, other, one)
 
 
+def mend_between(where: netlab.Lab, one: int, other: int) -> None:
+    """Undo `cut_between`: the hosts ask for each other's hardware address again."""
+    for host, peer in ((one, other), (other, one)):
+        command = f"ip -n {where.hosts[host]} neigh del {netlab.address(peer)} dev eth0"
+        subprocess.run(command.split(), check=True)
+
+
 TROUBLES = {
-    "a dead link": Trouble(
-        lambda where: cut_between(where, 1, 2),
-        *(False, (2,), (0, 1)),
-        words="rank 2: this rank and ranks [1] are alive, but cannot connect",
-    ),
     "a rank is cut off": Trouble(lambda where: netlab.cut(where, 1), False, (1,), (0, 2)),
     # Two of three go on, and then one of these two; of three at once it would not be half.
     "a rank without the store": Trouble(
@@ -106,7 +107,7 @@ TROUBLES = {
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_who_cannot_reach_the_store_raises_in_time_and_the_others_go_on(trouble: str) -> None:
-    act, kills, raising, staying, words, first = TROUBLES[trouble]
+    act, kills, raising, staying, first = TROUBLES[trouble]
     with netlab.lab(RANKS + 1, "400mbit") as where, ranks_on(where) as processes:
         processes.all_reach("round 3")
         act(where)
@@ -118,14 +119,61 @@ def test_who_cannot_reach_the_store_raises_in_time_and_the_others_go_on(trouble:
             processes.kill(0)
         for rank in raising:
             failure: Failure = processes.wait_for(rank, "result", 40)
-            # A link is given up by a round, by the connection of all and by that of the pair.
-            assert failure.seconds < (3 if trouble == "a dead link" else 1) * TIMEOUT + SLACK
-            assert words in failure.text
+            assert failure.seconds < TIMEOUT + SLACK
+            assert "the store in which the ranks agree does not answer" in failure.text
         processes.finish()
         lives = [processes.wait_for(rank, "result") for rank in staying]
     assert all(life.members == staying for life in lives)
     if staying:
         agree(lives)
+
+
+DEAD_LINK = "rank 2: this rank and ranks [1] are alive, but cannot connect"
+# So long that two attempts to connect would exceed the slack.
+LONG_TIMEOUT = 10.0
+
+
+def test_a_link_that_dies_costs_the_timeout_of_a_round_and_one_attempt_to_connect() -> None:
+    with (
+        netlab.lab(RANKS + 1, "400mbit") as where,
+        ranks_on(where, timeout=LONG_TIMEOUT) as processes,
+    ):
+        processes.all_reach("round 3")
+        cut_between(where, 1, 2)
+        failure: Failure = processes.wait_for(2, "result")
+        processes.finish()
+        lives = processes.results(0, 1)
+    assert DEAD_LINK in failure.text
+    # The attempt ends after half the timeout; one of all ranks before it took another timeout.
+    longest = 1.5 * LONG_TIMEOUT + 6.0
+    assert failure.seconds < longest
+    assert max(life.longest for life in lives) < longest
+    assert all(life.members == (0, 1) for life in lives)
+    agree(lives)
+
+
+def test_nobody_stops_for_a_rank_that_comes_back_behind_a_dead_link() -> None:
+    with (
+        netlab.lab(RANKS + 1, "400mbit") as where,
+        ranks_on(where, timeout=LONG_TIMEOUT) as processes,
+    ):
+        processes.all_reach("round 3")
+        processes.kill(2)
+        processes.wait_for_members(0, (0, 1))
+        cut_between(where, 1, 2)
+        processes.start(2)
+        failure: Failure = processes.wait_for(2, "result")
+        assert DEAD_LINK in failure.text
+        mend_between(where, 1, 2)
+        processes.start(2)
+        # Its links are tried again, and it joins.
+        processes.wait_for_members(0, (0, 1, 2))
+        processes.finish()
+        lives = processes.results()
+    # An attempt to connect with the dead link took the members the timeout.
+    assert max(life.longest for life in lives[:2]) < LONG_TIMEOUT
+    assert [len(new) for _, new in lives[0].changes] == [2, 3]
+    agree(lives)
 
 
 def test_ranks_that_cannot_reach_each_other_raise_at_the_start() -> None:

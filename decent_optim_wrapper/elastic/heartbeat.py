@@ -20,6 +20,8 @@ _LOOKS = 4
 # For how many pauses a rank looks for another process of its number before its first heartbeat.
 _LOOKS_FOR_OTHERS = 3
 _NOBODY = "nobody"
+# The key of the number of newcomers that have asked the members to try the links to them.
+PROBES_KEY = "probes"
 
 
 class Pace(NamedTuple):
@@ -65,15 +67,25 @@ class Heartbeat:
         stale_after: seconds without a new heartbeat after which a rank counts as dead. Looks are
             counted, not seconds, so time in which the store does not answer or this process is
             stopped does not count.
+        answer: called with the number of each probe of a newcomer, on the thread; must not block.
     """
 
-    def __init__(self, store: BoundedStore, rank: int, stale_after: float) -> None:
+    def __init__(
+        self,
+        store: BoundedStore,
+        rank: int,
+        stale_after: float,
+        answer: Callable[[int], None] | None = None,
+    ) -> None:
         self._pause, self._looks = pace(stale_after)
         self._store = store
         self._rank = rank
         self._life = 0
         self._sent = ""
         self._looked: _Looked | None = None
+        self._answer = answer
+        # The number of the last probe that was seen; None before this rank is a member.
+        self._probed: int | None = None
         # The text that is sent with each heartbeat.
         self._text = ""
         # Whether a later process of this rank sends heartbeats.
@@ -123,6 +135,9 @@ class Heartbeat:
         # Every key that is looked at must exist: a store waits for a missing key.
         self._store.claim(looked.dead_key, "[]")
         self._store.claim(looked.request_key, _NOBODY)
+        if self._probed is None:
+            self._store.claim(PROBES_KEY, "0")
+            self._probed = int(self._store.get(PROBES_KEY))
         self._looked = looked
 
     def alive(self, rank: int) -> bool:
@@ -182,11 +197,19 @@ class Heartbeat:
         """Read everything that concerns this rank, in one call."""
         watch = looked.watch
         watched = watch.watched
-        keys = [looked.dead_key, looked.request_key, *map(_key, watched)]
-        dead, requested, *beats = values_of(store, keys)
+        keys = [looked.dead_key, looked.request_key, PROBES_KEY, *map(_key, watched)]
+        dead, requested, probes, *beats = values_of(store, keys)
+        self._answer_until(int(probes))
         newest, asked = dict(zip(watched, beats, strict=True)), requested.decode() != _NOBODY
         if watch.look(newest, json.loads(dead), asked):
             self._tell(store, looked, dead.decode())
+
+    def _answer_until(self, last: int) -> None:
+        """Answer the probes of newcomers that have come since the last look."""
+        first, self._probed = (self._probed or 0) + 1, last
+        if self._answer is not None:
+            for number in range(first, last + 1):
+                self._answer(number)
 
     def _tell(self, store: Any, looked: _Looked, known: str) -> None:
         """Add dead ranks to the common list; other ranks may do so at the same time."""

@@ -1,27 +1,51 @@
-"""Finds dead links between living ranks, and the ranks to leave out because of them."""
+"""Finds dead links between living ranks, and the ranks to leave out because of them.
+
+A rank that comes back tries its links to the members before it asks to join. They answer on a
+thread and train on meanwhile, so that nobody stops for a rank that cannot connect.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from decent_optim_wrapper.comm.background import in_background
+from decent_optim_wrapper.comm.background import THREAD_PREFIX, in_background
 from decent_optim_wrapper.comm.process_groups import connect_gloo
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.waiting import wait_for_any, within
-from decent_optim_wrapper.elastic.heartbeat import Heartbeat
+from decent_optim_wrapper.elastic.heartbeat import PROBES_KEY, Heartbeat
 from decent_optim_wrapper.errors import PeerError
 
 # Every pair needs its own connection and threads.
 MOST_TRIED = 32
+# The longest attempt to connect a pair: TCP sends its first packet after 0, 1, 3 and 7 s.
+_LONGEST_ATTEMPT = timedelta(seconds=8)
+# For how long a newcomer waits until the members, who look twice a second, have seen its probe.
+_ANSWER_SECONDS = 3.0
+_POLL_SECONDS = 0.02
+
+
+class Probe(NamedTuple):
+    """What a newcomer has asked the members to answer.
+
+    Args:
+        number: the number of the probe, from 1; 0 if nobody is asked.
+        members: the ranks that are asked.
+        deadline: until when it waits for them, by the monotonic clock.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    deadline: float
 
 
 class Links:
@@ -30,14 +54,14 @@ class Links:
     Args:
         store: shared by all ranks.
         rank: this rank.
-        timeout: bound of the attempts to connect. Ranks with working links wait in the next epoch
-            meanwhile, up to a longer timeout.
+        timeout: of the waits for other ranks. Attempts to connect take at most half of it: ranks
+            with working links wait for the others in the next epoch meanwhile.
     """
 
     def __init__(self, store: BoundedStore, rank: int, timeout: timedelta) -> None:
         self._store = store
         self._rank = rank
-        self._timeout = timeout
+        self._timeout = min(timeout / 2, _LONGEST_ATTEMPT)
         # The last epoch whose members could not connect although they are alive.
         self._failed = -1
 
@@ -54,19 +78,77 @@ class Links:
 
         if len(members) > MOST_TRIED or is_dead():
             return
+        others = [rank for rank in members if rank != self._rank]
+        try:
+            missing = self._try_all(f"{epoch}/links", others, self._timeout, is_dead)
+        except TimeoutError:
+            return
+        self._store.set(_missing_key(epoch, self._rank), json.dumps(missing))
+        self._failed = epoch
+
+    def _try_all(
+        self, prefix: str, others: Collection[int], timeout: timedelta, stop: Callable[[], bool]
+    ) -> list[int]:
+        """The ranks that this one cannot connect to.
+
+        Raises:
+            TimeoutError: the store does not answer, or `stop` has ended it.
+        """
 
         def connect() -> dict[int, Any]:
             # A call that waits for a peer's key delays all other calls over its connection.
-            others = (rank for rank in members if rank != self._rank)
-            return {rank: PrefixStore(f"{epoch}/links", self._store.clone()) for rank in others}
+            return {rank: PrefixStore(prefix, self._store.clone()) for rank in others}
 
+        stores = within(timeout.total_seconds(), connect, stop)
+        return unreachable(stores, self._rank, timeout, stop)
+
+    def announce(self, members: Collection[int]) -> Probe:
+        """Ask the members of the last epoch to connect to this rank, a newcomer.
+
+        Nobody is asked where there are more than can be tried.
+        """
+        others = tuple(rank for rank in members if rank != self._rank)
+        if not 0 < len(others) < MOST_TRIED:
+            return Probe(0, (), 0.0)
+        number = self._store.add(PROBES_KEY, 1)
+        self._store.set(f"{_probe_prefix(number)}/rank", str(self._rank))
+        return Probe(number, others, time.monotonic() + _ANSWER_SECONDS)
+
+    def answer(self, number: int) -> None:
+        """Connect to the newcomer that has announced the probe, on a thread."""
+        # Not in the background: from the thread of the heartbeat, that would be on the first GPU.
+        name = f"{THREAD_PREFIX}probe"
+        threading.Thread(target=self._answer, args=(number,), daemon=True, name=name).start()
+
+    def _answer(self, number: int) -> None:
+        # The newcomer draws the conclusions.
+        with suppress(RuntimeError):
+            store = PrefixStore(_probe_prefix(number), self._store.clone())
+            newcomer = int(store.get("rank"))
+            if newcomer != self._rank:
+                store.set(f"answer of {self._rank}", "1")
+                seconds = _ANSWER_SECONDS + _LONGEST_ATTEMPT.total_seconds()
+                _connect(store, self._rank, newcomer, timedelta(seconds=seconds))
+
+    def check_probe(self, probe: Probe, heartbeat: Heartbeat) -> None:
+        """Check the links of this newcomer to the members that answer.
+
+        Raises:
+            PeerError: one of them is alive, but cannot be reached.
+        """
+        prefix = _probe_prefix(probe.number)
+        keys = {rank: f"{prefix}/answer of {rank}" for rank in probe.members}
+        while not self._store.check([*keys.values()]) and time.monotonic() < probe.deadline:
+            time.sleep(_POLL_SECONDS)
+        # One that is dead does not answer; nor does one that is too busy, whose link is not tried.
+        answered = [rank for rank, key in keys.items() if self._store.check([key])]
         try:
-            stores = within(self._timeout.total_seconds(), connect, is_dead)
+            missing = self._try_all(prefix, answered, _LONGEST_ATTEMPT, lambda: False)
         except TimeoutError:
             return
-        missing = unreachable(stores, self._rank, self._timeout, is_dead)
-        self._store.set(_missing_key(epoch, self._rank), json.dumps(missing))
-        self._failed = epoch
+        # One that has ended meanwhile tells nothing about its link.
+        if dead := [rank for rank in missing if heartbeat.hears_members([rank])]:
+            self._refuse(dead)
 
     def choose(
         self, epoch: int, present: Collection[int], newcomers: Collection[int]
@@ -86,11 +168,14 @@ class Links:
         if not self.failed_in(epoch):
             return
         if missing := json.loads(self._store.get(_missing_key(epoch, self._rank))):
-            raise PeerError(
-                f"rank {self._rank}: this rank and ranks {missing} are alive, but cannot connect "
-                f"to each other, and the others go on without this one; repair the link, and "
-                f"restart this rank"
-            )
+            self._refuse(missing)
+
+    def _refuse(self, missing: list[int]) -> NoReturn:
+        raise PeerError(
+            f"rank {self._rank}: this rank and ranks {missing} are alive, but cannot connect "
+            f"to each other, and the others go on without this one; repair the link, and "
+            f"restart this rank"
+        )
 
 
 def unreachable(
@@ -151,6 +236,10 @@ def left_out(missing: Mapping[int, Collection[int]], newcomers: Collection[int])
         out.add(worst)
         dead = {link for link in dead if worst not in link}
     return out
+
+
+def _probe_prefix(number: int) -> str:
+    return f"probe {number}"
 
 
 def _missing_key(epoch: int, rank: int) -> str:

@@ -30,9 +30,9 @@ from decent_optim_wrapper.comm.state_transfer import difference
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import within
-from decent_optim_wrapper.elastic.epoch import Epoch, Note, with_donor
+from decent_optim_wrapper.elastic.epoch import Epoch, Note, doubt_links, with_donor
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat, request_key
-from decent_optim_wrapper.elastic.links import Links
+from decent_optim_wrapper.elastic.links import MOST_TRIED, Links
 from decent_optim_wrapper.errors import PeerError, text_of
 
 _POLL_SECONDS = 0.02
@@ -73,8 +73,8 @@ class Rendezvous:
         # Whether this rank has been a member, and whether any epoch is known to have had members.
         self._took_part = self._founded = False
         self._life = 0
-        self._heartbeat = Heartbeat(self._store, rank, stale_after)
-        self._links = Links(self._store, rank, min(timeout / 2, _CONNECT))
+        self._links = Links(self._store, rank, timeout)
+        self._heartbeat = Heartbeat(self._store, rank, stale_after, self._links.answer)
         weakref.finalize(self, self._heartbeat.stop)
 
     @classmethod
@@ -168,8 +168,9 @@ class Rendezvous:
         """Enter epochs until the members of one are connected; every living member does the same.
 
         Raises:
-            PeerError: the members could not connect, not all ranks came at the start, the store is
-                gone, or another process has taken the place of this one.
+            PeerError: the members could not connect, this newcomer has a dead link to one of them,
+                not all ranks came at the start, the store is gone, or another process has taken
+                the place of this one.
             ValueError: a rank could not start; the text quotes its error. Or another process that
                 is alive has the number of this rank.
         """
@@ -181,7 +182,7 @@ class Rendezvous:
             for attempt in range(2 * len(self._everyone) + 8):
                 if attempt > _LEAST_ATTEMPTS and time.monotonic() > enough:
                     break
-                epoch = self._enter(note)
+                epoch, before = self._enter(note), self._members
                 members = self._agree_on_members(epoch, note.needs_state)
                 if self.rank not in members:
                     try:
@@ -191,11 +192,15 @@ class Rendezvous:
                         raise
                     # The others continued without this rank: it comes back as a restarted one.
                     logger.warning("rank {}: the others have gone on, ask to join", self.rank)
-                    note = note._replace(needs_state=True)
-                elif connected := self._connect_epoch(epoch, members):
+                    note = note._replace(needs_state=True, tried_links=False)
+                    continue
+                notes = self._notes(epoch, members)
+                # With a dead link, an attempt of all would only add its time to that of the pairs.
+                tries_links = 1 < len(members) <= MOST_TRIED and doubt_links(notes, before)
+                if not tries_links and (connected := self._connect_epoch(epoch, notes)):
                     return connected
-                else:
-                    self._links.find_dead(epoch, members, self._heartbeat)
+                self._links.find_dead(epoch, members, self._heartbeat)
+                note = note._replace(tried_links=True)
         raise PeerError(
             f"rank {self.rank}: the ranks agreed on the members {list(self._members)} several "
             f"times, but could not connect; look for ranks that fail one after the other and for "
@@ -206,15 +211,22 @@ class Rendezvous:
         """Connect to the store, and register as this rank.
 
         Raises:
+            PeerError: the link to a member is dead.
             ValueError: another process that is alive has this rank number.
         """
         self._store.connect()
+        epoch = self._store.find("epoch")
+        members = json.loads(self._store.get(_members_key(int(epoch)))) if epoch else ()
+        # The members answer while this rank looks for another process of its number.
+        probe = self._links.announce(members)
         if self._store.check([_starts_key(self.rank)]) and self._heartbeat.is_taken():
             raise ValueError(
                 f"rank {self.rank}: another process with this rank number is alive on the same "
                 f"store; give every process a rank number of its own, and restart a rank only "
                 f"after its old process has ended"
             )
+        # Before the first heartbeat, so that no member waits for this rank meanwhile.
+        self._links.check_probe(probe, self._heartbeat)
         self._life = self._store.add(_starts_key(self.rank), 1)
         self._heartbeat.start(self._life)
 
@@ -343,9 +355,9 @@ class Rendezvous:
             )
         return ()
 
-    def _connect_epoch(self, epoch: int, members: tuple[int, ...]) -> Epoch | None:
-        """Connect the members; return None if one of them is lost meanwhile."""
-        notes = with_donor(self._notes(epoch, members))
+    def _connect_epoch(self, epoch: int, notes: dict[int, Note]) -> Epoch | None:
+        """Connect the members, who wrote the notes; return None if one is lost meanwhile."""
+        notes, members = with_donor(notes), tuple(notes)
         try:
             transport = self._connect(epoch, members)
         except (RuntimeError, TimeoutError) as error:
