@@ -43,6 +43,7 @@ from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import WireError, within
 from decent_optim_wrapper.elastic.epoch import FIRST_NOTE, Epoch, Note
+from decent_optim_wrapper.elastic.heartbeat import Heartbeat
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous, key_prefix
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
@@ -447,6 +448,24 @@ def test_ranks_meet_in_a_store_written_in_python() -> None:
     ):
         met = pool.map(lambda each: each.gather(FIRST_NOTE).members, made)
         assert [*met] == [(0, 1, 2)] * 3
+
+
+@pytest.mark.parametrize("beats", [1, 40])
+def test_the_last_heartbeat_of_a_process_that_has_ended_may_come_late(beats: int) -> None:
+    """After a cut the kernel sends it once more: only two are those of a living process."""
+    store = HashStore()
+    store.set("heartbeat/0", "1 0 1 ")
+    own = Heartbeat(BoundedStore(store, timedelta(seconds=20)), rank=0, stale_after=STALE_AFTER)
+
+    def beat() -> None:
+        for number in range(beats):
+            time.sleep(0.1)
+            store.set("heartbeat/0", f"1 {number + 1} 1 ")
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    assert own.is_taken() == (beats > 1)
+    beating.join()
 
 
 class CountingStore(PythonStore):

@@ -104,15 +104,25 @@ class Heartbeat:
         return self._hears(ranks, lambda beat: beat.split(" ")[2] != "0")
 
     def _hears(self, ranks: Iterable[int], counts: Callable[[str], bool]) -> bool:
-        """Whether one of these ranks sends a new heartbeat that counts."""
+        """Whether one of these ranks sends two new heartbeats that count.
+
+        One may be the last one of a process that has ended: once a link is back, the kernel sends
+        again what it could not send before.
+        """
         last = {key: self._store.find(key) for key in map(_key, ranks)}
+        heard = set[str]()
         deadline = time.monotonic() + _LOOKS_FOR_OTHERS * self._pause
         while time.monotonic() < deadline:
             time.sleep(self._pause / 5)
             for key, old in last.items():
                 beat = self._store.find(key)
-                if beat is not None and beat != old and counts(beat):
+                if beat is None or beat == old or not counts(beat):
+                    continue
+                if key in heard:
                     return True
+                heard.add(key)
+                last[key] = beat
+                deadline = time.monotonic() + _LOOKS_FOR_OTHERS * self._pause
         return False
 
     def start(self, life: int) -> None:
