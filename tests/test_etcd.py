@@ -447,3 +447,37 @@ def test_each_store_survives_what_the_table_of_the_guide_says(kind: str, tmp_pat
         lives = processes.results(*alive)
     agree(lives)
     print(f"{kind}: longest step {max(life.longest for life in lives):.2f} s")
+
+
+class StoppableServers(EtcdServers):
+    def stop(self, server: int) -> None:
+        """Let a server hang: it keeps its connections, and answers nobody."""
+        self._processes[server].send_signal(signal.SIGSTOP)
+
+
+def test_every_rank_raises_in_time_when_most_servers_hang_and_nobody_goes_on_alone() -> None:
+    """The ranks that are left could connect, and are more than half."""
+    require_etcd()
+    everyone = (0, 1, 2, 3)
+    with (
+        StoppableServers(3) as cluster,
+        TrainingProcesses(
+            *(4, train_or_tell),
+            make_store=partial(in_etcd, cluster.endpoints),
+            topology="ring",
+            timeout=TIMEOUT,
+        ) as processes,
+    ):
+        processes.all_reach("round 3")
+        leader = cluster.leader()
+        for server in (leader, (leader + 1) % 3):
+            cluster.stop(server)
+        processes.kill(3)
+        for rank in (0, 1, 2):
+            failure: Failure = processes.wait_for(rank, "result")
+            assert isinstance(failure, Failure), f"rank {rank} went on: {failure}"
+            assert failure.kind == "PeerError"
+            assert "the store in which the ranks agree does not answer" in failure.text
+            assert failure.seconds < TIMEOUT + SLACK
+        rounds = {key: seen for (_, key), seen in processes.reports.items() if "round" in key}
+        assert set(rounds.values()) <= {everyone}

@@ -251,6 +251,75 @@ def test_a_heartbeat_ends_with_its_rendezvous() -> None:
     assert not beating.is_alive()
 
 
+class TornRendezvous(Rendezvous):
+    """A rank that can be cut off from the other half, and held up before it writes its members."""
+
+    half: tuple[int, ...] = ()
+
+    def tear(self, half: tuple[int, ...], wait: Callable[[], object]) -> None:
+        """Let the rank see its half alone, and `wait` when it has decided who goes on."""
+        self.half, self._wait = half, wait
+        self._heartbeat.alive = half.__contains__  # type: ignore[assignment, method-assign]
+
+    def _present(self, epoch: int, ranks: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        found = super()._present(epoch, ranks)
+        return tuple(rank for rank in found if not self.half or rank in self.half)
+
+    def _survivors(self, epoch: int, late: bool) -> tuple[int, ...]:
+        found = super()._survivors(epoch, late)
+        if found:
+            self._wait()
+            # Nobody answers those that ask to join: they need not wait for long.
+            self._timeout = timedelta(seconds=1)
+        return found
+
+
+def gathered(rank: Rendezvous, note: Note) -> tuple[int, ...] | PeerError:
+    """The members of the epoch that a rank enters, or its error."""
+    try:
+        return rank.gather(note).members
+    except PeerError as error:
+        return error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quick", [(0, 1), (2, 3)], ids=["lower half", "upper half"])
+def test_of_two_halves_that_both_decide_to_go_on_only_one_does(quick: tuple[int, ...]) -> None:
+    """Each sees itself alone, is half, and decides before it can see the list of the other."""
+    store, everyone = HashStore(), (0, 1, 2, 3)
+    slow = tuple(rank for rank in everyone if rank not in quick)
+    all_decided, written = threading.Barrier(len(everyone)), threading.Event()
+    ranks = []
+    try:
+        for rank in everyone:
+            # As in a process of its own.
+            TornRendezvous.built = 0
+            patience = timedelta(seconds=PATIENCE)
+            ranks.append(TornRendezvous(store, rank, 4, patience, stale_after=1000.0))
+        with ThreadPoolExecutor(len(everyone)) as pool:
+            assert [*pool.map(lambda rank: gathered(rank, FIRST_NOTE), ranks)] == [everyone] * 4
+
+            def hold_up() -> None:
+                all_decided.wait(PATIENCE)
+                written.wait(PATIENCE)
+
+            for rank in quick:
+                ranks[rank].tear(quick, partial(all_decided.wait, PATIENCE))
+            for rank in slow:
+                ranks[rank].tear(slow, hold_up)
+            note = Note(round=5, needs_state=False)
+            ends = [pool.submit(gathered, rank, note) for rank in ranks]
+            assert [ends[rank].result(PATIENCE) for rank in quick] == [quick] * 2
+            written.set()
+            for rank in slow:
+                error = ends[rank].result(PATIENCE)
+                assert isinstance(error, PeerError), f"{error} train beside {quick}"
+                assert f"waited 0:00:04 for the other ranks, of which {[*quick]}" in str(error)
+    finally:
+        for each in ranks:
+            each.leave()
+
+
 def test_an_epoch_goes_on_at_the_latest_round_with_the_state_of_a_rank_that_is_there() -> None:
     notes = {
         0: Note(round=4, needs_state=False, calls_made=2),

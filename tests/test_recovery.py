@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from decent_optim_wrapper import (
     Topology,
 )
 from decent_optim_wrapper.codecs import INT4
+from decent_optim_wrapper.elastic.heartbeat import Heartbeat
 from decent_optim_wrapper.elastic.recovery import fitting
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -44,6 +46,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 PATIENCE = 5.0
 # Longer than any of these tests waits for anybody.
 LONG = 60.0
+# What two busy cores may take longer than a promise.
+SLACK = 8.0
+# When a rank that sends no heartbeats is noticed, whatever the timeout is.
+NOTICED = STALE_AFTER + 2.0 + SLACK
 LATE, AUTO = Schedule(gossip_every=3, staleness=3), Schedule(gossip_every="auto")
 
 
@@ -308,7 +314,8 @@ def test_an_interrupted_wait_mixes_nothing_and_does_not_hold_up_the_end() -> Non
         texts, _ = processes.results()
         assert len(texts) == 4
         assert all("this rank failed with KeyboardInterrupt" in text for text in texts)
-        assert processes.join(0, 30) == 0
+        # An interrupted rank is gone within 5 s.
+        assert processes.join(0, 5 + SLACK) == 0
 
 
 def test_a_rank_that_stood_still_comes_back_and_a_process_too_many_ends() -> None:
@@ -350,6 +357,50 @@ def test_a_rank_that_stood_still_comes_back_and_a_process_too_many_ends() -> Non
     assert lives[0].changes == changes
 
 
+def take_the_place_of_a_living_process(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
+) -> Life | Failure:
+    """A second life that has not seen the first, and asks for nothing before that has ended."""
+    options: dict[str, Any] = {"topology": "ring", "timeout": 10 * LONG}
+    start = Heartbeat.start
+
+    def start_and_wait(self: Heartbeat, life: int) -> None:
+        start(self, life)
+        store.wait(["the older has ended"])
+
+    is_first = store.add(f"lives of {rank}", 1) == 1
+    with mock.patch.multiple(
+        Heartbeat,
+        is_taken=Heartbeat.is_taken if is_first else lambda self: False,
+        start=start if is_first else start_and_wait,
+    ):
+        return train_or_tell(rank, world_size, store, report, **options)
+
+
+def test_of_two_living_processes_of_a_rank_the_older_ends_although_nobody_has_left_it_out() -> None:
+    """By the heartbeats alone: nobody asks for another epoch, and nobody is dead."""
+    everyone = (0, 1, 2, 3)
+    with TrainingProcesses(4, take_the_place_of_a_living_process) as processes:
+        processes.all_reach("joined")
+        processes.all_reach("round 3")
+        agreed = processes.epoch()
+        processes.start(1)
+        older: Failure = processes.wait_for(1, "result")
+        # Until then it was a member.
+        assert (older.kind, processes.epoch()) == ("PeerError", agreed)
+        assert older.text.startswith("rank 1: a later process with this rank number has taken")
+        assert older.seconds < NOTICED
+        processes.put("the older has ended")
+        assert processes.wait_for(1, "joined") >= 3
+        processes.wait_for_members(0, everyone)
+        processes.finish()
+        lives: list[Life] = processes.results()
+    agree(lives)
+    # The newer one sends heartbeats under the same number, so nobody has missed that rank.
+    assert [life.changes for life in lives] == [[]] * 4
+    assert [life.members for life in lives] == [everyone] * 4
+
+
 def let_rank_1_go_ahead(rank: int, optimizer: DecentOptimWrapper) -> None:
     """Come late to the round in which rank 1 stops itself."""
     if rank != 1 and optimizer.round == 5:
@@ -376,7 +427,7 @@ def test_a_rank_stopped_in_a_collective_comes_back_at_once_whatever_the_timeout_
         assert [processes.join(rank, 30) for rank in everyone] == [0, 0, 0]
     agree(lives)
     assert lives[0].changes == [(everyone, left), (left, everyone)]
-    assert lives[1].longest < LONG / 2
+    assert max(life.longest for life in lives) < NOTICED
 
 
 def hold_the_lock(rank: int, optimizer: DecentOptimWrapper) -> None:
@@ -394,7 +445,7 @@ def test_a_rank_that_holds_pythons_lock_for_long_is_missed_and_comes_back() -> N
         lives = processes.results()
     agree(lives)
     assert lives[0].changes == [(everyone, left), (left, everyone)]
-    assert max(life.longest for life in lives) < LONG
+    assert max(life.longest for life in lives) < NOTICED
 
 
 def train_with_another_option_in_the_second_life(
