@@ -19,6 +19,7 @@ import netlab
 import pytest
 import torch
 import torch.distributed as dist
+from etcd_servers import require_etcd
 from framework_ranks import run_example
 from ranks import KeptRanks, run_script
 
@@ -250,6 +251,39 @@ def test_the_benchmarks_run_without_a_network_lab(tmp_path: Path) -> None:
     once = ("--world-size", "2", "--epochs", "1", "--seeds", "0", "--lrs", "0.1")
     out = run_script(benchmark / "schedules.py", *once, "--rows", *rows, cwd=tmp_path)
     assert all(f"| {row} | 0.1 |" in out for row in rows)
+
+
+def test_a_rank_is_lost_and_comes_back_among_many_threads(tmp_path: Path) -> None:
+    script = EXAMPLES / "benchmark" / "scaling.py"
+    few = ("--ranks", "3", "4", "--most-with-gloo", "3", "--extrapolate", "1024")
+    out = run_script(script, *few, cwd=tmp_path)
+    for phase in ("start", "loss", "return"):
+        (rows,) = re.findall(rf"^\| {phase}: .*\n.*\n((?:\|.*\n)+)", out, re.MULTILINE)
+        cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
+        assert [row[0] for row in cells] == ["3", "3", "4", "1,024"]
+        ways = ["measured, with gloo", *["measured, without gloo"] * 2]
+        assert [row[1] for row in cells[:3]] == ways
+        assert cells[3][1].startswith("extrapolated")
+        assert all(float(row[3]) > 0 for row in cells[:3])
+
+
+def test_what_a_thousand_ranks_send_is_worked_out_on_paper(tmp_path: Path) -> None:
+    script = EXAMPLES / "benchmark" / "scaling.py"
+    out = run_script(script, "--wan", "--steps", "20", cwd=tmp_path)
+    sent = {tuple(row[:2]): row[2:4] for row in cells_of(out) if len(row) == 7}
+    assert sent["ring, 1,024", "float32"] == ["400", "18"]
+    assert sent["base-2, 1,000", "int8"] == ["102", "18"]
+    # Three phases of pairs, and three of five ranks.
+    assert sent["hypercuboid, 1,000", "float32"] == ["520 (at most 640)", "77 (at most 136)"]
+
+
+def test_heartbeats_are_measured_over_etcd(tmp_path: Path) -> None:
+    require_etcd()
+    script = EXAMPLES / "benchmark" / "heartbeats.py"
+    few = ("--store", "etcd", "--ranks", "8", "--kills", "1", "--seconds", "1")
+    ((ranks, calls, *_),) = cells_of(run_script(script, *few, cwd=tmp_path))
+    assert ranks == "8"
+    assert 0 < float(calls) <= 4.5
 
 
 def test_codes_are_compared_by_accuracy_and_bytes(tmp_path: Path) -> None:

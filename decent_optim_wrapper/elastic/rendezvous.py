@@ -36,6 +36,8 @@ from decent_optim_wrapper.elastic.links import MOST_TRIED, Links
 from decent_optim_wrapper.errors import PeerError, text_of
 
 _POLL_SECONDS = 0.02
+# Each look names the keys of all ranks: the work of the store would grow with their square.
+_POLL_SECONDS_PER_RANK = 1e-4
 # Members are alive when a group is made: they connect soon, or one of them has just died.
 _CONNECT = timedelta(seconds=10)
 # Before the others notice a rank that comes back, they may wait for a lost rank, for each other,
@@ -302,7 +304,7 @@ class Rendezvous:
                     f"those that have ended meanwhile, or all ranks from a checkpoint"
                 )
             else:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(max(_POLL_SECONDS, _POLL_SECONDS_PER_RANK * len(self._everyone)))
         members = self._read_members(epoch)
         if self.rank in members:
             # They are known to be alive, since they have just entered.

@@ -1,13 +1,15 @@
 """What heartbeats cost, and how long it takes until all ranks know of a dead one.
 
     python examples/benchmark/heartbeats.py
+    python examples/benchmark/heartbeats.py --store etcd --ranks 64 256
     python examples/benchmark/heartbeats.py --ranks 4096 --simulate
 
 Each rank is a thread that only sends and watches heartbeats, over a connection of its own to a
-`TCPStore` in another process. Ranks are then killed one after the other. With `--simulate`, ranks
-act at random times of a simulated clock instead, and the store answers at once. 16, 64 and 256
-ranks mostly wait: they take 11 s of CPU time in 2.6 minutes. 4096 simulated ranks also take 11 s of
-CPU time.
+`TCPStore` in another process. With `--store etcd` there are three servers of etcd on this machine
+instead, which needs the program and the extra `etcd`. Ranks are then killed one after the other.
+With `--simulate`, ranks act at random times of a simulated clock instead, and the store answers at
+once. 16, 64 and 256 ranks mostly wait: they take 11 s of CPU time in 2.6 minutes. 4096 simulated
+ranks also take 11 s of CPU time.
 """
 
 from __future__ import annotations
@@ -16,23 +18,29 @@ import argparse
 import heapq
 import os
 import random
+import shutil
 import statistics
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
+from decent_optim_wrapper import EtcdStore
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat, pace
 from decent_optim_wrapper.elastic.liveness import EpochWatch
+from decent_optim_wrapper.launcher.etcd_server import command, free_port
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -40,7 +48,7 @@ TIMEOUT = timedelta(seconds=60)
 class Counted:
     """A connection to a store that counts the calls."""
 
-    def __init__(self, store: TCPStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self.calls = 0
 
@@ -54,11 +62,12 @@ class CountingStore(BoundedStore):
 
     Args:
         shared: for all calls before.
+        own: for the heartbeats.
     """
 
-    def __init__(self, shared: TCPStore) -> None:
+    def __init__(self, shared: Store, own: Store) -> None:
         super().__init__(shared, TIMEOUT, ours=True)
-        self.counted = Counted(shared.clone())
+        self.counted = Counted(own)
 
     def clone(self) -> Any:
         return self.counted
@@ -71,8 +80,30 @@ class Server(NamedTuple):
     pid: int
 
     def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds(self.pid)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Seconds of the processor that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Cluster(NamedTuple):
+    """A store for many ranks.
+
+    Args:
+        shared: for calls that are not counted.
+        connect: makes one more connection.
+        pids: the processes that hold the store.
+    """
+
+    shared: Store
+    connect: Callable[[], Store]
+    pids: list[int]
+
+    def cpu_seconds(self) -> float:
+        return sum(map(cpu_seconds, self.pids))
 
 
 class Result(NamedTuple):
@@ -103,13 +134,71 @@ def server() -> Iterator[Server]:
         process.join()
 
 
-def measure(ranks: int, kills: int, stale_after: float, seconds: float) -> Result:
-    """Let threads beat, count their calls, and kill some of them."""
-    chance = random.Random(0)
+@contextmanager
+def tcp_store() -> Iterator[Cluster]:
     with server() as store:
         shared = TCPStore("127.0.0.1", store.port, is_master=False, timeout=TIMEOUT)
+        yield Cluster(shared, shared.clone, [store.pid])
+
+
+@contextmanager
+def etcd() -> Iterator[Cluster]:
+    """Three servers, which keep their data in memory if they can: a busy disk delays answers.
+
+    Raises:
+        TimeoutError: they did not start.
+    """
+    memory = Path("/dev/shm")
+    addresses = [("127.0.0.1", free_port()) for _ in range(3)]
+    # Options in the environment contradict those of the command line.
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("ETCD_")}
+    with TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder, ExitStack() as ends:
+        processes = []
+        for node in range(len(addresses)):
+            started = subprocess.Popen(
+                command(addresses, node, "heartbeats", Path(folder) / str(node)),
+                env=environ,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            ends.callback(started.wait)
+            ends.callback(started.kill)
+            processes.append(started)
+
+        def connect() -> EtcdStore:
+            endpoints = ",".join(f"{host}:{port}" for host, port in addresses)
+            return EtcdStore(endpoints, prefix="heartbeats", timeout=TIMEOUT)
+
+        shared = connect()
+        # It waits for a majority of the servers.
+        shared.set("started", "1")
+        yield Cluster(shared, connect, [each.pid for each in processes])
+
+
+STORES = {"tcp": tcp_store, "etcd": etcd}
+
+
+def require(store: str) -> None:
+    """Exit with a line if the store is not installed."""
+    if store != "etcd":
+        return
+    if shutil.which("etcd") is None:
+        sys.exit("--store etcd needs the program etcd on the PATH: apt-get install etcd-server")
+    try:
+        EtcdStore("127.0.0.1:1", prefix="any")
+    except ModuleNotFoundError as error:
+        sys.exit(f"--store etcd: {error}")
+
+
+def measure(ranks: int, kills: int, stale_after: float, seconds: float, store: str) -> Result:
+    """Let threads beat, count their calls, and kill some of them."""
+    chance = random.Random(0)
+    with STORES[store]() as cluster:
         with ThreadPoolExecutor(32) as pool:
-            connections = list(pool.map(lambda _: CountingStore(shared), range(ranks)))
+            made = pool.map(
+                lambda _: CountingStore(cluster.shared, cluster.connect()), range(ranks)
+            )
+            connections = list(made)
         beats = [Heartbeat(each, rank, stale_after) for rank, each in enumerate(connections)]
         for beat in beats:
             beat.start(life=1)
@@ -119,11 +208,11 @@ def measure(ranks: int, kills: int, stale_after: float, seconds: float) -> Resul
             beat.watch(range(ranks), epoch=1)
         time.sleep(2 * pace(stale_after).pause)
         calls, start = sum(each.counted.calls for each in connections), time.monotonic()
-        busy = store.cpu_seconds()
+        busy = cluster.cpu_seconds()
         time.sleep(seconds)
         passed = time.monotonic() - start
         calls = sum(each.counted.calls for each in connections) - calls
-        busy = store.cpu_seconds() - busy
+        busy = cluster.cpu_seconds() - busy
         if any(beat.is_over for beat in beats):
             raise RuntimeError("a rank was called dead before any was killed: too few cores")
         found, living = [], set(range(ranks))
@@ -186,19 +275,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--stale-after", type=float, default=2.0)
     parser.add_argument("--seconds", type=float, default=10, help="in which calls are counted")
+    parser.add_argument("--store", choices=STORES, default="tcp")
     parser.add_argument("--simulate", action="store_true")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_arguments()
+    require(args.store)
     print("| ranks | calls per rank and second | server, of a core | s until all know | longest |")
     print("|---" * 5 + "|")
     for ranks in args.ranks:
         if args.simulate:
             result = simulate(ranks, args.kills, args.stale_after)
         else:
-            result = measure(ranks, args.kills, args.stale_after, args.seconds)
+            result = measure(ranks, args.kills, args.stale_after, args.seconds, args.store)
         mean, longest = statistics.mean(result.seconds), max(result.seconds)
         busy = "-" if args.simulate else f"{result.busy:.1%}"
         print(f"| {ranks} | {result.calls:.2f} | {busy} | {mean:.2f} | {longest:.2f} |", flush=True)
