@@ -316,9 +316,10 @@ def test_a_rank_in_another_call_raises_on_all() -> None:
             call()
         return str(caught.value)
 
-    texts = run_threads(4, main)
-    assert "rank 1 is in consensus_distance()" in texts[0]
-    assert all("is in synchronize()" in texts[1] for _ in texts)
+    for text in run_threads(4, main):
+        # A rank that hears of another's error first quotes it.
+        assert "CallOrderError: rank" in text or "expected all ranks in" in text
+        assert "rank 1 is in consensus_distance()" in text or "rank 0 is in synchronize()" in text
 
 
 def test_a_module_that_steps_in_its_backward_pass_never_waits_either() -> None:
