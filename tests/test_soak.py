@@ -47,7 +47,7 @@ KINDS = (("--codes", "int8", "--tracking"), ("--auto", "--jitter", "0.06", "--sl
 def test_faults_are_survived_by_all_ranks(tmp_path: Path) -> None:
     seed = os.environ["SOAK_SEED"]
     # Steps that mostly wait leave the cores to the tests on the other workers.
-    command = ("--minutes", "0.2", "--timeout", "3", "--step", "0.06", *KINDS[int(seed) % 2])
+    command = ("--minutes", "0.2", "--timeout", "4", "--step", "0.06", *KINDS[int(seed) % 2])
     command = (*command, "--seed", seed)
     report = run_script(SOAK, *command, cwd=tmp_path, seconds=280)
     print(*command, report, sep="\n")

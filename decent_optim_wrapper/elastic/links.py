@@ -29,7 +29,8 @@ from decent_optim_wrapper.errors import PeerError
 MOST_TRIED = 32
 # The longest attempt to connect a pair: TCP sends its first packet after 0, 1, 3 and 7 s.
 _LONGEST_ATTEMPT = timedelta(seconds=8)
-# For how long a newcomer waits until the members, who look twice a second, have seen its probe.
+# For how long a newcomer waits at most until the members, who look twice a second, have seen its
+# probe.
 _ANSWER_SECONDS = 3.0
 _POLL_SECONDS = 0.02
 
@@ -62,6 +63,8 @@ class Links:
         self._store = store
         self._rank = rank
         self._timeout = min(timeout / 2, _LONGEST_ATTEMPT)
+        # If members have died with this rank, the others wait for it meanwhile, for `timeout`.
+        self._answer_seconds = min(timeout.total_seconds() / 4, _ANSWER_SECONDS)
         # The last epoch whose members could not connect although they are alive.
         self._failed = -1
 
@@ -112,7 +115,7 @@ class Links:
             return Probe(0, (), 0.0)
         number = self._store.add(PROBES_KEY, 1)
         self._store.set(f"{_probe_prefix(number)}/rank", str(self._rank))
-        return Probe(number, others, time.monotonic() + _ANSWER_SECONDS)
+        return Probe(number, others, time.monotonic() + self._answer_seconds)
 
     def answer(self, number: int) -> None:
         """Connect to the newcomer that has announced the probe, on a thread."""
@@ -143,7 +146,7 @@ class Links:
         # One that is dead does not answer; nor does one that is too busy, whose link is not tried.
         answered = [rank for rank, key in keys.items() if self._store.check([key])]
         try:
-            missing = self._try_all(prefix, answered, _LONGEST_ATTEMPT, lambda: False)
+            missing = self._try_all(prefix, answered, self._timeout, lambda: False)
         except TimeoutError:
             return
         # One that has ended meanwhile tells nothing about its link.

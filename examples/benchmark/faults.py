@@ -84,7 +84,8 @@ def draw_faults(
         Kind.SHORT_CUT: (cut / 3, cut),
         Kind.LONG_STOP: (1.2, 1.8),
         Kind.KILL: (0.05, 1.5),
-        Kind.STORM: (0.05, 0.5),
+        # If a third rank is out, the members wait for these, at most for the timeout.
+        Kind.STORM: (0.05, 0.25),
         Kind.CUT: (0.5, 2.0),
     }
     while True:
