@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -151,9 +153,22 @@ def make_certificate(certificate: str, key: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    with_sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in with_sockets]
-    for each in with_sockets:
-        each.close()
+    """Ports that nobody listens on, nor on the next ones, where servers reach each other.
+
+    Below those that the system gives to connections, which come and go until a server starts.
+    """
+    drawn = random.SystemRandom().sample(range(11_000, 31_000, 2), 500)
+    ports = list(itertools.islice(filter(_are_free, drawn), count))
+    assert len(ports) == count
     return ports
+
+
+def _are_free(port: int) -> bool:
+    try:
+        with (
+            socket.create_server(("127.0.0.1", port)),
+            socket.create_server(("127.0.0.1", port + 1)),
+        ):
+            return True
+    except OSError:
+        return False
