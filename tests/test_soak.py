@@ -172,8 +172,8 @@ def test_a_fault_is_a_few_calls(kind: Kind, calls: list[tuple[Any, ...]]) -> Non
     ranks = NotedCalls(4)
     injector = Injector(ranks, 4)
     # Two ranks are away for longer than a busy machine takes to kill the second one.
-    ranks_and_times = ((1, 2), 0.01, 2.0) if kind is Kind.STORM else ((1,), 0.01, 0.01)
-    injector.inject(Fault(kind, *ranks_and_times, 0.0))
+    is_storm = kind is Kind.STORM
+    injector.inject(Fault(kind, (1, 2) if is_storm else (1,), 0.01, 2.0 if is_storm else 0.01, 0.0))
     injector.settle()
     assert ranks.calls == calls
     assert injector.losses == {Kind.STORM: 2, Kind.CUT: 1}.get(kind, 0)
