@@ -265,8 +265,8 @@ def test_ranks_of_which_only_some_have_loaded_raise_at_once(
     texts, seconds = zip(*run_threads(4, main), strict=True)
     assert all("after load_state_dict()" in text for text in texts), texts
     assert all("on all ranks, or on none" in text for text in texts), texts
-    # Below gloo's own timeout. One rank may wait for that: gloo forgets a send whose write fails when
-    # the receiver's notice arrives, once in some hundred worlds on a busy machine.
+    # Below gloo's own timeout. One rank may wait for that: gloo forgets a send whose write fails
+    # when the receiver's notice arrives, once in some hundred worlds on a busy machine.
     assert sorted(seconds)[-2] < 20
 
 
