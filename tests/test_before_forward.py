@@ -21,6 +21,7 @@ from covering import VIEWS, named, pairwise
 from fake_cuda import fake_cuda
 from modules import (
     CAP_MB,
+    Detached,
     Odd,
     adamw,
     backward,
@@ -793,13 +794,6 @@ def test_a_compiled_model_finds_mixed_parameters() -> None:
     for without, early, late in run_processes(2, train_compiled):
         assert early == without
         assert late != pytest.approx(without, abs=1e-4)
-
-
-class Detached(nn.Linear):
-    """Builds no graph: the autograd engine asks the driver for streams."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return F.linear(inputs, self.weight.detach(), self.bias.detach())
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from covering import VIEWS, named, pairwise
 from fake_cuda import FakeCuda, FakeGroup, Noted, fake_cuda
+from modules import Detached
 from ranks import run_threads
 from torch import nn, optim
 from torch._C._distributed_c10d import HashStore
@@ -143,13 +144,6 @@ def test_a_step_waits_for_nothing_and_calls_torch_at_most_12_times_for_a_bucket(
         sends_more = form in ("tracking", "states") or world == "large group"
         per_bucket = 14 if (world, form) == ("group", "skip") else 12
         assert sends_more or len(calls) <= 2 * (per_bucket * BUCKETS + PER_ROUND)
-
-
-class Detached(nn.Linear):
-    """Builds no graph, which would ask the driver for streams."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(inputs, self.weight.detach(), self.bias.detach())
 
 
 @pytest.mark.parametrize(
