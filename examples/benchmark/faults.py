@@ -216,8 +216,10 @@ class Injector:
             self._bring_back()
 
     def _bring_back(self) -> None:
+        # Read once: ranks that are due together come back in their order.
+        now = time.monotonic()
         for rank, (due, kind) in list(self._away.items()):
-            if time.monotonic() < due:
+            if now < due:
                 continue
             del self._away[rank]
             self._end(kind, rank)
