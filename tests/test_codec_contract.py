@@ -1,12 +1,13 @@
-"""What every codec promises: messages that depend on values only, and differences that vanish."""
+"""What every codec promises, and what each makes of values: bytes, codes, differences."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
-from covering import pairwise
+from covering import named, pairwise
 from torch import Tensor
 
 from decent_optim_wrapper.codecs import INT4, CastCodec, Codec, TopKCodec, codec_of, wide
@@ -54,7 +55,7 @@ CODECS: dict[str, Codec] = {
 }
 EACH = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 # Less than a block, whole blocks, a part of one more, and more than what is coded at once.
-SIZES = {str(size): size for size in (1, 255, 256, 1000, SLICE, SLICE + 300)}
+SIZES = {str(size): size for size in (1, 255, 256, 257, 1000, SLICE, SLICE + 300)}
 DTYPES = {
     str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 }
@@ -117,14 +118,15 @@ def test_messages_are_decoded_side_by_side(codec: Codec) -> None:
 
 @EACH
 def test_a_message_tells_of_one_value_that_is_not_finite(codec: Codec) -> None:
-    values = torch.ones(SLICE + 1)
+    values = torch.ones(SLICE + 1, dtype=torch.float64)
     assert codec.is_finite(coded(codec, values))
-    for place in (0, 700, SLICE):
-        for bad in (math.nan, math.inf, -math.inf):
-            values[place] = bad
-            found = codec.is_finite(coded(codec, values))
-            assert found.shape == ()
-            assert not found, (place, bad)
+    # The last one is too large for the scale of a block, and for a cast.
+    bad = [*((place, math.nan) for place in (0, 700, SLICE)), (700, math.inf), (SLICE, -math.inf)]
+    for place, value in [*bad, (300, 1e300)]:
+        values[place] = value
+        found = codec.is_finite(coded(codec, values))
+        assert found.shape == ()
+        assert not found, (place, value)
         values[place] = 1.0
 
 
@@ -153,7 +155,82 @@ def test_the_difference_to_a_reference_is_coded_and_vanishes(codec: Codec) -> No
     assert (values - reference).norm() < 0.05 * start
 
 
-def test_the_ranks_can_compare_codecs_as_text() -> None:
-    texts = [repr(codec) for codec in CODECS.values()]
-    assert len(set(texts)) == len(texts)
+Definition = Callable[[Tensor], Tensor]
+
+
+def cast(dtype: torch.dtype) -> Definition:
+    return lambda values: values.to(dtype).to(wide(values.dtype))
+
+
+def scaled(largest: float, rounded: Definition) -> Definition:
+    """Codes times a scale for every block, whose largest value is the largest code."""
+
+    def read(values: Tensor) -> Tensor:
+        parts = []
+        for block in torch.split(values.to(wide(values.dtype)), 256):
+            scale = (block.abs().max() / largest).to(torch.float32)
+            factor = scale.to(block.dtype)
+            # What no reciprocal can stand for is coded as zeros.
+            codes = rounded(block * factor.reciprocal()) if scale >= 2.0**-126 else block * 0.0
+            parts.append(codes * factor)
+        return torch.cat(parts)
+
+    return read
+
+
+SCALED = {
+    "int8": scaled(127, torch.round),
+    "int4": scaled(7, torch.round),
+    "float8": scaled(448, lambda values: values.to(torch.float8_e4m3fn).to(values.dtype)),
+}
+DEFINITIONS = {
+    **SCALED,
+    **{name: cast(getattr(torch, name)) for name in ("bfloat16", "float16", "float32")},
+}
+
+
+@pytest.mark.parametrize(("name", "numel", "dtype"), pairwise(named(*DEFINITIONS), SIZES, DTYPES))
+def test_codes_are_those_of_the_definition(name: str, numel: int, dtype: torch.dtype) -> None:
+    values = draw(numel, seed=numel, dtype=dtype)
+    read = decoded(CODECS[name], coded(CODECS[name], values), values)
+    assert torch.equal(read, DEFINITIONS[name](values))
+    assert len(set(read.tolist())) > min(numel - 1, 2)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_each_block_has_its_own_scale_whatever_the_size_of_its_values(name: str) -> None:
+    codec, powers = CODECS[name], 10.0 ** torch.arange(-45, 38, dtype=torch.float64)
+    values = (powers.repeat_interleave(256) * draw(256 * len(powers), seed=1).double()).float()
+    message = coded(codec, values)
+    assert codec.is_finite(message)
+    read = decoded(codec, message, values)
+    assert torch.equal(read, SCALED[name](values))
+    kept = [block.count_nonzero() for block in torch.split(read, 256)]
+    assert not any(kept[:5])
+    assert all(kept[10:])
+
+
+@pytest.mark.parametrize("numel", SIZES.values())
+@pytest.mark.parametrize("k", [4, 256])
+def test_the_largest_elements_of_each_block_are_sent_as_they_are(k: int, numel: int) -> None:
+    values, codec = draw(numel, seed=numel), TopKCodec(k)
+    read = decoded(codec, coded(codec, values), values)
+    for block, part in zip(torch.split(values, 256), torch.split(read, 256), strict=True):
+        kept = part != 0
+        assert int(kept.sum()) == min(k, block.numel())
+        assert torch.equal(part[kept], block[kept])
+        assert kept.all() or block.abs()[kept].min() >= block.abs()[~kept].max()
+
+
+def test_codecs_of_the_library_are_told_apart_by_their_bytes_and_texts() -> None:
+    """The ranks compare the texts; whole blocks are sent, with a float32 scale or with places."""
+    of_a_block = {"int8": 260, "int4": 132, "float8": 260, "top 16": 80, "top 4": 20}
+    for name, nbytes in of_a_block.items():
+        sizes = [CODECS[name].nbytes(numel) for numel in (1, 256, 257, 1 << 20)]
+        assert sizes == [nbytes, nbytes, 2 * nbytes, nbytes << 12]
+    assert CODECS["bfloat16"].nbytes(3) == CODECS["float16"].nbytes(3) == 6
+    assert len({repr(codec) for codec in CODECS.values()}) == len(CODECS)
     assert repr(TopKCodec(16)) == repr(CODECS["top 16"]) == "TopKCodec(k=16)"
+    for k in (0, 3, 260):
+        with pytest.raises(ValueError, match="k expects a multiple of 4"):
+            TopKCodec(k)
