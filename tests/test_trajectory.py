@@ -2,232 +2,431 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from dense import oracle
+from covering import OVERLAP, VIEWS, pairwise
+from dense import due_matrix, mix, put, rows_of, train_densely
 from problem import (
-    TINY_CAP_MB,
     MakeOptimizer,
     adamw,
     backward,
-    deviations,
     flatten,
     in_one_call,
     make_params,
+    nesterov,
     sgd,
+    take_steps,
+    wrap,
 )
 from ranks import run_threads
 from torch import Tensor
+from torch.optim import SGD, Adagrad, Optimizer, RMSprop
 
-from decent_optim_wrapper import DecentOptimWrapper, Group, Topology, TopologyFactory
+from decent_optim_wrapper import Group, Schedule, Topology, TopologyFactory
+from decent_optim_wrapper.extensions.outer_optimizer import MakeOptimizer as MakeOuter
 
-CASES = [
-    ("complete", 2, 1),
-    ("complete", 4, 1),
-    ("complete", 3, 1),
-    ("ring", 2, 1),
-    ("ring", 4, 1),
-    pytest.param("ring", 8, 1, marks=pytest.mark.slow),
-    ("one-peer-exp", 4, 1),
-    pytest.param("one-peer-exp", 8, 1, marks=pytest.mark.slow),
-    ("alternating-exp-ring", 4, 2),
-    pytest.param("alternating-exp-ring", 8, 2, marks=pytest.mark.slow),
-    ("alternating-exp-ring", 4, 1),
-]
+STEPS = 10
+DAMPING = 0.3
+# What an outer step makes of the anchors and of what has been mixed; it keeps a momentum, and knows
+# the mixing matrix and the learning rate.
+Rule = Callable[[dict[str, Tensor], Tensor, Tensor, float], Tensor]
+
+
+def rate_at(step: int) -> float:
+    """A learning rate that changes, and is 0 for a while."""
+    return 0.0 if step in (5, 6) else 0.05 * 0.9**step
+
+
+class Plan(NamedTuple):
+    """A schedule, and what takes part in its rounds, in the terms of the oracle."""
+
+    gossip_every: int = 1
+    global_avg_every: int | None = None
+    mixing_rate: Callable[[int], float] = lambda step: 1.0
+    lr: Callable[[int], float] = rate_at
+    outer: MakeOuter | None = None
+    rule: Rule | None = None
+    staleness: int = 1
+    average_state: Any = "keep"
+    tracks: bool = False
+
+    def schedule(self) -> Schedule:
+        return Schedule(
+            gossip_every=self.gossip_every,
+            mixing_rate=self.mixing_rate(0),
+            global_avg_every=self.global_avg_every,
+            outer=self.outer,
+            staleness=self.staleness,
+            average_state=self.average_state,
+        )
+
+    def kind(self, step: int) -> str:
+        """Of the round that is launched at the end of a step."""
+        if self.global_avg_every and (step + 1) % self.global_avg_every == 0:
+            return "average"
+        return "idle" if (step + 1) % self.gossip_every else "gossip"
+
+    def matrix(self, topology: Topology, step: int) -> Tensor:
+        every = self.gossip_every, self.global_avg_every
+        return due_matrix(topology, *every, self.mixing_rate(step), step)
+
+    def in_flight(self, step: int) -> bool:
+        """Whether a round is in flight during the updates of a step."""
+        under_way = range(max(0, step - self.staleness + 1), step)
+        return any(self.kind(launch) != "idle" for launch in under_way)
+
+
+def halving(step: int) -> float:
+    return 0.5 ** (step // 4)
+
+
+def slowmo(beta: float, alpha: float) -> Rule:
+    """SlowMo (Wang et al., 2020): u <- β u + (x_0 - x̄) / η, x <- x_0 - α η u."""
+
+    def rule(outer: dict[str, Tensor], mixed: Tensor, matrix: Tensor, lr: float) -> Tensor:
+        outer["momentum"] = beta * outer["momentum"] + (outer["anchor"] - mixed) / lr
+        return outer["anchor"] - alpha * lr * outer["momentum"]
+
+    return rule
+
+
+def diloco(momentum: float, lr: float) -> Rule:
+    """DiLoCo (Douillard et al., 2023): Nesterov's m <- μ m + g, φ <- φ - η (g + μ m)."""
+
+    def rule(outer: dict[str, Tensor], mixed: Tensor, matrix: Tensor, _: float) -> Tensor:
+        away = outer["anchor"] - mixed
+        outer["momentum"] = momentum * outer["momentum"] + away
+        return outer["anchor"] - lr * (away + momentum * outer["momentum"])
+
+    return rule
+
+
+def noloco(alpha: float, beta: float) -> Rule:
+    """NoLoCo (Kolehmainen et al., 2025) with γ = β, means being those of the pair.
+
+    δ <- α δ + β mean(θ - φ) - γ (φ - mean(φ)), φ <- φ + δ.
+    """
+
+    def rule(outer: dict[str, Tensor], mixed: Tensor, matrix: Tensor, _: float) -> Tensor:
+        mean = matrix @ outer["anchor"]
+        moved, apart = mixed - mean, outer["anchor"] - mean
+        outer["momentum"] = alpha * outer["momentum"] + beta * moved - beta * apart
+        return outer["anchor"] + outer["momentum"]
+
+    return rule
+
+
+def adagrad(lr: float, start: float) -> Rule:
+    """One whose state is there before its first step."""
+
+    def rule(outer: dict[str, Tensor], mixed: Tensor, matrix: Tensor, _: float) -> Tensor:
+        away = outer["anchor"] - mixed
+        outer["momentum"] = outer["momentum"] + away.square()
+        return outer["anchor"] - lr * away / ((start + outer["momentum"]).sqrt() + 1e-10)
+
+    return rule
+
+
+PLAIN = Plan()
+SLOWMO = Plan(
+    gossip_every=2,
+    global_avg_every=4,
+    # The rule divides by it.
+    lr=lambda step: 0.04,
+    outer=partial(SGD, lr=0.7, momentum=0.4),
+    rule=slowmo(beta=0.4, alpha=0.7),
+)
+DILOCO = Plan(
+    gossip_every=100, global_avg_every=4, outer=nesterov(0.9), rule=diloco(momentum=0.9, lr=0.7)
+)
+NOLOCO = Plan(gossip_every=2, outer=partial(SGD, lr=0.7, momentum=0.5), rule=noloco(0.5, 0.7))
+NESTEROV = Plan(mixing_rate=halving, outer=nesterov(0.6, 0.8), rule=diloco(0.6, 0.8))
+ADAGRAD = Plan(
+    global_avg_every=3,
+    outer=partial(Adagrad, lr=0.1, initial_accumulator_value=0.2),
+    rule=adagrad(0.1, 0.2),
+)
+PLANS = {
+    "slower mixing": Plan(mixing_rate=halving),
+    "rare gossip and rarer averages": Plan(2, 6, mixing_rate=halving),
+    "averages of state, too": Plan(global_avg_every=3, average_state="average"),
+    "SlowMo": SLOWMO,
+    "DiLoCo": DILOCO,
+    "NoLoCo": NOLOCO,
+    "Nesterov and slower mixing": NESTEROV,
+    "Adagrad": ADAGRAD,
+    # Rounds that travel under several steps.
+    "late": Plan(gossip_every=3, staleness=3),
+    "a bit late": Plan(gossip_every=3, staleness=2, mixing_rate=halving),
+    "late averages in between": Plan(gossip_every=4, global_avg_every=6, staleness=2),
+    "late NoLoCo": NOLOCO._replace(staleness=2),
+    "late DiLoCo": DILOCO._replace(staleness=4),
+}
+TRACKED = {
+    "tracking, slower mixing": Plan(mixing_rate=lambda step: 0.4, tracks=True),
+    "tracking, rare": Plan(gossip_every=3, tracks=True),
+    "tracking, late": Plan(gossip_every=3, staleness=2, tracks=True),
+    "tracking, averages": Plan(global_avg_every=3, tracks=True),
+}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATES = {
+    "state": Plan(average_state=MOMENTS),
+    "rare state": Plan(gossip_every=2, average_state=MOMENTS),
+}
 
 
 class Lopsided(Topology):
     """Another weight in every phase: a round finished with the wrong one moves the mean."""
 
-    def assign_groups(self) -> list[list[Group]]:
-        phases = [
+    def phases(self) -> list[list[Group]]:
+        return [
             [Group([0, 1], 0.9), Group([2, 3], 0.2)],
-            [Group([0], None), Group([1, 2, 3], 0.6)],
+            [Group([1, 2, 3], 0.6)],
             [Group([0, 1, 2, 3], 0.4)],
         ]
-        return [[next(g for g in phase if r in g.ranks) for phase in phases] for r in range(4)]
-
-
-def train(
-    rank: int,
-    group: dist.ProcessGroup | None,
-    topology: Topology,
-    steps: int,
-    overlap: bool,
-    make_optimizer: MakeOptimizer,
-    **options: Any,
-) -> Tensor:
-    params = make_params()
-    optimizer = DecentOptimWrapper(
-        make_optimizer(params),
-        topology=topology,
-        bucket_cap_mb=TINY_CAP_MB,
-        overlap=overlap,
-        process_group=group,
-        **options,
-    )
-    assert len(optimizer.buckets) >= 2
-    for step in range(steps):
-        backward(params, rank, step)
-        optimizer.step()
-    assert optimizer.round == steps
-    optimizer.synchronize()
-    return flatten(params)
-
-
-def check_against_oracle(
-    topology: Topology, overlap: bool, make_optimizer: MakeOptimizer, **options: Any
-) -> None:
-    steps = 2 * topology.period + 3
-    rows = run_threads(
-        topology.world_size,
-        lambda rank, group: train(rank, group, topology, steps, overlap, make_optimizer, **options),
-    )
-    expected = oracle(topology, steps, overlap, make_optimizer)
-    torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-11, atol=1e-12)
-    alone = oracle(Alone(topology.world_size), steps, overlap, make_optimizer)
-    assert (alone - expected).abs().max() > 1e-2, "mixing made no difference"
 
 
 class Alone(Topology):
-    def assign_groups(self) -> list[list[list[int]]]:
-        return [[[rank]] for rank in range(self._world_size)]
+    def phases(self) -> list[list[list[int]]]:
+        return [[]]
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-@pytest.mark.parametrize(("name", "world_size", "local"), CASES)
-def test_follows_the_oracle(name: str, world_size: int, local: int, overlap: bool) -> None:
-    check_against_oracle(TopologyFactory.create(name, world_size, local), overlap, sgd)
+RING, GREEDY = TopologyFactory.create("ring", 4), TopologyFactory.create("greedy", 5)
+TOPOLOGIES: dict[str, Topology] = {
+    "other weights in every phase": Lopsided(4),
+    "pair": TopologyFactory.create("complete", 2),
+    "complete": TopologyFactory.create("complete", 3),
+    "ring of two": TopologyFactory.create("ring", 2),
+    "ring": RING,
+    "one-peer-exp": TopologyFactory.create("one-peer-exp", 8),
+    "alternating": TopologyFactory.create("alternating-exp-ring", 8, 2),
+}
+MIXED = {"ring": RING, "greedy": GREEDY}
+
+
+def adamw_in_one_call(params: Sequence[Tensor]) -> Optimizer:
+    return in_one_call(adamw(params))
+
+
+def descending_nesterov(params: Sequence[Tensor]) -> Optimizer:
+    return SGD(params, lr=0.05, momentum=0.9, nesterov=True, maximize=True)
+
+
+def rmsprop(params: Sequence[Tensor]) -> Optimizer:
+    return RMSprop(params, lr=0.01)
+
+
+ADAMW = {"adamw": adamw, "adamw in one call": adamw_in_one_call}
+BASES = {"sgd": sgd, "adamw in one call": adamw_in_one_call}
+TRACKED_BASES = {**ADAMW, "nesterov": descending_nesterov, "rmsprop": rmsprop}
+
+
+def state_of(base: Optimizer, params: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+    """What the base keeps of every element, by name; counters are of another dtype."""
+    names = [name for name, value in base.state[params[0]].items() if value.dtype == torch.float64]
+    return {name: [base.state[param][name] for param in params] for name in names}
+
+
+def row_of(base: Optimizer, params: Sequence[Tensor]) -> Tensor:
+    """The parameters of a rank, and the state of its base."""
+    return torch.cat([flatten(params), *map(flatten, state_of(base, params).values())])
+
+
+class Tracking:
+    """Of all ranks at once: a row for each."""
+
+    def __init__(self, bases: Sequence[Optimizer], zeros: Tensor) -> None:
+        # Optimizers with a mean of gradients read ours in place of it.
+        self.replaces = "betas" in bases[0].param_groups[0]
+        for base in bases if self.replaces else ():
+            base.param_groups[0]["betas"] = (0.0, 0.999)
+        self.means, self.corrections = zeros.clone(), zeros.clone()
+        self.counts = [0] * len(bases)
+        self.sent: dict[int, Tensor] = {}
+
+    def correct(self, rank: int, params: Sequence[Tensor], step: int, in_flight: bool) -> None:
+        """A base reads g + c, or y = m + c, which is what is sent."""
+        held = [param.grad for param in params if param.grad is not None]
+        grads = flatten(held)
+        if not in_flight:
+            self.counts[rank] += 1
+            weight = max(0.1, self.replaces / self.counts[rank])
+            self.means[rank] += weight * (grads - self.means[rank])
+        own = self.means[rank] if self.replaces else grads
+        put([held], (own + self.corrections[rank]).unsqueeze(0))
+        self.sent[step] = self.means + self.corrections
+
+    def mix(self, matrix: Tensor, step: int) -> None:
+        """c <- c + 0.3 (W y - y)."""
+        self.corrections += DAMPING * (matrix @ self.sent[step] - self.sent[step])
+
+
+@cache
+def simulate(
+    topology: Topology, plan: Plan, overlap: bool, make_optimizer: MakeOptimizer
+) -> Tensor:
+    """Train all ranks in one place; as `row_of`, with a row for each."""
+    worlds = [make_params() for _ in range(topology.world_size)]
+    bases = [make_optimizer(params) for params in worlds]
+    start = rows_of(worlds)
+    outer = {"anchor": start, "momentum": torch.zeros_like(start)}
+    tracking = Tracking(bases, torch.zeros_like(start)) if plan.tracks else None
+
+    def update(rank: int, step: int) -> None:
+        if tracking is not None:
+            tracking.correct(rank, worlds[rank], step, plan.in_flight(step))
+        bases[rank].param_groups[0]["lr"] = plan.lr(step)
+        bases[rank].step()
+
+    def land(step: int) -> None:
+        matrix, kind = plan.matrix(topology, step), plan.kind(step)
+        mix(worlds, matrix)
+        if tracking is not None:
+            tracking.mix(matrix, step)
+        states = [state_of(*each) for each in zip(bases, worlds, strict=True)]
+        whole = kind == "average" and plan.average_state == "average"
+        for name in states[0] if whole else set(states[0]) & set(plan.average_state):
+            mix([state[name] for state in states], matrix)
+        outer_kind = "gossip" if plan.global_avg_every is None else "average"
+        if plan.rule is not None and kind == outer_kind:
+            lr = plan.lr(min(step + overlap, STEPS - 1))
+            outer["anchor"] = plan.rule(outer, rows_of(worlds), matrix, lr)
+            put(worlds, outer["anchor"])
+
+    train_densely(
+        worlds,
+        STEPS,
+        overlap,
+        compute=lambda rank, step: backward(worlds[rank], rank, step),
+        update=update,
+        land=land,
+        staleness=plan.staleness,
+    )
+    return torch.stack([row_of(*each) for each in zip(bases, worlds, strict=True)])
+
+
+def without_the_feature(topology: Topology, plan: Plan) -> tuple[Topology, Plan]:
+    """The same case without what it is about."""
+    rounds = plan._replace(outer=None, rule=None, average_state="keep", tracks=False)
+    if rounds != plan:
+        return topology, rounds
+    return (topology if plan != PLAIN else Alone(topology.world_size)), PLAIN
+
+
+def check_against_oracle(
+    plan: Plan, topology: Topology, make_optimizer: MakeOptimizer, overlap: bool, views: bool
+) -> None:
+    overlap = overlap or plan.staleness > 1
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params()
+        optimizer = wrap(
+            params,
+            group,
+            make_optimizer(params),
+            topology=topology,
+            schedule=plan.schedule(),
+            gradient_tracking=plan.tracks,
+            overlap=overlap,
+            param_as_bucket_view=views,
+        )
+        assert len(optimizer.buckets) >= 2
+        for step in range(STEPS):
+            optimizer.param_groups[0]["lr"] = plan.lr(step)
+            optimizer.mixing_rate = plan.mixing_rate(step)
+            take_steps(optimizer, params, rank, [step])
+        assert optimizer.round == STEPS
+        optimizer.synchronize()
+        return row_of(optimizer, params)
+
+    rows = torch.stack(run_threads(topology.world_size, main))
+    expected = simulate(topology, plan, overlap, make_optimizer)
+    torch.testing.assert_close(rows, expected, rtol=1e-11, atol=1e-11)
+    plain = simulate(*without_the_feature(topology, plan), overlap, make_optimizer)
+    assert (plain - expected).abs().max() > 1e-3, "it made no difference"
+
+
+ARGUMENTS = ("plan", "topology", "make_optimizer", "overlap", "views")
+
+
+@pytest.mark.parametrize(
+    ARGUMENTS, pairwise({"plain": PLAIN}, TOPOLOGIES, BASES | ADAMW, OVERLAP, VIEWS)
+)
+def test_every_topology_follows_the_oracle(
+    plan: Plan, topology: Topology, make_optimizer: MakeOptimizer, overlap: bool, views: bool
+) -> None:
+    check_against_oracle(plan, topology, make_optimizer, overlap, views)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
-@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
-def test_follows_the_oracle_with_split_and_whole_updates(
-    overlap: bool, split: bool, views: bool
+@pytest.mark.filterwarnings("ignore:gradient_tracking")
+@pytest.mark.parametrize(
+    ARGUMENTS,
+    [
+        *pairwise(PLANS, MIXED, BASES, OVERLAP, VIEWS),
+        *pairwise(TRACKED, MIXED, TRACKED_BASES, OVERLAP, VIEWS),
+        *pairwise(STATES, MIXED, ADAMW, OVERLAP, VIEWS),
+    ],
+)
+def test_schedules_and_what_takes_part_in_rounds_follow_the_oracle(
+    plan: Plan, topology: Topology, make_optimizer: MakeOptimizer, overlap: bool, views: bool
 ) -> None:
-    make = adamw if split else lambda params: in_one_call(adamw(params))
-    check_against_oracle(Lopsided(4), overlap, make, param_as_bucket_view=views)
+    check_against_oracle(plan, topology, make_optimizer, overlap, views)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
-def test_follows_the_oracle_with_other_weights_in_every_phase(
-    overlap: bool, make_optimizer: MakeOptimizer
-) -> None:
-    check_against_oracle(Lopsided(4), overlap, make_optimizer)
-
-
-@pytest.mark.parametrize("name", ["complete", "ring", "one-peer-exp", "alternating-exp-ring"])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_world_of_one_rank_is_the_plain_optimizer(name: str, overlap: bool) -> None:
-    params = make_params()
-    plain = sgd(params)
+@pytest.mark.parametrize("overlap", OVERLAP.values(), ids=OVERLAP)
+def test_a_world_of_one_rank_is_the_plain_optimizer(overlap: bool) -> None:
+    params, alone = make_params(), make_params()
+    optimizer, plain = wrap(params, overlap=overlap), sgd(alone)
+    take_steps(optimizer, params, 0, range(4))
     for step in range(4):
-        backward(params, 0, step)
+        backward(alone, 0, step)
         plain.step()
-    result = train(0, None, TopologyFactory.create(name, 1), 4, overlap, sgd)
-    assert torch.equal(result, flatten(params))
-    assert not torch.equal(result, flatten(make_params()))
+    assert torch.equal(flatten(params), flatten(alone))
+    assert not torch.equal(flatten(params), flatten(make_params()))
 
 
-@pytest.mark.parametrize("topology", [Lopsided(4), TopologyFactory.create("ring", 4)])
-def test_at_lr_zero_the_mean_stays_and_the_ranks_come_together(topology: Topology) -> None:
-    rounds = 12
-
-    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
-        params = make_params(seed=rank)
-        optimizer = DecentOptimWrapper(
-            torch.optim.SGD(params, lr=0.0),
-            topology=topology,
-            bucket_cap_mb=TINY_CAP_MB,
-            process_group=group,
-            sync_at_start=False,
-        )
-        history = [flatten(params)]
-        for step in range(rounds):
-            backward(params, rank, step)
-            optimizer.step()
-            history.append(flatten(params))
-        return torch.stack(history)
-
-    spread = deviations(run_threads(4, main)).norm(dim=(1, 2))
-    assert spread[0] > 1
-    assert spread[-1] < 1e-2 * spread[0]
-
-
-def test_a_parameter_without_gradient_on_one_rank_still_takes_part() -> None:
-    topology = TopologyFactory.create("ring", 4)
-
-    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
-        params = make_params()
-        optimizer = DecentOptimWrapper(
-            sgd(params), topology=topology, bucket_cap_mb=TINY_CAP_MB, process_group=group
-        )
-        for step in range(5):
-            backward(params, rank, step)
-            if rank == 2:
-                params[0].grad = params[3].grad = None
-            optimizer.step()
-        optimizer.synchronize()
-        return [param.detach().clone() for param in params]
-
-    worlds = run_threads(4, main)
-    start = make_params()
-    assert all(not torch.equal(worlds[2][i], start[i]) for i in (0, 3))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["complete", "ring"])
-def test_low_precision_follows_the_oracle_to_its_rounding(dtype: torch.dtype, name: str) -> None:
-    topology = TopologyFactory.create(name, 4)
-    eps = torch.finfo(dtype).eps
+# Pairs, and groups of all ranks; other dtypes are drawn in the properties.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_follows_the_oracle_to_its_rounding(dtype: torch.dtype) -> None:
+    topology = TopologyFactory.create("alternating-exp-ring", 4, 2)
+    plain = partial(SGD, lr=0.05)
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params(dtype=dtype)
-        optimizer = DecentOptimWrapper(
-            torch.optim.SGD(params, lr=0.05),
-            topology=topology,
-            bucket_cap_mb=TINY_CAP_MB,
-            process_group=group,
-        )
-        for step in range(6):
-            backward(params, rank, step)
-            optimizer.step()
+        optimizer = wrap(params, group, plain(params), topology=topology)
+        for step in range(STEPS):
+            optimizer.param_groups[0]["lr"] = rate_at(step)
+            take_steps(optimizer, params, rank, [step])
         optimizer.synchronize()
         return flatten(params)
 
-    expected = oracle(topology, 6, True, lambda params: torch.optim.SGD(params, lr=0.05))
-    rows = torch.stack(run_threads(4, main))
+    rows, eps = torch.stack(run_threads(4, main)), torch.finfo(dtype).eps
+    expected = simulate(topology, PLAIN, True, plain)
     torch.testing.assert_close(rows, expected, rtol=10 * eps, atol=10 * eps)
 
 
 def test_mixed_dtypes_layouts_and_empty_parameters_mix_together() -> None:
     dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 
-    def make(rank: int) -> list[Tensor]:
-        shapes: list[Tensor] = []
-        for dtype in dtypes:
-            image = torch.full((2, 3, 4, 4), float(rank + 1), dtype=dtype)
-            shapes.append(image.to(memory_format=torch.channels_last))
-            shapes.append(torch.full((3, 5), float(rank + 1), dtype=dtype).T)
-            shapes.append(torch.empty(0, 2, dtype=dtype))
-            shapes.append(torch.full((), float(rank + 1), dtype=dtype))
-        return [tensor.requires_grad_() for tensor in shapes]
+    def make(dtype: torch.dtype, value: float) -> list[Tensor]:
+        image = torch.full((2, 3, 4, 4), value, dtype=dtype)
+        return [
+            image.to(memory_format=torch.channels_last),
+            torch.full((3, 5), value, dtype=dtype).T,
+            torch.empty(0, 2, dtype=dtype),
+            torch.full((), value, dtype=dtype),
+        ]
 
     def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
-        params = make(rank)
+        params = [p.requires_grad_() for dtype in dtypes for p in make(dtype, rank + 1.0)]
         strides = [param.stride() for param in params]
-        optimizer = DecentOptimWrapper(
-            torch.optim.SGD(params, lr=0.1),
-            topology="ring",
-            process_group=group,
-            sync_at_start=False,
-        )
+        optimizer = wrap(params, group, topology="ring", sync_at_start=False)
         for _ in range(2):
             optimizer.step()
         optimizer.synchronize()
