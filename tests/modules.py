@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -130,7 +131,7 @@ def wrap_base(
     base = optim_fn(list(model.named_parameters()))
     options = {"bucket_cap_mb": CAP_MB, "process_group": group, **options}
     ours = partial(BackwardOptimizer, base, model, average_buffers=False)
-    return (ours if reverse else partial(DecentOptimWrapper, base))(**options)
+    return (ours if reverse else partial(DecentOptimWrapper, base, model=model))(**options)
 
 
 def train(model: DecentralizedDataParallel, rank: int, steps: range) -> None:
@@ -146,3 +147,65 @@ def train_by_steps(
         optimizer.zero_grad()
         backward(loss_of(model, rank, step))
         optimizer.step()
+
+
+class Training:
+    """A rank that trains a model by calls of `step()` or by backward passes.
+
+    Args:
+        rank: this rank; the models of the ranks differ.
+        group: its process group.
+        way: "step", or "backward" for the module. That always overlaps: without, steps are made
+            with its buckets.
+        model: that of `make_model` by default.
+        base: makes the optimizer.
+        cap_mb: size of a bucket in MiB.
+        options: of the wrapper.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        /,
+        way: str = "step",
+        model: nn.Module | None = None,
+        base: Any = sgd,
+        cap_mb: float = CAP_MB,
+        **options: Any,
+    ) -> None:
+        options = {"topology": "ring", "overlap": "forward", **options}
+        self.rank = rank
+        # Of any class: tests read its parts.
+        self.model: Any = model or make_model(seed=rank)
+        self.called: Any = self.model
+        self.optimizer: DecentOptimWrapper
+        in_backward = way == "backward"
+        if in_backward and options["overlap"]:
+            self.called = wrap(self.model, group, base, bucket_size_in_mb=cap_mb, **options)
+            self.optimizer = self.called.optimizer
+        else:
+            options["bucket_cap_mb"] = cap_mb
+            self.optimizer = wrap_base(self.model, group, base, in_backward, **options)
+            assert len(self.optimizer.buckets) >= 2
+        self._start = flat(self.model)
+
+    def train(self, steps: Iterable[int], loss: Callable[..., Tensor] = loss_of) -> None:
+        """Make these steps, with the loss of a model, a rank and a step."""
+        for step in steps:
+            self.optimizer.zero_grad()
+            backward(loss(self.called, self.rank, step))
+            if self.called is self.model:
+                self.optimizer.step()
+
+    def load(self, other: Training, parts: Iterable[str] = ("model", "optimizer")) -> None:
+        """Go on where another one is, whose parts are saved and loaded in this order."""
+        saved = [(part, deepcopy(getattr(other, part).state_dict())) for part in parts]
+        for part, state in saved:
+            getattr(self, part).load_state_dict(state)
+
+    def end(self) -> Tensor:
+        """The parameters, which have moved."""
+        self.optimizer.synchronize()
+        assert (flat(self.model) - self._start).abs().max() > 1e-3
+        return flat(self.model)
