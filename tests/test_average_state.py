@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,28 +11,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import VIEWS, named, pairwise
-from dense import due_matrix, mix, train_regression
-from problem import TINY_CAP_MB, adamw, flatten, make_params, sgd, take_steps
+from problem import adamw, flatten, make_params, sgd, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, Schedule, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, Schedule
 from decent_optim_wrapper.config import AverageState, OnNonfinite
 
 
 def trained(
-    rank: int, group: dist.ProcessGroup, make: Any, steps: int = 3, **options: Any
+    rank: int, group: dist.ProcessGroup, make: Any = sgd, **options: Any
 ) -> tuple[list[Tensor], DecentOptimWrapper]:
     params = make_params()
-    optimizer = DecentOptimWrapper(
-        make(params),
-        topology="ring",
-        bucket_cap_mb=TINY_CAP_MB,
-        process_group=group,
-        **options,
-    )
-    take_steps(optimizer, params, rank, range(steps))
+    optimizer = wrap(params, group, make(params), topology="ring", **options)
+    assert len(optimizer.buckets) > 1
+    take_steps(optimizer, params, rank, range(3))
     return params, optimizer
 
 
@@ -43,28 +37,36 @@ def momenta(optimizer: Optimizer, params: list[Tensor]) -> Tensor:
     return flatten([value for value in tensors if value.dtype == torch.float64])
 
 
+def average_at_once(optimizer: DecentOptimWrapper, params: list[Tensor]) -> None:
+    optimizer.global_avg(may_revert=False)
+
+
+def average_by_a_step(optimizer: DecentOptimWrapper, params: list[Tensor]) -> None:
+    own = momenta(optimizer, params)
+    optimizer.global_avg()
+    assert torch.equal(momenta(optimizer, params), own), "it may be reverted still"
+    for param in params:
+        param.grad = None
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
-    ("policy", "make", "implicitly"),
+    ("policy", "make", "average"),
     pairwise(
         named("average", "keep"),
         {"sgd": sgd, "adamw": adamw},
-        {"by step": True, "by may_revert": False},
+        {"by step": average_by_a_step, "by may_revert": average_at_once},
     ),
 )
 def test_momenta_are_averaged_if_asked_for_where_the_average_is_kept(
-    policy: AverageState, make: Any, implicitly: bool
+    policy: AverageState, make: Any, average: Any
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         params, optimizer = trained(rank, group, make, schedule=Schedule(average_state=policy))
         own = momenta(optimizer, params)
         with optimizer.averaged():
             pass
-        optimizer.global_avg(may_revert=implicitly)
-        if implicitly:
-            assert torch.equal(momenta(optimizer, params), own), "it may be reverted still"
-            for param in params:
-                param.grad = None
-            optimizer.step()
+        average(optimizer, params)
         return own, momenta(optimizer, params)
 
     rows = run_threads(4, main)
@@ -75,84 +77,38 @@ def test_momenta_are_averaged_if_asked_for_where_the_average_is_kept(
         assert not torch.allclose(own, mean)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-@pytest.mark.parametrize("policy", ["keep", "average"])
-def test_scheduled_averages_follow_the_oracle(policy: AverageState, overlap: bool) -> None:
-    steps, every = 8, 3
-    topology = TopologyFactory.create("ring", 4)
-
-    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
-        params, optimizer = trained(
-            rank,
-            group,
-            sgd,
-            steps,
-            schedule=Schedule(global_avg_every=every, average_state=policy),
-            overlap=overlap,
-        )
-        optimizer.synchronize()
-        return flatten(params)
-
-    worlds = [make_params() for _ in range(4)]
-    bases = [sgd(params) for params in worlds]
-
-    def land(step: int) -> None:
-        matrix = due_matrix(topology, 1, every, 1.0, step)
-        mix(worlds, matrix)
-        if (step + 1) % every == 0 and policy == "average":
-            pairs = zip(bases, worlds, strict=True)
-            mix([[base.state[p]["momentum_buffer"] for p in own] for base, own in pairs], matrix)
-
-    expected = train_regression(worlds, bases, steps, overlap, land)
-    rows = torch.stack(run_threads(4, main))
-    torch.testing.assert_close(rows, expected, rtol=1e-11, atol=1e-12)
-    assert (rows[0] - rows[1]).abs().max() > 1e-3
-
-
 def test_the_bytes_of_averaged_momenta_are_counted() -> None:
     def main(rank: int, group: dist.ProcessGroup, policy: AverageState) -> int:
-        _, optimizer = trained(
-            rank,
-            group,
-            sgd,
-            3,
-            overlap=False,
-            schedule=Schedule(global_avg_every=3, average_state=policy),
-        )
+        schedule = Schedule(global_avg_every=3, average_state=policy)
+        _, optimizer = trained(rank, group, overlap=False, schedule=schedule)
         return optimizer.stats().bytes_sent
 
     copy_bytes = 8 * flatten(make_params()).numel()
-    kept = run_threads(4, partial(main, policy="keep"))
-    averaged = run_threads(4, partial(main, policy="average"))
+    kept, averaged = (run_threads(4, partial(main, policy=each)) for each in ("keep", "average"))
     # As by a ring of 4, in whole bytes bucket by bucket: 2 * 3 / 4 copies of one momentum.
     for one, other in zip(kept, averaged, strict=True):
         assert other - one == pytest.approx(1.5 * copy_bytes, abs=8)
 
 
-def test_what_one_rank_has_no_momentum_for_is_left_alone() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> list[float]:
+def test_counters_and_what_one_rank_has_no_momentum_for_are_left_alone() -> None:
+    """Also the counter of a parameter without dimensions, which has its shape."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[tuple[float, ...]]:
         params = make_params()
-        base = torch.optim.SGD(params, lr=0.1, momentum=0.9)
-        optimizer = DecentOptimWrapper(
-            base,
-            process_group=group,
-            bucket_cap_mb=TINY_CAP_MB,
-            schedule=Schedule(average_state="average"),
-        )
-        for index, param in enumerate(params):
-            if rank == 0 or index > 1:
-                param.grad = torch.full_like(param, 1.0 + rank)
-        optimizer.step()
+        base = torch.optim.Adam(params, lr=0.1, betas=(0.0, 0.999))
+        optimizer = wrap(params, group, base, schedule=Schedule(average_state="average"))
+        for step in range(3):
+            for index, param in enumerate(params):
+                missing = (rank == 1 and index < 2) or (rank, step) == (0, 1)
+                param.grad = None if missing else torch.full_like(param, 1.0 + rank)
+            optimizer.step()
         optimizer.global_avg(may_revert=False)
-        buffers = [
-            base.state[p].get("momentum_buffer") if p in base.state else None for p in params
-        ]
-        return [float("nan") if b is None else b.mean().item() for b in buffers]
+        states = [base.state.get(param, {}) for param in params]
+        return [(s["exp_avg"].mean().item(), s["step"].item()) if s else () for s in states]
 
     first, second = run_threads(2, main)
-    assert first == [1.0, 1.0, 1.5, 1.5, 1.5]
-    assert torch.tensor(second[:2]).isnan().all()
-    assert second[2:] == [1.5, 1.5, 1.5]
+    assert first == [(1.0, 2.0), (1.0, 2.0), (1.5, 2.0), (1.5, 2.0), (1.5, 2.0)]
+    assert second == [(), (), (1.5, 3.0), (1.5, 3.0), (1.5, 3.0)]
 
 
 def poison(base: Optimizer, params: list[Tensor]) -> None:
@@ -170,11 +126,7 @@ def overflow(base: Optimizer, params: list[Tensor]) -> None:
     assert flatten(params).isfinite().all()
 
 
-def average_at_once(optimizer: DecentOptimWrapper, rank: int, params: list[Tensor]) -> None:
-    optimizer.global_avg(may_revert=False)
-
-
-def average_in_a_step(optimizer: DecentOptimWrapper, rank: int, params: list[Tensor]) -> None:
+def average_in_a_step(optimizer: DecentOptimWrapper, params: list[Tensor]) -> None:
     # The fourth step launches the scheduled average, and synchronize() finishes it.
     for param in params:
         param.grad = None
@@ -194,18 +146,12 @@ def test_momenta_that_are_not_finite_reach_nobody(
     spoil: Any, average: Any, policy: OnNonfinite
 ) -> None:
     bad, world_size = 1, 3
+    schedule = Schedule(average_state="average", global_avg_every=4)
 
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         params = make_params(dtype=torch.float32)
         base = adamw(params)
-        optimizer = DecentOptimWrapper(
-            base,
-            bucket_cap_mb=TINY_CAP_MB,
-            process_group=group,
-            schedule=Schedule(average_state="average", global_avg_every=4),
-            on_nonfinite=policy,
-        )
-        assert len(optimizer.buckets) > 1
+        optimizer = wrap(params, group, base, schedule=schedule, on_nonfinite=policy)
         take_steps(optimizer, params, rank, range(3))
         optimizer.synchronize()
         if rank == bad:
@@ -219,12 +165,12 @@ def test_momenta_that_are_not_finite_reach_nobody(
         if policy == "raise":
             refusal = r"finite momenta in average_state=.*those of ranks \[1\] hold NaN"
             with pytest.raises(NonFiniteError, match=refusal) as caught:
-                average(optimizer, rank, params)
+                average(optimizer, params)
             assert caught.value.ranks == (bad,)
             torch.testing.assert_close(moments(), own, rtol=0, atol=0, equal_nan=True)
             optimizer.load_state_dict(optimizer.state_dict())
         else:
-            average(optimizer, rank, params)
+            average(optimizer, params)
         assert flatten(params).isfinite().all()
         return own, moments()
 
@@ -243,30 +189,48 @@ def test_momenta_that_are_not_finite_reach_nobody(
 
 
 def test_where_nobody_has_finite_momenta_each_keeps_its_own() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        params, optimizer = trained(
-            rank, group, sgd, schedule=Schedule(average_state="average"), on_nonfinite="skip"
-        )
+    options: Any = {"schedule": Schedule(average_state="average"), "on_nonfinite": "skip"}
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params, optimizer = trained(rank, group, **options)
         for param in params:
             optimizer.state[param]["momentum_buffer"].view(-1)[rank % param.numel()] = float("nan")
         own = momenta(optimizer, params)
         optimizer.global_avg(may_revert=False)
-        return own, momenta(optimizer, params)
-
-    for own, after in run_threads(2, main):
-        torch.testing.assert_close(after, own, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(momenta(optimizer, params), own, rtol=0, atol=0, equal_nan=True)
         assert own.isfinite().any()
+
+    run_threads(2, main)
+
+
+Built = TypeVar("Built", bound=nn.Module)
+# Ranks are threads here and share torch's global generator.
+BUILDING = threading.Lock()
+
+
+def built_from_one_seed(kind: Callable[[], Built]) -> Built:
+    with BUILDING, torch.random.fork_rng():
+        torch.manual_seed(0)
+        return kind()
 
 
 class Normed(nn.Module):
+    """Its norm and its dropout are read in training mode."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 6).double()
-        self.norm = nn.BatchNorm1d(6).double()
-        self.last = nn.Linear(6, 2).double()
+        self.first, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+        self.drop, self.last = nn.Dropout(), nn.Linear(6, 2)
+        self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.first(x)))  # type: ignore[no-any-return]
+        return self.last(self.drop(self.norm(self.first(x))))  # type: ignore[no-any-return]
+
+
+def normed() -> tuple[Normed, DecentOptimWrapper]:
+    """In a world of one."""
+    model = built_from_one_seed(Normed)
+    return model, DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def batches(rank: int, count: int) -> list[tuple[Tensor, Tensor]]:
@@ -275,23 +239,25 @@ def batches(rank: int, count: int) -> list[tuple[Tensor, Tensor]]:
     return [(x + rank, x[:, :2]) for x in draw]
 
 
-@pytest.mark.parametrize("with_buffers", [True, False])
-def test_batch_norms_are_recalibrated_on_the_average_and_restored(with_buffers: bool) -> None:
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_batch_norms_are_recalibrated_on_the_average_and_restored() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         model = built_from_one_seed(Normed)
-        optimizer = DecentOptimWrapper(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            process_group=group,
-            topology="ring",
-            buffers=model.buffers() if with_buffers else (),
-            bucket_cap_mb=TINY_CAP_MB,
-        )
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: Any = {"topology": "ring", "buffers": model.buffers()}
+        optimizer = wrap(list(model.parameters()), group, base, **options)
         for x, y in batches(rank, 4):
             optimizer.zero_grad()
             (model(x) - y).square().sum().backward()
             optimizer.step()
-        own = {name: value.clone() for name, value in model.state_dict().items()}
-        probe = batches(7, 3)
+        own, probe = state_of(model), batches(7, 3)
         with optimizer.averaged(recalibrate=(model, probe)):
             assert model.training
             outputs = torch.cat([model.first(x) for x, _ in probe])
@@ -299,16 +265,14 @@ def test_batch_norms_are_recalibrated_on_the_average_and_restored(with_buffers: 
             torch.testing.assert_close(model.norm.running_mean, mean)
             assert model.norm.num_batches_tracked == 3
             assert not torch.allclose(model.first.weight, own["first.weight"])
-        after = model.state_dict()
-        assert all(torch.equal(after[name], value) for name, value in own.items())
+        assert equal(state_of(model), own)
         optimizer.synchronize()
 
     run_threads(2, main)
 
 
 def test_statistics_stay_where_a_step_keeps_the_average() -> None:
-    model = built_from_one_seed(Normed)
-    optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = normed()
     (x, y), *_ = probe = batches(3, 2)
     with optimizer.averaged(recalibrate=(model, probe)):
         found = model.norm.running_mean
@@ -321,34 +285,52 @@ def test_statistics_stay_where_a_step_keeps_the_average() -> None:
     assert kept.abs().max() > 0.1
 
 
-def test_a_batch_that_raises_leaves_batch_norms_as_they_were() -> None:
-    model = built_from_one_seed(Normed).eval()
-    optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
-    own = {name: value.clone() for name, value in model.state_dict().items()}
+def broken() -> Iterator[tuple[Tensor, Tensor]]:
+    yield batches(0, 1)[0]
+    raise OSError("the disk")
 
-    def broken() -> Iterator[tuple[Tensor, Tensor]]:
-        yield batches(0, 1)[0]
-        assert not torch.equal(model.get_buffer("norm.running_mean"), own["norm.running_mean"])
-        raise OSError("the disk")
 
-    failing = optimizer.averaged(recalibrate=(model, broken()))
-    with pytest.raises(OSError, match="the disk"), failing:
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (lambda model: (model, broken()), OSError, "the disk"),
+        (lambda model: (model, []), ValueError, "reach every batch norm"),
+        (lambda model: model, TypeError, r"recalibrate expects \(model, batches\)"),
+        (lambda model: ([], model), TypeError, r"recalibrate expects \(model, batches\)"),
+        (lambda model: (model, 3), TypeError, r"recalibrate expects \(model, batches\)"),
+    ],
+)
+def test_what_does_not_recalibrate_leaves_batch_norms_as_they_were(
+    given: Callable[[nn.Module], Any], error: type[Exception], words: str
+) -> None:
+    model, optimizer = normed()
+    model.eval()
+    own, averaged = state_of(model), optimizer.averaged(recalibrate=given(model))
+    with pytest.raises(error, match=words), averaged:
         pass
     assert model.norm.momentum == 0.1
     assert not model.training
-    after = model.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in own.items())
+    assert equal(state_of(model), own)
 
 
-Built = TypeVar("Built", bound=nn.Module)
-# Ranks are threads here and share torch's global generator.
-BUILDING = threading.Lock()
+def test_a_model_whose_norms_are_all_frozen_is_not_run() -> None:
+    model, optimizer = normed()
+    model.norm.eval()
+    own, calls = state_of(model), list[object]()
+    model.register_forward_hook(lambda *_: calls.append(None))
+    with optimizer.averaged(recalibrate=(model, batches(0, 2))):
+        assert equal(state_of(model), own)
+    assert not calls
+    assert model.training
+    assert not model.norm.training
 
 
-def built_from_one_seed(kind: Callable[[], Built]) -> Built:
-    with BUILDING, torch.random.fork_rng():
-        torch.manual_seed(0)
-        return kind()
+def test_recalibration_leaves_the_random_numbers_alone() -> None:
+    model, optimizer = normed()
+    state = torch.get_rng_state()
+    with optimizer.averaged(recalibrate=(model, batches(0, 2))):
+        pass
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 class Buffered(nn.Module):
@@ -365,6 +347,12 @@ class Buffered(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("row", torch.arange(6.0).expand(8, 6))
         self.double()
+        nn.init.constant_(self.frozen.get_buffer("running_mean"), 0.5)
+
+    def train(self, mode: bool = True) -> Buffered:
+        super().train(mode)
+        self.frozen.eval()
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -380,11 +368,9 @@ class Buffered(nn.Module):
         return {name: module.training for name, module in self.named_modules()}
 
 
-class KeepsFrozen(Buffered):
-    def train(self, mode: bool = True) -> KeepsFrozen:
-        super().train(mode)
-        self.frozen.eval()
-        return self
+def restore_modes(model: nn.Module, modes: dict[str, bool]) -> None:
+    for name, module in model.named_modules():
+        module.training = modes[name]
 
 
 @pytest.mark.parametrize(
@@ -395,16 +381,12 @@ def test_recalibration_leaves_everything_else_as_it_was(
     views: bool, with_buffers: bool, evaluating: bool
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        model = built_from_one_seed(KeepsFrozen)
-        model.frozen.running_mean.fill_(0.5)  # type: ignore[union-attr]
-        optimizer = DecentOptimWrapper(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            process_group=group,
-            topology="ring",
-            buffers=[b for b in model.buffers() if b is not model.row] if with_buffers else (),
-            param_as_bucket_view=views,
-            bucket_cap_mb=TINY_CAP_MB,
-        )
+        model = built_from_one_seed(Buffered)
+        params: Sequence[Tensor] = list(model.parameters())
+        buffers = [b for b in model.buffers() if b is not model.row] if with_buffers else ()
+        options: Any = {"topology": "ring", "param_as_bucket_view": views}
+        base = torch.optim.SGD(params, lr=0.1)
+        optimizer = wrap(params, group, base, buffers=buffers, **options)
         assert len(optimizer.buckets) > 1
         model.train()
         for x, _ in batches(rank, 3):
@@ -415,93 +397,22 @@ def test_recalibration_leaves_everything_else_as_it_was(
         model.drop.eval()
         if evaluating:
             model.eval()
-        buffers, modes = model.buffer_values(), model.modes()
-        objects = dict(model.named_buffers())
+        own, modes, objects = model.buffer_values(), model.modes(), dict(model.named_buffers())
         with optimizer.averaged():
             on_average = model.buffer_values()
         with optimizer.averaged(recalibrate=(model, batches(7, 3))):
             assert model.modes() == modes
             inside = model.buffer_values()
-            assert {n for n, value in inside.items() if not torch.equal(value, on_average[n])} == {
-                "norm.running_mean",
-                "norm.running_var",
-            }
+            changed = {n for n, value in inside.items() if not torch.equal(value, on_average[n])}
+            assert changed == {"norm.running_mean", "norm.running_var"}
             assert inside["norm.num_batches_tracked"] == 3
             model.train()
             model(batches(8, 1)[0][0])
             model.eval()
-            for name, module in model.named_modules():
-                module.training = modes[name]
-        after = model.buffer_values()
-        assert after.keys() == buffers.keys()
-        assert all(torch.equal(after[name], value) for name, value in buffers.items())
+            restore_modes(model, modes)
+        assert equal(model.buffer_values(), own)
         assert all(value is objects[name] for name, value in model.named_buffers())
         assert model.modes() == modes
         assert any(modes.values()) != evaluating
 
     run_threads(2, main)
-
-
-def test_a_model_whose_norms_are_all_frozen_is_not_run() -> None:
-    model = built_from_one_seed(Normed)
-    model.norm.eval()
-    optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
-    own = {name: value.clone() for name, value in model.state_dict().items()}
-    calls: list[object] = []
-    model.register_forward_hook(lambda *_: calls.append(None))
-    with optimizer.averaged(recalibrate=(model, batches(0, 2))):
-        assert all(torch.equal(model.state_dict()[name], value) for name, value in own.items())
-    assert not calls
-    assert model.training
-    assert not model.norm.training
-
-
-def test_counters_of_parameters_without_dimensions_are_not_averaged() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> list[float]:
-        params = [torch.tensor(1.0 + rank, requires_grad=True), torch.ones(3, requires_grad=True)]
-        base = torch.optim.Adam(params, lr=0.1)
-        optimizer = DecentOptimWrapper(
-            base,
-            process_group=group,
-            schedule=Schedule(average_state="average"),
-            bucket_cap_mb=4 / 2**20,
-        )
-        for step in range(3):
-            for param in params:
-                param.grad = None if (rank, step) == (0, 1) else torch.ones_like(param)
-            optimizer.step()
-        optimizer.global_avg(may_revert=False)
-        return [base.state[param]["step"].item() for param in params]
-
-    assert run_threads(2, main) == [[2.0, 2.0], [3.0, 3.0]]
-
-
-def test_recalibration_leaves_the_random_numbers_alone() -> None:
-    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.BatchNorm1d(6)).double()
-    optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
-    state = torch.get_rng_state()
-    with optimizer.averaged(recalibrate=(model, batches(0, 2))):
-        pass
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("given", [nn.Linear(1, 1), ([], nn.Linear(1, 1)), (nn.Linear(1, 1), 3)])
-def test_what_cannot_be_recalibrated_is_refused(given: Any) -> None:
-    optimizer = DecentOptimWrapper(sgd(make_params()))
-    with (
-        pytest.raises(TypeError, match=r"recalibrate expects \(model, batches\)"),
-        optimizer.averaged(recalibrate=given),
-    ):
-        pass
-
-
-def test_no_batches_are_refused() -> None:
-    model = built_from_one_seed(Normed)
-    optimizer = DecentOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
-    own = {name: value.clone() for name, value in model.state_dict().items()}
-    with (
-        pytest.raises(ValueError, match="reach every batch norm"),
-        optimizer.averaged(recalibrate=(model, [])),
-    ):
-        pass
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in own.items())
