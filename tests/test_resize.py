@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import mix, put, rows_of, train_densely
-from problem import adamw, backward, flatten, make_params, nesterov, sgd, take_steps, wrap
+from problem import MakeOptimizer, adamw, backward, flatten, make_params, nesterov, sgd, take_steps
 from ranks import run_threads
 from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
+from test_checkpoint import file_of, flip_a_bit, start
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,13 +27,16 @@ from torch.utils._pytree import tree_leaves
 from warned import warned_texts
 
 from decent_optim_wrapper import NonFiniteError, Schedule, TopologyFactory
-from decent_optim_wrapper.checkpoint import Checkpoint, Checkpoints, averaging, sealed_file
+from decent_optim_wrapper.checkpoint import Checkpoint, averaging, sealed_file
 from decent_optim_wrapper.cli import main as command
 from decent_optim_wrapper.optim import QGSGD, AccumAdam
 
 SIZES = (4, 3, 6, 1)
-TOPOLOGIES = {4: "ring", 3: "complete", 6: "ring", 1: "complete"}
 STEPS = 4
+
+
+def topology_of(size: int) -> str:
+    return "complete" if size % 2 else "ring"
 
 
 class Found(NamedTuple):
@@ -49,42 +53,31 @@ def part(
     group: dist.ProcessGroup,
     folder: Path,
     size: int,
-    make: Callable[[Sequence[Tensor]], Optimizer] = sgd,
-    saved_by: int | None = None,
+    make: MakeOptimizer,
     **options: Any,
 ) -> Found:
-    """Go on from a set of `saved_by` ranks for some steps, and save with a round in flight."""
-    params = make_params(seed=size)
-    optimizer = wrap(params, group, make(params), topology=TOPOLOGIES[size], **options)
-    checkpoints = Checkpoints(folder, optimizer)
-    saved = checkpoints.load()
-    assert (saved and saved.world_size) == saved_by
-    step = 0
-    if saved is not None:
-        step = saved.step
-        optimizer.load_state_dict(saved.state["optimizer"])
-        with torch.no_grad():
-            torch._foreach_copy_(params, saved.state["model"])
-    loaded = flatten(params)
-    state = copy.deepcopy(optimizer.state_dict())
-    take_steps(optimizer, params, rank, range(step, step + STEPS))
-    if options.get("schedule", Schedule()).gossip_every == "auto":
-        optimizer.synchronize()
-    model = [param.detach() for param in params]
-    checkpoints.save(step + STEPS, {"model": model, "optimizer": optimizer.state_dict()})
-    return Found(loaded, state, flatten(params), optimizer.round)
+    """Go on from the last set for some steps, and save with a round in flight."""
+    run = start(group, folder, size, make=make, topology=topology_of(size), **options)
+    step = run.resume()
+    loaded, state = flatten(run.params), copy.deepcopy(run.optimizer.state_dict())
+    take_steps(run.optimizer, run.params, rank, range(step, step + STEPS))
+    if run.optimizer.schedule.gossip_every == "auto":
+        run.optimizer.synchronize()
+    run.save(step + STEPS)
+    return Found(loaded, state, flatten(run.params), run.optimizer.round)
 
 
-def journey(folder: Path, sizes: Sequence[int] = SIZES, **options: Any) -> list[list[Found]]:
+def journey(
+    folder: Path, sizes: Sequence[int], make: MakeOptimizer = sgd, **options: Any
+) -> list[list[Found]]:
     """What all ranks find in every part of a run with changing numbers of ranks."""
-    before = [None, *sizes]
     return [
-        run_threads(size, partial(part, folder=folder, size=size, saved_by=last, **options))
-        for size, last in zip(sizes, before, strict=False)
+        run_threads(size, partial(part, folder=folder, size=size, make=make, **options))
+        for size in sizes
     ]
 
 
-def dense_journey(make: Callable[[Sequence[Tensor]], Optimizer], overlap: bool) -> list[Tensor]:
+def dense_journey(make: MakeOptimizer, overlap: bool) -> list[Tensor]:
     """The parameters of all ranks at the end of each part, in one place."""
     worlds: list[list[Tensor]] = []
     bases: list[Optimizer] = []
@@ -97,31 +90,22 @@ def dense_journey(make: Callable[[Sequence[Tensor]], Optimizer], overlap: bool) 
             put(worlds, rows_of(previous).mean(0).expand(size, -1))
             for base in bases:
                 base.load_state_dict(mean_state(states))
-        run = _DensePart(worlds, bases, TOPOLOGIES[size], first=number * STEPS)
-        ends.append(run.train(overlap))
+        ends.append(dense_part(worlds, bases, overlap, first=number * STEPS))
     return ends
 
 
-class _DensePart:
-    def __init__(
-        self,
-        worlds: list[list[Tensor]],
-        bases: list[Optimizer],
-        topology: str,
-        first: int,
-    ) -> None:
-        self.worlds, self.bases, self.first = worlds, bases, first
-        self.topology = TopologyFactory.create(topology, len(worlds))
-
-    def train(self, overlap: bool) -> Tensor:
-        return train_densely(
-            self.worlds,
-            STEPS,
-            overlap,
-            compute=lambda rank, step: backward(self.worlds[rank], rank, self.first + step),
-            update=lambda rank, step: self.bases[rank].step(),
-            land=lambda step: mix(self.worlds, self.topology.mixing_matrix(self.first + step)),
-        )
+def dense_part(
+    worlds: list[list[Tensor]], bases: list[Optimizer], overlap: bool, first: int
+) -> Tensor:
+    topology = TopologyFactory.create(topology_of(len(worlds)), len(worlds))
+    return train_densely(
+        worlds,
+        STEPS,
+        overlap,
+        compute=lambda rank, step: backward(worlds[rank], rank, first + step),
+        update=lambda rank, step: bases[rank].step(),
+        land=lambda step: mix(worlds, topology.mixing_matrix(first + step)),
+    )
 
 
 def mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -138,11 +122,10 @@ def mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "overlap"), [(sgd, True), (adamw, False)])
 def test_4_3_6_and_1_ranks_train_as_the_oracle_does_from_the_mean(
-    base: Callable[[Sequence[Tensor]], Optimizer], overlap: bool, tmp_path: Path
+    base: MakeOptimizer, overlap: bool, tmp_path: Path
 ) -> None:
-    parts = journey(tmp_path, make=base, overlap=overlap)
-    expected = dense_journey(base, overlap)
-    for found, ends in zip(parts, expected, strict=True):
+    parts = journey(tmp_path, SIZES, base, overlap=overlap)
+    for found, ends in zip(parts, dense_journey(base, overlap), strict=True):
         # The oracle has mixed the last round, which does not move the mean.
         mean = torch.stack([each.end for each in found]).mean(0)
         torch.testing.assert_close(mean, ends.mean(0), rtol=0, atol=1e-13)
@@ -150,11 +133,10 @@ def test_4_3_6_and_1_ranks_train_as_the_oracle_does_from_the_mean(
     assert [found[0].round for found in parts] == [STEPS, 2 * STEPS, 3 * STEPS, 4 * STEPS]
 
 
-def schedulefree(params: Sequence[Tensor]) -> Optimizer:
-    base: Any = AdamWScheduleFree(params, lr=0.02, warmup_steps=3)
+def schedulefree(params: Sequence[Tensor]) -> Any:
+    base = AdamWScheduleFree(params, lr=0.02, warmup_steps=3)
     base.train()
-    made: Optimizer = base
-    return made
+    return base
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -175,7 +157,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 def test_whatever_takes_part_the_mean_stays_and_training_goes_on(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    parts = journey(tmp_path, sizes=(4, 6), **options)
+    parts = journey(tmp_path, (4, 6), **options)
     for before, found in pairwise(parts):
         mean = torch.stack([each.end for each in before]).mean(0)
         for rank in found:
@@ -192,21 +174,17 @@ def test_whatever_takes_part_the_mean_stays_and_training_goes_on(
         assert (found[0].end - found[0].loaded).abs().max() > 1e-3
 
 
-def extension_rows(found: Found, name: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = found.state["gossip"]["extensions"][name]["params"]
-    return rows
-
-
 @pytest.mark.filterwarnings("ignore:gradient_tracking gains less")
 def test_an_outer_optimizer_goes_on_and_tracked_gradients_start_again(tmp_path: Path) -> None:
     both = {**FEATURES["tracking"], **FEATURES["outer"]}
-    for found in journey(tmp_path, sizes=(4, 3), **both)[1]:
-        for row in extension_rows(found, "gradient_tracking"):
-            assert not row["y"].any()
-            assert row["steps"] == 0
-        rows = extension_rows(found, "outer_optimizer")
-        assert all(row["started"] for row in rows)
-        assert any(row["state"]["momentum_buffer"].any() for row in rows)
+    for found in journey(tmp_path, (4, 3), **both)[1]:
+        states = found.state["gossip"]["extensions"]
+        tracked, outer = (
+            states[name]["params"] for name in ("gradient_tracking", "outer_optimizer")
+        )
+        assert not any(row["y"].any() or row["steps"] for row in tracked)
+        assert all(row["started"] for row in outer)
+        assert any(row["state"]["momentum_buffer"].any() for row in outer)
 
 
 def averaged(*states: Any, rank: int = 0, extensions: Sequence[str] = ()) -> Any:
@@ -252,28 +230,25 @@ def test_counters_and_what_belongs_together_are_not_averaged() -> None:
     assert averaged(nothing, nothing)["state"] == {}
 
 
-def test_a_mean_is_rounded_once_and_what_shares_memory_still_does() -> None:
-    generator = torch.Generator().manual_seed(3)
-    rows = [torch.randn(5, 4, generator=generator).to(torch.float16) for _ in range(7)]
-    model = [OrderedDict(one=row.t(), other=row.t(), rows=row[1:]) for row in rows]
-    mean = averaged(*model)
-    assert torch.equal(mean["one"], torch.stack(rows).double().mean(0).to(torch.float16).t())
-    assert mean["one"] is mean["other"]
-    assert mean["rows"].shape == (4, 4)
-    assert isinstance(mean, OrderedDict)
-    assert not torch.equal(mean["one"], rows[0].t())
-
-
-def test_averaging_leaves_the_states_as_they_are() -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_mean_is_rounded_once_and_what_shares_memory_still_does(dtype: torch.dtype) -> None:
     """In float64 a sum could be made in place, and be seen by what shares memory with a tensor."""
-    rows = [torch.full((3, 2), float(rank), dtype=torch.float64) for rank in range(4)]
-    mean = averaged(*[{"all": row, "last": row[1:]} for row in rows])
-    assert mean["all"].unique().tolist() == mean["last"].unique().tolist() == [1.5]
-    assert [row[0, 0].item() for row in rows] == [0, 1, 2, 3]
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randn(5, 4, generator=generator).to(dtype) for _ in range(7)]
+    expected = (sum((row.double() for row in rows), torch.zeros(())) / 7).to(dtype)
+    before = copy.deepcopy(rows)
+    mean = averaged(*[OrderedDict(one=row.t(), other=row.t(), rows=row[1:]) for row in rows])
+    assert torch.equal(mean["one"], expected.t())
+    assert torch.equal(mean["rows"], expected[1:])
+    assert mean["one"] is mean["other"]
+    assert isinstance(mean, OrderedDict)
+    assert all(map(torch.equal, rows, before))
+    assert not torch.equal(expected, rows[0])
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(float("nan"), torch.bfloat16), (float("-inf"), torch.float64)]
+)
 def test_a_value_that_is_not_finite_on_one_rank_is_an_error_and_a_mask_on_all_is_none(
     value: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,10 +312,10 @@ def test_averaging_takes_the_memory_of_one_model_and_of_a_piece_of_a_tensor(
         torch.manual_seed(rank)
         # Dense, but not contiguous.
         model = {str(i): torch.randn(large // 200, 200).t() for i in range(count)}
-        sealed_file.write(tmp_path / "step_1" / f"rank_{rank}_of_8.pt", {"model": model}, 1)
-    files = {r: tmp_path / "step_1" / f"rank_{r}_of_8.pt" for r in range(8)}
-    states = {rank: averaging.map_file(path) for rank, path in files.items()}
-    assert all(str(path) in Path("/proc/self/maps").read_text() for path in files.values())
+        sealed_file.write(file_of(tmp_path, 1, rank, 8), {"model": model}, 1)
+    files = [file_of(tmp_path, 1, rank, 8) for rank in range(8)]
+    states = dict(enumerate(map(averaging.map_file, files)))
+    assert all(str(path) in Path("/proc/self/maps").read_text() for path in files)
     with Live() as live:
         mean = averaging.averaged(states, 0)
     one_model = count * large * 4
@@ -351,128 +326,103 @@ def test_averaging_takes_the_memory_of_one_model_and_of_a_piece_of_a_tensor(
     assert len(mean["model"]) == count
 
 
-def save(folder: Path, size: int, step: int, model: float) -> None:
+def write(folder: Path, step: int, size: int, values: dict[int, Any], stamp: int = 5) -> None:
+    """A set in which the models of these ranks have one parameter with these values."""
+    for rank, value in values.items():
+        state = {"model": {"weight": torch.as_tensor(value)}}
+        sealed_file.write(file_of(folder, step, rank, size), state, stamp)
+
+
+def save(folder: Path, size: int, step: int, model: int) -> None:
     """A set in which the models of the ranks have this mean."""
-
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        optimizer = wrap(make_params(), group, topology=TOPOLOGIES[size])
-        value = torch.full((3,), model + rank - (size - 1) / 2)
-        Checkpoints(folder, optimizer).save(step, {"model": {"weight": value}})
-
-    run_threads(size, main)
+    values = {rank: [model + rank - (size - 1) / 2] * 3 for rank in range(size)}
+    write(folder, step, size, values, stamp=model)
 
 
 def load(
     folder: Path | Sequence[Path], size: int, same_world: bool = False
-) -> list[Checkpoint | None]:
-    def main(rank: int, group: dist.ProcessGroup) -> Checkpoint | None:
-        optimizer = wrap(make_params(), group, topology=TOPOLOGIES[size])
-        own = folder if isinstance(folder, Path) else folder[rank]
-        return Checkpoints(own, optimizer).load(same_world=same_world)
-
-    return run_threads(size, main)
-
-
-def summary(ranks: Sequence[Checkpoint | None]) -> list[tuple[int, int, float]]:
+) -> list[tuple[int, int, float]]:
     """Step, size and model that each rank goes on from."""
-    none = Checkpoint(step=-1, state={"model": {"weight": torch.zeros(1)}}, world_size=0)
-    found = [each or none for each in ranks]
-    return [(each.step, each.world_size, each.state["model"]["weight"][0].item()) for each in found]
+
+    def main(rank: int, group: dist.ProcessGroup) -> Checkpoint | None:
+        own = folder if isinstance(folder, Path) else folder[rank]
+        return start(group, own, topology=topology_of(size)).checkpoints.load(same_world=same_world)
+
+    found = run_threads(size, main)
+    return [
+        (each.step, each.world_size, each.state["model"]["weight"][0].item()) if each else NOTHING
+        for each in found
+    ]
 
 
 NOTHING = (-1, 0, 0.0)
 
 
-def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-@pytest.fixture
-def warned() -> Iterator[list[str]]:
-    with warned_texts() as texts:
-        yield texts
-
-
-def test_the_newest_complete_set_is_loaded_whatever_its_size(
-    tmp_path: Path, warned: list[str]
-) -> None:
-    for size, step, model in ((4, 1, 10.0), (3, 2, 20.0), (6, 3, 30.0)):
+def test_the_newest_complete_set_is_loaded_whatever_its_size(tmp_path: Path) -> None:
+    for size, step, model in ((4, 1, 10), (3, 2, 20), (6, 3, 30)):
         save(tmp_path, size, step, model)
-    assert summary(load(tmp_path, 4)) == [(3, 6, 30.0)] * 4
     own = [(1, 4, 8.5), (1, 4, 9.5), (1, 4, 10.5), (1, 4, 11.5)]
-    assert summary(load(tmp_path, 4, same_world=True)) == own
-    assert warned == []
-    damage(tmp_path / "step_00000003" / "rank_5_of_6.pt")
-    assert summary(load(tmp_path, 4)) == [(2, 3, 20.0)] * 4
+    with warned_texts() as warned:
+        assert load(tmp_path, 4) == [(3, 6, 30.0)] * 4
+        assert load(tmp_path, 4, same_world=True) == own
+        assert warned == []
+        flip_a_bit(file_of(tmp_path, 3, 5, 6))
+        assert load(tmp_path, 4) == [(2, 3, 20.0)] * 4
+        file_of(tmp_path, 2, 1, 3).unlink()
+        assert load(tmp_path, 4) == own
+        assert load(tmp_path, 1) == [(1, 4, 10.0)]
+        assert load(tmp_path, 1, same_world=True) == [NOTHING]
     text = "".join(warned)
     assert "step_00000003 of 6 ranks cannot be used: expected 6 whole files of one set" in text
     assert "rank_5_of_6.pt cannot be used: its bytes do not match its seal" in text
-    (tmp_path / "step_00000002" / "rank_1_of_3.pt").unlink()
-    assert summary(load(tmp_path, 4)) == own
-    assert summary(load(tmp_path, 1)) == [(1, 4, 10.0)]
-    assert load(tmp_path, 1, same_world=True) == [None]
     assert "no complete set of 1 ranks" in warned[-1]
     # Of one step, that of the same size.
-    save(tmp_path, 3, 1, 50.0)
-    assert summary(load(tmp_path, 4)) == own
+    save(tmp_path, 3, 1, 50)
+    assert load(tmp_path, 4) == own
 
 
-def test_ranks_that_see_different_folders_load_what_all_of_them_see(
-    tmp_path: Path, warned: list[str]
-) -> None:
+def test_ranks_that_see_different_folders_load_what_all_of_them_see(tmp_path: Path) -> None:
     folders = [tmp_path / str(rank) for rank in range(3)]
-    save(folders[0], 4, 1, 10.0)
-    save(folders[0], 6, 2, 20.0)
+    save(folders[0], 4, 1, 10)
+    save(folders[0], 6, 2, 20)
     shutil.copytree(folders[0], folders[1])
     shutil.copytree(folders[0] / "step_00000001", folders[2] / "step_00000001")
-    assert summary(load(folders, 3)) == [(1, 4, 10.0)] * 3
+    with warned_texts() as warned:
+        assert load(folders, 3) == [(1, 4, 10.0)] * 3
     (text,) = warned
     assert "step_00000002 of 6 ranks is passed over: rank 2 does not find all of its files" in text
     assert "put them into a folder that every rank sees" in text
     # Another run's set of the same step.
     shutil.rmtree(folders[1])
-    save(folders[1], 4, 1, 70.0)
-    assert summary(load(folders, 3)) == [NOTHING] * 3
+    save(folders[1], 4, 1, 70)
+    with warned_texts() as warned:
+        assert load(folders, 3) == [NOTHING] * 3
     assert "or finds others" in "".join(warned)
 
 
 def test_a_set_that_members_with_gaps_have_saved_is_averaged(tmp_path: Path) -> None:
     """Of three ranks 1 was lost: the files are those of 0 and 2."""
-    save(tmp_path, 3, 1, 10.0)
-    place = tmp_path / "step_00000002"
-    for rank, value in ((0, 1.0), (2, 4.0)):
-        state = {"model": {"weight": torch.full((3,), value)}}
-        sealed_file.write(place / f"rank_{rank}_of_2.pt", state, stamp=5)
-
-    def main(rank: int, group: dist.ProcessGroup) -> Checkpoint | None:
-        return Checkpoints(tmp_path, wrap(make_params(), group)).load()
-
-    assert summary(run_threads(2, main)) == [(2, 2, 2.5)] * 2
-    assert summary(load(tmp_path, 3)) == [(2, 2, 2.5)] * 3
+    save(tmp_path, 3, 1, 10)
+    write(tmp_path, 2, 2, {0: [1.0], 2: [4.0]})
+    assert load(tmp_path, 2) == [(2, 2, 2.5)] * 2
+    assert load(tmp_path, 3) == [(2, 2, 2.5)] * 3
 
 
 def test_nan_in_one_file_is_an_error_on_every_rank_of_another_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = tmp_path / "step_00000003"
-    for rank, value in ((0, 1.0), (1, float("nan")), (2, 4.0)):
-        state = {"model": {"weight": torch.tensor([0.0, value])}}
-        sealed_file.write(place / f"rank_{rank}_of_3.pt", state, stamp=5)
-    file = place / "rank_1_of_3.pt"
+    write(tmp_path, 3, 3, {0: [1.0], 1: [float("nan")], 2: [4.0]})
+    file, out = file_of(tmp_path, 3, 1, 3), tmp_path / "model.pt"
 
-    def main(rank: int, group: dist.ProcessGroup) -> str:
-        with pytest.raises(NonFiniteError) as error:
-            Checkpoints(tmp_path, wrap(make_params(), group)).load()
-        return str(error.value)
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        text = f"model/weight in {file} of rank 1 has NaN or infinity"
+        with pytest.raises(NonFiniteError, match=text):
+            start(group, tmp_path).checkpoints.load()
 
-    for text in run_threads(2, main):
-        assert f"model/weight in {file} of rank 1 has NaN or infinity" in text
+    run_threads(2, main)
     # Every rank continues from its own file.
-    own = [rank and rank.state["model"]["weight"][1].item() for rank in load(tmp_path, 3)]
-    assert (own[0], own[2]) == (1, 4)
-    out = tmp_path / "model.pt"
+    first, _, last = load(tmp_path, 3)
+    assert (first[2], last[2]) == (1, 4)
     with pytest.raises(SystemExit):
         command(["average", str(tmp_path), "--out", str(out)])
     assert f"weight in {file} of rank 1 has NaN" in capsys.readouterr().err
@@ -480,10 +430,10 @@ def test_nan_in_one_file_is_an_error_on_every_rank_of_another_number(
 
 
 def test_no_step_is_saved_again_below_a_set_of_another_size(tmp_path: Path) -> None:
-    save(tmp_path, 4, 5, 10.0)
+    save(tmp_path, 4, 5, 10)
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        checkpoints = Checkpoints(tmp_path, wrap(make_params(), group, topology="complete"))
+        checkpoints = start(group, tmp_path, topology="complete").checkpoints
         assert checkpoints.load() is not None
         with pytest.raises(ValueError, match="above 5, that of the last set"):
             checkpoints.save(5, {})
@@ -503,7 +453,7 @@ def test_the_command_writes_the_averaged_model(
         model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
         models.append(model.double().state_dict())
         state = {"model": {**models[-1], "tied": models[-1]["0.bias"]}, "other": 1}
-        sealed_file.write(run / "step_00000007" / f"rank_{rank}_of_3.pt", state, stamp=9)
+        sealed_file.write(file_of(run, 7, rank, 3), state, stamp=9)
     assert command(["average", str(run), "--out", str(out)]) == 0
     assert f"{out}: the average over 3 ranks of step 7" in capsys.readouterr().out
     mean = torch.load(out, weights_only=True)
@@ -532,9 +482,9 @@ def test_the_command_says_what_is_missing(
         return capsys.readouterr().err
 
     state = {"net": {"weight": torch.ones(2)}, "epoch": 3}
-    sealed_file.write(tmp_path / "run" / "step_00000001" / "rank_0_of_1.pt", state, 1)
-    sealed_file.write(tmp_path / "half" / "step_00000001" / "rank_0_of_2.pt", state, 1)
-    sealed_file.write(tmp_path / "mesh" / "step_00000001" / "rank_0_of_1_shard_0_of_2.pt", state, 1)
+    for name in ("run/step_1/rank_0_of_1.pt", "half/step_1/rank_0_of_2.pt"):
+        sealed_file.write(tmp_path / name, state, 1)
+    sealed_file.write(tmp_path / "mesh" / "step_1" / "rank_0_of_1_shard_0_of_2.pt", state, 1)
     assert "has no part 'model' in ['epoch', 'net']; pass --part" in refusal("run")
     assert "tensors by name only" in refusal("run", "--part", "epoch")
     assert "expected a folder with a complete checkpoint set" in refusal("half")
