@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from problem import TINY_CAP_MB, backward, make_params, sgd
+from problem import make_params, take_steps
+from problem import wrap as wrap_params
 from ranks import run_threads
 from restartable_processes import RestartableProcesses, wrap_elastic
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
@@ -27,18 +29,44 @@ from decent_optim_wrapper.checkpoint import Checkpoints
 from decent_optim_wrapper.data import ElasticSampler
 from decent_optim_wrapper.data.agreement import Told
 from decent_optim_wrapper.data.dealing import Change, Dealing, Rules
+from decent_optim_wrapper.gossip.pacing import Pacing
 
 SAMPLES = 203
 State = dict[str, Any]
+Batch = list[int]
+Wrapped = tuple[DecentOptimWrapper, Callable[[], None]]
 
 
-def wrap(group: dist.ProcessGroup | None, **options: Any) -> tuple[list[Tensor], Any]:
+def wrap(group: dist.ProcessGroup | None = None, rank: int = 0, **options: Any) -> Wrapped:
+    """A wrapper, and a function that makes a step."""
     params = make_params()
-    optimizer = DecentOptimWrapper(
-        sgd(params), process_group=group, bucket_cap_mb=TINY_CAP_MB, **options
-    )
+    optimizer = wrap_params(params, group, **options)
     assert len(optimizer.buckets) >= 2
-    return params, optimizer
+    return optimizer, lambda: take_steps(optimizer, params, rank, [optimizer.round])
+
+
+def now(sampler: ElasticSampler) -> State:
+    """The state, with the number of steps, which is the same on all ranks."""
+    state = sampler.state_dict()
+    return {**state, "steps": int(state["steps"][1, 0])}
+
+
+def dealt(state: State, epochs: int) -> Counter[int]:
+    """How often samples have been dealt by the end of an epoch, some of them for the next one."""
+    dealing = Dealing(Rules(*state["rules"]), state["first"], changes_of(state))
+    end = state["steps"]
+    dealing.open_pass(end)
+    left = Counter(
+        sample
+        for rank in dealing.members
+        for step in range(end, dealing.end(end, rank))
+        for sample in dealing.samples(step, rank)
+    )
+    return Counter(dict.fromkeys(range(dealing.rules.length), epochs + 1)) - left
+
+
+def changes_of(state: State) -> list[Change]:
+    return [*map(Change.unpack, state["changes"])]
 
 
 def test_what_workers_fetch_ahead_is_not_used() -> None:
@@ -46,7 +74,7 @@ def test_what_workers_fetch_ahead_is_not_used() -> None:
     used: Counter[int] = Counter()
     state: State | None = None
     for steps in (7, None):
-        params, optimizer = wrap(None)
+        optimizer, step = wrap()
         sampler = ElasticSampler(data, optimizer, 8, seed=3)
         if state is not None:
             sampler.load_state_dict(state)
@@ -54,8 +82,7 @@ def test_what_workers_fetch_ahead_is_not_used() -> None:
         assert len(loader) == 26 - (0 if state is None else 7)
         for (batch,) in islice(loader, steps):
             used.update(batch.tolist())
-            backward(params, 0, optimizer.round)
-            optimizer.step()
+            step()
         state = sampler.state_dict()
     assert used == Counter(range(SAMPLES))
     assert sampler.epoch == 1
@@ -67,34 +94,28 @@ def test_a_state_is_right_for_another_number_of_ranks(sizes: dict[str, Any]) -> 
     state: State = {}
     used: Counter[int] = Counter()
 
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[list[list[int]], State, int]:
-        params, optimizer = wrap(group, topology="complete")
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[list[Batch], State, int]:
+        optimizer, step = wrap(group, rank, topology="complete")
         sampler = ElasticSampler(SAMPLES, optimizer, **sizes)
         if state:
             sampler.load_state_dict(state)
-        batches: list[list[int]] = []
+        batches: list[Batch] = []
         while sampler.epoch < 2 and len(batches) < 9:
             # A new iterator begins with the next step.
             batches.append(next(iter(sampler)))
-            backward(params, rank, optimizer.round)
-            optimizer.step()
+            step()
         return batches, sampler.state_dict(), sampler.epoch
 
-    for ranks in (4, 3, 6, 1, 5):
-        results = run_threads(ranks, main)
-        assert len({len(batches) for batches, *_ in results}) == 1
-        for step in zip(*(batches for batches, *_ in results), strict=True):
-            dealt = [len(batch) for batch in step]
-            assert max(dealt) - min(dealt) <= 1
-            used.update(sample for batch in step for sample in batch)
-        if "total_batch" in sizes and results[0][2] == 0:
-            assert sum(dealt) == 13
-        (_, state, epoch), *others = results
-        assert all(str(other) == str(state) for _, other, _ in others)
+    ranks, epoch = iter((4, 3, 6, 1, 5)), 0
     while epoch < 2:
-        results = run_threads(2, main)
-        used.update(sample for batches, *_ in results for batch in batches for sample in batch)
-        _, state, epoch = results[0]
+        batches, states, epochs = zip(*run_threads(next(ranks, 2), main), strict=True)
+        for step in zip(*batches, strict=True):
+            used.update(sample for batch in step for sample in batch)
+            counts = [len(batch) for batch in step]
+            assert max(counts) - min(counts) <= 1
+        state, epoch = states[0], epochs[0]
+        assert epoch > 0 or "batch_size" in sizes or sum(counts) == 13
+        assert len({str(each) for each in states}) == 1
     assert used == Counter(dict.fromkeys(range(SAMPLES), 2))
 
 
@@ -102,7 +123,6 @@ def test_a_state_is_right_for_another_number_of_ranks(sizes: dict[str, Any]) -> 
     ("gossip_every", "worlds"),
     [
         (1, [[10, 10, 10, 10], [2, 2, 2], [9] * 6]),
-        ("auto", [[10, 12, 11, 9], [1, 2, 1], [9] * 6]),
         # The fast ranks are in the next epoch.
         ("auto", [[5, 12, 15, 9], [4, 9, 14, 3, 5], [2, 1]]),
     ],
@@ -113,21 +133,20 @@ def test_a_checkpoint_of_other_ranks_leaves_no_sample_out(
     used: Counter[int] = Counter()
     epochs = 3
 
-    def main(rank: int, group: dist.ProcessGroup, steps: list[int]) -> tuple[list[int], int]:
+    def main(rank: int, group: dist.ProcessGroup, steps: list[int]) -> tuple[Batch, int]:
         schedule = Schedule(gossip_every=gossip_every)
-        params, optimizer = wrap(group, topology="complete", schedule=schedule)
+        optimizer, step = wrap(group, rank, topology="complete", schedule=schedule)
         sampler = ElasticSampler(SAMPLES, optimizer, 4)
         checkpoints = Checkpoints(tmp_path, optimizer)
         found = checkpoints.load()
         if found is not None:
             sampler.load_state_dict(found.state["sampler"])
-        samples: list[int] = []
+        samples: Batch = []
         count = 0
         # The last ranks train to the end.
         while count < steps[rank] if steps else sampler.epoch < epochs:
             samples += next(iter(sampler))
-            backward(params, rank, count)
-            optimizer.step()
+            step()
             count += 1
         optimizer.synchronize()
         checkpoints.save(found.step + 1 if found else 1, {"sampler": sampler.state_dict()})
@@ -141,21 +160,20 @@ def test_a_checkpoint_of_other_ranks_leaves_no_sample_out(
 
 
 def test_a_state_without_the_steps_of_all_ranks_is_refused_by_others() -> None:
-    def wrapped(group: dist.ProcessGroup) -> tuple[list[Tensor], ElasticSampler, Any]:
+    def make(group: dist.ProcessGroup) -> tuple[ElasticSampler, *Wrapped]:
         schedule = Schedule(gossip_every="auto")
-        params, optimizer = wrap(group, topology="complete", schedule=schedule)
-        return params, ElasticSampler(SAMPLES, optimizer, 4), optimizer
+        optimizer, step = wrap(group, topology="complete", schedule=schedule)
+        return ElasticSampler(SAMPLES, optimizer, 4), optimizer, step
 
     def save(rank: int, group: dist.ProcessGroup) -> State:
-        params, sampler, optimizer = wrapped(group)
+        sampler, optimizer, step = make(group)
         for _ in range(3 + rank):
-            backward(params, rank, 0)
-            optimizer.step()
+            step()
         optimizer.synchronize()
         return sampler.state_dict()
 
     def load(rank: int, group: dist.ProcessGroup) -> tuple[int, bool]:
-        _, sampler, _ = wrapped(group)
+        sampler, *_ = make(group)
         try:
             sampler.load_state_dict(states[rank])
         except ValueError as error:
@@ -169,13 +187,11 @@ def test_a_state_without_the_steps_of_all_ranks_is_refused_by_others() -> None:
 
 
 def test_what_a_rank_comes_back_with_is_in_its_next_pass_and_in_its_state() -> None:
-    params, optimizer = wrap(None)
+    optimizer, step = wrap()
     sampler = ElasticSampler(SAMPLES, optimizer, 4)
-    batches = iter(sampler)
-    fetched = [next(batches) for _ in range(6)]
+    fetched = [*islice(sampler, 6)]
     for _ in range(2):
-        backward(params, 0, optimizer.round)
-        optimizer.step()
+        step()
     own = Told.unpack(sampler.tell({}))
     # The others have gone on without it.
     loss = Change(starts={1: 2}, done={0: 1})
@@ -192,17 +208,23 @@ def test_what_a_rank_comes_back_with_is_in_its_next_pass_and_in_its_state() -> N
 
 
 def test_other_samples_or_sizes_are_refused() -> None:
-    _, optimizer = wrap(None)
-    sampler = ElasticSampler(SAMPLES, optimizer, 4)
-    with pytest.raises(ValueError, match="pass the same data, seed and sizes"):
-        ElasticSampler(SAMPLES, optimizer, 4, seed=1).load_state_dict(sampler.state_dict())
-    with pytest.raises(ValueError, match="either batch_size or total_batch"):
-        ElasticSampler(SAMPLES, optimizer)
-    with pytest.raises(ValueError, match="a sample for each of 1 ranks"):
-        ElasticSampler(3, optimizer, 4, drop_last=True)
+    optimizer, _ = wrap()
+    make = partial(ElasticSampler, optimizer=optimizer)
+    state = make(SAMPLES, batch_size=4).state_dict()
+    calls: list[tuple[Callable[[], object], str]] = [
+        (
+            lambda: make(SAMPLES, batch_size=4, seed=1).load_state_dict(state),
+            "pass the same data, seed and sizes",
+        ),
+        (lambda: make(SAMPLES), "either batch_size or total_batch"),
+        (lambda: make(3, batch_size=4, drop_last=True), "a sample for each of 1 ranks"),
+    ]
+    for call, match in calls:
+        with pytest.raises(ValueError, match=match):
+            call()
 
 
-def ahead(batches: Iterator[list[int]], count: int) -> Iterator[list[int]]:
+def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
     """As a loader whose workers fetch so many batches ahead."""
     waiting = [*islice(batches, count)]
     while waiting:
@@ -210,35 +232,195 @@ def ahead(batches: Iterator[list[int]], count: int) -> Iterator[list[int]]:
         waiting += islice(batches, 1)
 
 
-class Line(NamedTuple):
-    """A step, as written down before it is made.
+EPOCHS = 3
 
-    Args:
-        version: number of changes of the dealing.
-        step: number of steps made before.
-        samples: the batch.
+
+class Rank:
+    """A rank whose loader fetches ahead, and which sends heartbeats now and then."""
+
+    def __init__(self, number: int, members: Iterable[int], world: World) -> None:
+        self.number, self.ahead = number, world.chance.randrange(4)
+        self.count_step: list[Callable[[], None]] = []
+        optimizer: Any = SimpleNamespace(
+            rank=number,
+            members=tuple(sorted(members)),
+            world_size=world.size,
+            pacing=Pacing(),
+            schedule=Schedule(gossip_every=world.lead),
+            recovery=self,
+            after_step=self.count_step.append,
+        )
+        self.sampler = ElasticSampler(optimizer=optimizer, **world.arguments)
+        self.last_beat, self.done = self.said, 0
+        self.batches: Iterator[Batch] = iter(())
+        self.waiting: list[Batch] = []
+        self.used: list[Batch] = []
+        # Those used of which nobody has heard, and those that were dealt to others meanwhile.
+        self.unheard: list[Batch] = []
+        self.foreign: list[Batch] = []
+
+    def attach(self, follower: object) -> None:
+        """As of `Recovery`."""
+
+    def say(self, text: str) -> None:
+        self.said = text
+
+    def beat(self) -> None:
+        self.last_beat = self.said
+        self.unheard.clear()
+
+    @property
+    def ended(self) -> bool:
+        return not self.waiting and self.sampler.epoch >= EPOCHS
+
+    def fetch_again(self) -> None:
+        """Begin another pass of the loader in the middle of one."""
+        self.batches = iter(self.sampler)
+        self.waiting.clear()
+
+    def step(self) -> None:
+        while len(self.waiting) <= self.ahead:
+            batch = next(self.batches, None)
+            if batch is not None:
+                assert batch
+                self.waiting.append(batch)
+            elif self.waiting:
+                break
+            else:
+                self.fetch_again()
+        self.used.append(self.waiting.pop(0))
+        self.unheard.append(self.used[-1])
+        self.done += 1
+        for count in self.count_step:
+            count()
+
+    def own(self, batches: list[Batch]) -> list[int]:
+        """The samples that were not dealt to others."""
+        foreign = {id(batch) for batch in self.foreign}
+        return [sample for batch in batches if id(batch) not in foreign for sample in batch]
+
+    def follow(self, told: dict[int, Any], newcomers: list[int]) -> None:
+        if self.number in newcomers:
+            self.foreign += self.waiting
+        self.sampler.follow(told, newcomers)
+        self.done = now(self.sampler)["steps"]
+
+
+class World:
+    """Ranks in steps together, some of which are lost and come back at any time.
+
+    No rank is more than `lead` steps ahead of the others.
     """
 
-    version: int
-    step: int
-    samples: list[int]
+    def __init__(self, chance: random.Random, lead: int) -> None:
+        self.chance, self.lead, self.size = chance, lead, chance.randrange(2, 6)
+        batch = chance.choice([1, 2, 3, 8])
+        total = chance.choice([None, self.size * batch + 1])
+        self.arguments: dict[str, Any] = {
+            "data": chance.randrange(40, 200),
+            "batch_size": None if total else batch,
+            "total_batch": total,
+            "seed": chance.randrange(10),
+            "shuffle": chance.random() < 0.8,
+        }
+        self.ranks = {rank: Rank(rank, range(self.size), self) for rank in range(self.size)}
+        self.gone: list[Rank] = []
+        # Stopped or cut off for so long that the others have dropped them.
+        self.stopped: dict[int, Rank] = {}
+        # The samples that are used twice, and how many the ranks report.
+        self.twice: Counter[int] = Counter()
+        self.reported = 0
+        self.beat_chance = chance.choice([0.1, 0.7])
 
-    def __str__(self) -> str:
-        return " ".join(map(str, [self.version, self.step, *self.samples]))
+    def run(self, faults: int) -> None:
+        when = sorted(self.chance.sample(range(2, 60), faults))
+        turn = 0
+        while not all(each.ended for each in self.ranks.values()):
+            turn += 1
+            assert turn < 5000
+            least = min(each.done for each in self.ranks.values())
+            ready = [each for each in self.ranks.values() if each.done < least + self.lead]
+            rank = self.chance.choice(ready)
+            if not rank.ended:
+                rank.step()
+            if self.chance.random() < self.beat_chance:
+                rank.beat()
+            if self.chance.random() < 0.02 and rank.waiting:
+                rank.fetch_again()
+            if when and least >= when[0] and not any(e.ended for e in self.ranks.values()):
+                when.pop(0)
+                self.fault()
 
-    @classmethod
-    def read(cls, text: str) -> Line:
-        version, step, *samples = map(int, text.split())
-        return cls(version, step, samples)
+    def fault(self) -> None:
+        absent = [rank for rank in range(self.size) if rank not in self.ranks]
+        kinds = ["lose", "return"] * (len(self.ranks) > 1) + ["join"] * bool(absent)
+        kinds += ["go on"] * 2 * bool(self.stopped) + ["meet"]
+        kind = self.chance.choice(kinds)
+        beats = {rank: each.last_beat for rank, each in self.ranks.items()}
+        newcomers, before, fetched = [], self.twice.total(), 0
+        if kind == "lose":
+            count = self.chance.randrange(1, min(3, len(self.ranks)))
+            for number in self.chance.sample([*self.ranks], count):
+                lost = self.ranks.pop(number)
+                self.twice.update(lost.own(lost.unheard))
+                if self.chance.random() < 0.5:
+                    self.gone.append(lost)
+                else:
+                    self.stopped[number] = lost
+        elif kind == "return":
+            rank = self.ranks[self.chance.choice([*self.ranks])]
+            newcomers = [rank.number]
+            self.twice.update(rank.own(rank.unheard))
+            fetched = len(rank.own(rank.waiting))
+        elif kind == "go on":
+            newcomers = [self.chance.choice([*self.stopped])]
+            rank = self.ranks[newcomers[0]] = self.stopped.pop(newcomers[0])
+            fetched = sum(map(len, rank.waiting))
+        elif kind == "join":
+            newcomers = [self.chance.choice(absent)]
+            if newcomers[0] in self.stopped:
+                # Another process takes its place for good.
+                self.gone.append(self.stopped.pop(newcomers[0]))
+            self.ranks[newcomers[0]] = Rank(newcomers[0], [*self.ranks, *newcomers], self)
+        told: dict[int, Any] = {
+            number: None if kind == "join" and number in newcomers else rank.sampler.tell(beats)
+            for number, rank in sorted(self.ranks.items())
+        }
+        if kind != "return" and self.chance.random() < 0.3:
+            # The connections fail, and those who have followed speak again.
+            first = dict(told)
+            some = self.chance.sample([*self.ranks], self.chance.randrange(len(self.ranks)))
+            for number in some:
+                self.ranks[number].follow(first, newcomers)
+                told[number] = self.ranks[number].sampler.tell(beats)
+        for rank in self.ranks.values():
+            rank.follow(told, newcomers)
+            rank.beat()
+        samplers = [rank.sampler for rank in self.ranks.values()]
+        assert len({str(sampler.state_dict()["changes"]) for sampler in samplers}) == 1
+        (bound,) = {sampler.repeated for sampler in samplers}
+        # This change by itself: the bounds of others do not make up for it.
+        assert bound - self.reported >= self.twice.total() - before + fetched
+        self.reported = bound
 
 
-class End(NamedTuple):
-    """What a rank knows at the end."""
-
-    epoch: int
-    step: int
-    repeated: int
-    state: State
+@pytest.mark.filterwarnings("ignore:.*samples are used twice")
+@pytest.mark.parametrize("lead", [1, 3])
+@pytest.mark.parametrize("seed", range(50))
+def test_over_drawn_faults_each_sample_is_used_as_often_as_it_was_dealt(
+    seed: int, lead: int
+) -> None:
+    chance = random.Random(seed)
+    world = World(chance, lead)
+    world.run(faults=chance.randrange(7))
+    used, own = Counter[int](), Counter[int]()
+    for rank in (*world.gone, *world.stopped.values(), *world.ranks.values()):
+        used.update(sample for batch in rank.used for sample in batch)
+        own.update(rank.own(rank.used))
+    twice = world.twice + (used - own)
+    for rank in world.ranks.values():
+        assert used == dealt(now(rank.sampler), EPOCHS) + twice
+        assert rank.sampler.repeated >= twice.total()
 
 
 def train_on(
@@ -247,99 +429,64 @@ def train_on(
     store: Any,
     report: Callable[[str, Any], None],
     folder: Path,
-    fetches: int = 1,
-) -> End:
+    fetches: int,
+) -> tuple[int, int, State]:
     """Write down each step before it is made, in a file for each process."""
     params = make_params()
     optimizer = wrap_elastic(params, rank, world_size, store, [], topology="complete")
     sampler = ElasticSampler(SAMPLES, optimizer, 4)
-
-    def now() -> tuple[State, int]:
-        state = sampler.state_dict()
-        return state, int(state.pop("steps")[1, 0])
-
     report("joined", optimizer.round)
     with (folder / f"{rank}-{os.getpid()}").open("a", buffering=1) as file:
         while not store.check(["finish"]) or sampler.epoch < int(store.get("finish")):
             for batch in ahead(iter(sampler), fetches + rank):
-                state, step = now()
-                file.write(f"{Line(len(state['changes']), step, batch)}\n")
-                backward(params, rank, optimizer.round)
-                optimizer.step()
+                state = now(sampler)
+                file.write(json.dumps([len(state["changes"]), state["steps"], batch]) + "\n")
+                take_steps(optimizer, params, rank, [optimizer.round])
                 report(f"round {sampler.epoch}", optimizer.members)
                 time.sleep(0.01)
-    state, step = now()
-    return End(sampler.epoch, step, sampler.repeated, state)
+    return sampler.epoch, sampler.repeated, now(sampler)
 
 
-def is_dealt_twice(line: Line, rank: int, first: list[int], changes: list[Change]) -> bool:
-    """Whether the samples that a rank has used were dealt to others, too."""
-    begins, members = 0, {*first}
-    for change in changes[: line.version]:
+def is_dealt_twice(version: int, step: int, rank: int, state: State) -> bool:
+    """Whether the samples that a rank has used were dealt to others, too.
+
+    Args:
+        version: the number of changes that it knew of.
+        step: the number of steps made before.
+        rank: which one.
+        state: that of the end.
+    """
+    begins, members, changes = 0, {*state["first"]}, changes_of(state)
+    for change in changes[:version]:
         if rank in change.starts and (rank in change.done or rank not in members):
             begins = change.starts[rank]
         members = {*change.starts}
-    if line.step < begins:
+    if step < begins:
         # It came back in the same process, with what it had fetched.
         return True
-    losses = (change.done[rank] for change in changes[line.version :] if rank in change.done)
-    return line.step >= next(losses, line.step + 1)
+    losses = (change.done[rank] for change in changes[version:] if rank in change.done)
+    return step >= next(losses, step + 1)
 
 
-def check_samples(folder: Path, ends: list[End]) -> int:
-    """Whether each sample was used as often as the ranks have agreed on, and no more is reported.
-
-    Returns:
-        The number of samples that were used twice.
-    """
-    assert len({(end.epoch, end.step) for end in ends}) == 1
-    epochs, end, _, state = ends[0]
-    changes = [*map(Change.unpack, state["changes"])]
-    used: Counter[int] = Counter()
-    twice: Counter[int] = Counter()
+def used_twice(folder: Path, ends: list[tuple[int, int, State]]) -> int:
+    """How many samples were used twice, each of them as the ranks have agreed on and reported."""
+    ((epochs, repeated, _),) = {(*end[:2], end[2]["steps"]) for end in ends}
+    state = ends[0][2]
+    used, twice = Counter[int](), Counter[int]()
     for path in folder.iterdir():
         rank = int(path.name.split("-")[0])
-        for line in map(Line.read, path.read_text().splitlines()):
-            used.update(line.samples)
-            if is_dealt_twice(line, rank, state["first"], changes):
-                twice.update(line.samples)
-    dealing = Dealing(Rules(*state["rules"]), state["first"], changes)
-    dealing.open_pass(end)
-    left = {
-        sample
-        for rank in dealing.members
-        for step in range(end, dealing.end(end, rank))
-        for sample in dealing.samples(step, rank)
-    }
-    # Near the end of an epoch, ranks may have used samples of the next one.
-    early = Counter({*range(SAMPLES)} - left)
-    assert used == Counter(dict.fromkeys(range(SAMPLES), epochs)) + twice + early
-    (repeated,) = {each.repeated for each in ends}
+        for version, step, batch in map(json.loads, path.read_text().splitlines()):
+            used.update(batch)
+            if is_dealt_twice(version, step, rank, state):
+                twice.update(batch)
+    assert used == dealt(state, epochs) + twice
     assert twice.total() <= repeated
     return twice.total()
 
 
 @pytest.mark.slow
-def test_ranks_that_are_killed_and_come_back_leave_no_sample_out(tmp_path: Path) -> None:
-    with RestartableProcesses(3, train_on, tmp_path) as ranks:
-        ranks.all_reach("joined")
-        ranks.wait_for(1, "round 1")
-        ranks.kill(1)
-        ranks.wait_for_members(0, (0, 2))
-        ranks.start(1)
-        ranks.wait_for(1, "joined")
-        ranks.wait_for_members(2, (0, 1, 2))
-        ranks.kill(0)
-        ranks.wait_for_members(2, (1, 2))
-        ranks.finish(3)
-        ends = ranks.results(1, 2)
-    assert ends[0].epoch > 4
-    assert len([*tmp_path.iterdir()]) == 4
-    check_samples(tmp_path, ends)
-
-
-@pytest.mark.slow
 def test_a_rank_that_goes_on_uses_what_it_has_fetched_and_no_more_twice(tmp_path: Path) -> None:
+    """Another one is then lost for good."""
     with RestartableProcesses(3, train_on, tmp_path, fetches=8) as ranks:
         ranks.all_reach("joined")
         ranks.wait_for(1, "round 1")
@@ -347,14 +494,14 @@ def test_a_rank_that_goes_on_uses_what_it_has_fetched_and_no_more_twice(tmp_path
         ranks.wait_for_members(0, (0, 2))
         ranks.signal(1, signal.SIGCONT)
         ranks.wait_for_members(0, (0, 1, 2))
+        ranks.kill(0)
+        ranks.wait_for_members(2, (1, 2))
         ranks.finish(3)
-        ends = ranks.results()
-    # A loader may have fetched fewer, at the end of an epoch.
-    assert check_samples(tmp_path, ends) > 0
+        assert used_twice(tmp_path, ranks.results(1, 2)) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_over_drawn_kills_and_stops_each_sample_is_used_as_agreed(
     tmp_path: Path, seed: int
 ) -> None:
@@ -379,5 +526,5 @@ def test_over_drawn_kills_and_stops_each_sample_is_used_as_agreed(
             else:
                 ranks.signal(lost, signal.SIGCONT)
             ranks.wait_for_members(lost, everyone)
-        ranks.finish(2)
-        check_samples(tmp_path, ranks.results())
+        ranks.finish(3)
+        used_twice(tmp_path, ranks.results())
