@@ -1,4 +1,4 @@
-"""QGSGD against its algorithm on dense matrices, and against momentum SGD."""
+"""QGSGD against its algorithm on dense matrices."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from covering import OVERLAP, pairwise
 from dense import mix, train_densely
 from problem import backward, flatten, make_params
 from torch import Tensor
-from torch.optim import Optimizer
 
 from decent_optim_wrapper import TopologyFactory
 from decent_optim_wrapper.optim import QGSGD
@@ -46,15 +46,21 @@ def quasi_global_by_matrices(matrices: list[Tensor], overlap: bool, nesterov: bo
     return at
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_qgsgd_follows_the_mixed_parameters(overlap: bool, nesterov: bool) -> None:
-    topology = TopologyFactory.create("ring", RANKS)
-    matrices = [topology.mixing_matrix(step) for step in range(STEPS)]
+@pytest.mark.parametrize(
+    ("mixes", "overlap", "nesterov"),
+    pairwise(
+        # Alone it has a momentum of its own steps.
+        {"ring": True, "alone": False},
+        OVERLAP,
+        {"nesterov": True, "heavy ball": False},
+    ),
+)
+def test_qgsgd_follows_the_mixed_parameters(mixes: bool, overlap: bool, nesterov: bool) -> None:
+    ring, alone = TopologyFactory.create("ring", RANKS), torch.eye(RANKS, dtype=torch.float64)
+    matrices = [ring.mixing_matrix(step) if mixes else alone for step in range(STEPS)]
     start = torch.linspace(-1, 1, 3, dtype=torch.float64)
     params = [start.clone().requires_grad_() for _ in range(RANKS)]
     optimizers = [QGSGD([p], 0, BETA, MU, DECAY, nesterov=nesterov) for p in params]
-
     worlds = [[param] for param in params]
 
     def compute(rank: int, step: int) -> None:
@@ -73,50 +79,16 @@ def test_qgsgd_follows_the_mixed_parameters(overlap: bool, nesterov: bool) -> No
     assert (rows[0] - rows[2]).abs().max() > 1e-3
 
 
-def test_qgsgd_alone_has_a_momentum_of_its_own_steps() -> None:
-    grads = [3.0, -1.0, 2.0, 0.5, -4.0]
-    param = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
-    optimizer = QGSGD([param], lr=0.1, momentum=BETA, mu=MU)
-    x, momentum = 1.0, 0.0
-    for grad in grads:
-        param.grad = torch.tensor(grad, dtype=torch.float64)
-        optimizer.step()
-        update = BETA * momentum + grad
-        x -= 0.1 * update
-        momentum = MU * momentum + (1 - MU) * update
-        assert param.item() == pytest.approx(x, rel=1e-13)
-
-
-def test_qgsgd_ends_at_the_step_of_momentum_sgd_under_a_constant_gradient() -> None:
-    def last_step(optimizer: Optimizer, param: Tensor) -> float:
-        before = 0.0
-        for _ in range(400):
-            before = param.item()
-            param.grad = torch.ones_like(param)
-            optimizer.step()
-        return before - param.item()
-
-    ours, theirs = (torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in range(2))
-    expected = last_step(torch.optim.SGD([theirs], lr=0.1, momentum=BETA), theirs)
-    assert last_step(QGSGD([ours], lr=0.1, momentum=BETA, mu=MU), ours) == pytest.approx(expected)
-    assert expected == pytest.approx(0.1 / (1 - BETA))
-
-
 def test_steps_at_rate_zero_leave_no_trace_in_the_momentum() -> None:
     def run(pause: bool) -> Tensor:
         params = make_params()
         optimizer = QGSGD(params, lr=0.05)
-        for step in range(3):
+        for step in range(4):
             backward(params, 0, step)
-            optimizer.step()
-        backward(params, 0, 3)
-        if pause:
-            # The momentum sees the third step only now, at the beginning of this one.
-            optimizer.param_groups[0]["lr"] = 0.0
-            optimizer.step()
-            optimizer.step()
-            optimizer.param_groups[0]["lr"] = 0.05
-        optimizer.step()
+            # The momentum sees the third step only at the beginning of the next one.
+            for lr in (0.0, 0.0, 0.05) if pause and step == 3 else (0.05,):
+                optimizer.param_groups[0]["lr"] = lr
+                optimizer.step()
         return flatten(params)
 
     assert torch.equal(run(pause=True), run(pause=False))
