@@ -118,7 +118,7 @@ def train(case: Case, rank: int, group: dist.ProcessGroup) -> tuple[Tensor, list
     else:
         wrapped = wrap(
             *(model, options.pop("process_group"), case.base),
-            scaler=scaler if case.scales else None,
+            scaler=scaler,
             grad_clip_norm=CLIP if case.clips else 0.0,
             update_in_backward=None if case.way == "backward" else False,
             **options,
