@@ -13,14 +13,14 @@ from decent_optim_wrapper import Group, Topology, TopologyFactory
 from decent_optim_wrapper.topo import Base2, Hierarchical, RandomMatching, Ring
 
 KINDS = dict(TopologyFactory.registered())
-# Every size is tried up to here; `random` has 128 phases, of which each looks like the others.
-SIZES = {"random": [*range(2, 12), 31, 64, 65]}
+# `random` has 128 phases, of which each looks like the others.
+SIZES = {"random": [*range(2, 9), 64, 65]}
 NODES = ("alternating-exp-ring", "hierarchical")
 
 
 def sizes(name: str) -> list[tuple[int, int]]:
     """World sizes that fit, with numbers of ranks per node."""
-    worlds = SIZES.get(name, [*range(2, 65), 96, 127, 192])
+    worlds = SIZES.get(name, [*range(2, 41), 60, 64, 65, 96, 127])
     return [
         (n, local)
         for n in worlds
@@ -60,11 +60,12 @@ LARGE = {
     "alternating-exp-ring": [131_072],
     "ring": [100_000],
     "bipartite-exp": [100_000],
-    # Its time grows with the number of ranks, and its memory, too, but not with the period.
-    "random": [10_000],
-    # A prime: a group of all ranks.
-    "hypercuboid": [100_000, 99_991],
     "hierarchical": [100_000, 100_024],
+    # Where a group has all ranks, as with a prime, its time and its memory grow with them.
+    "complete": [10_000],
+    "hypercuboid": [100_000, 9_973],
+    # As those of this one, but not with the period.
+    "random": [1_000],
 }
 
 
