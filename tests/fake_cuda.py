@@ -6,16 +6,20 @@ a process group do what this rank does.
 
 from __future__ import annotations
 
+import random
+import re
+import time
 import traceback
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,25 +32,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from decent_optim_wrapper.comm import connections, streams
-from decent_optim_wrapper.wire import parameters
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.wire import bucket, coded, parameters, storage
+from decent_optim_wrapper.wire.bucket import Bucket
 
 aten = torch.ops.aten
 _PACKAGE = "/decent_optim_wrapper/"
 _READS = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default)
 _COPIES = (aten.copy_.default, aten._foreach_copy_.default)
 # They start no kernel.
-_FREE = (
-    "prim::",
-    "view",
-    "detach",
-    "alias",
-    "slice",
-    "select",
-    "split",
-    "unbind",
-    "expand",
-    "empty",
-)
+_FREE = re.compile("prim::|view|detach|alias|slice|select|split|unbind|expand|empty")
 
 
 class Noted(NamedTuple):
@@ -93,10 +88,6 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             names = [f"{frame.filename.rsplit('/', 1)[1]}:{frame.name}" for frame in ours[-3:]]
             self.noted.append(Noted(kind=kind, where=" < ".join(reversed(names)), what=what))
 
-    def count(self, *kinds: str) -> Counter[str]:
-        """How often each function of the library did such a thing."""
-        return Counter(f"{n.what} in {n.where}" for n in self.noted if n.kind in kinds)
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -104,6 +95,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kwargs.pop("pin_memory", None):
             return self._pin(func, args, kwargs)
         leaves = tree_leaves((args, kwargs))
+        copied = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         device = kwargs.get("device")
         on_gpu = any(map(is_cuda, leaves))
         if on_gpu and func in _READS:
@@ -112,14 +104,14 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.nonzero.default and on_gpu:
             self.note("read", str(func))
             return torch.empty(0, 1, dtype=torch.int64)
-        if func in _COPIES and on_gpu and not all(map(is_cuda, tensors(leaves))):
+        if func in _COPIES and on_gpu and not all(map(is_cuda, copied)):
             return self._copy(func, args, kwargs)
         if func is aten._to_copy.default and self._changes_device(args[0], device):
             return self._move(args[0], kwargs)
         if not (on_gpu or (device is not None and torch.device(device).type == "cuda")):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if not any(part in func.name() for part in _FREE):
+        if not _FREE.search(func.name()):
             self.note("call", func.name())
         return func(*args, **kwargs)
 
@@ -168,11 +160,6 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with unset_fake_temporarily():
                 return torch.ones(source.shape, dtype=dtype)
         return torch.empty(source.shape, dtype=dtype, device="cuda:0")
-
-
-def tensors(leaves: Sequence[object]) -> list[Tensor]:
-    """The tensors among them."""
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class FakeEvent:
@@ -384,3 +371,67 @@ def fake_cuda(kind: str, size: int = 2) -> Iterator[tuple[FakeCuda, FakeGroup]]:
     ):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield mode, group
+
+
+# What follows puts the CPU in the place of a GPU: the values are real, and ranks are threads.
+
+
+class LateEvent:
+    """An event that comes late, and at another time on every rank."""
+
+    draws = random.Random(0)
+
+    def synchronize(self) -> None:
+        time.sleep(self.draws.choice((0.0, 0.001, 0.005)))
+
+
+def post_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All buckets travel as if their values had to come from a GPU."""
+    new_vector = storage.new_vector
+
+    def unpinned(
+        numel: int, dtype: torch.dtype, device: torch.device, pinned: bool = False
+    ) -> Tensor:
+        return new_vector(numel, dtype, device)
+
+    for module in (storage, bucket, coded):
+        monkeypatch.setattr(module, "new_vector", unpinned)
+    monkeypatch.setattr(Bucket, "via_cpu", True)
+    monkeypatch.setattr(streams, "mark", lambda device: LateEvent())
+
+
+class WaitedOnce:
+    """A work of gloo, which must be waited for once, in the place of one of a GPU."""
+
+    def __init__(self, work: Any) -> None:
+        self._work, self._done = work, False
+
+    def wait(self, timeout: timedelta = timedelta(seconds=30)) -> None:
+        if not self._done:
+            self._work.wait(timeout)
+        self._done = True
+
+    def is_completed(self) -> bool:
+        return self._done
+
+
+def check_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets are exchanged and checked as on a GPU, over NCCL."""
+    for method in ("exchange", "all_reduce"):
+        call = getattr(Transport, method)
+
+        def waited_once(self: Transport, *args: Any, call: Any = call) -> list[WaitedOnce]:
+            return [WaitedOnce(work) for work in call(self, *args)]
+
+        monkeypatch.setattr(Transport, method, waited_once)
+    monkeypatch.setattr(Bucket, "on_gpu", True)
+    monkeypatch.setattr(Transport, "sends_alone", lambda self, device: False)
+
+
+# How buckets leave a rank.
+Way = Callable[[pytest.MonkeyPatch], None]
+WAYS: dict[str, Way] = {
+    "at once": lambda monkeypatch: None,
+    "by a thread": post_by_a_thread,
+    "on a GPU": check_on_a_gpu,
+}

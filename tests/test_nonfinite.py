@@ -1,0 +1,366 @@
+"""Values that are not finite: the whole group is told or goes on without them, on every way."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from itertools import combinations
+
+import pytest
+import torch
+import torch.distributed as dist
+from covering import VIEWS, named, pairwise
+from fake_cuda import WAYS, Way, check_on_a_gpu
+from problem import backward, flatten, make_params, take_steps, wrap
+from ranks import run_threads
+from test_coded_rounds import CAP_MB, SHAPES, distance
+from test_coded_rounds import make_params as make_long_params
+from torch import Tensor
+
+from decent_optim_wrapper import DecentOptimWrapper, Group, NonFiniteError, Schedule, Topology
+from decent_optim_wrapper.codecs import INT4
+
+pytestmark = pytest.mark.slow
+
+COMM = {"exact": None, "bf16": torch.bfloat16, "int8": torch.int8, "int4": INT4}
+BAD = 2
+
+
+def spoil(params: list[Tensor]) -> None:
+    with torch.no_grad():
+        params[2].view(-1)[0] = math.nan
+        params[4].view(-1)[0] = math.inf
+
+
+def assert_same(params: list[Tensor], before: Tensor) -> None:
+    torch.testing.assert_close(flatten(params), before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("way", "topology", "comm", "views"),
+    pairwise(WAYS, named("ring", "complete"), COMM, VIEWS),
+)
+def test_the_whole_group_raises_and_mixes_nothing(
+    way: Way,
+    topology: str,
+    comm: torch.dtype | None,
+    views: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> bool:
+        params = make_params(seed=rank)
+        options = {"comm_dtype": comm, "param_as_bucket_view": views, "topology": topology}
+        optimizer = wrap(params, group, None, sync_at_start=False, **options)
+        take_steps(optimizer, params, rank, range(1))
+        optimizer.synchronize()
+        if rank == BAD:
+            spoil(params)
+        optimizer.step()
+        before = flatten(params)
+        if topology == "complete" or rank in (1, BAD):
+            with pytest.raises(NonFiniteError, match=r"those of ranks \[2\] hold NaN") as caught:
+                optimizer.synchronize()
+            assert caught.value.ranks == (BAD,)
+            assert_same(params, before)
+        else:
+            optimizer.synchronize()
+            assert not torch.equal(flatten(params), before)
+        return bool(flatten(params).isfinite().all())
+
+    way(monkeypatch)
+    assert run_threads(4, main) == [rank != BAD for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("way", "comm", "views"),
+    pairwise(named(*WAYS), {"exact": None, "int8": torch.int8}, VIEWS),
+)
+def test_a_caught_error_drops_the_round_that_follows_from_it(
+    way: str, comm: torch.dtype | None, views: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[int]:
+        params = make_params(dtype=torch.float32)
+        # Without momentum, which would not be finite either.
+        base = torch.optim.SGD(params, lr=0.05)
+        options = {"comm_dtype": comm, "param_as_bucket_view": views}
+        optimizer = wrap(params, group, base, topology="complete", **options)
+        raised = []
+        for step in range(7):
+            backward(params, rank, step)
+            if (rank, step) == (1, 1):
+                params[0].grad[0] = math.nan  # type: ignore[index]
+            try:
+                optimizer.step()
+            except NonFiniteError:
+                raised.append(step)
+                with torch.no_grad():
+                    for param in params:
+                        param.fill_(1.0)
+        assert flatten(params).isfinite().all()
+        return raised
+
+    WAYS[way](monkeypatch)
+    # What a GPU has found is read one step later.
+    assert run_threads(3, main) == [[3 if way == "on a GPU" else 2]] * 3
+
+
+def test_a_gpu_tells_nothing_of_a_round_before_the_state_was_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> bool:
+        params = make_params(dtype=torch.float32)
+        optimizer = wrap(params, group, topology="complete")
+        take_steps(optimizer, params, rank, range(2))
+        state = copy.deepcopy(optimizer.state_dict())
+        values = [param.detach().clone() for param in params]
+        if rank == 1:
+            spoil(params)
+        take_steps(optimizer, params, rank, range(2, 4))
+        with torch.no_grad():
+            torch._foreach_copy_(params, values)
+        optimizer.load_state_dict(state)
+        take_steps(optimizer, params, rank, range(4, 6))
+        return bool(flatten(params).isfinite().all())
+
+    check_on_a_gpu(monkeypatch)
+    assert run_threads(3, main) == [True] * 3
+
+
+class Together(Topology):
+    """All ranks in one group, perhaps with a weight other than that of the mean."""
+
+    self_weight: float | None = None
+
+    def phases(self) -> list[list[Group]]:
+        return [[Group(range(self.world_size), self_weight=self.self_weight)]]
+
+
+class Weighted(Together):
+    self_weight = 0.7
+
+
+def set_values(params: list[Tensor], rank: int, number: int, bad: tuple[int, ...]) -> Tensor:
+    """New values for every rank, of which those that are bad are not finite in any bucket."""
+    with torch.no_grad():
+        for param, value in zip(params, make_long_params(100 * number + rank), strict=True):
+            param.copy_(value)
+            if rank in bad:
+                param.view(-1)[-1] = math.nan
+    return flatten(params)
+
+
+@pytest.mark.parametrize(
+    ("way", "size", "comm", "views", "rate", "every", "topology"),
+    pairwise(
+        WAYS,
+        {"2": 2, "3": 3, "4": 4},
+        named(*COMM),
+        VIEWS,
+        {"rate 1": 1.0, "rate 0.3": 0.3},
+        {"each step": 1, "late": 2},
+        {"mean": Together, "weighted": Weighted},
+    ),
+)
+def test_ranks_that_are_left_out_take_the_mean_of_the_others_and_do_not_move_it(
+    way: Way,
+    size: int,
+    comm: str,
+    views: bool,
+    rate: float,
+    every: int,
+    topology: type[Together],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each rank and some two in turn; each of them averages a part of every coded bucket."""
+    left_out = [*combinations(range(size), 1)]
+    if size > 2:
+        left_out += combinations(range(3), 2)
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
+        params = make_long_params(seed=rank)
+        optimizer = DecentOptimWrapper(
+            torch.optim.SGD(params, lr=0.0),
+            topology=topology(size),
+            process_group=group,
+            sync_at_start=False,
+            bucket_cap_mb=CAP_MB,
+            comm_dtype=COMM[comm],
+            on_nonfinite="skip",
+            param_as_bucket_view=views,
+            schedule=Schedule(gossip_every=every, staleness=every, mixing_rate=rate),
+        )
+        rows = []
+        for number, bad in enumerate(left_out):
+            # A round of all ranks moves the references.
+            for each in ((), bad):
+                before = set_values(params, rank, number, each)
+                for _ in range(every):
+                    optimizer.step()
+                optimizer.synchronize()
+            rows.append((before, flatten(params)))
+        return rows
+
+    way(monkeypatch)
+    rows = zip(*run_threads(size, main), strict=True)
+    rough = {"exact": 1e-9, "int8": 0.1, "int4": 1.5, "bf16": 0.05}[comm]
+    pull = rate * (0.3 * size / (size - 1) if topology is Weighted else 1.0)
+    for bad, row in zip(left_out, rows, strict=True):
+        before, after = map(torch.stack, zip(*row, strict=True))
+        good = [rank for rank in range(size) if rank not in bad]
+        mean = before[good].mean(0)
+        torch.testing.assert_close(after[good].mean(0), mean, rtol=0, atol=1e-12)
+        tainted = ~before[list(bad)].isfinite().all(0)
+        assert tainted.sum() == len(SHAPES)
+        assert after.isfinite().all()
+        assert (after[list(bad)] - mean)[:, tainted].abs().max() < rough
+        if len(good) > 1:
+            expected = before[good] + pull * (mean - before[good])
+            mixed = ((after[good] - expected).abs() < rough).all(0)
+            # But for what those that are left out would have averaged.
+            assert mixed.float().mean() > 1 - (len(bad) + 0.6) / size
+            assert distance(after[good]) < distance(before[good])
+
+
+def test_a_rank_that_is_left_out_of_every_round_keeps_no_part_of_the_others_from_mixing() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_long_params(seed=rank)
+        start = flatten(params)
+        options = {"comm_dtype": torch.int8, "on_nonfinite": "skip", "sync_at_start": False}
+        base = torch.optim.SGD(params, lr=0.0)
+        optimizer = wrap(params, group, base, topology="complete", bucket_cap_mb=CAP_MB, **options)
+        for _ in range(24):
+            if rank == 1:
+                with torch.no_grad():
+                    torch._foreach_copy_(params, [torch.full_like(p, math.nan) for p in params])
+            optimizer.step()
+            optimizer.synchronize()
+        return start, flatten(params)
+
+    results = run_threads(4, main)
+    start, rows = (torch.stack(each) for each in zip(*(results[r] for r in (0, 2, 3)), strict=True))
+    torch.testing.assert_close(rows.mean(0), start.mean(0), rtol=0, atol=1e-12)
+    assert (rows - start.mean(0)).abs().max() < 0.1
+    assert (start - start.mean(0)).abs().max() > 1
+
+
+@pytest.mark.parametrize(
+    ("way", "views", "rule", "size"),
+    pairwise(WAYS, VIEWS, named("raise", "skip"), {"fits": 40_000.0, "too large": 70_000.0}),
+)
+def test_what_half_precision_cannot_hold_makes_no_nan(
+    way: Way, views: bool, rule: str, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> bool:
+        # The difference of the two is more than float16 has; the larger values are, too.
+        params = [torch.full((4,), size if rank else -size).requires_grad_() for _ in range(2)]
+        base = torch.optim.SGD(params, lr=0.0)
+        options = {"on_nonfinite": rule, "param_as_bucket_view": views, "sync_at_start": False}
+        options |= {"comm_dtype": torch.float16, "bucket_cap_mb": 10 / 2**20}
+        optimizer = wrap(params, group, base, topology="ring", **options)
+        before = flatten(params)
+        optimizer.step()
+        raised = False
+        try:
+            optimizer.synchronize()
+        except NonFiniteError:
+            raised = True
+        assert torch.equal(flatten(params), 0 * before if size == 40_000.0 else before)
+        return raised
+
+    way(monkeypatch)
+    assert run_threads(2, main) == [rule == "raise" and size == 70_000.0] * 2
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_an_average_takes_in_only_what_is_finite(policy: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, on_nonfinite=policy, sync_at_start=False)
+        if rank == BAD:
+            spoil(params)
+        before = average = flatten(params)
+        if policy == "raise":
+            with pytest.raises(NonFiniteError, match=r"in global_avg\(\), but .* ranks \[2\]"):
+                optimizer.global_avg()
+        else:
+            with optimizer.averaged():
+                average = flatten(params)
+        assert_same(params, before)
+        return average
+
+    rows = run_threads(4, main)
+    if policy == "skip":
+        assert all(torch.equal(row, rows[0]) and row.isfinite().all() for row in rows)
+
+
+def averaged(optimizer: DecentOptimWrapper) -> None:
+    with optimizer.averaged():
+        pass
+
+
+AVERAGES: dict[str, Callable[[DecentOptimWrapper], object]] = {
+    "averaged": averaged,
+    "global_avg": lambda optimizer: optimizer.global_avg(),
+    "global_avg to keep": lambda optimizer: optimizer.global_avg(may_revert=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("topology", "average", "views"), pairwise(named("ring", "complete"), AVERAGES, VIEWS)
+)
+def test_a_round_that_was_refused_is_refused_again_until_it_is_dropped(
+    topology: str, average: Callable[[DecentOptimWrapper], object], views: bool
+) -> None:
+    world_size = 2 if topology == "ring" else 3
+    bad = world_size - 1
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params()
+        optimizer = wrap(params, group, topology=topology, param_as_bucket_view=views)
+        good, start = optimizer.state_dict(), flatten(params)
+        take_steps(optimizer, params, rank, range(2))
+        optimizer.synchronize()
+        assert not torch.equal(flatten(params), start)
+        if rank == bad:
+            spoil(params)
+        optimizer.step()
+        before = flatten(params)
+        refusal = rf"those of ranks \[{bad}\] hold NaN"
+        for call in (average, average, DecentOptimWrapper.step):
+            with pytest.raises(NonFiniteError, match=refusal):
+                call(optimizer)
+            assert_same(params, before)
+        # That step has dropped the round, and this one launches another.
+        optimizer.step()
+        with pytest.raises(NonFiniteError, match=refusal):
+            optimizer.synchronize()
+        assert bool(flatten(params).isfinite().all()) == (rank != bad)
+        assert not torch.equal(flatten(params), before)
+        # A checkpoint ends it at once, whatever is in flight.
+        optimizer.step()
+        with pytest.raises(NonFiniteError):
+            average(optimizer)
+        with torch.no_grad():
+            torch._foreach_copy_(params, make_params())
+        optimizer.load_state_dict(good)
+        take_steps(optimizer, params, rank, range(1))
+        optimizer.global_avg(may_revert=False)
+        assert flatten(params).isfinite().all()
+        assert not torch.equal(flatten(params), start)
+
+    run_threads(world_size, main)
+
+
+def test_without_the_check_nan_spreads() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> bool:
+        params = make_params()
+        optimizer = wrap(params, group, topology="ring", on_nonfinite="ignore")
+        if rank == BAD:
+            spoil(params)
+        optimizer.step()
+        optimizer.synchronize()
+        return bool(flatten(params).isfinite().all())
+
+    # To its partner of the first round.
+    assert run_threads(4, main) == [True, True, False, False]
