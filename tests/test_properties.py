@@ -95,7 +95,7 @@ PAIR = World(
 )
 
 
-@settings(seeded, max_examples=40)
+@settings(seeded, max_examples=30)
 @given(world=worlds(), calls=st.lists(st.sampled_from(CALLS), min_size=8, max_size=16))
 @example(world=PAIR, calls=["step", "grow", "step", "step"])
 @example(world=PAIR, calls=["average", "grow", "average", "revert"])
@@ -122,7 +122,7 @@ def test_whatever_is_called_the_ranks_follow_the_oracle(world: World, calls: lis
         torch.testing.assert_close(numbers, wanted, rtol=0, atol=slack)
 
 
-@settings(seeded, max_examples=12)
+@settings(seeded, max_examples=6)
 @given(world=worlds(), script=st.lists(st.tuples(training(), looks()), min_size=3, max_size=6))
 def test_evaluating_and_resuming_change_no_bit_of_the_training(
     world: World, script: list[tuple[str, list[str]]]
@@ -134,7 +134,7 @@ def test_evaluating_and_resuming_change_no_bit_of_the_training(
         assert not torch.equal(before.values[0], one.values[0])
 
 
-@settings(seeded, max_examples=20)
+@settings(seeded, max_examples=12)
 @given(world=worlds(smallest=2), rounds=st.integers(1, 8))
 def test_at_lr_zero_the_mean_stays_and_the_ranks_never_part(world: World, rounds: int) -> None:
     history = world.run([*["step_at_lr_zero"] * rounds, "synchronize"])
@@ -148,7 +148,7 @@ def test_at_lr_zero_the_mean_stays_and_the_ranks_never_part(world: World, rounds
             assert (new - mean).norm() <= (old - mean).norm() + slack
 
 
-@settings(seeded, max_examples=20)
+@settings(seeded, max_examples=12)
 @given(world=worlds(smallest=2, largest_group=2), rounds=st.integers(1, 6))
 def test_pairs_that_agree_stay_bit_for_bit(world: World, rounds: int) -> None:
     assume(any(len(part.ranks) == 2 for part in world.phases[0]))
@@ -161,7 +161,7 @@ def test_pairs_that_agree_stay_bit_for_bit(world: World, rounds: int) -> None:
             assert all(map(torch.equal, rank.values, start[0].values))
 
 
-@settings(seeded, max_examples=100)
+@settings(seeded, max_examples=60)
 @given(world=worlds(), round=st.integers(0, 20))
 def test_a_table_of_partitions_is_what_the_topology_says(world: World, round: int) -> None:
     topology = table_topology(table_of(world))
@@ -175,7 +175,7 @@ def test_a_table_of_partitions_is_what_the_topology_says(world: World, round: in
     assert sorted(ranks) == list(range(world.size))
 
 
-@settings(seeded, max_examples=80)
+@settings(seeded, max_examples=60)
 @given(data=st.data(), world=worlds(smallest=2))
 def test_a_table_with_a_hole_or_one_other_entry_is_refused(
     data: st.DataObject, world: World
@@ -193,7 +193,7 @@ def test_a_table_with_a_hole_or_one_other_entry_is_refused(
         table_topology(table)
 
 
-@settings(seeded, max_examples=100)
+@settings(seeded, max_examples=60)
 @given(specs=specs(), cap=caps(), as_view=st.booleans(), flip=st.booleans())
 def test_every_tensor_is_in_one_bucket_and_comes_back_from_it(
     specs: list[Spec], cap: float, as_view: bool, flip: bool
