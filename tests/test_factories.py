@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from decent_dp import optim as theirs
+from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup as schedule_of_decent_dp
 from problem import make_params
 from torch import nn
-from torch.optim import Optimizer
 
 from decent_optim_wrapper.optim import (
     AccumAdam,
@@ -37,9 +36,8 @@ FACTORIES = pytest.mark.parametrize(
 @FACTORIES
 def test_weights_decay_and_biases_and_norms_do_not(optim_fn: Any, kind: Any, decay: float) -> None:
     """decent-dp has it the other way round."""
-    shapes = {
-        "fc.weight": (3, 2),
-        "subnet.0.weight": (2, 2, 3, 3),
+    weights = {"fc.weight": (3, 2), "subnet.0.weight": (2, 2, 3, 3)}
+    others = {
         "fc.bias": (3,),
         "scale": (),
         "layers.0.weight": (3,),
@@ -47,17 +45,16 @@ def test_weights_decay_and_biases_and_norms_do_not(optim_fn: Any, kind: Any, dec
         "layer1.bn2.weight": (1, 4, 1),
         "attention.relative_position_bias_table": (9, 2),
     }
-    params = {name: torch.zeros(shape, requires_grad=True) for name, shape in shapes.items()}
-    optimizer = optim_fn(list(params.items()))
+    shapes = weights | others
+    made = {name: torch.ones(shapes[name], requires_grad=True) for name in shapes}
+    optimizer = optim_fn([*made.items()])
     assert type(optimizer) is kind
-    decays = {
-        name: group["weight_decay"]
-        for name, param in params.items()
-        for group in optimizer.param_groups
-        if any(param is member for member in group["params"])
-    }
-    weights = ("fc.weight", "subnet.0.weight")
-    assert decays == {name: decay if name in weights else 0.0 for name in shapes}
+    groups = optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [decay, 0.0]
+    for group, names in zip(groups, (weights, others), strict=True):
+        assert [*map(id, group["params"])] == [id(made[name]) for name in names]
+    (only,) = optim_fn([("fc.bias", made["fc.bias"])]).param_groups
+    assert only["weight_decay"] == 0.0
 
 
 @FACTORIES
@@ -74,19 +71,24 @@ def test_partial_sets_what_a_factory_takes(optim_fn: Any, kind: Any, decay: floa
     assert (weights["weight_decay"], biases["weight_decay"]) == (0.4, 0.0)
 
 
-def test_a_factory_makes_no_empty_group() -> None:
-    (group,) = optim_fn_adamw([("fc.bias", torch.zeros(2, requires_grad=True))]).param_groups
-    assert group["weight_decay"] == 0.0
+def rates_of(schedule: Any, steps: int, lr: float = 0.1, resumes: bool = False) -> list[float]:
+    """The rate of each step of a run that may be resumed after every step."""
 
+    def make() -> torch.optim.Optimizer:
+        return torch.optim.SGD(make_params(), lr=lr)
 
-def rates_of(schedule: Any, steps: int, lr: float = 0.1) -> list[float]:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+    optimizer = make()
     scheduler = schedule(optimizer)
-    rates = []
-    for _ in range(steps):
-        rates.append(optimizer.param_groups[0]["lr"])
+    rates = [optimizer.param_groups[0]["lr"]]
+    while len(rates) < steps:
         optimizer.step()
         scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        if resumes:
+            saved, optimizer = optimizer.state_dict(), make()
+            optimizer.load_state_dict(saved)
+            saved, scheduler = scheduler.state_dict(), schedule(optimizer)
+            scheduler.load_state_dict(saved)
     return rates
 
 
@@ -103,39 +105,17 @@ def test_the_schedule_warms_up_anneals_and_stays() -> None:
     assert rates == pytest.approx([0.02, 0.04, 0.06, 0.08, *half, 0.02, 0.02, 0.02])
     assert rates_of(partial(schedule, t_warmup=0), 9) == pytest.approx(half)
     assert rates_of(schedule, 16, lr=0.0) == [0.0] * 16
+    assert rates_of(schedule, 16, resumes=True) == rates
+    for t_max, t_warmup in ((0, 1), (1, -1)):
+        with pytest.raises(ValueError, match="t_max >= 1"):
+            rates_of(partial(schedule, t_max=t_max, t_warmup=t_warmup), 1)
 
 
 def test_the_schedule_is_decent_dps_as_far_as_that_is_defined() -> None:
     for kwargs in ({"t_max": 20, "t_warmup": 5}, {"t_max": 7, "t_warmup": 3, "warmup_decay": 0.3}):
-        steps = sum(map(int, (kwargs["t_max"], kwargs["t_warmup"]))) + 1
-        ours = rates_of(partial(lr_scheduler_fn_cosine_with_warmup, **kwargs), steps)
-        assert ours == pytest.approx(
-            rates_of(partial(theirs.lr_scheduler_fn_cosine_with_warmup, **kwargs), steps), rel=1e-9
+        steps = int(kwargs["t_max"] + kwargs["t_warmup"]) + 1
+        ours, theirs = (
+            rates_of(partial(each, **kwargs), steps)
+            for each in (lr_scheduler_fn_cosine_with_warmup, schedule_of_decent_dp)
         )
-
-
-def test_a_resumed_schedule_continues() -> None:
-    def start(lr: float) -> tuple[Optimizer, Any]:
-        optimizer = optim_fn_adamw(list(nn.Linear(2, 2).named_parameters()), lr=lr)
-        return optimizer, lr_scheduler_fn_cosine_with_warmup(optimizer, t_max=6, t_warmup=2)
-
-    first, scheduler = start(0.1)
-    for _ in range(5):
-        first.step()
-        scheduler.step()
-    second = optim_fn_adamw(list(nn.Linear(2, 2).named_parameters()), lr=0.1)
-    second.load_state_dict(first.state_dict())
-    resumed = lr_scheduler_fn_cosine_with_warmup(second, t_max=6, t_warmup=2)
-    resumed.load_state_dict(scheduler.state_dict())
-    for optimizer, schedule in ((first, scheduler), (second, resumed)):
-        optimizer.step()
-        schedule.step()
-    assert resumed.get_last_lr() == scheduler.get_last_lr()
-    assert 0 < resumed.get_last_lr()[0] < 0.05
-
-
-@pytest.mark.parametrize(("t_max", "t_warmup"), [(0, 1), (1, -1)])
-def test_a_schedule_of_no_steps_is_refused(t_max: int, t_warmup: int) -> None:
-    optimizer = torch.optim.SGD(make_params(), lr=0.1)
-    with pytest.raises(ValueError, match="t_max >= 1"):
-        lr_scheduler_fn_cosine_with_warmup(optimizer, t_max, t_warmup)
+        assert ours == pytest.approx(theirs, rel=1e-9)
