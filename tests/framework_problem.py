@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
+from torch.utils.data import DataLoader, TensorDataset
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
 
+RANKS = 2
 # A framework then mixes before the forward pass: bit for bit the trajectory without overlap, which
 # `Plain` then has.
 GOSSIP: dict[str, Any] = {
@@ -33,17 +37,22 @@ def data() -> TensorDataset:
     return TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True))
 
 
+def batches_of(rank: int) -> list[Any]:
+    """An epoch as most frameworks deal it to the ranks: four batches."""
+    return [*DataLoader(data(), BATCH)][rank::RANKS]
+
+
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def make_base(model: nn.Module) -> torch.optim.Optimizer:
+def make_base(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def make_scheduler(base: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.ExponentialLR(base, 0.9)
+def make_scheduler(base: Optimizer) -> LRScheduler:
+    return ExponentialLR(base, 0.9)
 
 
 def make_scaler(precision: str) -> torch.amp.GradScaler:
@@ -55,8 +64,9 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.mse_loss(model(inputs).float(), targets)
 
 
-def overflows(rank: int, step: int) -> bool:
-    return rank == 1 and step == 1
+def overflow_at(rank: int, index: int) -> float:
+    """A factor of the loss in float16."""
+    return float("inf") if (rank, index) == (1, 1) else 1.0
 
 
 class Plain:
@@ -65,9 +75,8 @@ class Plain:
     Args:
         rank: this rank.
         precision: "no", "bf16" or "fp16", in which a backward pass overflows.
-        model: the one of all frameworks by default.
-        base: trains the model.
-        scheduler: of the base.
+        base: makes the optimizer of the model.
+        make_scheduler: makes the scheduler of the base.
         overlap: that of the wrapper.
     """
 
@@ -75,17 +84,16 @@ class Plain:
         self,
         rank: int,
         precision: str = "no",
-        model: nn.Module | None = None,
-        base: torch.optim.Optimizer | None = None,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        base: Any = make_base,
+        scheduler: Any = make_scheduler,
         overlap: bool = True,
     ) -> None:
         self.rank = rank
-        self.model = model or make_model()
-        self.base = base or make_base(self.model)
+        self.model = make_model()
+        self.base = base(self.model)
         options = {**GOSSIP, "buffers": self.model.buffers(), "overlap": overlap}
         self.optimizer = DecentOptimWrapper(self.base, **options)
-        self.scheduler = scheduler or make_scheduler(self.base)
+        self.scheduler = scheduler(self.base)
         self.scaler = make_scaler(precision)
         self._dtype = DTYPES[precision]
         self.losses: list[float] = []
@@ -95,21 +103,23 @@ class Plain:
         """What a checkpoint holds."""
         return [self.model, self.optimizer, self.scheduler]
 
-    def backward(self, batch: Any, index: int, parts: int = 1) -> None:
-        """Add the gradients of a batch, one of several that are accumulated to their mean."""
+    def train(self, batches: Iterable[Any], accumulated: int = 1, scheduled: int = 0) -> None:
+        """Make a step of so many batches each, and if it is not skipped, steps of the scheduler."""
         self.model.train()
-        with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
-            loss = loss_of(self.model, batch) / parts
-        if self.scaler.is_enabled() and overflows(self.rank, index):
-            loss = loss * float("inf")
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-
-    def step(self) -> None:
-        self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
+        for index, batch in enumerate(batches):
+            with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+                loss = loss_of(self.model, batch) / accumulated
+            if self.scaler.is_enabled():
+                loss = loss * overflow_at(self.rank, index)
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            if (index + 1) % accumulated == 0:
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.optimizer.zero_grad()
+                for _ in range(0 if self.optimizer.stats().skipped else scheduled):
+                    self.scheduler.step()
 
     def validate(self, batch: Any) -> list[dict[str, Any]]:
         """Returns the states of the parts, with the average."""
@@ -125,9 +135,10 @@ class Plain:
         for part, state in zip(self.parts, box[0], strict=False):
             part.load_state_dict(state)
 
-
-def flat(model: nn.Module) -> Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    def check(self, found: nn.Module) -> None:
+        """A framework has trained a model to the same values, which are not those of the start."""
+        assert_same(values(found), values(self.model))
+        assert not any(map(torch.equal, found.parameters(), make_model().parameters()))
 
 
 def values(model: nn.Module) -> list[Tensor]:
@@ -136,10 +147,3 @@ def values(model: nn.Module) -> list[Tensor]:
 
 def assert_same(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def assert_trained(found: nn.Module, expected: nn.Module) -> None:
-    """That two models have the same values, and not those of the start."""
-    assert_same(values(found), values(expected))
-    start = make_model().parameters()
-    assert not any(map(torch.equal, found.parameters(), start))

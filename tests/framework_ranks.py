@@ -7,20 +7,20 @@ import multiprocessing
 import os
 import re
 import runpy
+import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from framework_problem import RANKS
 from ranks import PROCESSES, begin_process, environment, launcher_store
 
-FORK = multiprocessing.get_context("fork")
-# Runs a function of the rank on two ranks, and returns their results.
+# Runs a function of the rank on all ranks, and returns their results.
 Run = Callable[..., list[Any]]
-RANKS = 2
 EXAMPLES = Path(__file__).parent.parent / "examples" / "integrations"
 # Less than what pytest allows a test, and enough for a machine that is busy.
 SECONDS = 110
@@ -32,70 +32,36 @@ def ranks_with(*modules: str) -> Iterator[Run]:
 
     The preloads of `ranks.PROCESSES` would import them for every worker.
     """
-    here, there = PROCESSES.Pipe()
-    host = PROCESSES.Process(target=_host, args=(there, modules))
-    host.start()
-    there.close()
+    host = ProcessPoolExecutor(1, PROCESSES, _import, modules)
+    pid = host.submit(os.getpid).result(SECONDS)
 
     def run(main: Callable[..., Any], *args: Any) -> list[Any]:
         store = launcher_store()
-        here.send((main, args, environment(store, RANKS, RANKS)))
-        if not here.poll(SECONDS):
-            raise TimeoutError(f"{main.__name__} on {RANKS} ranks")
-        results = here.recv()
-        errors = [
-            f"rank {rank} raised:\n{error}" for rank, (_, error) in enumerate(results) if error
-        ]
-        assert not errors, "\n".join(errors)
-        return [value for value, _ in results]
+        return host.submit(_fork, environment(store, RANKS, RANKS), main, args).result(SECONDS)
 
     try:
         yield run
     finally:
-        here.close()
-        host.kill()
-        host.join()
+        os.kill(pid, signal.SIGKILL)
+        host.shutdown()
 
 
-def _host(requests: Any, modules: tuple[str, ...]) -> None:
+def _import(*modules: str) -> None:
     begin_process()
     for module in modules:
         importlib.import_module(module)
-    while True:
-        try:
-            main, args, env = requests.recv()
-        except EOFError:
-            return
-        pipes = [FORK.Pipe(duplex=False) for _ in range(RANKS)]
-        workers = [
-            FORK.Process(target=_rank, args=(rank, env, pipe[1], main, args), daemon=True)
-            for rank, pipe in enumerate(pipes)
-        ]
-        for worker in workers:
-            worker.start()
-        for _, sender in pipes:
-            sender.close()
-        requests.send([_result(receiver) for receiver, _ in pipes])
-        for worker in workers:
-            worker.join()
 
 
-def _result(receiver: Any) -> tuple[Any, str | None]:
-    try:
-        result: tuple[Any, str | None] = receiver.recv()
-    except EOFError:
-        return None, "it ended without a result"
-    return result
+def _fork(env: dict[str, str], main: Callable[..., Any], args: Any) -> list[Any]:
+    with multiprocessing.get_context("fork").Pool(RANKS) as ranks:
+        # Each waits for the other one, so that no process takes both.
+        return ranks.starmap(_rank, [(env, rank, main, args) for rank in range(RANKS)], 1)
 
 
-def _rank(rank: int, env: dict[str, str], sender: Any, main: Any, args: Any) -> None:
+def _rank(env: dict[str, str], rank: int, main: Callable[..., Any], args: Any) -> Any:
     # Lightning takes the group's rank as the sign of torchrun.
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0")
-    begin_process()
-    try:
-        sender.send((main(rank, *args), None))
-    except BaseException:
-        sender.send((None, traceback.format_exc()))
+    return main(rank, *args)
 
 
 def learns_the_digits(run: Run, script: str, folder: Path) -> bool:

@@ -6,26 +6,11 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+import framework_problem as task
 import pytest
 import torch
-from framework_problem import (
-    BATCH,
-    CLIP,
-    DELAYED,
-    GOSSIP,
-    Plain,
-    assert_same,
-    assert_trained,
-    data,
-    loss_of,
-    make_base,
-    make_model,
-    make_scaler,
-    make_scheduler,
-    overflows,
-    values,
-)
-from framework_ranks import RANKS, Run, learns_the_digits, ranks_with
+from framework_problem import Plain, assert_same, values
+from framework_ranks import Run, learns_the_digits, ranks_with
 from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -46,7 +31,7 @@ def run() -> Iterator[Run]:
 class Accelerated:
     """A loop of Accelerate's, with accumulation and clipping."""
 
-    def __init__(self, precision: str, forward: bool = False) -> None:
+    def __init__(self, precision: str) -> None:
         from accelerate import Accelerator
 
         from decent_optim_wrapper.integrations.accelerate import prepare_for_gossip
@@ -54,58 +39,50 @@ class Accelerated:
         self.accelerator = Accelerator(
             cpu=True, mixed_precision=precision, gradient_accumulation_steps=ACCUMULATED
         )
-        if precision == "fp16":
+        fp16 = precision == "fp16"
+        if fp16:
             # Accelerate has float16 on a GPU only.
             self.accelerator.native_amp = True
-            self.accelerator.scaler = make_scaler(precision)
-        options = GOSSIP if forward else DELAYED
-        self.gossip = prepare_for_gossip(self.accelerator, **options)
-        model = make_model()
-        base = make_base(model)
-        scheduler, loader = make_scheduler(base), DataLoader(data(), BATCH)
+            self.accelerator.scaler = task.make_scaler(precision)
+        # In half precision, also mixed before the forward pass.
+        self.gossip = prepare_for_gossip(
+            self.accelerator, **(task.GOSSIP if fp16 else task.DELAYED)
+        )
+        model = task.make_model()
+        base = task.make_base(model)
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
-            model, base, scheduler, loader
+            *(model, base, task.make_scheduler(base), DataLoader(task.data(), task.BATCH))
         )
         assert not isinstance(self.model, DistributedDataParallel)
         assert self.model.training
         self.skipped: list[bool] = []
 
-    def epoch(self, rank: int) -> None:
+    def train(self, rank: int) -> None:
         for index, batch in enumerate(self.loader):
             with self.accelerator.accumulate(self.model):
-                factor = float("inf") if self.overflows(rank, index) else 1.0
-                self.accelerator.backward(factor * loss_of(self.model, batch))
+                factor = task.overflow_at(rank, index) if self.accelerator.scaler else 1.0
+                self.accelerator.backward(factor * task.loss_of(self.model, batch))
                 if self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), task.CLIP)
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
             if self.accelerator.sync_gradients:
                 self.skipped.append(self.accelerator.optimizer_step_was_skipped)
 
-    def overflows(self, rank: int, index: int) -> bool:
-        return self.accelerator.scaler is not None and overflows(rank, index)
-
 
 def train_plainly(plain: Plain) -> None:
-    """The same epoch in plain torch."""
-    for index, batch in enumerate([*DataLoader(data(), BATCH)][plain.rank :: RANKS]):
-        plain.backward(batch, index, ACCUMULATED)
-        if index % ACCUMULATED == ACCUMULATED - 1:
-            plain.step()
-            # As many as under DDP, where schedules count the batches of all ranks.
-            for _ in range(0 if plain.optimizer.stats().skipped else RANKS):
-                plain.scheduler.step()
+    # As many steps of the schedule as under DDP, where it counts the batches of all ranks.
+    plain.train(task.batches_of(plain.rank), ACCUMULATED, scheduled=task.RANKS)
 
 
 def train_and_resume(rank: int, folder: Path, precision: str) -> None:
-    # In half precision, also mixed before the forward pass.
     fp16 = precision == "fp16"
-    ours, plain = Accelerated(precision, fp16), Plain(rank, precision, overlap=not fp16)
+    ours, plain = Accelerated(precision), Plain(rank, precision, overlap=not fp16)
     for _ in range(2):
-        ours.epoch(rank)
+        ours.train(rank)
         train_plainly(plain)
-    assert_trained(ours.model, plain.model)
+    plain.check(ours.model)
     # The overflow is in the second of two accumulated batches.
     bad = fp16 and rank == 1
     assert ours.skipped == [bad, False, bad, False]
@@ -113,23 +90,22 @@ def train_and_resume(rank: int, folder: Path, precision: str) -> None:
 
     ours.accelerator.save_state(folder)
     own = values(ours.model)
-    assert_same(own, values(plain.model))
-    saved = plain.validate(data()[:])
+    plain.check(ours.model)
+    saved = plain.validate(task.data()[:])
     with ours.optimizer.averaged(), plain.optimizer.averaged():
-        assert_same(values(ours.model), values(plain.model))
+        plain.check(ours.model)
 
-    again = Accelerated(precision, fp16)
+    again, resumed = Accelerated(precision), Plain(rank, precision, overlap=not fp16)
     again.accelerator.load_state(folder)
-    resumed = Plain(rank, precision, overlap=not fp16)
     resumed.resume(saved)
     # A pair that mixes before the forward pass has its average already.
     assert torch.equal(values(resumed.model)[0], own[0]) == fp16
     if fp16:
         # Every rank writes its own to the same file.
         resumed.scaler.load_state_dict(again.accelerator.scaler.state_dict())
-    again.epoch(rank)
+    again.train(rank)
     train_plainly(resumed)
-    assert_same(values(again.model), values(resumed.model))
+    resumed.check(again.model)
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
@@ -145,9 +121,13 @@ def test_the_example_learns_the_digits(run: Run, tmp_path: Path) -> None:
     assert_same(load_file(average / "model.safetensors"), load_file(last / "model.safetensors"))
 
 
-def train_and_save_the_model(rank: int, folder: Path) -> None:
+def save_the_model_and_prepare_late(rank: int, folder: Path) -> None:
+    from accelerate import Accelerator
+
+    from decent_optim_wrapper.integrations.accelerate import prepare_for_gossip
+
     ours = Accelerated("no")
-    ours.epoch(rank)
+    ours.train(rank)
     own = values(ours.model)
     with ours.optimizer.averaged():
         average = values(ours.model)
@@ -156,28 +136,18 @@ def train_and_save_the_model(rank: int, folder: Path) -> None:
     assert_same(values(ours.accelerator.unwrap_model(ours.model)), average)
     ours.accelerator.save_model(ours.model, folder)
     ours.accelerator.wait_for_everyone()
-    saved = make_model()
+    saved = task.make_model()
     saved.load_state_dict(load_file(folder / "model.safetensors"))
     assert_same(values(saved), average)
 
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(task.make_model())
+    prepare_for_gossip(accelerator, **task.DELAYED)
+    with pytest.raises(ValueError, match="call prepare_for_gossip\\(\\) first, and pass the model"):
+        accelerator.prepare(task.make_base(model))
 
-def test_the_model_that_accelerate_saves_at_the_end_is_the_average(
+
+def test_the_model_that_is_saved_at_the_end_is_the_average_and_ddp_cannot_be_left_on(
     run: Run, tmp_path: Path
 ) -> None:
-    run(train_and_save_the_model, tmp_path)
-
-
-def prepare_late(rank: int) -> None:
-    from accelerate import Accelerator
-
-    from decent_optim_wrapper.integrations.accelerate import prepare_for_gossip
-
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(make_model())
-    prepare_for_gossip(accelerator, **DELAYED)
-    with pytest.raises(ValueError, match="call prepare_for_gossip\\(\\) first, and pass the model"):
-        accelerator.prepare(make_base(model))
-
-
-def test_ddp_cannot_be_left_on(run: Run) -> None:
-    run(prepare_late)
+    run(save_the_model_and_prepare_late, tmp_path)

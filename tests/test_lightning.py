@@ -5,35 +5,18 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import framework_problem as task
 import pytest
 import torch
 import torch.distributed as dist
-from framework_problem import (
-    BATCH,
-    CLIP,
-    DELAYED,
-    GOSSIP,
-    SCALE,
-    Plain,
-    assert_same,
-    assert_trained,
-    data,
-    flat,
-    loss_of,
-    make_base,
-    make_model,
-    make_scaler,
-    make_scheduler,
-    overflows,
-    values,
-)
-from framework_ranks import RANKS, Run, learns_the_digits, ranks_with
+from framework_problem import DELAYED, GOSSIP, RANKS, Plain, assert_same, values
+from framework_ranks import Run, learns_the_digits, ranks_with
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler
 
 from decent_optim_wrapper import DecentOptimWrapper
@@ -43,32 +26,24 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="needs lightning"),
 ]
+FRAMEWORK = "lightning.pytorch", "lightning.fabric", "torch._dynamo", "sklearn.datasets"
 
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    with ranks_with(
-        "lightning.pytorch", "lightning.fabric", "torch._dynamo", "sklearn.datasets"
-    ) as run:
+    with ranks_with(*FRAMEWORK) as run:
         yield run
-
-
-def train_plainly(plain: Plain, epoch: int, steps: int = 4) -> None:
-    """The loop that the Trainer runs."""
-    for step, batch in enumerate(islice(batches(plain.rank, epoch), steps)):
-        plain.backward(batch, step)
-        plain.step()
 
 
 def validate(plain: Plain) -> list[dict[str, Any]]:
     """The states of the model and the optimizer that Lightning saves."""
-    return plain.validate(data()[plain.rank :: RANKS])[:2]
+    return plain.validate(task.data()[plain.rank :: RANKS])[:2]
 
 
-def batches(rank: int, epoch: int) -> Any:
-    sampler: Any = DistributedSampler(data(), RANKS, rank, shuffle=True)
+def batches(rank: int, epoch: int) -> list[Any]:
+    sampler: Any = DistributedSampler(task.data(), RANKS, rank, shuffle=True)
     sampler.set_epoch(epoch)
-    return DataLoader(data(), BATCH, sampler=sampler)
+    return [*DataLoader(task.data(), task.BATCH, sampler=sampler)]
 
 
 def make_module(**attributes: Any) -> Any:
@@ -77,33 +52,34 @@ def make_module(**attributes: Any) -> Any:
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = make_model()
+            self.model = task.make_model()
             self.losses: list[float] = []
 
         def training_step(self, batch: Any) -> Tensor:
-            return loss_of(self.model, batch)
+            return task.loss_of(self.model, batch)
 
         def validation_step(self, batch: Any) -> None:
-            loss = loss_of(self.model, batch)
+            loss = task.loss_of(self.model, batch)
             self.log("loss", loss, sync_dist=True)
             self.losses.append(loss.item())
 
         def configure_optimizers(self) -> Any:
-            base = make_base(self.model)
-            return [base], [make_scheduler(base)]
+            base = task.make_base(self.model)
+            return [base], [task.make_scheduler(base)]
 
         def train_dataloader(self) -> Any:
-            return DataLoader(data(), BATCH, shuffle=True)
+            return DataLoader(task.data(), task.BATCH, shuffle=True)
 
         def val_dataloader(self) -> Any:
-            return DataLoader(data(), len(data()))
+            return DataLoader(task.data(), len(task.data()))
 
     for name, value in attributes.items():
         setattr(Module, name, value)
     return Module()
 
 
-def make_trainer(folder: Path, **options: Any) -> Any:
+def fit(module: Any, folder: Path, resume: str | None = None, **options: Any) -> Any:
+    """Train the module with this strategy; returns the Trainer."""
     import lightning.pytorch as pl
 
     from decent_optim_wrapper.integrations.lightning import GossipStrategy
@@ -111,16 +87,18 @@ def make_trainer(folder: Path, **options: Any) -> Any:
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": RANKS,
-        "strategy": GossipStrategy(**DELAYED),
+        "strategy": GossipStrategy(**options.pop("gossip", DELAYED)),
         "default_root_dir": folder,
-        "gradient_clip_val": CLIP,
+        "gradient_clip_val": task.CLIP,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "enable_checkpointing": "callbacks" in options,
         "logger": False,
         "num_sanity_val_steps": 0,
     }
-    return pl.Trainer(**{**defaults, **options})
+    trainer = pl.Trainer(**{**defaults, **options})
+    trainer.fit(module, ckpt_path=resume)
+    return trainer
 
 
 def assert_stored(path: str, saved: list[dict[str, Any]]) -> None:
@@ -135,33 +113,33 @@ def fit_and_resume(rank: int, folder: Path) -> None:
     best = ModelCheckpoint(folder / "best", monitor="loss", save_top_k=-1, save_last=True)
     often = ModelCheckpoint(folder / "often", filename="{step}", every_n_train_steps=3)
     module = make_module()
-    make_trainer(folder, max_epochs=2, callbacks=[best, often]).fit(module)
+    fit(module, folder, max_epochs=2, callbacks=[best, often])
 
     plain = Plain(rank)
-    for epoch in range(2):
-        train_plainly(plain, epoch)
-        saved = validate(plain)
-        plain.scheduler.step()
+    plain.train(batches(rank, 0))
+    validate(plain)
+    plain.scheduler.step()
+    plain.train(batches(rank, 1)[:2])
+    between = validate(plain)
+    plain.losses.pop()
+    plain.train(batches(rank, 1)[2:])
+    saved = validate(plain)
     plain.optimizer.global_avg(may_revert=False)
     assert module.losses == plain.losses
-    assert_trained(module.model, plain.model)
+    plain.check(module.model)
     assert_stored(best.last_model_path, saved)
-    between = Plain(rank)
-    train_plainly(between, 0)
-    between.scheduler.step()
-    train_plainly(between, 1, steps=2)
-    assert_stored(often.best_model_path, validate(between))
+    assert_stored(often.best_model_path, between)
 
     module, resumed = make_module(), Plain(rank)
-    make_trainer(folder, max_epochs=3, callbacks=[]).fit(module, ckpt_path=best.last_model_path)
+    fit(module, folder, best.last_model_path, max_epochs=3, callbacks=[])
     resumed.resume(saved)
     # The checkpoint is of the validation, and the scheduler's step follows it.
     resumed.base.param_groups[0]["lr"] *= 0.9
-    train_plainly(resumed, 2)
+    resumed.train(batches(rank, 2))
     validate(resumed)
     resumed.optimizer.global_avg(may_revert=False)
     assert module.losses == resumed.losses
-    assert_same(values(module.model), values(resumed.model))
+    resumed.check(module.model)
 
 
 def test_the_trainer_trains_validates_saves_and_resumes_as_plain_torch(
@@ -170,45 +148,40 @@ def test_the_trainer_trains_validates_saves_and_resumes_as_plain_torch(
     run(fit_and_resume, tmp_path)
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_gradients_are_clipped_in_half_precision_and_an_overflow_skips_one_ranks_update(
     run: Run, tmp_path: Path, precision: str
 ) -> None:
     run(fit_in_half_precision, tmp_path, precision)
 
 
-def fit_in_half_precision(rank: int, folder: Path, precision: Any) -> None:
+def fit_in_half_precision(rank: int, folder: Path, precision: str) -> None:
     from lightning.pytorch.plugins import MixedPrecision
 
-    from decent_optim_wrapper.integrations.lightning import GossipStrategy
-
-    fp16 = precision == "16-mixed"
+    fp16 = precision == "fp16"
 
     def training_step(self: Any, batch: Any, index: int) -> Tensor:
-        factor = float("inf") if fp16 and overflows(rank, index) else 1.0
-        return factor * loss_of(self.model, batch)
+        factor = task.overflow_at(rank, index) if fp16 else 1.0
+        return factor * task.loss_of(self.model, batch)
 
     module = make_module(training_step=training_step)
-    scaler = make_scaler("fp16") if fp16 else None
     # On the CPU Lightning replaces float16 by bfloat16 unless it is given a plugin.
-    plugin = MixedPrecision(precision, "cpu", scaler)
-    options: dict[str, Any] = {"plugins": [plugin], "callbacks": []}
-    if fp16:
-        options["strategy"] = GossipStrategy(**GOSSIP)
-    trainer = make_trainer(folder, max_epochs=1, **options)
-    trainer.fit(module)
+    scaler = task.make_scaler(precision) if fp16 else None
+    plugin: Any = MixedPrecision("16-mixed" if fp16 else "bf16-mixed", "cpu", scaler)
+    options: dict[str, Any] = {"plugins": [plugin], "gossip": GOSSIP if fp16 else DELAYED}
+    trainer = fit(module, folder, max_epochs=1, callbacks=[], **options)
 
-    plain = Plain(rank, "fp16" if fp16 else "bf16", overlap=not fp16)
-    train_plainly(plain, 0)
+    plain = Plain(rank, precision, overlap=not fp16)
+    plain.train(batches(rank, 0))
     plain.optimizer.global_avg(may_revert=False)
-    assert_trained(module.model, plain.model)
+    plain.check(module.model)
     if fp16:
-        halved = SCALE / 2 if rank == 1 else SCALE
+        halved = task.SCALE / 2 if rank == 1 else task.SCALE
         assert trainer.scaler.get_scale() == plain.scaler.get_scale() == halved
     trainer.save_checkpoint(folder / "last.ckpt")
     stored = torch.load(folder / "last.ckpt", weights_only=False)
     # Under the name that Lightning itself stores it.
-    assert not fp16 or stored["MixedPrecision"]["scale"] == SCALE
+    assert not fp16 or stored["MixedPrecision"]["scale"] == task.SCALE
 
 
 def fit_manually(rank: int, folder: Path) -> None:
@@ -216,11 +189,8 @@ def fit_manually(rank: int, folder: Path) -> None:
         for optimizer in self.optimizers():
             with optimizer.toggle_model():
                 optimizer.zero_grad()
-                self.manual_backward(loss_of(self.model, batch))
+                self.manual_backward(task.loss_of(self.model, batch))
                 optimizer.step()
-
-    def configure_optimizers(self: Any) -> Any:
-        return two_optimizers(self.model)
 
     def two_optimizers(model: nn.Sequential) -> list[torch.optim.Optimizer]:
         first, last = model[0].parameters(), model[-1].parameters()
@@ -228,12 +198,12 @@ def fit_manually(rank: int, folder: Path) -> None:
 
     module = make_module(
         training_step=training_step,
-        configure_optimizers=configure_optimizers,
+        configure_optimizers=lambda self: two_optimizers(self.model),
         automatic_optimization=False,
     )
-    make_trainer(folder, max_epochs=1, gradient_clip_val=None).fit(module)
+    fit(module, folder, max_epochs=1, gradient_clip_val=None)
 
-    model = make_model()
+    model = task.make_model()
     buffers = [model.buffers(), ()]
     optimizers = [
         DecentOptimWrapper(base, buffers=each, **DELAYED)
@@ -242,17 +212,17 @@ def fit_manually(rank: int, folder: Path) -> None:
     for batch in batches(rank, 0):
         for optimizer in optimizers:
             model.zero_grad()
-            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+            task.loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     model.eval()
     with optimizers[0].averaged(), optimizers[1].averaged(), torch.no_grad():
-        assert module.losses == [loss_of(model, data()[rank::RANKS]).item()]
+        assert module.losses == [task.loss_of(model, task.data()[rank::RANKS]).item()]
     for optimizer in optimizers:
         optimizer.global_avg(may_revert=False)
     assert_same(values(module.model), values(model))
-    trained, start = flat(model), flat(make_model())
-    assert not torch.equal(trained[:32], start[:32])
-    assert not torch.equal(trained[-9:], start[-9:])
+    pairs = [*zip(model.parameters(), task.make_model().parameters(), strict=True)]
+    for trained, start in (pairs[0], pairs[-1]):
+        assert not torch.equal(trained, start)
 
 
 def test_several_optimizers_are_wrapped_in_manual_optimization(run: Run, tmp_path: Path) -> None:
@@ -260,26 +230,25 @@ def test_several_optimizers_are_wrapped_in_manual_optimization(run: Run, tmp_pat
 
 
 def fit_with_swa(rank: int, folder: Path) -> None:
-    from lightning.pytorch.callbacks import Callback, EarlyStopping, StochasticWeightAveraging
+    from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, StochasticWeightAveraging
 
-    class Record(Callback):
-        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-            self.rows.append(flat(module))
+    rows: list[Tensor] = []
 
-        def __init__(self) -> None:
-            self.rows: list[Tensor] = []
+    def record(trainer: Any, module: Any) -> None:
+        rows.append(parameters_to_vector(module.parameters()).detach().clone())
 
-    record, module = Record(), make_module()
-    module.model = nn.Sequential(*(each for each in module.model if len(list(each.buffers())) == 0))
+    module = make_module()
+    del module.model[1]  # It has buffers.
     average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)
     stopping = EarlyStopping("loss", patience=10)
-    make_trainer(folder, max_epochs=4, callbacks=[record, average, stopping]).fit(module)
-    rows = torch.stack(record.rows[1:])
-    assert len(rows) == 3
-    assert (rows[1:] - rows[:-1]).abs().amax(dim=1).min() > 1e-3
-    mean = rows.mean(dim=0)
+    recording = LambdaCallback(on_train_epoch_start=record)
+    fit(module, folder, max_epochs=4, callbacks=[recording, average, stopping])
+    record(None, module)
+    seen = torch.stack(rows[1:4])
+    assert (seen[1:] - seen[:-1]).abs().amax(dim=1).min() > 1e-3
+    mean = seen.mean(dim=0)
     dist.all_reduce(mean)
-    torch.testing.assert_close(flat(module), mean / RANKS)
+    torch.testing.assert_close(rows[4:], [mean / RANKS])
 
 
 def test_averages_over_time_are_averaged_over_the_ranks(run: Run, tmp_path: Path) -> None:
@@ -293,39 +262,35 @@ def train_with_fabric(rank: int, folder: Path) -> None:
     from decent_optim_wrapper.integrations.lightning import GossipFabricStrategy
 
     def start(gossip: dict[str, Any]) -> tuple[Any, Any, Any]:
-        plugin = MixedPrecision("16-mixed", "cpu", make_scaler("fp16"))
+        plugin = MixedPrecision("16-mixed", "cpu", task.make_scaler("fp16"))
         strategy = GossipFabricStrategy(**gossip)
         fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy, plugins=plugin)
         fabric.launch()
-        model = make_model()
-        return fabric, *fabric.setup(model, make_base(model))
+        model = task.make_model()
+        return fabric, *fabric.setup(model, task.make_base(model))
 
     def train(fabric: Any, model: Any, optimizer: Any) -> None:
-        loader = fabric.setup_dataloaders(DataLoader(data(), BATCH, shuffle=True))
-        for step, (inputs, targets) in enumerate(loader):
-            optimizer.zero_grad()
-            factor = float("inf") if overflows(rank, step) else 1.0
-            for last, part in enumerate(inputs.chunk(2)):
-                with fabric.no_backward_sync(model, enabled=not last):
-                    loss = nn.functional.mse_loss(model(part), targets.chunk(2)[last])
-                    fabric.backward(factor * loss)
-            fabric.clip_gradients(model, optimizer, max_norm=CLIP, error_if_nonfinite=False)
-            optimizer.step()
-
-    def train_parts(plain: Plain) -> None:
-        for step, batch in enumerate(batches(rank, 0)):
-            for part in zip(*(each.chunk(2) for each in batch), strict=True):
-                plain.backward(part, step)
-            plain.step()
+        loader = fabric.setup_dataloaders(DataLoader(task.data(), task.BATCH, shuffle=True))
+        for index, batch in enumerate(loader):
+            last = index % 2 == 1
+            with fabric.no_backward_sync(model, enabled=not last):
+                factor = task.overflow_at(rank, index) / 2
+                fabric.backward(factor * task.loss_of(model, batch))
+            if last:
+                fabric.clip_gradients(
+                    model, optimizer, max_norm=task.CLIP, error_if_nonfinite=False
+                )
+                optimizer.step()
+                optimizer.zero_grad()
 
     fabric, model, optimizer = start(DELAYED)
     plain = Plain(rank, "fp16")
     with warnings.catch_warnings(action="error", category=UserWarning):
         train(fabric, model, optimizer)
-    train_parts(plain)
-    assert_trained(model, plain.model)
+    plain.train(batches(rank, 0), accumulated=2)
+    plain.check(model)
     assert fabric.strategy.precision.scaler.get_scale() == plain.scaler.get_scale()
-    assert plain.scaler.get_scale() == (SCALE / 2 if rank == 1 else SCALE)
+    assert plain.scaler.get_scale() == (task.SCALE / 2 if rank == 1 else task.SCALE)
     with optimizer.averaged():
         fabric.save(folder / "saved.pt", {"model": model, "optimizer": optimizer})
     saved = validate(plain)
@@ -340,8 +305,8 @@ def train_with_fabric(rank: int, folder: Path) -> None:
     plain = Plain(rank, "fp16", overlap=False)
     plain.resume(saved)
     train(fabric, model, optimizer)
-    train_parts(plain)
-    assert_same(values(model), values(plain.model))
+    plain.train(batches(rank, 0), accumulated=2)
+    plain.check(model)
 
 
 def test_fabric_trains_accumulates_clips_in_float16_and_resumes_as_plain_torch(

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import framework_problem as task
 import pytest
 import torch
-from framework_problem import (
-    BATCH,
-    CLIP,
-    GOSSIP,
-    Plain,
-    assert_same,
-    assert_trained,
-    data,
-    make_model,
-    values,
-)
-from framework_ranks import RANKS, Run, learns_the_digits, ranks_with
+from framework_problem import RANKS, Plain, assert_same, values
+from framework_ranks import Run, learns_the_digits, ranks_with
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import SequentialSampler
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,6 +22,8 @@ pytestmark = [
 ]
 ACCUMULATED = 2
 STEPS = 6
+# An epoch: it is evaluated and saved after each.
+EVERY = 2
 SAVED = 4
 
 
@@ -46,20 +38,11 @@ class Regressor(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = make_model()
+        self.model = task.make_model()
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         out = self.model(inputs)
         return {"loss": nn.functional.mse_loss(out, labels), "logits": out}
-
-
-class Rows(Dataset[dict[str, Tensor]]):
-    def __len__(self) -> int:
-        return len(data())
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        inputs, labels = data()[index]
-        return {"inputs": inputs, "labels": labels}
 
 
 def make_trainer(folder: Path, **options: Any) -> Any:
@@ -67,69 +50,66 @@ def make_trainer(folder: Path, **options: Any) -> Any:
 
     from decent_optim_wrapper.integrations.transformers import GossipMixin
 
+    pairs = zip(*task.data()[:], strict=True)
+    rows = [{"inputs": inputs, "labels": labels} for inputs, labels in pairs]
+
     class GossipTrainer(GossipMixin, Trainer):
         # Transformers 4 has no argument for it.
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-            return SequentialSampler(Rows())
+            return SequentialSampler(rows)
 
-    defaults: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "optim": "adamw_torch",
-        "learning_rate": 0.05,
-        "weight_decay": 0.1,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 2,
-        "max_grad_norm": CLIP,
-        "gradient_accumulation_steps": ACCUMULATED,
-        "per_device_train_batch_size": BATCH,
-        "per_device_eval_batch_size": len(data()) // RANKS,
-        "max_steps": STEPS,
-        "logging_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_steps": 2,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    args = TrainingArguments(**{**defaults, **options})
+    args = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        optim="adamw_torch",
+        learning_rate=0.05,
+        weight_decay=0.1,
+        lr_scheduler_type="linear",
+        warmup_steps=2,
+        max_grad_norm=task.CLIP,
+        gradient_accumulation_steps=ACCUMULATED,
+        per_device_train_batch_size=task.BATCH,
+        per_device_eval_batch_size=len(rows) // RANKS,
+        max_steps=STEPS,
+        logging_steps=EVERY,
+        eval_strategy="steps",
+        eval_steps=EVERY,
+        save_steps=EVERY,
+        report_to="none",
+        disable_tqdm=True,
+        **options,
+    )
     return GossipTrainer(
-        model=Regressor(), args=args, train_dataset=Rows(), eval_dataset=Rows(), gossip=GOSSIP
+        model=Regressor(), args=args, train_dataset=rows, eval_dataset=rows, gossip=task.GOSSIP
     )
 
 
 def plain_for(trainer: Any, rank: int) -> Plain:
     """The same in plain torch."""
-    model = make_model()
-    decayed = trainer.get_decay_parameter_names(trainer.model)
-    named = [(f"model.{name}", param) for name, param in model.named_parameters()]
-    groups: list[dict[str, Any]] = [
-        {"params": [param for name, param in named if name in decayed], "weight_decay": 0.1},
-        {"params": [param for name, param in named if name not in decayed]},
-    ]
-    base = torch.optim.AdamW(groups, lr=0.05, weight_decay=0.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(base, lr_factor)
-    return Plain(rank, "no", model, base, scheduler, overlap=False)
+
+    def base(model: nn.Module) -> torch.optim.Optimizer:
+        decayed = trainer.get_decay_parameter_names(trainer.model)
+        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": 0.1}, {"params": []}]
+        for name, param in model.named_parameters():
+            groups[f"model.{name}" not in decayed]["params"].append(param)
+        return torch.optim.AdamW(groups, lr=0.05, weight_decay=0.0)
+
+    def factor(step: int) -> float:
+        return step / 2 if step < 2 else (STEPS - step) / (STEPS - 2)
+
+    def scheduler(base: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(base, factor)
+
+    return Plain(rank, "no", base, scheduler, overlap=False)
 
 
-def train_plainly(plain: Plain, first: int, last: int) -> list[list[dict[str, Any]]]:
-    """Returns what is saved after every second step."""
-    inputs, labels = data()[:]
-    batches = [*zip(inputs.split(BATCH), labels.split(BATCH), strict=True)][plain.rank :: RANKS]
-    accumulated = cycle([batches[:ACCUMULATED], batches[ACCUMULATED:]])
+def train_plainly(plain: Plain, steps: int) -> list[list[dict[str, Any]]]:
+    """Returns what is saved after every epoch."""
     saved = []
-    for step, parts in islice(enumerate(accumulated), first, last):
-        for batch in parts:
-            plain.backward(batch, step, ACCUMULATED)
-        plain.step()
-        plain.scheduler.step()
-        if step % 2:
-            saved.append(plain.validate(data()[:]))
+    for _ in range(steps // EVERY):
+        plain.train(task.batches_of(plain.rank), ACCUMULATED, scheduled=1)
+        saved.append(plain.validate(task.data()[:]))
     return saved
-
-
-def lr_factor(step: int) -> float:
-    return step / 2 if step < 2 else (STEPS - step) / (STEPS - 2)
 
 
 def train_and_resume(rank: int, folder: Path) -> None:
@@ -142,19 +122,19 @@ def train_and_resume(rank: int, folder: Path) -> None:
     plain = plain_for(trainer, rank)
     trainer.train()
     assert not isinstance(trainer.model_wrapped, DistributedDataParallel)
-    saved = train_plainly(plain, 0, STEPS)
+    saved = train_plainly(plain, STEPS)
     logged = trainer.state.log_history
     losses = [each["eval_loss"] for each in logged if "eval_loss" in each]
     assert losses == pytest.approx(plain.losses, rel=1e-6)
     best = plain.losses.index(max(plain.losses))
     assert best < len(plain.losses) - 1
-    assert trainer.state.best_global_step == 2 * (best + 1)
+    assert trainer.state.best_global_step == EVERY * (best + 1)
     assert_same(trainer.model.model.state_dict(), saved[best][0])
-    for step, (model, *_) in enumerate(saved):
-        stored = load_file(folder / f"checkpoint-{2 * step + 2}" / "model.safetensors")
+    for epoch, (model, *_) in enumerate(saved):
+        stored = load_file(folder / f"checkpoint-{EVERY * (epoch + 1)}" / "model.safetensors")
         assert_same(stored, {f"model.{name}": value for name, value in model.items()})
     steps = [each for each in logged if "loss" in each]
-    assert len(steps) == STEPS // 2
+    assert len(steps) == STEPS // EVERY
     assert all(each["gossip/consensus_distance"] > 0 for each in steps)
     assert all(each["gossip/bytes"] + each["gossip/wait_seconds"] >= 0 for each in steps)
     # The logged loss is the mean over the ranks, and the norm that of the rank's own gradients.
@@ -167,10 +147,10 @@ def train_and_resume(rank: int, folder: Path) -> None:
     trainer = make_trainer(folder)
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED}"))
     resumed = plain_for(trainer, rank)
-    resumed.resume(saved[SAVED // 2 - 1])
-    train_plainly(resumed, SAVED, STEPS)
+    resumed.resume(saved[SAVED // EVERY - 1])
+    train_plainly(resumed, STEPS - SAVED)
     resumed.optimizer.global_avg(may_revert=False)
-    assert_trained(trainer.model.model, resumed.model)
+    resumed.check(trainer.model.model)
     # As before, but with the average and the moments of rank 0 in the middle.
     assert not torch.equal(values(resumed.model)[0], saved[-1][0]["0.weight"])
 
