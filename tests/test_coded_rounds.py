@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,32 +19,23 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from warned import warned_texts
 
-from decent_optim_wrapper import (
-    CallOrderError,
-    DecentOptimWrapper,
-    Group,
-    NonFiniteError,
-    Schedule,
-    Topology,
-)
+from decent_optim_wrapper import CallOrderError, DecentOptimWrapper, Schedule, Topology
 from decent_optim_wrapper.codecs import INT4, CastCodec, Codec, TopKCodec
 from decent_optim_wrapper.wire import bucket as bucket_module
 from decent_optim_wrapper.wire import references
 
 pytestmark = pytest.mark.slow
 
-CODES = {"int8": torch.int8, "int4": INT4}
-COMM = {**CODES, "bf16": torch.bfloat16}
+CODES = {"int8": torch.int8, "int4": INT4, "bf16": torch.bfloat16}
 # Several blocks and several buckets, one of them smaller than a block.
 SHAPES = [(40, 30), (700,), (), (900,), (3, 7)]
 CAP_MB = 5620 / 2**20
-LR = 0.05
 
 
 class Case(NamedTuple):
     """A topology, the number of its ranks, and how they are arranged."""
 
-    topology: str
+    topology: str | Topology
     world_size: int
     local_world_size: int = 1
 
@@ -55,14 +45,14 @@ CASES = {
     "complete": Case("complete", 3),
     "nodes": Case("alternating-exp-ring", 4, 2),
 }
+PAIR = Case("ring", 2)
 SCHEDULES = {
     "each step": Schedule(),
     "late": Schedule(gossip_every=3, staleness=3),
     "averages": Schedule(global_avg_every=5),
+    # The outer step needs the parameters of the launch.
+    "late, outer": Schedule(gossip_every=2, staleness=2, outer=nesterov(0.5)),
 }
-# The outer step needs the parameters of the launch.
-LATE_OUTER = Schedule(gossip_every=2, staleness=2, outer=nesterov(0.5))
-WITH_OUTER = SCHEDULES | {"late, outer": LATE_OUTER}
 
 
 def make_params(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -71,39 +61,49 @@ def make_params(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [draw.to(dtype).requires_grad_() for draw in draws]
 
 
-def draw_gradients(params: list[Tensor], rank: int, step: int, factor: float = 1.0) -> Tensor:
-    """Gradients that do not depend on the parameters, so that the mean is known."""
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    for param in params:
-        draw = torch.randn(param.shape, generator=generator, dtype=torch.float64)
-        param.grad = (factor * draw).to(param.dtype)
-    return flatten([param.grad for param in params if param.grad is not None])
-
-
-def wrap(params: list[Tensor], group: dist.ProcessGroup, case: Case, **kw: Any) -> Any:
-    kw.setdefault("sync_at_start", False)
-    kw.setdefault("bucket_cap_mb", CAP_MB)
+def wrap(
+    params: list[Tensor], group: dist.ProcessGroup, case: Case, lr: float = 0.05, **options: Any
+) -> DecentOptimWrapper:
+    options = {"sync_at_start": False, "bucket_cap_mb": CAP_MB, **options}
     optimizer = DecentOptimWrapper(
-        torch.optim.SGD(params, lr=kw.pop("lr", LR)),
+        torch.optim.SGD(params, lr=lr),
         topology=case.topology,
         local_world_size=case.local_world_size,
         process_group=group,
-        **kw,
+        **options,
     )
     assert len(optimizer.buckets) > 1
     return optimizer
 
 
-def train(case: Case, steps: int, **kw: Any) -> Tensor:
+def take_rounds(optimizer: DecentOptimWrapper, count: int) -> None:
+    """Steps without gradients."""
+    for _ in range(count):
+        optimizer.step()
+    optimizer.synchronize()
+
+
+def take_steps(
+    optimizer: DecentOptimWrapper, params: list[Tensor], rank: int, steps: Iterable[int]
+) -> None:
+    """Steps with gradients that do not depend on the parameters, so that the mean is known."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 * rank + step)
+        for param in params:
+            draw = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+            param.grad = draw.to(param.dtype)
+        optimizer.step()
+
+
+def train(case: Case, steps: int, **options: Any) -> Tensor:
     """The parameters of every rank after every step: (ranks, steps, parameters)."""
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params(seed=rank)
-        optimizer = wrap(params, group, case, **kw)
+        optimizer = wrap(params, group, case, **options)
         history = [flatten(params)]
         for step in range(steps):
-            draw_gradients(params, rank, step)
-            optimizer.step()
+            take_steps(optimizer, params, rank, [step])
             history.append(flatten(params))
         optimizer.synchronize()
         return torch.stack([*history, flatten(params)])
@@ -118,13 +118,13 @@ def distance(rows: Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("case", "views", "schedule", "overlap"),
-    pairwise(named(*CASES), VIEWS, named(*WITH_OUTER), {"overlap": True, "not": False}),
+    pairwise(named(*CASES), VIEWS, named(*SCHEDULES), {"overlap": True, "not": False}),
 )
 def test_codes_without_rounding_give_the_trajectory_without_codes(
     case: str, views: bool, schedule: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overlap = overlap or WITH_OUTER[schedule].staleness > 1
-    options = {"schedule": WITH_OUTER[schedule], "overlap": overlap, "param_as_bucket_view": views}
+    overlap = overlap or SCHEDULES[schedule].staleness > 1
+    options = {"schedule": SCHEDULES[schedule], "overlap": overlap, "param_as_bucket_view": views}
     expected = train(CASES[case], 11, **options)
     monkeypatch.setattr(bucket_module, "saving", lambda codec, dtype: codec)
     ours = train(CASES[case], 11, comm_dtype=CastCodec(torch.float64), **options)
@@ -136,45 +136,44 @@ def test_codes_without_rounding_give_the_trajectory_without_codes(
 
 # Each way to average, and codes of each kind; each codec has a contract.
 @pytest.mark.parametrize(
-    ("case", "code", "limit"),
+    ("case", "code", "views"),
     [
-        ("ring", INT4, 1e-6),
-        ("complete", torch.int8, 1e-6),
-        ("nodes", torch.float8_e4m3fn, 1e-6),
-        ("complete", TopKCodec(64), 1e-6),
-        ("ring", torch.bfloat16, 1e-6),
-        # The smallest step of float16 is 6e-8.
-        ("ring", torch.float16, 1e-5),
+        ("ring", INT4, True),
+        ("complete", torch.int8, False),
+        ("nodes", torch.float8_e4m3fn, True),
+        ("complete", TopKCodec(64), True),
+        ("ring", torch.bfloat16, False),
+        ("ring", torch.float16, True),
     ],
     ids=str,
 )
 def test_ranks_that_do_not_move_apart_come_to_agree(
-    case: str, code: torch.dtype | Codec, limit: float
+    case: str, code: torch.dtype | Codec, views: bool
 ) -> None:
-    rows = train(CASES[case], 60, lr=0.0, comm_dtype=code)
+    rows = train(CASES[case], 24, lr=0.0, comm_dtype=code, param_as_bucket_view=views)
     assert distance(rows[:, 0]) > 1
-    assert distance(rows[:, -1]) < limit
+    # A few of the smallest steps of float16; bfloat16 rounds values by a hundredth.
+    assert distance(rows[:, -1]) < 2e-6
     torch.testing.assert_close(rows[:, -1].mean(0), rows[:, 0].mean(0), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("case", "code"),
-    [(Case("ring", 8), torch.int8), (Case("alternating-exp-ring", 8, 2), INT4)],
-    ids=["ring-int8", "nodes-int4"],
+    ("case", "code", "limit"), [("ring", torch.int8, 1.001), ("nodes", INT4, 1.04)], ids=str
 )
 def test_replicas_stay_as_near_to_each_other_as_without_codes(
-    case: Case, code: torch.dtype
+    case: str, code: torch.dtype, limit: float
 ) -> None:
-    exact = train(case, 30, sync_at_start=True)
-    coded = train(case, 30, sync_at_start=True, comm_dtype=code)
-    last = [sum(distance(rows[:, step]) for step in range(18, 31)) for rows in (exact, coded)]
-    assert last[0] > 1
-    assert last[1] < (1.02 if code == torch.int8 else 1.1) * last[0]
+    exact, coded = (
+        sum(distance(rows[:, step]) for step in range(8, 17))
+        for rows in (train(CASES[case], 16, sync_at_start=True, comm_dtype=c) for c in (None, code))
+    )
+    assert exact > 1
+    assert coded < limit * exact
 
 
 @pytest.mark.parametrize(
     ("case", "comm", "dtype", "views"),
-    pairwise(CASES, COMM, {"float32": torch.float32, "bfloat16": torch.bfloat16}, VIEWS),
+    pairwise(CASES, CODES, {"float32": torch.float32, "bfloat16": torch.bfloat16}, VIEWS),
 )
 def test_ranks_in_agreement_stay_together(
     case: Case,
@@ -185,10 +184,8 @@ def test_ranks_in_agreement_stay_together(
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params(0, dtype)
-        optimizer = wrap(params, group, case, comm_dtype=comm, lr=0.0, param_as_bucket_view=views)
-        for _ in range(6):
-            optimizer.step()
-        optimizer.synchronize()
+        optimizer = wrap(params, group, case, 0.0, comm_dtype=comm, param_as_bucket_view=views)
+        take_rounds(optimizer, 6)
         return flatten(params)
 
     start = flatten(make_params(0, dtype))
@@ -203,229 +200,45 @@ def test_ranks_in_agreement_stay_together(
 def test_pairs_and_groups_send_codes_and_count_them() -> None:
     elements = sum(math.prod(shape) for shape in SHAPES)
 
-    def sent(case: Case, comm: torch.dtype | None, views: bool = False) -> list[float]:
+    def sent(case: Case, comm: torch.dtype | None) -> list[float]:
         def main(rank: int, group: dist.ProcessGroup) -> float:
             params = make_params(0, torch.float32)
-            optimizer = wrap(
-                *(params, group, case),
-                comm_dtype=comm,
-                param_as_bucket_view=views,
-                bucket_cap_mb=4000 / 2**20,
-            )
+            optimizer = wrap(params, group, case, comm_dtype=comm, bucket_cap_mb=4000 / 2**20)
             optimizer.step()
-            return float(optimizer.stats().bytes_sent / elements)
+            return optimizer.stats().bytes_sent / elements
 
         return run_threads(case.world_size, main)
 
     # One code per element, and one float32 and up to 255 codes of nothing per block.
-    blocks = {torch.int8: 260 * 12 / elements, INT4: 132 * 12 / elements}
-    for code, per_element in blocks.items():
+    for code, block in ((torch.int8, 260), (INT4, 132)):
+        per_element = 12 * block / elements
         assert sent(CASES["ring"], code) == pytest.approx([per_element] * 4)
         # All together, as by a ring's all-reduce: 2 (n - 1) / n for each of n ranks.
         for case in (CASES["complete"], Case("complete", 4)):
             assert sum(sent(case, code)) == pytest.approx(2 * (case.world_size - 1) * per_element)
-    halves = sum(sent(CASES["complete"], torch.bfloat16, views=False))
+    halves = sum(sent(CASES["complete"], torch.bfloat16))
     assert halves == pytest.approx(sum(sent(CASES["complete"], None)) / 2, rel=1e-3)
     assert halves == pytest.approx(2 * 2 * 2)
-
-
-@pytest.mark.parametrize(
-    ("case", "comm"),
-    [
-        (CASES["ring"], torch.int8),
-        (CASES["complete"], INT4),
-        (CASES["complete"], torch.bfloat16),
-        (CASES["nodes"], torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_values_that_are_not_finite_raise_on_the_whole_group(case: Case, comm: torch.dtype) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[int, ...]:
-        params = make_params(seed=rank)
-        optimizer = wrap(params, group, case, comm_dtype=comm, lr=0.0)
-        optimizer.step()
-        optimizer.synchronize()
-        if rank == 0:
-            params[1].data[3] = math.nan
-        before = flatten(params)
-        bad: tuple[int, ...] = ()
-        try:
-            optimizer.step()
-            optimizer.step()
-        except NonFiniteError as error:
-            bad = error.ranks
-            torch.testing.assert_close(flatten(params), before, rtol=0, atol=0, equal_nan=True)
-        return bad
-
-    raised = run_threads(case.world_size, main)
-    assert raised[0] == (0,)
-    assert set(raised) <= {(0,), ()}
-    assert case.topology != "complete" or raised == [(0,)] * 3
-
-
-@pytest.mark.parametrize(
-    ("case", "views", "comm"),
-    # Groups have a test of their own.
-    pairwise({name: CASES[name] for name in ("ring", "nodes")}, VIEWS, COMM),
-)
-def test_a_rank_without_finite_values_is_left_out_and_takes_those_of_the_others(
-    case: Case, views: bool, comm: torch.dtype
-) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
-        params = make_params(seed=rank)
-        optimizer = wrap(
-            *(params, group, case),
-            comm_dtype=comm,
-            lr=0.0,
-            on_nonfinite="skip",
-            param_as_bucket_view=views,
-        )
-        for step in range(30):
-            if rank == 1 and step == 12:
-                with torch.no_grad():
-                    optimizer.synchronize()
-                    params[0][0, 0] = math.inf
-                    params[3][899] = math.nan
-            elif step == 12:
-                optimizer.synchronize()
-            optimizer.step()
-        optimizer.synchronize()
-        return flatten(params)
-
-    rows = torch.stack(run_threads(case.world_size, main))
-    assert rows.isfinite().all()
-    start = torch.stack([flatten(make_params(rank)) for rank in range(case.world_size)])
-    assert distance(rows) < 0.02 * distance(start)
-    # All others had all but agreed on the mean before.
-    assert (rows - start.mean(0)).abs().max() < 0.1
-
-
-class Weighted(Topology):
-    """All ranks in one group, with a weight other than that of the mean."""
-
-    def phases(self) -> list[list[Group]]:
-        return [[Group(range(self.world_size), self_weight=0.7)]]
-
-
-def set_values(params: list[Tensor], rank: int, number: int, bad: tuple[int, ...]) -> Tensor:
-    """New values for every rank, of which those that are bad are not finite in any bucket."""
-    with torch.no_grad():
-        for param, value in zip(params, make_params(seed=100 * number + rank), strict=True):
-            param.copy_(value)
-            if rank in bad:
-                param.view(-1)[-1] = math.nan
-    return flatten(params)
-
-
-@pytest.mark.parametrize(
-    ("size", "comm", "views", "rate", "every", "weighted"),
-    pairwise(
-        {"3": 3, "4": 4},
-        COMM,
-        VIEWS,
-        {"rate 1": 1.0, "rate 0.3": 0.3},
-        {"each step": 1, "late": 2},
-        {"mean": False, "weighted": True},
-    ),
-)
-def test_ranks_that_are_left_out_of_a_group_move_no_mean_of_the_others(
-    size: int, comm: torch.dtype, views: bool, rate: float, every: int, weighted: bool
-) -> None:
-    """Each rank and each two in turn; each of them averages a part of every bucket."""
-    ranks = range(size)
-    left_out = [*combinations(ranks, 1), *combinations(ranks, 2)]
-
-    def main(rank: int, group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
-        params = make_params(seed=rank)
-        optimizer = DecentOptimWrapper(
-            torch.optim.SGD(params, lr=0.0),
-            topology=Weighted(size) if weighted else "complete",
-            process_group=group,
-            sync_at_start=False,
-            bucket_cap_mb=CAP_MB,
-            comm_dtype=comm,
-            on_nonfinite="skip",
-            param_as_bucket_view=views,
-            schedule=Schedule(gossip_every=every, staleness=every, mixing_rate=rate),
-        )
-        rows = []
-        for number, bad in enumerate(left_out):
-            # A round of all ranks moves the references.
-            for each in ((), bad):
-                before = set_values(params, rank, number, each)
-                for _ in range(every):
-                    optimizer.step()
-                optimizer.synchronize()
-            rows.append((before, flatten(params)))
-        return rows
-
-    rows = zip(*run_threads(size, main), strict=True)
-    rough = {"int8": 0.1, "int4": 1.5, "bf16": 0.05}[next(k for k in COMM if COMM[k] == comm)]
-    step = rate * (0.3 * size / (size - 1) if weighted else 1.0)
-    for bad, row in zip(left_out, rows, strict=True):
-        before, after = map(torch.stack, zip(*row, strict=True))
-        good = [rank for rank in ranks if rank not in bad]
-        mean = before[good].mean(0)
-        torch.testing.assert_close(after[good].mean(0), mean, rtol=0, atol=1e-12)
-        tainted = ~before[list(bad)].isfinite().all(0)
-        assert tainted.sum() == len(SHAPES)
-        assert after.isfinite().all()
-        assert (after[list(bad)] - mean)[:, tainted].abs().max() < rough
-        if len(good) > 1:
-            expected = before[good] + step * (mean - before[good])
-            mixed = ((after[good] - expected).abs() < rough).all(0)
-            assert mixed.float().mean() > 1 - (len(bad) + 0.6) / size
-            assert distance(after[good]) < distance(before[good])
-
-
-def test_a_rank_that_is_left_out_of_every_round_keeps_no_part_of_the_others_from_mixing() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
-        params = make_params(seed=rank)
-        optimizer = wrap(
-            *(params, group, Case("complete", 4)),
-            comm_dtype=torch.int8,
-            lr=0.0,
-            on_nonfinite="skip",
-        )
-        for _ in range(24):
-            if rank == 1:
-                with torch.no_grad():
-                    for param in params:
-                        param.fill_(math.nan)
-            optimizer.step()
-            optimizer.synchronize()
-        return flatten(params)
-
-    rows = torch.stack(run_threads(4, main))[[0, 2, 3]]
-    start = torch.stack([flatten(make_params(rank)) for rank in (0, 2, 3)])
-    torch.testing.assert_close(rows.mean(0), start.mean(0), rtol=0, atol=1e-12)
-    assert (rows - start.mean(0)).abs().max() < 0.1
-    assert (start - start.mean(0)).abs().max() > 1
 
 
 def test_ranks_with_other_references_are_told_so() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> str:
         params = make_params(seed=rank)
-        optimizer = wrap(params, group, Case("ring", 2), comm_dtype=torch.int8)
-        for _ in range(3):
-            optimizer.step()
-        optimizer.synchronize()
+        optimizer = wrap(params, group, PAIR, comm_dtype=torch.int8)
+        take_rounds(optimizer, 3)
         if rank == 0:
             saved = optimizer.state_dict()
-            saved["gossip"].pop("references", None)
+            del saved["gossip"]["references"]
             optimizer.load_state_dict(saved)
-        try:
-            for _ in range(2):
-                optimizer.step()
-        except CallOrderError as error:
-            return str(error)
-        return ""
+        with pytest.raises(CallOrderError) as caught:
+            take_rounds(optimizer, 2)
+        return str(caught.value)
 
     texts = run_threads(2, main)
     assert any("share the reference of" in text and "load" in text for text in texts)
 
 
-class Rounds5(Topology):
+class ManyPartners(Topology):
     """Rank 0 meets five partners."""
 
     def phases(self) -> list[list[list[int]]]:
@@ -433,62 +246,64 @@ class Rounds5(Topology):
 
 
 def test_a_schedule_of_many_partners_codes_the_values_and_says_so() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         params = make_params(seed=rank)
-        optimizer = DecentOptimWrapper(
-            *(torch.optim.SGD(params, lr=0.0),),
-            topology=Rounds5(6),
-            process_group=group,
-            bucket_cap_mb=CAP_MB,
-            sync_at_start=False,
-            comm_dtype=INT4,
-        )
-        for _ in range(10):
-            optimizer.step()
-        optimizer.synchronize()
-        return flatten(params), len(optimizer.state_dict()["gossip"].get("references", {}))
+        start = flatten(params)
+        optimizer = wrap(params, group, Case(ManyPartners(6), 6), 0.0, comm_dtype=INT4)
+        take_rounds(optimizer, 10)
+        assert not optimizer.state_dict()["gossip"].get("references")
+        return start, flatten(params)
 
     with warned_texts() as texts:
-        rows, kept = zip(*run_threads(6, main), strict=True)
-    start = torch.stack([flatten(make_params(rank)) for rank in range(6)])
-    torch.testing.assert_close(torch.stack(rows).mean(0), start.mean(0), rtol=0, atol=1e-12)
-    assert distance(torch.stack(rows)) < 0.9 * distance(start)
-    assert set(kept) == {0}
+        start, rows = map(torch.stack, zip(*run_threads(6, main), strict=True))
+    torch.testing.assert_close(rows.mean(0), start.mean(0), rtol=0, atol=1e-12)
+    assert distance(rows) < 0.9 * distance(start)
     # By one rank for all.
     assert sum("the parameters themselves are rounded" in text for text in texts) == 1
 
 
-@pytest.mark.parametrize(("case", "views", "code"), pairwise(named(*CASES), VIEWS, CODES))
+@pytest.mark.parametrize(
+    ("case", "views", "code", "rebuilds"),
+    pairwise(
+        CASES, VIEWS, {"int8": torch.int8, "int4": INT4}, {"new buckets": True, "the same": False}
+    ),
+)
 def test_a_late_round_in_flight_is_resumed_by_the_names_of_the_parameters(
-    case: str, views: bool, code: torch.dtype
+    case: Case, views: bool, code: torch.dtype, rebuilds: bool
 ) -> None:
-    stop, end = 7, 14
-    saved: dict[int, Any] = {}
+    """Also one that still moves the references of buckets that were replaced."""
+    stop = 7
+    saved: dict[int, tuple[list[Tensor], Any]] = {}
 
     def run(rank: int, group: dist.ProcessGroup, resumes: bool) -> Tensor:
-        model = torch.nn.ParameterList(make_params(seed=rank))
+        # One without elements has no address in a view.
+        values = [*make_params(seed=rank), torch.zeros(0, dtype=torch.float64)]
+        model = torch.nn.ParameterList(values)
         params: list[Tensor] = list(model.parameters())
         schedule = Schedule(gossip_every=2, staleness=2)
-        options = {"schedule": schedule, "comm_dtype": code, "param_as_bucket_view": views}
-        optimizer = wrap(params, group, CASES[case], model=model, **options)
+        options: dict[str, Any] = {"comm_dtype": code, "param_as_bucket_view": views}
+        optimizer = wrap(params, group, case, model=model, schedule=schedule, **options)
         if resumes:
             with torch.no_grad():
                 torch._foreach_copy_(params, saved[rank][0])
             optimizer.load_gossip_state_dict(saved[rank][1])
-        for step in range(stop if resumes else 0, end):
-            if step == stop and not resumes:
-                state = optimizer.gossip_state_dict()
-                assert state["in_flight"]
-                saved[rank] = copy.deepcopy(([param.detach() for param in params], state))
-            draw_gradients(params, rank, step)
-            optimizer.step()
+        else:
+            take_steps(optimizer, params, rank, range(stop))
+            if rebuilds:
+                optimizer.rebuild_buckets()
+            state = optimizer.gossip_state_dict()
+            assert state["in_flight"]
+            saved[rank] = copy.deepcopy(([param.detach() for param in params], state))
+        take_steps(optimizer, params, rank, range(stop, stop + 5))
         optimizer.synchronize()
         return flatten(params)
 
-    size = CASES[case].world_size
-    expected = run_threads(size, partial(run, resumes=False))
-    assert all(map(torch.equal, run_threads(size, partial(run, resumes=True)), expected))
-    assert not torch.equal(expected[0], expected[1])
+    whole, resumed = (
+        run_threads(case.world_size, partial(run, resumes=resumes)) for resumes in (False, True)
+    )
+    assert all(map(torch.equal, resumed, whole))
+    assert not torch.equal(whole[0], whole[1])
+    assert not torch.equal(whole[0][:4], saved[0][0][0].flatten()[:4])
 
 
 def test_all_ranks_may_load_the_state_of_one() -> None:
@@ -496,41 +311,35 @@ def test_all_ranks_may_load_the_state_of_one() -> None:
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params(seed=rank)
-        optimizer = wrap(params, group, CASES["ring"], comm_dtype=INT4, lr=0.0)
+        optimizer = wrap(params, group, CASES["ring"], 0.0, comm_dtype=INT4)
         for _ in range(6):
             optimizer.step()
         if rank == 0:
             saved.append(optimizer.state_dict())
         optimizer.all_gather(torch.zeros(1))
         optimizer.load_state_dict(copy.deepcopy(saved[0]))
-        for _ in range(60):
-            optimizer.step()
-        optimizer.synchronize()
+        take_rounds(optimizer, 24)
         return flatten(params)
 
-    rows = torch.stack(run_threads(4, main))
-    assert distance(rows) < 1e-6
+    assert distance(torch.stack(run_threads(4, main))) < 1e-6
+
+
+def add_group(optimizer: DecentOptimWrapper) -> None:
+    optimizer.add_param_group({"params": [torch.ones(5, dtype=torch.float64)]})
 
 
 def test_references_follow_parameters_into_other_buckets() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> float:
         params = make_params(seed=rank)
-        optimizer = wrap(params, group, Case("ring", 2), comm_dtype=torch.int8, lr=0.0)
-        for _ in range(10):
-            optimizer.step()
-        optimizer.synchronize()
+        optimizer = wrap(params, group, PAIR, 0.0, comm_dtype=torch.int8)
+        take_rounds(optimizer, 10)
         before = flatten(params)
-        optimizer.add_param_group({"params": [torch.ones(5, dtype=torch.float64)]})
-        optimizer.step()
-        optimizer.synchronize()
+        add_group(optimizer)
+        take_rounds(optimizer, 1)
         return float((flatten(params) - before).abs().max())
 
     # A reference of zeros would round the values themselves: by hundredths, where ranks differ.
     assert max(run_threads(2, main)) < 1e-9
-
-
-def add_group(optimizer: DecentOptimWrapper) -> None:
-    optimizer.add_param_group({"params": [torch.ones(5, dtype=torch.float64)]})
 
 
 @pytest.mark.parametrize(
@@ -559,76 +368,43 @@ def test_replaced_references_are_freed(
         made.append((weak, vector.nbytes))
         return vector
 
-    monkeypatch.setattr(references, "new_reference", noting)
-
     def main(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
         params = make_params(seed=rank)
-        options = {"schedule": schedule, "param_as_bucket_view": views}
+        options: dict[str, Any] = {"schedule": schedule, "param_as_bucket_view": views}
         optimizer = wrap(params, group, case, comm_dtype=torch.int8, **options)
-
-        def train(steps: int) -> None:
-            for step in range(steps):
-                draw_gradients(params, rank, step)
-                optimizer.step()
-
-        train(10)
+        take_steps(optimizer, params, rank, range(7))
         change(optimizer)
         change(optimizer)
-        train(10)
+        take_steps(optimizer, params, rank, range(7))
         optimizer.synchronize()
-        gc.collect()
+        optimizer.all_gather(torch.zeros(1))
+        if rank == 0:
+            gc.collect()
         optimizer.all_gather(torch.zeros(1))
         held = sum(nbytes for storage, nbytes in made if not storage.expired())
         optimizer.all_gather(torch.zeros(1))
         groups = {each.ranks for each in optimizer.topology.schedule(rank) if each.size > 1}
         return len(groups) * sum(8 * each.flat_numel for each in optimizer.buckets), held
 
+    monkeypatch.setattr(references, "new_reference", noting)
+    # What is there by now need not be looked at.
+    gc.freeze()
     own, held = zip(*run_threads(case.world_size, main), strict=True)
+    gc.unfreeze()
     assert set(held) == {sum(own)}
     assert len(made) > len(own) * 4
 
 
-@pytest.mark.parametrize("views", [False, True])
-def test_a_run_resumes_bit_for_bit_from_a_checkpoint_behind_new_buckets(views: bool) -> None:
-    """The round in flight still moves the references of the old ones."""
-    stop = 5
-    saved: dict[int, list[Any]] = {}
-
-    def train(rank: int, group: dist.ProcessGroup, resumes: bool) -> Tensor:
-        # One without elements has no address in a view.
-        params = [*make_params(seed=rank), torch.zeros(0, dtype=torch.float64, requires_grad=True)]
-        options = {"comm_dtype": torch.int8, "param_as_bucket_view": views}
-        optimizer = wrap(params, group, Case("ring", 2), **options)
-        for step in range(stop if resumes else 0, stop + 3):
-            if step == stop:
-                optimizer.rebuild_buckets()
-            if step == stop and resumes:
-                with torch.no_grad():
-                    torch._foreach_copy_(params, saved[rank][0])
-                optimizer.load_state_dict(saved[rank][1])
-            elif step == stop:
-                values = [param.detach() for param in params]
-                saved[rank] = copy.deepcopy([values, optimizer.state_dict()])
-            draw_gradients(params, rank, step)
-            optimizer.step()
-        optimizer.synchronize()
-        return flatten(params)
-
-    whole = run_threads(2, partial(train, resumes=False))
-    assert all(map(torch.equal, run_threads(2, partial(train, resumes=True)), whole))
-    assert not torch.equal(whole[0][:4], saved[0][0][0].flatten()[:4])
-
-
 @pytest.mark.parametrize(
-    ("case", "code"),
-    [(CASES["ring"], INT4), (CASES["complete"], torch.int8), (CASES["nodes"], INT4)],
-    ids=str,
+    ("case", "code"), [("ring", INT4), ("complete", torch.int8), ("nodes", INT4)], ids=str
 )
 def test_ranks_that_start_the_same_hardly_notice_their_first_meetings(
-    case: Case, code: torch.dtype
+    case: str, code: torch.dtype
 ) -> None:
     """Coded as a difference to zero, weights would change by a seventh of the largest."""
     options = {"lr": 1e-4, "sync_at_start": True}
-    coded, exact = (train(case, 4, comm_dtype=each, **options)[:, -1] for each in (code, None))
+    coded, exact = (
+        train(CASES[case], 4, comm_dtype=each, **options)[:, -1] for each in (code, None)
+    )
     assert (coded - exact).abs().max() < 2e-4
     assert (exact[1] - flatten(make_params(seed=0))).abs().max() > 1e-4
