@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
 from itertools import accumulate
 
-from decent_optim_wrapper import Group
+from decent_optim_wrapper import Group, Topology
 
 Phases = list[list[Group]]
+
+
+def listed(world_size: int, value: object, definition: str = "phases") -> Topology:
+    """A topology whose `phases`, or `assign_groups`, are these."""
+    kind: type[Topology] = type("Listed", (Topology,), {definition: lambda self: value})
+    return kind(world_size)
+
+
+def grouped(keys: Iterable[Hashable]) -> list[Group]:
+    """Groups of the ranks whose keys are equal."""
+    members = defaultdict(list)
+    for rank, key in enumerate(keys):
+        members[key].append(rank)
+    return [Group(ranks) for ranks in members.values()]
 
 
 def complete(n: int, local: int) -> Phases:
@@ -16,61 +31,54 @@ def complete(n: int, local: int) -> Phases:
 
 
 def ring(n: int, local: int) -> Phases:
-    return [[Group((i, (i + 1) % n)) for i in range(start, n, 2)] for start in (0, 1)]
+    return [grouped((rank + shift) % n // 2 for rank in range(n)) for shift in (0, 1)]
 
 
 def one_peer_exponential(n: int, local: int) -> Phases:
     hops = [1 << bit for bit in range(n.bit_length() - 1)]
-    return [[Group((i, i ^ hop)) for i in range(n) if not i & hop] for hop in hops]
+    return [grouped(rank & ~hop for rank in range(n)) for hop in hops]
 
 
 def alternating_exponential_ring(n: int, local: int) -> Phases:
-    count = n // local
-    nodes = [range(node * local, (node + 1) * local) for node in range(count)]
-    phases: Phases = []
-    joint_in_second = True
-    for hop in (1 << bit for bit in range(count.bit_length() - 1)):
-        first: list[Group] = []
-        second: list[Group] = []
-        for j in (j for j in range(count) if not j & hop):
-            apart = [Group(nodes[j]), Group(nodes[j ^ hop])]
-            joint = [Group([*nodes[j], *nodes[j ^ hop]])]
-            first += apart if joint_in_second else joint
-            second += joint if joint_in_second else apart
-            joint_in_second = not joint_in_second
-        phases += [first, second]
+    nodes = [rank // local for rank in range(n)]
+    phases = []
+    pairs = 0
+    for hop in (1 << bit for bit in range((n // local).bit_length() - 1)):
+        # The first pair of all is joint in the second phase of its hop.
+        joint: list[set[int]] = [set(), set()]
+        for low in (node for node in range(n // local) if not node & hop):
+            pairs += 1
+            joint[pairs % 2].add(low)
+        for lows in joint:
+            keys = (("joint", x & ~hop) if x & ~hop in lows else ("apart", x) for x in nodes)
+            phases.append(grouped(keys))
     return phases
 
 
 def hypercuboid(n: int, local: int) -> Phases:
     phases = []
-    stride, rest, prime = 1, n, 2
-    while rest > 1:
-        if rest % prime:
-            prime += 1
-            continue
-        starts = (rank for rank in range(n) if rank // stride % prime == 0)
-        phases.append([Group(range(s, s + prime * stride, stride)) for s in starts])
-        stride, rest = stride * prime, rest // prime
+    stride = 1
+    for prime in range(2, n + 1):
+        while n // stride % prime == 0:
+            phases.append(grouped((r // (prime * stride), r % stride) for r in range(n)))
+            stride *= prime
     return phases
 
 
 def bipartite_exponential(n: int, local: int) -> Phases:
     hops = [1, *(1 + 2**k for k in range(1, n.bit_length()) if 1 + 2**k < n)]
     shifts = dict.fromkeys(shift % n for hop in hops for shift in (hop, -hop))
-    return [[Group((i, (i + s) % n)) for i in range(0, n, 2)] for s in shifts]
+    return [grouped((i - i % 2 * shift) % n for i in range(n)) for shift in shifts]
 
 
 def base_2(n: int, local: int) -> Phases:
     direct = binary_split(n)
     odd = n // (n & -n)
-    blocks = n // odd
-    inner = binary_split(odd) if odd > 1 else []
     product: Phases = [
-        [Group((r + b * odd for r in g.ranks), g.self_weight) for b in range(blocks) for g in p]
-        for p in inner
+        [Group((r + at for r in g.ranks), g.self_weight) for at in range(0, n, odd) for g in groups]
+        for groups in binary_split(odd)
     ]
-    for hop in (odd << bit for bit in range(blocks.bit_length() - 1)):
+    for hop in (odd << bit for bit in range((n // odd).bit_length() - 1)):
         lower = (r for r in range(n) if not r // odd & hop // odd)
         product.append([Group((r, r + hop)) for r in lower])
     return product if len(product) < len(direct) else direct
@@ -110,29 +118,25 @@ def xor_round(block: range, t: int) -> list[Group]:
     return [Group((block[i], block[i ^ hop])) for i in range(size) if not i & hop]
 
 
-def random_matching(n: int, local: int, seed: int = 0, period: int = 128) -> Phases:
-    draw = random.Random(seed)
+def random_matching(n: int, local: int) -> Phases:
+    draw = random.Random(0)
     ranks = list(range(n))
     phases = []
-    for _ in range(period):
+    for _ in range(128):
         draw.shuffle(ranks)
         pairs = [ranks[i : i + 2] for i in range(0, n - 1, 2)]
-        if n % 2:
-            pairs[-1].append(ranks[-1])
+        # The last one of an odd number.
+        pairs[-1] += ranks[2 * len(pairs) :]
         phases.append([Group(pair) for pair in pairs])
     return phases
 
 
 def hierarchical(n: int, local: int) -> Phases:
-    count = n // local
-    inside = [Group(range(node * local, (node + 1) * local)) for node in range(count)]
+    inside = grouped(rank // local for rank in range(n))
     phases = []
-    for groups in hypercuboid(count, 1):
-        across = [
-            Group((node * local + rank for node in group.ranks), group.self_weight)
-            for group in groups
-            for rank in range(local)
-        ]
+    for groups in hypercuboid(n // local, 1):
+        group_of = {node: group for group in groups for node in group.ranks}
+        across = grouped((group_of[rank // local], rank % local) for rank in range(n))
         phases += [inside, across] if local > 1 else [across]
     return phases
 

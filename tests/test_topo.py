@@ -1,17 +1,24 @@
-"""Topologies: definitions, validation, and the factory."""
+"""Topologies: definitions, validation, the factory, and the schedules of greedy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import combinations, product
+from typing import Any
 
 import pytest
 import torch
+from dense import matrix_of
+from listed_topologies import listed
+from scripted_ranks import Part
 
 from decent_optim_wrapper import Group, Topology, TopologyFactory
-from decent_optim_wrapper.topo import Hierarchical, RandomMatching
+from decent_optim_wrapper.elastic.recovery import fitting
+from decent_optim_wrapper.planning import steady_error
+from decent_optim_wrapper.topo import Base2, Greedy, Hierarchical, RandomMatching, Ring
 from decent_optim_wrapper.topo.base import REGISTRY
-
-BUILT_IN = ("complete", "ring", "one-peer-exp", "alternating-exp-ring")
+from decent_optim_wrapper.topo.matching import match
 
 
 @pytest.fixture
@@ -22,56 +29,22 @@ def registry() -> Iterator[None]:
     REGISTRY.update(before)
 
 
-def table_topology(table: list[list[object]]) -> Topology:
-    class FromTable(Topology):
-        def assign_groups(self) -> list[list[object]]:  # type: ignore[override]
-            return table
-
-    return FromTable(len(table))
-
-
-def test_every_phase_of_every_topology_is_symmetric_and_doubly_stochastic() -> None:
-    checked = 0
-    for name, kind in TopologyFactory.registered():
-        uses_nodes = name in ("alternating-exp-ring", "hierarchical")
-        for n in range(1, 17):
-            for local in (d for d in range(1, n + 1 if uses_nodes else 2) if n % d == 0):
-                if not kind.fits(n, local):
-                    continue
-                topology = TopologyFactory.create(name, n, local)
-                phases = range(min(topology.period, 16))
-                matrices = torch.stack([topology.mixing_matrix(phase) for phase in phases])
-                assert torch.equal(matrices, matrices.mT)
-                torch.testing.assert_close(matrices.sum(1), torch.ones_like(matrices[:, 0]))
-                assert (matrices >= 0).all()
-                checked += len(phases)
-    assert checked > 500
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_a_world_of_one_rank_is_idle_on_every_topology(name: str) -> None:
-    topology = TopologyFactory.create(name, 1)
-    assert topology.period == 1
-    assert topology.group_of(0, 7) == Group([0])
-    assert torch.equal(topology.mixing_matrix(0), torch.ones(1, 1, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(("n", "radius"), [(6, 0.25), (8, 0.5), (16, 0.853553)])
-def test_the_ring_contracts_by_the_known_factor_in_two_rounds(n: int, radius: float) -> None:
-    ring = TopologyFactory.create("ring", n)
-    away = ring.mixing_matrix(1) @ ring.mixing_matrix(0) - 1 / n
-    assert torch.linalg.eigvals(away).abs().max().item() == pytest.approx(radius, abs=1e-6)
-
-
-def test_alternating_exp_ring_alternates_nodes_and_pairs_of_nodes() -> None:
-    topology = TopologyFactory.create("alternating-exp-ring", 8, 2)
-    ranks = [[group.ranks for group in topology.groups(t)] for t in range(topology.period)]
-    assert ranks == [
-        [(0, 1), (2, 3), (4, 5, 6, 7)],
-        [(0, 1, 2, 3), (4, 5), (6, 7)],
-        [(0, 1), (2, 3, 6, 7), (4, 5)],
-        [(0, 1, 4, 5), (2, 3), (6, 7)],
-    ]
+def test_every_phase_is_a_partition_that_mixes_by_the_definition_of_its_groups() -> None:
+    for (name, kind), n, local in product(TopologyFactory.registered(), range(1, 13), (1, 2, 3)):
+        if n % local or not kind.accepts(n, local):
+            continue
+        topology = TopologyFactory.create(name, n, local)
+        for phase in range(min(topology.period, 12)):
+            groups = topology.groups(phase)
+            assert sorted(rank for group in groups for rank in group.ranks) == list(range(n))
+            matrix = topology.mixing_matrix(phase)
+            parts = [Part(list(group.ranks), group.self_weight) for group in groups]
+            torch.testing.assert_close(matrix, matrix_of(parts, n))
+            assert torch.equal(matrix, matrix.mT)
+            torch.testing.assert_close(matrix.sum(0), torch.ones_like(matrix[0]))
+        if n == 1:
+            assert topology.period == 1
+            assert topology.schedule(0) == topology.groups(7) == (Group([0]),)
 
 
 @pytest.mark.parametrize(
@@ -81,222 +54,179 @@ def test_alternating_exp_ring_alternates_nodes_and_pairs_of_nodes() -> None:
         ("one-peer-exp", (6, 1), "power of two, got world_size=6"),
         ("alternating-exp-ring", (6, 2), "number of nodes"),
         ("alternating-exp-ring", (4, 4), "number of nodes"),
+        ("hierarchical", (4, 4), "more than one node"),
+        ("greedy", (257, 1), "at most 256 ranks, got world_size=257"),
     ],
 )
 def test_a_misfit_names_condition_value_and_topologies_that_fit(
     name: str, size: tuple[int, int], words: str
 ) -> None:
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(ValueError, match=f"{words}.*that fit: complete, (?!.*{name})"):
         TopologyFactory.create(name, *size)
-    assert "that fit: complete" in str(caught.value)
-    assert name not in str(caught.value).split("that fit:")[1]
 
 
-def test_local_world_size_must_divide_world_size() -> None:
-    with pytest.raises(ValueError, match="3 and 8"):
-        TopologyFactory.create("complete", 8, 3)
+def over_nodes(inner: str | Topology) -> Topology:
+    return Hierarchical(8, 2, inner=inner)
 
 
-def test_a_custom_topology_mixes_with_its_own_weights(registry: None) -> None:
+by_phase = partial(listed, 3)
+by_rank = partial(listed, 2, definition="assign_groups")
+
+
+@pytest.mark.parametrize(
+    ("make", "value", "words"),
+    [
+        (partial(TopologyFactory.create, "complete", 8), 3, "divide world_size, got 3 and 8"),
+        (partial(TopologyFactory.create, "complete"), 0, "world_size must be 1 or more, got 0"),
+        (over_nodes, "rign", "unknown topology 'rign' .did you mean 'ring'"),
+        (over_nodes, RandomMatching(8), "inner must be a topology of 4 nodes, got Random"),
+        *((partial(Group, [0, 1]), each, "self_weight") for each in (0, 1, -0.1, float("nan"))),
+        (by_phase, [[[0, 1], [1, 2]]], r"phase 0: rank 1 .* two groups, .*\(0, 1\).*\(1, 2\)"),
+        (by_phase, [[[0, 1]], [[0, 1], [0, 1]]], "phase 1: rank 0 is in two groups"),
+        (by_phase, [[[0, 3]]], r"phase 0: expected ranks below the world size 3, got \(0, 3\)"),
+        *((by_phase, [[ranks]], "a group needs distinct") for ranks in ([0, -1], [0, 0], [])),
+        (by_phase, [[0, 1]], "phase 0: expected a Group or a list of ranks, got 0"),
+        (by_phase, [[[0.5, 1]]], "phase 0: expected a Group or a list of ranks"),
+        (by_phase, [Group([0, 1])], "phase 0: expected a list of groups, got Group"),
+        (by_phase, [], "1 or more"),
+        (by_rank, [[], []], "1 or more"),
+        (by_rank, [[[0]]], "groups for 2 ranks, got them for 1"),
+        (by_rank, [[[0, 1]], [[1, 0], [1]]], "same number of phases"),
+        (by_rank, [[[0, 2]], [[0, 1]]], "phase 0, rank 0: expected ranks below .* got .0, 2."),
+        (by_rank, [[[1]], [[1]]], "phase 0, rank 0: not a member"),
+        (by_rank, [[[0, 1], []], [[0, 1], [1]]], "phase 1, rank 0: a group needs distinct"),
+        (by_rank, [[[0, 1]], [[1]]], r"rank 1 is in two groups, .*\(0, 1\).*\(1,\)"),
+        (by_rank, [[[0, 1]], [Group([0, 1], 0.3)]], "two groups, .*0.5.*0.3"),
+    ],
+)
+def test_what_is_no_schedule_is_refused_with_phase_and_ranks(
+    make: Callable[[Any], object], value: Any, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        make(value)
+
+
+def test_phases_are_the_table_seen_from_the_other_side() -> None:
+    pair, triple = Group([0, 2], 0.7), [1, 2, 3]
+    table = [[pair, [0]], [[1, 3], triple], [pair, triple], [[1, 3], triple]]
+    topologies = [
+        listed(4, [[pair, (3, 1)], [range(1, 4)]]),
+        listed(4, table, definition="assign_groups"),
+    ]
+    for topology in topologies:
+        assert topology.groups(2) == (pair, Group([1, 3]))
+        assert topology.groups(3) == (Group([0]), Group(triple))
+        assert topology.schedule(0) == (pair, Group([0]))
+        assert topology.group_of(2, 3) == Group(triple)
+        assert topology.digest == topologies[0].digest
+
+
+def test_a_custom_topology_has_a_name_weights_and_attributes_of_its_own(registry: None) -> None:
     class Star(Topology):
-        def assign_groups(self) -> list[list[Group | list[int]]]:
-            groups: list[list[Group | list[int]]] = [[] for _ in range(self._world_size)]
-            for leaf in range(1, self._world_size):
-                for rank in range(self._world_size):
-                    pair = rank in (0, leaf)
-                    groups[rank].append(Group([0, leaf], 0.7) if pair else [rank])
-            return groups
+        def __init__(self, world_size: int, local_world_size: int = 1) -> None:
+            self._table, self._period = "mine", 1000
+            super().__init__(world_size, local_world_size)
+
+        def phases(self) -> list[list[Group]]:
+            return [[Group([0, leaf], 0.7)] for leaf in range(1, self.world_size)]
 
     TopologyFactory.add_topology("star", Star)
     star = TopologyFactory.create("star", 4)
     assert "star" in TopologyFactory.names()
-    assert star.period == 3
-    assert star.group_of(0, 4) == Group([0, 2], 0.7)
-    assert star.group_of(1, 4) == Group([1])
+    assert (star.period, vars(star)["_period"]) == (3, 1000)
+    assert star.groups(4) == (Group([0, 2], 0.7), Group([1]), Group([3]))
     expected = torch.tensor([0.7, 0, 0.3, 0], dtype=torch.float64)
     torch.testing.assert_close(star.mixing_matrix(4)[0], expected)
 
 
-def topology_of(phases: object, world_size: int) -> Topology:
-    class FromPhases(Topology):
-        def phases(self) -> object:  # type: ignore[override]
-            return phases
-
-    return FromPhases(world_size)
-
-
-def test_phases_are_the_table_seen_from_the_other_side() -> None:
-    pair = Group([0, 2], 0.7)
-    by_phase = topology_of([[pair, (3, 1)], [range(1, 4)]], 4)
-    by_rank = table_topology(
-        [[pair, [0]], [[1, 3], [1, 2, 3]], [pair, [1, 2, 3]], [[1, 3], [1, 2, 3]]]
-    )
-    for rank in range(4):
-        assert by_phase.schedule(rank) == by_rank.schedule(rank)
-    assert by_phase.digest == by_rank.digest
-    assert by_phase.group_of(0, 1) == Group([0])
-    star = topology_of([[[0, leaf]] for leaf in range(1, 4)], 4)
-    assert (star.period, star.groups(4)) == (3, (Group([0, 2]), Group([1]), Group([3])))
-
-
-@pytest.mark.parametrize(
-    ("phases", "words"),
-    [
-        (
-            [[[0, 1], [1, 2]]],
-            r"phase 0: rank 1 is in two groups, Group.*\(0, 1\).* and Group.*\(1, 2\)",
-        ),
-        ([[[0, 1]], [[0, 1], [0, 1]]], "phase 1: rank 0 is in two groups"),
-        ([[[0, 3]]], r"phase 0: expected ranks below the world size 3, got \(0, 3\)"),
-        ([[[0, -1]]], "phase 0: a group needs distinct ranks"),
-        ([[[0, 0]]], "phase 0: a group needs distinct ranks"),
-        ([[[]]], "phase 0: a group needs distinct ranks"),
-        ([[0, 1]], "phase 0: expected a Group or a list of ranks, got 0"),
-        ([[[0.5, 1]]], "phase 0: expected a Group or a list of ranks"),
-        ([Group([0, 1])], "phase 0: expected a list of groups, got Group"),
-        ([], "1 or more"),
-    ],
-)
-def test_phases_that_are_no_partitions_are_refused(phases: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        topology_of(phases, 3)
-
-
-def test_a_topology_is_defined_in_exactly_one_way() -> None:
-    class Neither(Topology):
-        pass
-
-    with pytest.raises(TypeError, match=r"Neither must define phases\(\), .* or own_group\(\)"):
-        Neither(2)
-
-    class Lonely(Topology):
-        def assign_groups(self) -> list[list[list[int]]]:
-            return [[[rank]] for rank in range(self.world_size)]
-
-    with pytest.raises(TypeError, match="Both defines phases"):
-
-        class Both(Lonely):
-            def phases(self) -> list[list[list[int]]]:
-                return [[[0, 1]]]
-
-    class LonelyRing(dict(TopologyFactory.registered())["ring"]):  # type: ignore[misc]
-        def assign_groups(self) -> list[list[list[int]]]:
-            return [[[rank]] for rank in range(self.world_size)]
-
-    assert LonelyRing(2).groups(0) == (Group([0]), Group([1]))
-
-
-@pytest.mark.parametrize(
-    ("table", "words"),
-    [
-        ([[[0, 1]], [[1, 0], [1]]], "same number of phases"),
-        ([[[0, 2]], [[0, 1]]], "phase 0, rank 0: expected ranks below .* got .0, 2."),
-        ([[[1]], [[1]]], "phase 0, rank 0: not a member"),
-        ([[[0, 1]], [[1]]], r"phase 0: rank 1 is in two groups, .*\(0, 1\).* and .*\(1,\)"),
-        ([[[0, 1]], [[0, 1]], [[0, 2]]], "rank 0 is in two groups"),
-        ([[[0]], [[0, 1]]], r"phase 0: rank 0 is in two groups, .*\(0,\).* and .*\(0, 1\)"),
-        (
-            [[[0], [0, 1]], [[1], Group([0, 1], 0.3)]],
-            "phase 1: rank 0 is in two groups, .*0.5.*0.3",
-        ),
-        ([[[0, 0]], [[1]]], "phase 0, rank 0: a group needs distinct ranks"),
-        ([[[0, 1], []], [[0, 1], [1]]], "phase 1, rank 0"),
-        ([[], []], "1 or more"),
-    ],
-)
-def test_an_invalid_table_is_refused_with_phase_and_ranks(
-    table: list[list[object]], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        table_topology(table)
-
-
-@pytest.mark.parametrize("weight", [0.0, 1.0, -0.1, float("nan")])
-def test_a_weight_outside_the_open_unit_interval_is_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match="self_weight"):
-        Group([0, 1], weight)
-
-
 def test_a_taken_name_is_refused_unless_overwritten(registry: None) -> None:
-    ring = dict(TopologyFactory.registered())["ring"]
     with pytest.raises(ValueError, match="'complete' exists"):
-        TopologyFactory.add_topology("complete", ring)
-    TopologyFactory.add_topology("complete", ring, overwrite=True)
-    assert isinstance(TopologyFactory.create("complete", 4), ring)
+        TopologyFactory.add_topology("complete", Ring)
+    TopologyFactory.add_topology("complete", Ring, overwrite=True)
+    assert isinstance(TopologyFactory.create("complete", 4), Ring)
     with pytest.raises(TypeError, match="subclass of Topology"):
         TopologyFactory.add_topology("mine", int)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", list(REGISTRY))
-def test_a_topology_that_has_let_go_of_its_schedules_builds_the_same_ones_again(name: str) -> None:
-    topology = TopologyFactory.create(name, 8, 2)
+def test_a_topology_is_defined_in_exactly_one_way() -> None:
+    with pytest.raises(TypeError, match=r"must define phases\(\), .* or own_group\(\)"):
+        Topology(2)
 
-    def everything() -> list[object]:
-        phases = range(topology.period)
-        return [
-            [topology.schedule(rank) for rank in range(8)],
-            [topology.groups(phase) for phase in phases],
-            [topology.mixing_matrix(phase).tolist() for phase in phases],
-            topology.digest,
-        ]
+    class Alone(Ring):
+        def assign_groups(self) -> list[list[list[int]]]:
+            return [[[rank]] for rank in range(self.world_size)]
 
-    before = everything()
-    for _ in range(2):
-        topology.release()
-        assert not [value for value in vars(topology).values() if isinstance(value, tuple | list)]
-        assert (topology.period, topology.world_size) == (len(topology.schedule(0)), 8)
-        assert everything() == before
+    assert Alone(2).groups(0) == (Group([0]), Group([1]))
+    with pytest.raises(TypeError, match="Both defines phases"):
+        type("Both", (Alone,), {"phases": lambda self: [[[0, 1]]]})
+
+
+def test_a_topology_that_has_let_go_of_its_schedules_builds_the_same_ones_again() -> None:
+    inner = RandomMatching(4, period=3)
+    for topology in (Greedy(8), RandomMatching(8, period=4), over_nodes(inner)):
+        found = []
+        for _ in range(3):
+            topology.release()
+            # A digest is kept: it is small.
+            kept = [{**vars(each), "digest": ""} for each in (topology, inner)]
+            schedules = [(topology.groups(t), topology.schedule(t)) for t in range(8)]
+            assert kept != [{**vars(each), "digest": ""} for each in (topology, inner)]
+            found.append((kept, schedules))
+        assert found == [found[0]] * 3
 
 
 def test_a_digest_tells_ranks_and_weights_of_groups_apart() -> None:
-    def pair(weight: float) -> list[list[object]]:
-        return [[Group([0, 1], weight)], [Group([0, 1], weight)]]
-
-    tables: list[list[list[object]]] = [
-        pair(0.5),
-        pair(0.25),
-        [[[0]], [[1]]],
-        [[[0, 1], [0]], [[0, 1], [1]]],
-    ]
-    digests = [table_topology(table).digest for table in tables]
-    assert len(set(digests)) == len(tables)
-    assert table_topology(pair(0.5)).digest == digests[0]
+    schedules = [[[Group([0, 1], 0.5)]], [[Group([0, 1], 0.25)]], [[]], [[[0, 1]], []]]
+    digests = [listed(2, phases).digest for phases in schedules]
+    assert len(set(digests)) == len(schedules)
+    assert listed(2, [[[0, 1]]]).digest == digests[0]
 
 
-def test_repr_shows_the_parameters_that_make_a_schedule() -> None:
-    assert repr(TopologyFactory.create("ring", 4)) == "Ring(world_size=4, local_world_size=1)"
-    assert repr(RandomMatching(4, seed=7, period=3)).endswith("size=1, seed=7, period=3)")
-    assert repr(Hierarchical(8, 2, inner="ring")).endswith("local_world_size=2, inner='ring')")
-    inner = RandomMatching(4, seed=7)
-    assert repr(Hierarchical(8, 2, inner=inner)).endswith(f"inner={inner!r})")
+def test_hierarchical_averages_nodes_and_then_gossips_between_them() -> None:
+    for inner, name in ((Ring(4), "ring"), (Base2(3), "base-2")):
+        n = inner.world_size
+        topology = Hierarchical(2 * n, 2, inner=inner)
+        assert topology.digest == Hierarchical(2 * n, 2, inner=name).digest
+        for phase, node, place in product(range(inner.period), range(n), range(2)):
+            rank, group = 2 * node + place, inner.group_of(node, phase)
+            assert topology.group_of(rank, 2 * phase) == Group((2 * node, 2 * node + 1))
+            across = Group((2 * each + place for each in group.ranks), group.self_weight)
+            assert topology.group_of(rank, 2 * phase + 1) == across
 
 
-def test_hierarchical_takes_an_instance_over_the_nodes() -> None:
-    inner = RandomMatching(4, seed=7, period=3)
-    topology = Hierarchical(8, 2, inner=inner)
-    assert topology.period == 6
-    for phase in range(3):
-        across = [group.ranks for group in topology.groups(2 * phase + 1)]
-        assert across == sorted(
-            tuple(2 * node + rank for node in group.ranks)
-            for group in inner.groups(phase)
-            for rank in range(2)
-        )
-    assert topology.digest != Hierarchical(8, 2, inner=RandomMatching(4, seed=8, period=3)).digest
-    with pytest.raises(ValueError, match="inner must be a topology of 4 nodes, got Random"):
-        Hierarchical(8, 2, inner=RandomMatching(8))
+@pytest.mark.parametrize(
+    ("n", "period", "digest"),
+    [
+        (5, 2, "fd23b6bd4f8b521f"),
+        (14, 34, "d0c15387755ad343"),
+        (31, 200, "01f1e84d31f450a2"),
+        (66, 32, "660c63c093c6b99b"),
+        (256, 8, "c535959d8368e48f"),
+    ],
+)
+def test_greedy_has_the_schedules_of_its_first_version(n: int, period: int, digest: str) -> None:
+    """A change of any group at all changes the digest."""
+    greedy = Greedy(n)
+    assert (greedy.period, greedy.digest) == (period, digest)
 
 
-def test_a_subclass_may_keep_a_table_and_a_period_of_its_own() -> None:
-    class Kept(Topology):
-        def __init__(self, table: list[list[Group]]) -> None:
-            self._table = table
-            self._period = "mine"
-            super().__init__(len(table))
+def test_greedy_beats_the_ring_and_beyond_256_ranks_base_2_takes_its_place() -> None:
+    assert steady_error(Greedy(14)) < steady_error(Ring(14))
+    for size, kind in ((7, Greedy), (259, Base2)):
+        left = fitting(Ring(260), tuple(range(size)))
+        assert type(left) is kind
+        assert left.world_size == size
 
-        def assign_groups(self) -> list[list[Group]]:
-            return self._table
 
-    kept = Kept([[Group([0, 1])], [Group([0, 1])]])
-    assert (kept.period, vars(kept)["_period"]) == (1, "mine")
-    assert kept.schedule(1) == (Group([0, 1]),)
+@pytest.mark.parametrize("levels", [3, 10**6])
+@pytest.mark.parametrize("n", [2, 3, 8, 13, 20])
+def test_no_swap_of_partners_improves_a_matching(n: int, levels: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    upper = torch.randint(1, levels, (n, n), generator=generator).double().triu(1)
+    gain = (upper + upper.T).tolist()
+    groups = match(gain)
+    assert sorted(rank for group in groups for rank in group) == list(range(n))
+    assert sorted(map(len, groups))[:-1] == [2] * (n // 2 - 1)
+    for (a, b), (c, d) in combinations([group for group in groups if len(group) == 2], 2):
+        now = gain[a][b] + gain[c][d]
+        assert now >= max(gain[a][c] + gain[b][d], gain[a][d] + gain[b][c]) - 1e-9
