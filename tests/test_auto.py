@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import modules
+import problem
 import pytest
 import torch
 import torch.distributed as dist
 from covering import VIEWS, named, pairwise
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from problem import MODES, TINY_CAP_MB, flatten, make_params
+from problem import MODES, flatten, make_params
 from ranks import run_threads
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
 
 from decent_optim_wrapper import (
     CallOrderError,
@@ -34,6 +36,7 @@ from decent_optim_wrapper import (
     Schedule,
 )
 from decent_optim_wrapper.checkpoint import Checkpoints
+from decent_optim_wrapper.config import OnNonfinite
 from decent_optim_wrapper.gossip.round import Round
 from decent_optim_wrapper.wire.bucket import Bucket
 
@@ -42,15 +45,10 @@ LR = 0.05
 
 
 def wrap(
-    params: Sequence[Tensor], group: dist.ProcessGroup, topology: str = "ring", **options: Any
+    params: Sequence[Tensor], group: dist.ProcessGroup | None, **options: Any
 ) -> DecentOptimWrapper:
-    optimizer = DecentOptimWrapper(
-        torch.optim.SGD(params, lr=LR),
-        process_group=group,
-        topology=topology,
-        bucket_cap_mb=TINY_CAP_MB,
-        **{"schedule": AUTO, **options},
-    )
+    options = {"topology": "ring", "schedule": AUTO, **options}
+    optimizer = problem.wrap(params, group, torch.optim.SGD(params, lr=LR), **options)
     assert len(optimizer.buckets) > 1
     return optimizer
 
@@ -64,10 +62,18 @@ def draw_gradients(params: Sequence[Tensor], rank: int, step: int) -> Tensor:
 
 
 def take_drawn_steps(
-    optimizer: DecentOptimWrapper, params: Sequence[Tensor], rank: int, steps: range
+    optimizer: DecentOptimWrapper,
+    params: Sequence[Tensor],
+    rank: int,
+    steps: range,
+    bad: tuple[int, int] | None = None,
 ) -> None:
+    """Make steps; in the bad one, of a rank, a gradient is NaN."""
     for step in steps:
         draw_gradients(params, rank, step)
+        if (rank, step) == bad:
+            assert params[0].grad is not None
+            params[0].grad[0] = math.nan
         optimizer.step()
 
 
@@ -78,8 +84,8 @@ class Walk:
         alone: where it would be without the others.
     """
 
-    def __init__(self, rank: int, group: dist.ProcessGroup, topology: str, **options: Any) -> None:
-        self.rank, self.group, self.topology = rank, group, topology
+    def __init__(self, rank: int, group: dist.ProcessGroup, **options: Any) -> None:
+        self.rank, self.group = rank, group
         self.params = make_params(seed=rank)
         self.alone = flatten(self.params)
         self.steps = 0
@@ -88,10 +94,14 @@ class Walk:
     def wrap(self, **options: Any) -> None:
         """Go on with a new wrapper."""
         options = {"sync_at_start": False, "local_world_size": 2, **options}
-        self.optimizer = wrap(self.params, self.group, self.topology, **options)
+        self.optimizer = wrap(self.params, self.group, **options)
 
-    def step(self) -> None:
-        self.alone -= LR * draw_gradients(self.params, self.rank, self.steps)
+    def step(self, overflows: bool = False) -> None:
+        gradient = draw_gradients(self.params, self.rank, self.steps)
+        self.alone -= 0.0 if overflows else LR * gradient
+        # As GradScaler says it.
+        found = torch.tensor(float(overflows))
+        vars(self.optimizer).update(found_inf=found, grad_scale=None)
         self.optimizer.step()
         self.steps += 1
 
@@ -123,76 +133,43 @@ def check_that_the_mean_stays(
 def test_the_mean_is_that_of_the_local_updates(
     topology: str, views: bool, comm: torch.dtype | None, rates: Callable[[int], float]
 ) -> None:
-    steps = [20, 12, 16, 24]
+    """Also where one rank skips an update."""
+    steps = [14, 8, 10, 16]
 
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Any, int, int]:
         walk = Walk(
-            *(rank, group, topology),
-            schedule=Schedule(gossip_every="auto", max_staleness=3),
+            *(rank, group),
+            topology=topology,
+            schedule=Schedule(gossip_every="auto", max_staleness=2),
             comm_dtype=comm,
             param_as_bucket_view=views,
         )
         chance = random.Random(rank)
         mixed = 0
         for step in range(steps[rank]):
-            time.sleep(chance.uniform(0, 0.005))
+            time.sleep(chance.uniform(0, 0.003))
             walk.optimizer.mixing_rate = rates(step)
-            walk.step()
+            walk.step(overflows=(rank, step) == (1, 3))
             mixed += walk.optimizer.stats().staleness > 0
         return walk.end(), walk.optimizer.round, mixed
 
     ends, rounds, mixed = zip(*run_threads(4, main), strict=True)
     assert len(set(rounds)) == 1
-    assert rounds[0] > 5
-    # Rank 1 makes 12 steps, and mixes at the latest in the fourth, seventh and tenth of them.
+    assert rounds[0] > 3
+    # Rank 1 makes 8 steps, and mixes at the latest in the third, fifth and seventh of them.
     assert min(mixed) >= 3
     check_that_the_mean_stays(ends)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["ring", "complete", "hierarchical"])
-def test_every_average_on_the_way_is_exact_whoever_comes_first(topology: str) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor, float]]:
-        walk, seen = Walk(rank, group, topology), []
-        for call in range(8):
-            for _ in range(1 + (rank + call) % 4):
-                walk.step()
-            if call % 3 == 2:
-                walk.optimizer.global_avg(may_revert=False)
-                seen.append((flatten(walk.params), walk.alone.clone(), 0.0))
-            else:
-                with walk.optimizer.averaged():
-                    seen.append((flatten(walk.params), walk.alone.clone(), 0.0))
-                seen[-1] = (*seen[-1][:2], walk.optimizer.consensus_distance())
-        return [*seen, (*walk.end(), 0.0)]
-
-    *calls, last = zip(*run_threads(4, main), strict=True)
-    for ranks in calls:
-        (first, _, distance), *others = ranks
-        for params, _, theirs in others:
-            assert torch.equal(params, first)
-            assert theirs == distance
-        check_that_the_mean_stays((params, alone) for params, alone, _ in ranks)
-    check_that_the_mean_stays((params, alone) for params, alone, _ in last)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "other",
-    [
-        Schedule(),
-        Schedule(gossip_every=3),
-        Schedule(gossip_every=2, staleness=2),
-        Schedule(gossip_every=4, staleness=4),
-        AUTO,
-    ],
-    ids=str,
+    "other", [Schedule(), Schedule(gossip_every=4, staleness=4), AUTO], ids=str
 )
 def test_the_mean_stays_if_a_run_is_resumed_with_another_staleness(other: Schedule) -> None:
     late = Schedule(gossip_every=3, staleness=3)
 
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        walk = Walk(rank, group, "ring", schedule=late)
+        walk = Walk(rank, group, schedule=late)
         for step in range(9):
             # From rounds of any age to the other schedule, and back.
             if step > 2:
@@ -209,7 +186,7 @@ def test_the_mean_stays_if_a_run_is_resumed_with_another_staleness(other: Schedu
 
 def test_a_state_is_loaded_when_no_round_is_in_flight() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        walk = Walk(rank, group, "ring")
+        walk = Walk(rank, group)
         for _ in range(4 + rank):
             walk.step()
         saved = walk.optimizer.state_dict()
@@ -262,10 +239,22 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     return script
 
 
+def average_and_look(walk: Walk, for_good: bool) -> tuple[Tensor, Tensor, float]:
+    """The average, where the rank would be alone, and how far apart the ranks are."""
+    if for_good:
+        walk.optimizer.global_avg(may_revert=False)
+        return flatten(walk.params), walk.alone.clone(), 0.0
+    with walk.optimizer.averaged():
+        average = flatten(walk.params)
+    return average, walk.alone.clone(), walk.optimizer.consensus_distance()
+
+
 @pytest.mark.slow
 @settings(
-    max_examples=15,
+    max_examples=12,
     deadline=None,
+    derandomize=True,
+    database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
@@ -277,7 +266,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     max_staleness=st.integers(1, 8),
     mode=st.sampled_from(["copies", "views"]),
 )
-def test_whatever_arrives_when_each_round_is_mixed_once_and_the_mean_stays(
+def test_whatever_arrives_when_each_round_is_mixed_once_and_averages_are_exact(
     script: Script,
     topology: str,
     delays: list[list[int]],
@@ -285,25 +274,27 @@ def test_whatever_arrives_when_each_round_is_mixed_once_and_the_mean_stays(
     max_staleness: int,
     mode: str,
 ) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[Any, int, int]:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Any, Any, tuple[int, int]]:
         script.delays = itertools.cycle(delays[rank])
         schedule = Schedule(gossip_every="auto", max_staleness=max_staleness)
-        walk = Walk(rank, group, topology, schedule=schedule, **MODES[mode])
+        walk = Walk(rank, group, topology=topology, schedule=schedule, **MODES[mode])
+        seen = []
         for call, block in enumerate(blocks):
             for _ in range(block[rank]):
                 walk.step()
                 assert walk.optimizer.stats().staleness <= max_staleness
-            if call % 2:
-                walk.optimizer.consensus_distance()
-            else:
-                with walk.optimizer.averaged():
-                    pass
-        return walk.end(), walk.optimizer.round, script.mixed
+            seen.append(average_and_look(walk, for_good=call == 2))
+        return walk.end(), seen, (walk.optimizer.round, script.mixed)
 
-    ends, rounds, mixed = zip(*run_threads(4, main), strict=True)
-    assert len(set(rounds)) == 1
-    assert mixed == rounds
+    ends, seen, counts = zip(*run_threads(4, main), strict=True)
+    ((rounds, mixed),) = set(counts)
+    # An average that is kept drops the round in flight.
+    assert rounds - (len(blocks) > 2) <= mixed <= rounds
     check_that_the_mean_stays(ends, moved=0.0)
+    for averages, alone, distances in (zip(*call, strict=True) for call in zip(*seen, strict=True)):
+        assert all(torch.equal(average, averages[0]) for average in averages)
+        assert len(set(distances)) == 1
+        check_that_the_mean_stays(zip(averages, alone, strict=True))
 
 
 def test_a_rank_in_another_call_raises_on_all() -> None:
@@ -338,60 +329,44 @@ def test_a_module_that_steps_in_its_backward_pass_never_waits_either() -> None:
     assert (first - modules.flat(modules.make_model())).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("schedule", "topology"),
-    [(AUTO, "ring"), (AUTO, "complete"), (Schedule(gossip_every=2, staleness=2), "complete")],
-)
-def test_nan_is_left_out_of_a_late_round(schedule: Schedule, topology: str) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
-        params = make_params(seed=rank)
-        optimizer = wrap(params, group, topology, schedule=schedule, on_nonfinite="skip")
-        for step in range(20):
-            draw_gradients(params, rank, step)
-            if rank == 1 and step == 3:
-                assert params[0].grad is not None
-                params[0].grad[0] = math.nan
-            optimizer.step()
-        optimizer.synchronize()
-        optimizer.global_avg(may_revert=False)
-        return flatten(params)
-
-    first, *others = run_threads(4, main)
-    assert first.isfinite().all()
-    assert all(torch.equal(params, first) for params in others)
-
-
 # With rounds of up to 16 steps, a rank that is far ahead could end before the NaN arrives.
-@pytest.mark.parametrize(
-    "schedule",
-    [Schedule(gossip_every="auto", max_staleness=4), Schedule(gossip_every=2, staleness=2)],
-)
-def test_nan_in_a_late_round_is_raised_by_its_whole_group(schedule: Schedule) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[int, ...]:
-        params = make_params()
-        optimizer = wrap(params, group, "complete", schedule=schedule)
+SOON, LATE = Schedule(gossip_every="auto", max_staleness=4), Schedule(gossip_every=2, staleness=2)
 
-        def go_on() -> None:
-            for step in range(40):
-                draw_gradients(params, rank, step)
-                if rank == 1 and step == 3:
-                    assert params[0].grad is not None
-                    params[0].grad[0] = math.nan
-                optimizer.step()
+
+@pytest.mark.parametrize(
+    ("schedule", "topology", "policy"),
+    [
+        *((SOON, "complete", "raise"), (LATE, "complete", "raise")),
+        *((AUTO, "ring", "skip"), (LATE, "complete", "skip")),
+    ],
+)
+def test_nan_in_a_late_round_is_raised_by_its_whole_group_or_left_out(
+    schedule: Schedule, topology: str, policy: OnNonfinite
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, tuple[int, ...]]:
+        params = make_params()
+        options: Any = {"topology": topology, "schedule": schedule, "on_nonfinite": policy}
+        optimizer = wrap(params, group, **options)
+        ranks: tuple[int, ...] = ()
+        try:
+            take_drawn_steps(optimizer, params, rank, range(40), bad=(1, 3))
             # A rank may have made all its steps before rank 1 comes to its fourth one.
             optimizer.synchronize()
+            optimizer.global_avg(may_revert=False)
+        except NonFiniteError as error:
+            ranks = error.ranks
+        return flatten(params), ranks
 
-        with pytest.raises(NonFiniteError) as caught:
-            go_on()
-        assert flatten(params).isfinite().all() or rank == 1
-        return caught.value.ranks
-
-    assert run_threads(4, main) == [(1,)] * 4
+    rows, ranks = zip(*run_threads(4, main), strict=True)
+    assert ranks == ((1,) if policy == "raise" else (),) * 4
+    for rank, row in enumerate(rows):
+        assert row.isfinite().all() or (policy, rank) == ("raise", 1)
+        assert torch.equal(row, rows[0]) or policy == "raise"
 
 
 def test_checkpoints_of_uneven_ranks_are_saved_and_loaded_at_one_round(tmp_path: Path) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Any, int]:
-        walk = Walk(rank, group, "ring")
+        walk = Walk(rank, group)
         for _ in range(5 + 3 * rank):
             walk.step()
         walk.optimizer.synchronize()
@@ -416,38 +391,13 @@ def test_checkpoints_of_uneven_ranks_are_saved_and_loaded_at_one_round(tmp_path:
     check_that_the_mean_stays(ends)
 
 
-def test_the_state_of_another_schedule_goes_on_at_its_round() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> int:
-        params = make_params()
-        optimizer = wrap(params, group, schedule=Schedule())
-        take_drawn_steps(optimizer, params, rank, range(5))
-        state = optimizer.state_dict()
-        optimizer.synchronize()
-        optimizer = wrap(params, group)
-        optimizer.load_state_dict(state)
-        with optimizer.averaged():
-            pass
-        draw_gradients(params, rank, 5)
-        optimizer.step()
-        optimizer.synchronize()
-        return optimizer.round
-
-    rounds = run_threads(4, main)
-    assert len(set(rounds)) == 1
-    assert rounds[0] > 5
-
-
 def test_nan_in_the_rounds_of_a_call_is_raised_when_all_have_come() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[bool, float]:
         params = make_params()
         optimizer = wrap(params, group)
         for step in range(3):
-            draw_gradients(params, rank, step)
-            if rank == 1 and step == 2:
-                assert params[0].grad is not None
-                params[0].grad[0] = math.nan
             with suppress(NonFiniteError):
-                optimizer.step()
+                take_drawn_steps(optimizer, params, rank, range(step, step + 1), bad=(1, 2))
         raised = False
         # The round that is in flight first may have been launched before.
         for _ in range(2):
@@ -471,30 +421,6 @@ def test_nan_in_the_rounds_of_a_call_is_raised_when_all_have_come() -> None:
     assert math.isfinite(distances[0])
 
 
-@pytest.mark.parametrize("schedule", [AUTO, Schedule(gossip_every=2, staleness=2)])
-def test_an_overflow_skips_one_ranks_update_and_nobody_waits(schedule: Schedule) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        params = make_params(seed=rank)
-        optimizer = wrap(params, group, schedule=schedule, sync_at_start=False)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        expected = flatten(params)
-        for step in range(8):
-            gradient = draw_gradients(params, rank, step)
-            overflows = rank == 1 and step == 3
-            scaler.scale(torch.zeros(()))
-            scale = scaler.get_scale()
-            for param in params:
-                assert param.grad is not None
-                param.grad.mul_(math.inf if overflows else scale)
-            scaler.step(optimizer)
-            scaler.update()
-            expected -= 0.0 if overflows else LR * gradient
-        optimizer.synchronize()
-        return flatten(params), expected
-
-    check_that_the_mean_stays(run_threads(4, main))
-
-
 def test_a_peer_lost_before_a_call_is_named() -> None:
     stepped = threading.Barrier(4)
 
@@ -507,15 +433,15 @@ def test_a_peer_lost_before_a_call_is_named() -> None:
         if rank == 1:
             with pytest.raises(ZeroDivisionError):
                 optimizer.step(lambda: 1 / 0)
-            return "ended"
+            return "rank 1"
         # Until its connections are closed.
-        time.sleep(0.5)
+        time.sleep(0.2)
         with pytest.raises(PeerError) as caught:
             optimizer.consensus_distance()
         return str(caught.value)
 
     texts = run_threads(4, main)
-    assert all("rank 1" in texts[rank] for rank in (0, 2, 3)), texts
+    assert all("rank 1" in text for text in texts), texts
 
 
 class Synchronised(nn.Module):
@@ -527,9 +453,8 @@ class Synchronised(nn.Module):
         self.norm = nn.SyncBatchNorm(8)
 
 
-def wrap_model(model: nn.Module, group: dist.ProcessGroup, **options: Any) -> None:
-    sgd = torch.optim.SGD(model.parameters(), lr=LR)
-    DecentOptimWrapper(sgd, topology="ring", process_group=group, model=model, **options)
+def wrap_model(model: nn.Module, group: dist.ProcessGroup | None, **options: Any) -> None:
+    problem.wrap(list(model.parameters()), group, model=model, **options)
 
 
 def train_module(model: nn.Module, group: dist.ProcessGroup, **options: Any) -> None:
@@ -553,8 +478,8 @@ def test_a_model_with_collectives_is_refused_on_all_ranks(build: Callable[..., N
 def test_a_model_in_ddp_is_refused() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        model = DistributedDataParallel(nn.Linear(2, 2))
         with pytest.raises(ValueError, match="got DistributedDataParallel in 'model'"):
-            wrap_model(model, dist.group.WORLD, schedule=AUTO)  # type: ignore[arg-type]
+            wrap_model(model, dist.group.WORLD, schedule=AUTO)
     finally:
         dist.destroy_process_group()
