@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from dense import mix, train_densely
+from dense import due_matrix, mix, train_densely
 from problem import flatten
 from ranks import KeptRanks
 from torch import Tensor, nn
@@ -139,13 +139,12 @@ class Spread:
         self.mesh, self._layout = layout.mesh(timeout), layout
         self.replica = self.mesh.get_local_rank("gossip")
         self.model: nn.Module = self._spread(make_model(seed, blocks))
-        names = [name for name in ("replicate", "fsdp") if name in layout.sizes]
         # The ranks that share a batch, and this rank's part of it.
-        self._parts = 1
-        self._part = 0
-        for name in names:
-            self._part = self._part * layout.sizes[name] + self.mesh.get_local_rank(name)
-            self._parts *= layout.sizes[name]
+        self._parts, self._part = 1, 0
+        for name in ("replicate", "fsdp"):
+            if name in layout.sizes:
+                self._part = self._part * layout.sizes[name] + self.mesh.get_local_rank(name)
+                self._parts *= layout.sizes[name]
 
     def wrap(self, make_base: MakeOptimizer, **options: Any) -> DecentOptimWrapper:
         options = {"topology": "ring", "bucket_cap_mb": self._layout.cap_mb, **options}
@@ -172,15 +171,27 @@ class Spread:
         """
         x, y = self._batch(step)
         self.model.zero_grad()
-        if "pp" in self._layout.sizes:
-            if scaler is not None:
-                # It starts with the first loss, which only the last stage has.
-                scaler.scale(x.new_zeros(()))
-            self._run_pipeline(x, y, scaler)
+
+        def scaled_loss(output: Tensor, target: Tensor) -> Tensor:
+            loss = loss_of(output, target)
+            return loss if scaler is None else scaler.scale(loss)
+
+        if "pp" not in self._layout.sizes:
+            scaled_loss((through or self.model)(x), y).backward()  # type: ignore[no-untyped-call]
             return
-        loss = loss_of((through or self.model)(x), y)
-        loss = loss if scaler is None else scaler.scale(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        if scaler is not None:
+            # It starts with the first loss, which only the last stage has.
+            scaler.scale(x.new_zeros(()))
+        if not hasattr(self, "_schedule"):
+            place, stages = self.mesh.get_local_rank("pp"), self._layout.sizes["pp"]
+            group, device = self.mesh.get_group("pp"), torch.device("cpu")
+            self._stage = PipelineStage(self.model, place, stages, device, group=group)
+            microbatches = max(2, stages)
+            self._schedule = self._layout.schedule(self._stage, microbatches, loss_fn=scaled_loss)
+        if self._stage.is_first:
+            self._schedule.step(x)
+        else:
+            self._schedule.step(target=y)
 
     def forward(self, step: int) -> Tensor:
         """Run the model; of a pipeline, only this stage."""
@@ -192,29 +203,6 @@ class Spread:
         x, y = batch(self.replica, step)
         rows = slice(self._part * BATCH // self._parts, (self._part + 1) * BATCH // self._parts)
         return x[rows], y[rows]
-
-    def _run_pipeline(
-        self, x: Tensor, y: Tensor, scaler: torch.amp.GradScaler | None = None
-    ) -> None:
-        if not hasattr(self, "_schedule"):
-
-            def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-                loss = loss_of(output, target)
-                return loss if scaler is None else scaler.scale(loss)
-
-            self._stage = PipelineStage(
-                self.model,
-                self.mesh.get_local_rank("pp"),
-                self._layout.sizes["pp"],
-                torch.device("cpu"),
-                group=self.mesh.get_group("pp"),
-            )
-            microbatches = max(2, self._layout.sizes["pp"])
-            self._schedule = self._layout.schedule(self._stage, microbatches, loss_fn=loss_fn)
-        if self._stage.is_first:
-            self._schedule.step(x)
-        else:
-            self._schedule.step(target=y)
 
     def full(self) -> dict[str, Any]:
         """The parameters of this rank's stage as a whole, as arrays: tensors would be shared."""
@@ -229,11 +217,9 @@ class Spread:
         spread: nn.Module = model
         if "pp" in sizes:
             at, per_stage = self.mesh.get_local_rank("pp"), len(model) // sizes["pp"]
-            first = at * per_stage
-            kept = {str(i): model[i] for i in range(first, first + per_stage)}
             spread = nn.Sequential()
-            for name, block in kept.items():
-                spread.add_module(name, block)
+            for number in range(at * per_stage, (at + 1) * per_stage):
+                spread.add_module(str(number), model[number])
         if "tp" in sizes:
             plan = {"enter": ColwiseParallel(), "leave": RowwiseParallel()}
             for block in spread.children():
@@ -248,14 +234,13 @@ class Spread:
 
 
 class Oracle:
-    """Unsharded replicas in one place, mixed by dense matrices.
+    """Unsharded replicas on a ring in one place, mixed by dense matrices.
 
     Args:
         replicas: how many.
         make_base: makes the optimizer of each.
-        topology: by name.
-        clip: bound of the norm of each replica's gradients; 0 does not clip.
-        average_every: steps from one exact average to the next; 0 for none.
+        clip: the bound and the kind of the norm of each replica's gradients, if they are clipped.
+        average_every: steps from one exact average to the next, if there are any.
         make_outer: makes the outer optimizer that steps at exact averages, or at all rounds.
         steps: how many each replica makes itself; it is idle in the others.
         skips: pairs of replica and step without an update.
@@ -268,9 +253,8 @@ class Oracle:
         self,
         replicas: int,
         make_base: MakeOptimizer,
-        topology: str = "ring",
-        clip: float = 0.0,
-        average_every: int = 0,
+        clip: tuple[float, float] | None = None,
+        average_every: int | None = None,
         make_outer: MakeOptimizer | None = None,
         steps: Sequence[int] = (),
         skips: Collection[tuple[int, int]] = (),
@@ -278,16 +262,13 @@ class Oracle:
         rate: float = 1.0,
         blocks: int = BLOCKS,
     ) -> None:
-        self._late, self._rate = late, rate
-        self._steps = steps or [STEPS] * replicas
-        self._skips = skips
+        self._late, self._rate, self._average_every = late, rate, average_every
+        self._steps, self._skips, self._clip = steps, skips, clip
         self._models = [make_model(blocks=blocks) for _ in range(replicas)]
-        self._worlds = [list(model.parameters()) for model in self._models]
+        self._worlds: list[list[Tensor]] = [[*model.parameters()] for model in self._models]
         self._bases = [make_base(params) for params in self._worlds]
-        self._topology = TopologyFactory.create(topology, replicas)
-        self._clip = clip
+        self._topology = TopologyFactory.create("ring", replicas)
         self.norms: list[list[float]] = [[] for _ in range(replicas)]
-        self._average_every = average_every
         self._anchors = [[p.detach().clone() for p in params] for params in self._worlds]
         self._outers = [make_outer(anchors) for anchors in self._anchors] if make_outer else []
 
@@ -318,39 +299,25 @@ class Oracle:
         self._models[replica].zero_grad()
         loss_of(self._models[replica](x), y).backward()  # type: ignore[no-untyped-call]
         if self._clip:
-            norm = nn.utils.clip_grad_norm_(self._worlds[replica], self._clip)
+            norm = nn.utils.clip_grad_norm_(self._worlds[replica], *self._clip)
             self.norms[replica].append(norm.item())
 
-    def gradient_norm(self, replica: int, norm_type: float) -> float:
-        """The norm of the gradients of the first step."""
-        self._compute(replica, 0)
-        grads = [param.grad for param in self._worlds[replica] if param.grad is not None]
-        return float(nn.utils.get_total_norm(grads, norm_type))
-
     def _update(self, replica: int, step: int) -> None:
-        if step < self._steps[replica] and (replica, step) not in self._skips:
+        idle = self._steps and step >= self._steps[replica]
+        if not idle and (replica, step) not in self._skips:
             self._bases[replica].step()
 
     @torch.no_grad()
     def _land(self, step: int) -> None:
-        size = len(self._worlds)
-        averages = self._average_every and (step + 1) % self._average_every == 0
-        if averages:
-            mix(self._worlds, torch.full((size, size), 1 / size, dtype=torch.float64))
-        elif (step + 1) % self._late == 0:
-            matrix = self._topology.mixing_matrix(step // self._late)
-            identity = torch.eye(size, dtype=matrix.dtype)
-            mix(self._worlds, (1 - self._rate) * identity + self._rate * matrix)
-        if averages or (not self._average_every and (step + 1) % self._late == 0):
-            self._step_outers()
-
-    def _step_outers(self) -> None:
+        every = self._average_every
+        mix(self._worlds, due_matrix(self._topology, self._late, every, self._rate, step))
+        if (step + 1) % (every or self._late):
+            return
         for params, anchors, outer in zip(self._worlds, self._anchors, self._outers, strict=False):
             for param, anchor in zip(params, anchors, strict=True):
                 anchor.grad = anchor - param
             outer.step()
-            for param, anchor in zip(params, anchors, strict=True):
-                param.copy_(anchor)
+            torch._foreach_copy_(params, anchors)
 
 
 def difference(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> float:
