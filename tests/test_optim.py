@@ -233,7 +233,7 @@ def test_a_cuda_graph_is_refused_and_a_plain_step_waits_for_nothing(kind: Any) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "overlap"), zip(MAKERS.values(), (True, False, True), strict=True), ids=MAKERS
+    ("make", "overlap"), [*zip(MAKERS.values(), (True, False, True), strict=True)], ids=MAKERS
 )
 def test_the_wrapper_trains_with_it_whole_and_by_bucket(make: Make, overlap: bool) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
