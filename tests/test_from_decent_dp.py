@@ -28,15 +28,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from covering import named, pairwise
 from decent_dp.ddp import DecentralizedDataParallel as DecentDP
 from decent_dp.topo import TopologyReg
 from loguru import logger
 from problem import flatten, in_one_call
-from ranks import run_processes
+from ranks import KeptRanks
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
@@ -47,10 +49,9 @@ from decent_optim_wrapper.topo.base import REGISTRY
 
 pytestmark = pytest.mark.slow
 
-STEPS = 9
+RANKS, STEPS = 4, 9
 # Several buckets, of one and of several parameters, in both libraries and dtypes.
 CAP_MB = 600 / 2**20
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 Named = Sequence[tuple[str, Tensor]]
 Rows = list[list[float]]
@@ -64,6 +65,23 @@ def adam(named: Named) -> Optimizer:
     return torch.optim.Adam([tensor for _, tensor in named], lr=0.01, weight_decay=0.01)
 
 
+class Base(NamedTuple):
+    """An optimizer, the dtype of what it trains, and the tolerance of comparisons."""
+
+    optim_fn: Callable[[Named], Optimizer]
+    dtype: torch.dtype
+    tolerance: float
+
+
+BASES = {"sgd": Base(sgd, torch.float64, 1e-12), "adam": Base(adam, torch.float32, 1e-6)}
+# With the ranks of a node, and the rate: their adaptive factor, our mixing rate.
+TOPOLOGIES = {
+    "complete": (1, 1.0),
+    "ring": (1, 0.6),
+    "one-peer-exp": (1, 1.0),
+    "alternating-exp-ring": (2, 1.0),
+    "lazy-ring": (1, 1.0),
+}
 decaying = partial(ExponentialLR, gamma=0.9)
 
 
@@ -80,53 +98,31 @@ class InTheirOrder(Topology):
         return [[self._inner.group_of(rank, round) for round in rounds] for rank in ranks]
 
 
-class Case(NamedTuple):
-    """The model that both libraries train."""
-
-    optim_fn: Callable[[Named], Optimizer]
-    dtype: torch.dtype
-    # Their adaptive factor, our mixing rate.
-    rate: float
-    # Of `OURS`, by their names.
-    variants: Sequence[str]
-
-
-def cases(rate: float, swapped: bool) -> list[Case]:
-    """Two optimizers, each with one half of `OURS`, or with the other one where swapped."""
-    halves = list(OURS)[::2], list(OURS)[1::2]
-    one, other = halves[::-1] if swapped else halves
-    return [Case(sgd, torch.float64, rate, one), Case(adam, torch.float32, rate, other)]
-
-
 class Training(NamedTuple):
     """One library at work."""
 
     model: nn.Module
     # Takes the loss of a forward pass through `model`.
     update: Callable[[Tensor], None]
-    average: Callable[[], None]
+    average: Callable[[], object]
+    buckets: Callable[[], int]
 
 
-Build = Callable[[nn.Module, Case, Any], Training]
+def decent_dp(model: nn.Module, base: Base, topology: str, rate: float) -> Training:
+    network = DecentDP(model, base.optim_fn, decaying, topology, bucket_size_in_mb=CAP_MB)
+    network.set_adaptive_factor(rate)
+    average = partial(network.global_avg, will_revert=False)
+    return Training(network, Tensor.backward, average, lambda: len(network._param_buckets))
 
 
-def decent_dp(model: nn.Module, case: Case, topology: str) -> Training:
-    network = DecentDP(model, case.optim_fn, decaying, topology, bucket_size_in_mb=CAP_MB)
-    network.set_adaptive_factor(case.rate)
-
-    def average() -> None:
-        assert 1 < len(network._param_buckets) < len(list(model.parameters()))
-        network.global_avg(will_revert=False)
-
-    return Training(network, Tensor.backward, average)
-
-
-def wrapper(model: nn.Module, case: Case, topology: Any, whole: bool = False) -> Training:
-    base = case.optim_fn(list(model.named_parameters()))
+def wrapper(
+    model: nn.Module, base: Base, topology: Any, rate: float, whole: bool = False
+) -> Training:
+    inner = base.optim_fn(list(model.named_parameters()))
     if whole:
-        in_one_call(base)
-    optimizer = DecentOptimWrapper(base, topology=topology, bucket_cap_mb=CAP_MB, overlap=True)
-    optimizer.mixing_rate = case.rate
+        in_one_call(inner)
+    optimizer = DecentOptimWrapper(inner, topology=topology, bucket_cap_mb=CAP_MB, overlap=True)
+    optimizer.mixing_rate = rate
     scheduler = decaying(optimizer)
 
     def update(loss: Tensor) -> None:
@@ -135,150 +131,101 @@ def wrapper(model: nn.Module, case: Case, topology: Any, whole: bool = False) ->
         optimizer.step()
         scheduler.step()
 
-    def average() -> None:
-        assert 1 < optimizer.stats().buckets < len(list(model.parameters()))
-        optimizer.global_avg(may_revert=False)
-
-    return Training(model, update, average)
+    average = partial(optimizer.global_avg, may_revert=False)
+    return Training(model, update, average, lambda: len(optimizer.buckets))
 
 
-def module(model: nn.Module, case: Case, topology: Any, **options: Any) -> Training:
+def module(
+    model: nn.Module, base: Base, topology: Any, rate: float, in_backward: bool = True
+) -> Training:
     network = DecentralizedDataParallel(
-        model, case.optim_fn, decaying, topology, bucket_size_in_mb=CAP_MB, overlap=True, **options
+        *(model, base.optim_fn, decaying, topology),
+        bucket_size_in_mb=CAP_MB,
+        overlap=True,
+        update_in_backward=in_backward,
     )
-    network.optimizer.mixing_rate = case.rate
-
-    def average() -> None:
-        assert 1 < network.optimizer.stats().buckets < len(list(model.parameters()))
-        network.global_avg(will_revert=False)
-
-    return Training(network, Tensor.backward, average)
+    network.optimizer.mixing_rate = rate
+    average = partial(network.global_avg, will_revert=False)
+    return Training(network, Tensor.backward, average, lambda: len(network.optimizer.buckets))
 
 
-OURS: dict[str, Build] = {
+OURS: dict[str, Callable[..., Training]] = {
     "wrapper": wrapper,
     "wrapper that updates in one call": partial(wrapper, whole=True),
     "module": module,
-    "module that updates at the end": partial(module, update_in_backward=False),
+    "module that updates at the end": partial(module, in_backward=False),
 }
 
 
-def make_model(rank: int, dtype: torch.dtype) -> nn.Module:
-    """Different on every rank: both libraries start from what rank 0 has."""
-    torch.manual_seed(rank)
-    layers = nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 3)
-    return nn.Sequential(*layers).to(dtype)
-
-
-def trajectory(build: Build, case: Case, topology: Any) -> Rows:
+def trajectory(build: Callable[..., Training], base: Base, topology: Any, rate: float) -> Rows:
     """Parameters at the start, after every step, and of the world average after the last step."""
     rank = dist.get_rank()
-    training = build(make_model(rank, case.dtype), case, topology)
+    # Both libraries start from what rank 0 has.
+    torch.manual_seed(rank)
+    layers = nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 3)
+    model = nn.Sequential(*layers).to(base.dtype)
+    training = build(model, base, topology, rate)
     data = torch.Generator().manual_seed(100 + rank)
-    rows = [flatten(list(training.model.parameters()))]
+    rows = [flatten(list(model.parameters()))]
     for _ in range(STEPS):
-        batch = torch.randn(8, 9, generator=data).to(case.dtype)
+        batch = torch.randn(8, 9, generator=data).to(base.dtype)
         training.update((training.model(batch[:, :6]) - batch[:, 6:]).square().mean())
-        rows.append(flatten(list(training.model.parameters())))
+        rows.append(flatten(list(model.parameters())))
+    assert 1 < training.buckets() < len(list(model.parameters()))
     training.average()
-    rows.append(flatten(list(training.model.parameters())))
+    rows.append(flatten(list(model.parameters())))
     return [row.tolist() for row in rows]
 
 
-class Run(NamedTuple):
-    """What became of one case on one rank."""
-
-    theirs: Rows
-    ours: dict[str, Rows]
-    from_phase_zero: Rows
-
-
-def train_cases(rank: int, name: str, rate: float, swapped: bool) -> list[Run]:
-    quiet()
-    dist.init_process_group("gloo")
+def train(name: str, base: str, ours: str) -> list[Rows]:
+    """On a rank: theirs, ours with their phases, and ours from the first phase on."""
+    local, rate = TOPOLOGIES[name]
+    become_a_rank_of_theirs()
     register_lazy_ring()
-    topology = TopologyFactory.create(name, dist.get_world_size(), local_world_size())
+    topology = TopologyFactory.create(name, RANKS, local)
     assert 2 * topology.period < STEPS
-    shifted = InTheirOrder(topology)
-    runs = [
-        Run(
-            trajectory(decent_dp, case, name),
-            {which: trajectory(OURS[which], case, shifted) for which in case.variants},
-            trajectory(wrapper, case, topology),
-        )
-        for case in cases(rate, swapped)
-    ]
-    dist.destroy_process_group()
-    return runs
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(local)):
+        theirs = trajectory(decent_dp, BASES[base], name, rate)
+    shifted = trajectory(OURS[ours], BASES[base], InTheirOrder(topology), rate)
+    return [theirs, shifted, trajectory(wrapper, BASES[base], topology, rate)]
 
 
-def quiet() -> None:
+def become_a_rank_of_theirs() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # decent-dp moves the model to a GPU that it sees.
     logger.disable("decent_dp")
 
 
-def local_world_size() -> int:
-    return int(os.environ["LOCAL_WORLD_SIZE"])
-
-
 @pytest.mark.parametrize(
-    ("name", "world_size", "local", "rate", "swapped"),
-    [
-        ("complete", 4, 4, 1.0, False),
-        ("ring", 4, 4, 0.6, False),
-        ("one-peer-exp", 8, 8, 1.0, True),
-        ("alternating-exp-ring", 8, 2, 1.0, False),
-        ("lazy-ring", 4, 4, 1.0, True),
-    ],
+    ("name", "base", "ours"), pairwise(named(*TOPOLOGIES), named(*BASES), named(*OURS))
 )
 def test_both_libraries_go_the_same_way(
-    name: str, world_size: int, local: int, rate: float, swapped: bool
+    name: str, base: str, ours: str, four_ranks: KeptRanks
 ) -> None:
-    ranks = run_processes(world_size, train_cases, name, rate, swapped, local_world_size=local)
-    for case, runs in zip(cases(rate, swapped), zip(*ranks, strict=True), strict=True):
-        theirs = by_rank([run.theirs for run in runs])
-        beginning, after_first, average = theirs[:, 0], theirs[:, 1], theirs[:, -1]
-        assert torch.equal(after_first, beginning), "they update at the second forward"
-        assert torch.equal(average, average[:1].expand_as(average))
-        moves = theirs[:, 1:-1].diff(dim=1)
-        assert moves.abs().amax(-1).min() > 1e-3, "every rank moves in every step"
-        apart = theirs[:, 2:-1] - theirs[:, 2:-1].mean(0)
-        assert apart.abs().amax(-1).min() > 1e-3, "every rank has a model of its own"
-        for which in case.variants:
-            ours = by_rank([run.ours[which] for run in runs])
-            assert (ours[:, 1] - beginning).abs().amax(-1).min() > 1e-3, "we update in step()"
-            same(ours, theirs, case, which)
-        plain = by_rank([run.from_phase_zero for run in runs])
-        if name == "complete":
-            same(plain, theirs, case, "of one phase")
-        else:
-            away = (plain - theirs)[:, 2:-1].abs().amax((0, 2))
-            assert away.min() > 100 * TOLERANCE[case.dtype], "the order of the phases shows"
-
-
-def by_rank(rows: list[Rows]) -> Tensor:
-    """Shape (world_size, STEPS + 2, number of parameters)."""
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def same(ours: Tensor, theirs: Tensor, case: Case, which: str) -> None:
-    torch.testing.assert_close(
-        ours[:, 2:],
-        theirs[:, 2:],
-        rtol=0,
-        atol=TOLERANCE[case.dtype],
-        msg=lambda text: f"{which}, {case}: {text}",
-    )
+    results = torch.tensor(four_ranks.run(train, name, base, ours), dtype=torch.float64)
+    # Each of shape (ranks, STEPS + 2, number of parameters).
+    theirs, found, plain = results.unbind(1)
+    tolerance = BASES[base].tolerance
+    beginning, after_first, average = theirs[:, 0], theirs[:, 1], theirs[:, -1]
+    assert torch.equal(after_first, beginning), "they update at the second forward"
+    assert torch.equal(average, average[:1].expand_as(average))
+    moves = theirs[:, 1:-1].diff(dim=1)
+    assert moves.abs().amax(-1).min() > 1e-3, "every rank moves in every step"
+    apart = theirs[:, 2:-1] - theirs[:, 2:-1].mean(0)
+    assert apart.abs().amax(-1).min() > 1e-3, "every rank has a model of its own"
+    assert (found[:, 1] - beginning).abs().amax(-1).min() > 1e-3, "we update in step()"
+    torch.testing.assert_close(found[:, 2:], theirs[:, 2:], rtol=0, atol=tolerance)
+    if name == "complete":
+        torch.testing.assert_close(plain[:, 2:], theirs[:, 2:], rtol=0, atol=tolerance)
+    else:
+        away = (plain - theirs)[:, 2:-1].abs().amax((0, 2))
+        assert away.min() > 100 * tolerance, "the order of the phases shows"
 
 
 @pytest.fixture
 def registries() -> Iterator[None]:
     """What is registered in the test is gone after it."""
-    pairs = [(kinds, dict(kinds)) for kinds in (REGISTRY, TopologyReg.registry)]
-    yield
-    for kinds, before in pairs:
-        kinds.clear()
-        kinds.update(before)
+    with patch.dict(REGISTRY), patch.dict(TopologyReg.registry):
+        yield
 
 
 @pytest.mark.usefixtures("registries")
@@ -298,21 +245,16 @@ def test_a_name_stands_for_the_same_groups_and_weights_in_every_phase(
     name: str, world_size: int, local: int
 ) -> None:
     register_lazy_ring()
-    theirs = their_edges(name, world_size, local)
-    ours = TopologyFactory.create(name, world_size, local)
-    assert ours.period == len(theirs)
-    for phase, edges in enumerate(theirs):
-        expected = {Group(edge.ranks, edge.weight) for edge in edges}
-        assert set(ours.groups(phase)) == expected
-
-
-def their_edges(name: str, world_size: int, local: int) -> Any:
-    """Phase by phase, made without the process group that their constructor needs."""
+    # Made without the process group that their constructor needs.
     kind = TopologyReg.registry[name]
     topology = kind.__new__(kind)
     sizes = {"_world_size": world_size, "_local_world_size": local}
     vars(topology).update(sizes, _n_nodes=world_size // local)
-    return topology._get_topo_edges()
+    theirs = topology._get_topo_edges()
+    ours = TopologyFactory.create(name, world_size, local)
+    assert ours.period == len(theirs)
+    for phase, edges in enumerate(theirs):
+        assert {*ours.groups(phase)} == {Group(edge.ranks, edge.weight) for edge in edges}
 
 
 GUIDE = Path(__file__).parent.parent / "examples" / "guides" / "from_decent_dp.md"
@@ -326,24 +268,29 @@ def code(title: str) -> str:
 
 
 def register_lazy_ring() -> None:
-    for title in ("a topology in decent-dp", "a topology here"):
-        exec(code(title), {})
+    if "lazy-ring" not in REGISTRY:
+        for title in ("a topology in decent-dp", "a topology here"):
+            exec(code(title), {})
 
 
-def run_script(rank: int, title: str) -> list[float]:
-    quiet()
-    torch.manual_seed(rank)
-    script: dict[str, Any] = {}
-    exec(code("what is trained") + code(title), script)
-    return flatten(list(script["model"].parameters())).tolist()
+def run_scripts() -> Rows:
+    """On a rank that has a process group."""
+    become_a_rank_of_theirs()
+    ends = []
+    with patch.object(dist, "init_process_group"), patch.object(dist, "destroy_process_group"):
+        for title in ("decent-dp", "the class", "the wrapper"):
+            torch.manual_seed(dist.get_rank())
+            script: dict[str, Any] = {}
+            exec(code("what is trained") + code(title), script)
+            ends.append(flatten(list(script["model"].parameters())).tolist())
+    return ends
 
 
-def test_the_scripts_of_the_guide_end_with_the_same_model() -> None:
-    theirs, *_ = ranks = torch.tensor(run_processes(4, run_script, "decent-dp"))
-    assert torch.equal(ranks, theirs.expand_as(ranks))
-    for title in ("the class", "the wrapper"):
-        ours = torch.tensor(run_processes(4, run_script, title))
-        torch.testing.assert_close(ours, ranks, rtol=0, atol=1e-6)
+def test_the_scripts_of_the_guide_end_with_the_same_model(four_ranks: KeptRanks) -> None:
+    theirs, *ours = torch.tensor(four_ranks.run(run_scripts)).unbind(1)
+    assert torch.equal(theirs, theirs[:1].expand_as(theirs))
+    for each in ours:
+        torch.testing.assert_close(each, theirs, rtol=0, atol=1e-6)
 
 
 def test_a_model_saved_by_decent_dp_is_loaded_as_the_guide_says() -> None:
