@@ -8,25 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
-from griffe import (
-    Alias,
-    Attribute,
-    Class,
-    Expr,
-    ExprName,
-    ExprSubscript,
-    ExprTuple,
-    Function,
-    GriffeLoader,
-)
-from griffe import Module as GriffeModule
-from griffe import Object as GriffeObject
+import griffe
 from griffe2md import ConfigDict, render_object_docs
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "examples" / "guides" / "api.md"
 PACKAGE = "decent_optim_wrapper"
+
+Item = griffe.Object | griffe.Alias
+Annotation = str | griffe.Expr | None
+
 # What public functions and methods take and return, beside the names in `__all__`.
 RECEIVED = {
     "config": ("AverageState", "OnChange", "Overlap"),
@@ -73,9 +66,9 @@ CONFIG: ConfigDict = {
 CROSS_REFERENCE = re.compile(r"\[([^\[\]]+)\]\(#([\w.]+)\)")
 
 
-def load() -> GriffeModule:
+def load() -> griffe.Module:
     """Read the package's source."""
-    loader = GriffeLoader(
+    loader = griffe.GriffeLoader(
         search_paths=[ROOT],
         docstring_parser="google",
         # The fields of a NamedTuple are no parameters to griffe.
@@ -88,23 +81,21 @@ def load() -> GriffeModule:
     )
     package = loader.load(PACKAGE)
     loader.resolve_aliases(external=False)
-    if not isinstance(package, GriffeModule):
-        raise TypeError(f"expected the package {PACKAGE}, got {package!r}")
-    return package
+    return cast("griffe.Module", package)
 
 
-def public_modules(module: GriffeModule) -> Iterator[GriffeModule]:
+def public_modules(module: griffe.Module) -> Iterator[griffe.Module]:
     """The modules that say what is public: this one and those below it."""
     if module.exports:
         yield module
     for each in module.modules.values():
-        if isinstance(each, GriffeModule):
+        if isinstance(each, griffe.Module):
             yield from public_modules(each)
 
 
-def public_names(package: GriffeModule) -> dict[str, list[GriffeObject | Alias]]:
+def public_names(package: griffe.Module) -> dict[str, list[Item]]:
     """The objects by the module that they are imported from, each of them once."""
-    found: dict[str, list[GriffeObject | Alias]] = {}
+    found: dict[str, list[Item]] = {}
     seen: set[str] = set()
     for module in sorted(public_modules(package), key=lambda each: each.path.count(".")):
         names = sorted(map(str, module.exports or ()))
@@ -113,26 +104,27 @@ def public_names(package: GriffeModule) -> dict[str, list[GriffeObject | Alias]]
         seen |= {each.canonical_path for each in fresh}
         if fresh:
             found[module.path] = fresh
-    for path, received in RECEIVED.items():
-        found[f"{PACKAGE}.{path}"] = [package[f"{path}.{name}"] for name in received]
-    return found
+    return found | {
+        f"{PACKAGE}.{path}": [package[f"{path}.{name}"] for name in names]
+        for path, names in RECEIVED.items()
+    }
 
 
-def types_of(item: GriffeObject | Alias) -> Iterator[str | Expr | None]:
+def types_of(item: Item) -> Iterator[Annotation]:
     """The types that a function, a field, or the public part of a class takes and returns."""
-    target = item.final_target if isinstance(item, Alias) else item
-    if isinstance(target, Attribute):
+    target = item.final_target if isinstance(item, griffe.Alias) else item
+    if isinstance(target, griffe.Attribute):
         yield without_checks(target.annotation)
-    if isinstance(target, Function):
+    if isinstance(target, griffe.Function):
         yield from (without_checks(parameter.annotation) for parameter in target.parameters)
         yield target.returns
-    if isinstance(target, Class):
+    if isinstance(target, griffe.Class):
         for name, member in target.all_members.items():
             if not name.startswith("_") or name in ("__init__", "__call__", "__enter__"):
                 yield from types_of(member)
 
 
-def undocumented(package: GriffeModule) -> set[str]:
+def undocumented(package: griffe.Module) -> set[str]:
     """The types of the package that a public name takes or returns, and that have no section."""
     items = [item for of_module in public_names(package).values() for item in of_module]
     documented = {item.canonical_path for item in items}
@@ -140,36 +132,36 @@ def undocumented(package: GriffeModule) -> set[str]:
         part.canonical_path
         for item in items
         for annotation in types_of(item)
-        if isinstance(annotation, Expr)
+        if isinstance(annotation, griffe.Expr)
         for part in annotation.iterate(flat=True)
-        if isinstance(part, ExprName) and part.canonical_path.startswith(f"{PACKAGE}.")
+        if isinstance(part, griffe.ExprName) and part.canonical_path.startswith(f"{PACKAGE}.")
     }
     # Some are named by the module that imports them.
     found = {package[path.removeprefix(f"{PACKAGE}.")].canonical_path for path in named}
     return {path.removeprefix(f"{PACKAGE}.") for path in found - documented}
 
 
-def without_checks(annotation: str | Expr | None) -> str | Expr | None:
+def without_checks(annotation: Annotation) -> Annotation:
     """The type of a field that also names a check: `Annotated[type, check]`."""
-    if not isinstance(annotation, ExprSubscript) or annotation.canonical_name != "Annotated":
+    if not isinstance(annotation, griffe.ExprSubscript) or annotation.canonical_name != "Annotated":
         return annotation
     inner = annotation.slice
-    return inner.elements[0] if isinstance(inner, ExprTuple) else inner
+    return inner.elements[0] if isinstance(inner, griffe.ExprTuple) else inner
 
 
-def show_types(item: GriffeObject | Alias) -> None:
+def show_types(item: Item) -> None:
     """Leave only types in the annotations of an object and its members."""
-    if isinstance(item, Attribute):
+    if isinstance(item, griffe.Attribute):
         item.annotation = without_checks(item.annotation)
-    if isinstance(item, (Class, Function)):
+    if isinstance(item, (griffe.Class, griffe.Function)):
         for parameter in item.parameters:
             parameter.annotation = without_checks(parameter.annotation)
-    if isinstance(item, Class):
+    if isinstance(item, griffe.Class):
         for member in item.members.values():
             show_types(member)
 
 
-def render(item: GriffeObject | Alias, documented: set[str]) -> str:
+def render(item: Item, documented: set[str]) -> str:
     """The section of a public name.
 
     Args:
@@ -177,10 +169,10 @@ def render(item: GriffeObject | Alias, documented: set[str]) -> str:
         documented: the paths of all public names. What a class inherits from one of them stands
             there.
     """
-    target = item.final_target if isinstance(item, Alias) else item
+    target = item.final_target if isinstance(item, griffe.Alias) else item
     show_types(target)
     config = CONFIG.copy()
-    if isinstance(target, Class):
+    if isinstance(target, griffe.Class):
         config["inherited_members"] = [
             name
             for name, member in target.inherited_members.items()
