@@ -234,3 +234,5 @@ def test_codecs_of_the_library_are_told_apart_by_their_bytes_and_texts() -> None
     for k in (0, 3, 260):
         with pytest.raises(ValueError, match="k expects a multiple of 4"):
             TopKCodec(k)
+    with pytest.raises(ValueError, match=r"torch\.int8, torch\.int4, a Codec or None"):
+        codec_of(torch.float32)
