@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import LAYOUTS, Spread, run_on_mesh
+from meshes import LAYOUTS, Layout, Spread, run_on_mesh
 from ranks import run_processes
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, PeerError, Schedule
 from decent_optim_wrapper.optim.shards import local
@@ -26,70 +25,44 @@ pytestmark = [
     pytest.mark.usefixtures("ranks_on_a_mesh"),
 ]
 
-RANKS, FAILING, FAILS_AT = 8, 3, 2
-TIMEOUT = 6.0
-SOON = TIMEOUT + 2
-STEPS = 6
-# Of tests in which nothing may wait so long.
-LONG = 30.0
+RANKS, FAILING = 8, 3
+# A rank that stops is noticed by nothing else. No other fault may take until the end of a wait,
+# which is further away than that of the test.
+TIMEOUT, NEVER = 4.0, 600.0
 
 
-def poison(spread: Spread) -> None:
-    """Put NaN into what this rank holds of one parameter."""
-    with torch.no_grad():
-        for param in spread.model.parameters():
-            held = param.to_local() if isinstance(param, DTensor) else param
-            if held.numel():
-                held.fill_(torch.nan)
-                return
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
 
 
-def train(rank: int, name: str, fault: str, folder: str, **options: Any) -> tuple[str, str, float]:
-    """How a rank ends, and how many seconds after the fault, or after its call if that is later."""
-    at = Path(folder) / "at"
+def train(rank: int, name: str, fault: str) -> tuple[str, str]:
+    """How a rank ends."""
+    timeout = TIMEOUT if fault == "stopped" else NEVER
     dist.init_process_group("gloo")
-    spread = Spread(LAYOUTS[name], timeout=timedelta(seconds=TIMEOUT))
-    optimizer = spread.wrap(
-        lambda params: torch.optim.SGD(params, lr=0.1), timeout=TIMEOUT, **options
-    )
+    spread = Spread(LAYOUTS[name], timeout=timedelta(seconds=timeout))
+    optimizer = spread.wrap(sgd, timeout=timeout)
     assert len(optimizer.buckets) >= 2
-    kind, text, called = "", "", 0.0
     try:
-        for step in range(STEPS):
-            called = time.monotonic()
+        for step in range(6):
             spread.backward(step)
-            if rank == FAILING and step == FAILS_AT:
-                at.write_text(str(time.monotonic()))
-                if fault == "killed":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if fault == "stopped":
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                if fault == "raises":
-                    raise ZeroDivisionError("of the user")
-                poison(spread)
-            if fault == "stopped":
-                # A busy machine computes late, and only waits are bounded.
-                called = time.monotonic()
+            if (rank, step) == (FAILING, 2):
+                fail(spread, fault)
             optimizer.step()
         optimizer.synchronize()
     except Exception as error:
-        kind, text = type(error).__name__, str(error)
-    ended = time.monotonic()
-    fault_at = float(at.read_text())
-    return kind, text, ended - (max(called, fault_at) if fault == "stopped" else fault_at)
+        return type(error).__name__, str(error)
+    return "", ""
 
 
-def ends_soon(tmp_path: Path, name: str, fault: str) -> list[tuple[str, str, float]]:
-    """How all ranks end; a machine that is busy may be late, but not every time."""
-    lost = [FAILING] if fault in ("killed", "stopped") else []
-    for attempt in range(3):
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        found = run_processes(RANKS, train, name, fault, str(folder), lost=lost)
-        assert all(kind for kind, _, _ in found)
-        if all(seconds < SOON for _, _, seconds in found):
-            return found
-    pytest.fail(f"some ranks ended later than {SOON} s after the fault: {found}")
+def fail(spread: Spread, fault: str) -> None:
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "raises":
+        raise ZeroDivisionError("of the user")
+    with torch.no_grad():
+        local(next(iter(spread.model.parameters()))).fill_(torch.nan)
 
 
 # What becomes of one shard, the layout, and what all ranks end with.
@@ -103,66 +76,59 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "name", "error"), FAULTS)
-def test_all_ranks_end_soon_where_one_fails_in_one_shard(
-    tmp_path: Path, fault: str, name: str, error: str
-) -> None:
-    found = ends_soon(tmp_path, name, fault)
-    if error == "PeerError":
-        assert any(kind == error and "lost rank" in text for kind, text, _ in found)
+def test_all_ranks_end_soon_where_one_fails_in_one_shard(fault: str, name: str, error: str) -> None:
+    lost = [FAILING] if fault in ("killed", "stopped") else []
+    found = run_processes(RANKS, train, name, fault, lost=lost)
+    assert all(kind for kind, _ in found)
+    if lost:
+        assert any(kind == error and "lost rank" in text for kind, text in found)
     else:
         assert found[FAILING][0] == error
 
 
-def lose_on_the_way(rank: int, dies_before: str, folder: str) -> tuple[str, str, float]:
+def lose_on_the_way(rank: int, dies_before: str, folder: Path) -> tuple[str, str]:
     """As `train`, where nobody ends before all have noticed: no connection closes by itself."""
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gossip", "pp"))
-    params = [torch.ones(4, requires_grad=True) for _ in range(2)]
-    optimizer = DecentOptimWrapper(
-        torch.optim.SGD(params, lr=0.1),
-        topology="ring",
-        bucket_cap_mb=16 / 2**20,
-        timeout=LONG,
-        mesh=mesh,
-        gossip_dim="gossip",
-    )
-    assert len(optimizer.buckets) == 2
-    start, text = 0.0, ""
-    try:
+    spread = Spread(Layout({"gossip": 2, "pp": 2}))
+    optimizer = spread.wrap(sgd, timeout=NEVER)
+    assert len(optimizer.buckets) >= 2
+    begun = []
+
+    def begin(step: int, call: str) -> None:
+        begun.append(call)
+        if (rank, step, call) == (3, 1, dies_before):
+            os.kill(os.getpid(), signal.SIGKILL)
+        for param in spread.model.parameters():
+            param.grad = torch.ones_like(param)
+
+    def advance() -> None:
         for step in range(4):
-            for call in ("clip", "step"):
-                start = time.monotonic()
-                if (rank, step, call) == (3, 1, dies_before):
-                    os.kill(os.getpid(), signal.SIGKILL)
-                for param in params:
-                    param.grad = torch.ones_like(param)
-                if call == "clip":
-                    optimizer.clip_grad_norm_(1.0)
-                else:
-                    optimizer.step()
-    except PeerError as error:
-        text = str(error)
-    waited = time.monotonic() - start
+            begin(step, "clip")
+            optimizer.clip_grad_norm_(1.0)
+            begin(step, "step")
+            optimizer.step()
+
+    with pytest.raises(PeerError) as caught:
+        advance()
     with pytest.raises(PeerError):
         optimizer.all_gather(torch.zeros(1))
-    (Path(folder) / f"ended_{rank}").touch()
-    deadline = time.monotonic() + 2 * LONG
-    while len([*Path(folder).glob("ended_*")]) < 3 and time.monotonic() < deadline:
+    (folder / f"ended_{rank}").touch()
+    deadline = time.monotonic() + 60
+    while len([*folder.glob("ended_*")]) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
-    return text, call, waited
+    return str(caught.value), begun[-1]
 
 
 @pytest.mark.parametrize("dies_before", ["clip", "step"])
 def test_a_loss_seen_along_one_dimension_is_passed_on_along_the_others(
     tmp_path: Path, dies_before: str
 ) -> None:
-    found = run_processes(4, lose_on_the_way, dies_before, str(tmp_path), lost=[3])
-    assert all(waited < LONG / 2 for _, _, waited in found)
+    found = run_processes(4, lose_on_the_way, dies_before, tmp_path, lost=[3])
+    assert len([*tmp_path.iterdir()]) == 3
     # Rank 0 meets the lost rank along no dimension.
-    assert any(
-        f"lost rank {rank}, which failed with PeerError" in found[0][0] for rank in (1, 2, 3)
-    )
-    assert {call for _, call, _ in found} == {"clip", "step"}
+    texts = [f"lost rank {rank}, which failed with PeerError" for rank in (1, 2, 3)]
+    assert any(text in found[0][0] for text in texts)
+    assert {call for _, call in found} == {"clip", "step"}
 
 
 AVERAGED = ("fsdp inside", "tp inside", "pipeline 1f1b")
@@ -196,7 +162,7 @@ def average(name: str, momenta: bool) -> tuple[str, set[float]]:
     return error, set().union(*values)
 
 
-def parts(spread: Spread, optimizer: DecentOptimWrapper, momenta: bool) -> list[torch.Tensor]:
+def parts(spread: Spread, optimizer: DecentOptimWrapper, momenta: bool) -> list[Tensor]:
     """What this rank holds of the parameters, or of their momenta."""
     tensors = [state["momentum_buffer"] for state in optimizer.state.values()]
     return [local(each).detach() for each in (tensors if momenta else spread.model.parameters())]
