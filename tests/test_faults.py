@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,9 +29,20 @@ LONG = 60.0
 # What two busy cores and the roll call of a large group may add to the timeout.
 SLACK = 12.0
 FAULTY, FAULTY_STEP = 1, 3
-FAULTS = named("kill", "kill mid-round", "stop mid-round", "raise", "end")
 COLLECTIVE = named("global_avg", "consensus_distance")
 OVERLAPS: dict[str, Any] = {**OVERLAP, "forward": "forward"}
+# Fault, topology, `overlap`, `comm_dtype`, and the call before which the rank fails.
+CASES = [
+    *pairwise(
+        *(named("kill", "kill mid-round", "end"), named("ring", "complete"), OVERLAPS),
+        {"exact": None, "int8": torch.int8},
+        {**named("step", "synchronize"), **COLLECTIVE},
+    ),
+    # Each takes the timeout.
+    ("stop mid-round", "ring", True, None, "step"),
+    ("stop mid-round", "ring", False, torch.int8, "synchronize"),
+    ("stop mid-round", "complete", "forward", None, "global_avg"),
+]
 
 
 class Outcome(NamedTuple):
@@ -56,23 +67,19 @@ class Held(nn.Module):
         return total + self.param.detach().sum()
 
 
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
 
 
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def in_the_middle_of_packing(fault: Callable[[], None]) -> None:
-    """Arrange for the fault to come when the second bucket of a round is packed."""
+def in_the_middle_of_packing(number: signal.Signals) -> None:
+    """Arrange for the signal to come when the second bucket of a round is packed."""
     pack, packed = Bucket.pack, 0
 
     def pack_or_fail(bucket: Bucket, flat: object, *others: object, **options: object) -> object:
         nonlocal packed
         packed += 1
         if packed == 2:
-            fault()
+            send(number)
         return pack(bucket, flat, *others, **options)  # type: ignore[arg-type]
 
     Bucket.pack = pack_or_fail  # type: ignore[method-assign, assignment]
@@ -107,12 +114,8 @@ def survive(
     assert len(buckets) > 2
 
     def fail() -> None:
-        if fault == "raise":
-            raise ArithmeticError("in the user's code")
-        if "mid-round" in fault:
-            in_the_middle_of_packing(stop if "stop" in fault else kill)
-        else:
-            kill()
+        number = signal.SIGSTOP if "stop" in fault else signal.SIGKILL
+        (in_the_middle_of_packing if "mid-round" in fault else send)(number)
 
     for step in range(100):
         fails = rank == FAULTY and step == FAULTY_STEP
@@ -148,26 +151,15 @@ def survive(
     raise AssertionError("nothing failed")
 
 
-@pytest.mark.parametrize(
-    ("fault", "topology", "overlap", "comm", "call"),
-    pairwise(
-        *(FAULTS, named("ring", "complete"), OVERLAPS, {"exact": None, "int8": torch.int8}),
-        {**named("step", "synchronize"), **COLLECTIVE},
-    ),
-)
+@pytest.mark.parametrize(("fault", "topology", "overlap", "comm", "call"), CASES)
 def test_every_survivor_gets_one_clear_error_in_time(
     fault: str, topology: str, overlap: Any, comm: torch.dtype | None, call: str
 ) -> None:
     lost = {FAULTY} if fault != "end" else set()
     # Enough for a neighbour of neither the faulty rank nor its neighbours.
-    world_size = 6 if (fault, topology) == ("kill", "ring") else 4
-    outcomes = [
-        outcome
-        for outcome in run_processes(
-            world_size, survive, topology, overlap, fault, comm, call, lost=lost
-        )
-        if outcome is not None
-    ]
+    world_size = 6 if (fault, topology, call) == ("kill", "ring", "step") else 4
+    found = run_processes(world_size, survive, topology, overlap, fault, comm, call, lost=lost)
+    outcomes = [outcome for outcome in found if outcome is not None]
     assert len(outcomes) == world_size - 1
     for outcome in outcomes:
         assert outcome.untouched
@@ -258,7 +250,7 @@ def test_ranks_with_fewer_batches_join_in_the_rounds_of_the_others(
     worlds = [make_params() for _ in range(4)]
     bases = [sgd(params) for params in worlds]
 
-    def compute(rank: int, step: int) -> None:
+    def train(rank: int, step: int) -> None:
         if step < 2 + 2 * rank:
             backward(worlds[rank], rank, step)
 
@@ -266,13 +258,9 @@ def test_ranks_with_fewer_batches_join_in_the_rounds_of_the_others(
         if step < 2 + 2 * rank:
             bases[rank].step()
 
-    expected = train_densely(
-        worlds,
-        8,
-        overlap,
-        compute,
-        update,
-        land=lambda step: mix(worlds, topology.mixing_matrix(step)),
-    )
+    def land(step: int) -> None:
+        mix(worlds, topology.mixing_matrix(step))
+
+    expected = train_densely(worlds, 8, overlap, train, update, land)
     torch.testing.assert_close(rows, expected, rtol=1e-11, atol=1e-12)
     assert not torch.equal(rows[0], flatten(make_params()))
