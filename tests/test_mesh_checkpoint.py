@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from meshes import Layout, Oracle, Spread, batch, difference, loss_of, make_model, run_on_mesh
-from ranks import run_processes
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
@@ -29,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from warned import warned_texts
 
-from decent_optim_wrapper import DecentOptimWrapper, PeerError, Schedule
+from decent_optim_wrapper import DecentOptimWrapper, Schedule
 from decent_optim_wrapper.checkpoint import Checkpoints
 
 pytestmark = [
@@ -80,9 +79,6 @@ class Move(NamedTuple):
     target: str
     recipe: Recipe
 
-    def folder(self, parent: Path) -> Path:
-        return parent / self.source / "_".join(map(str, self.recipe))
-
 
 MOVES = [
     Move("plain", "fsdp4", Recipe("sgd", "nesterov")),
@@ -103,14 +99,7 @@ if os.environ.get("MESH_CASES") != "all":
 class Run:
     """One replica's part on this rank, in training."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        recipe: Recipe,
-        seed: int = 0,
-        rate: float = RATE,
-        timeout: float | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout, recipe: Recipe, seed: int = 0, rate: float = RATE) -> None:
         self.spread = Spread(layout, seed, BLOCKS)
         schedule = Schedule(
             gossip_every=recipe.late,
@@ -119,10 +108,7 @@ class Run:
             outer=OUTERS[recipe.outer],
         )
         self.optimizer: DecentOptimWrapper = self.spread.wrap(
-            BASES[recipe.base],
-            schedule=schedule,
-            timeout=timeout,
-            comm_dtype=recipe.comm_dtype,
+            BASES[recipe.base], schedule=schedule, comm_dtype=recipe.comm_dtype
         )
         assert len(self.optimizer.buckets) >= 2
 
@@ -165,26 +151,21 @@ class Run:
         )
 
 
-def save_all(folder: Path, moves: Sequence[Move]) -> None:
-    for move in moves:
-        run = Run(LAYOUTS[move.source], move.recipe)
-        run.advance(STOP)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "(?s).*torch.distributed.checkpoint")
-            run.save(move.folder(folder))
-        assert run.optimizer.gossip_state_dict()["in_flight"]
+def save_a_move(folder: Path, move: Move) -> None:
+    run = Run(LAYOUTS[move.source], move.recipe)
+    run.advance(STOP)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "(?s).*torch.distributed.checkpoint")
+        run.save(folder)
+    assert run.optimizer.gossip_state_dict()["in_flight"]
 
 
-def resume_all(folder: Path, moves: Sequence[Move]) -> list[tuple[int, dict[str, Any]]]:
-    """What becomes of every move."""
-    found = []
-    for move in moves:
-        run = Run(LAYOUTS[move.target], move.recipe, seed=1, rate=1.0)
-        run.load(move.folder(folder))
-        assert run.optimizer.round == STOP
-        assert run.optimizer.mixing_rate == RATE
-        found.append(run.end())
-    return found
+def resume_a_move(folder: Path, move: Move) -> tuple[int, dict[str, Any]]:
+    run = Run(LAYOUTS[move.target], move.recipe, seed=1, rate=1.0)
+    run.load(folder)
+    assert run.optimizer.round == STOP
+    assert run.optimizer.mixing_rate == RATE
+    return run.end()
 
 
 @cache
@@ -202,58 +183,47 @@ def oracle(recipe: Recipe) -> Oracle:
     return expected.train(steps=STEPS)
 
 
+def ranks_of(layout: str) -> int:
+    return math.prod(LAYOUTS[layout].sizes.values())
+
+
+@pytest.mark.parametrize("move", MOVES, ids=lambda move: f"{move.source} to {move.target}")
 def test_what_one_layout_saves_goes_on_in_another_as_if_it_had_never_stopped(
-    tmp_path: Path,
+    move: Move, tmp_path: Path
 ) -> None:
-    from_plain, from_spread = split(MOVES, [move.source == "plain" for move in MOVES])
-    to_plain, to_spread = split(MOVES, [move.target == "plain" for move in MOVES])
-    run_on_mesh(2, save_all, tmp_path, from_plain)
-    run_on_mesh(8, save_all, tmp_path, from_spread)
-    check(run_on_mesh(8, resume_all, tmp_path, to_spread), to_spread)
-    check(run_on_mesh(2, resume_all, tmp_path, to_plain), to_plain)
-
-
-def split(moves: Sequence[Move], chosen: Sequence[bool]) -> tuple[list[Move], list[Move]]:
-    pairs = list(zip(moves, chosen, strict=True))
-    return [move for move, yes in pairs if yes], [move for move, yes in pairs if not yes]
-
-
-def check(ranks: Sequence[list[tuple[int, dict[str, Any]]]], moves: Sequence[Move]) -> None:
     start: dict[str, Tensor] = dict(make_model(blocks=BLOCKS).named_parameters())
-    for found in ranks:
-        for move, (replica, params) in zip(moves, found, strict=True):
-            expected = oracle(move.recipe)
-            assert difference(params, expected.parameters(replica)) < 1e-12, move
-            assert difference(params, start) > 1e-3
-            assert difference(params, expected.parameters(1 - replica)) > 1e-6
+    expected = oracle(move.recipe)
+    run_on_mesh(ranks_of(move.source), save_a_move, tmp_path, move)
+    for replica, params in run_on_mesh(ranks_of(move.target), resume_a_move, tmp_path, move):
+        assert difference(params, expected.parameters(replica)) < 1e-12
+        assert difference(params, start) > 1e-3
+        assert difference(params, expected.parameters(1 - replica)) > 1e-6
 
 
 CODED = Recipe("sgd", "no outer", comm_dtype=torch.int8)
+TARGETS = ("fsdp4", "shard2 x tp2")
 
 
-def code_and_resume(folder: Path, moves: Sequence[tuple[str, str]]) -> list[Any]:
-    """What becomes of each source that does not stop, and of it in the target."""
-    found = []
-    for source, target in moves:
-        stopped = Run(LAYOUTS[source], CODED)
-        stopped.advance(STOP)
-        stopped.save(folder / source)
-        # Both go on together: the ranks of a replica differ in the two.
-        _, whole = stopped.end()
+def code_and_resume(folder: Path) -> tuple[int, list[dict[str, Any]]]:
+    """What becomes of a run that does not stop, and of it in the targets."""
+    stopped = Run(LAYOUTS["fsdp4"], CODED)
+    stopped.advance(STOP)
+    stopped.save(folder)
+    ends = [stopped.end()]
+    for target in TARGETS:
         resumed = Run(LAYOUTS[target], CODED, seed=1, rate=1.0)
-        resumed.load(folder / source)
-        found.append((whole, *resumed.end()))
-    return found
+        resumed.load(folder)
+        ends.append(resumed.end())
+        assert ends[-1][0] == ends[0][0]
+    return ends[0][0], [params for _, params in ends]
 
 
 def test_references_go_on_in_the_same_layout_bit_for_bit_and_in_another_one(tmp_path: Path) -> None:
-    moves = [("fsdp4", "fsdp4"), ("pp4", "pp4"), ("fsdp4", "shard2 x tp2")]
-    for rank in run_on_mesh(8, code_and_resume, tmp_path, moves):
-        for (source, target), (whole, replica, resumed) in zip(moves, rank, strict=True):
-            error = difference(resumed, oracle(CODED).parameters(replica))
-            assert 1e-6 < error < 5e-4, (source, target)
-            if source == target:
-                assert same(whole, resumed)
+    expected = oracle(CODED)
+    for replica, (whole, same_layout, other_layout) in run_on_mesh(8, code_and_resume, tmp_path):
+        assert same(whole, same_layout)
+        for params in (whole, other_layout):
+            assert 1e-6 < difference(params, expected.parameters(replica)) < 5e-4
 
 
 # Of four ranks, each in a set of files of its own; the gossip is inside and outside.
@@ -282,16 +252,9 @@ def names_of(*steps: int) -> list[str]:
 class Saving:
     """A run that saves a file for every rank."""
 
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        seed: int = 0,
-        timeout: float | None = None,
-        replicas: int = 2,
-    ) -> None:
+    def __init__(self, name: str, folder: Path, seed: int = 0, replicas: int = 2) -> None:
         layout = Layout({**SMALL[name].sizes, "gossip": replicas})
-        self.run = Run(layout, Recipe("sgd", "nesterov"), seed, timeout=timeout)
+        self.run = Run(layout, Recipe("sgd", "nesterov"), seed)
         self.checkpoints = Checkpoints(folder, self.run.optimizer)
 
     def save(self, step: int) -> None:
@@ -498,33 +461,6 @@ def test_what_is_wrong_with_one_shard_makes_the_set_incomplete_for_all(tmp_path:
         assert text in lines
 
 
-TIMEOUT = 3.0
-
-
-def lose_a_shard(rank: int, folder: Path) -> tuple[list[str], float]:
-    """The last rank of four ends without a word while the others save."""
-    dist.init_process_group("gloo")
-    saving = Saving("pipeline", folder, timeout=TIMEOUT)
-    saving.save_up_to(2)
-    saving.run.advance(3)
-    if rank == 3:
-        os._exit(1)
-    start, errors = time.monotonic(), []
-    for step in (3, 4):
-        with pytest.raises(PeerError, match="the set of step 2 stays") as caught:
-            saving.save(step)
-        errors.append(str(caught.value))
-    return errors, time.monotonic() - start
-
-
-def test_no_shard_saves_after_a_rank_of_the_mesh_is_lost(tmp_path: Path) -> None:
-    ranks = run_processes(4, lose_a_shard, tmp_path, lost={3})
-    for errors, seconds in ranks:
-        assert len(errors) == 2
-        assert seconds < TIMEOUT + 2
-    assert files(tmp_path) == names_of(1, 2)
-
-
 def alone(model: nn.Module, named_by: Any) -> DecentOptimWrapper:
     """A wrapper with an outer optimizer on a rank without others."""
     schedule = Schedule(outer=OUTERS["nesterov"])
@@ -579,37 +515,31 @@ def test_a_gossip_state_that_is_refused_changes_nothing() -> None:
 
 def test_an_outer_group_without_parameters_keeps_its_own_settings() -> None:
     """A stage may have none of a kind for which the outer optimizer has a group."""
+    outers: list[Optimizer] = []
 
-    latest: list[Optimizer] = []
-
-    def outer(lr: float) -> Any:
-        def make(anchors: list[Tensor]) -> Optimizer:
-            groups: list[dict[str, Any]] = [
-                {"params": [anchor for anchor in anchors if anchor.dim() > 1]},
-                {"params": [anchor for anchor in anchors if anchor.dim() < 2], "lr": 2 * lr},
-            ]
-            latest.append(torch.optim.SGD(groups, lr=lr))
-            return latest[-1]
-
-        return make
+    def outer(lr: float, anchors: list[Tensor]) -> Optimizer:
+        groups: list[dict[str, Any]] = [
+            {"params": [anchor for anchor in anchors if anchor.dim() > 1]},
+            {"params": [anchor for anchor in anchors if anchor.dim() < 2], "lr": 2 * lr},
+        ]
+        outers.append(torch.optim.SGD(groups, lr=lr))
+        return outers[-1]
 
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
-    made = [
+    cap = 64 / 2**20
+    saved, loaded = (
         DecentOptimWrapper(
             sgd([*model.parameters()]),
-            schedule=Schedule(outer=outer(lr)),
+            schedule=Schedule(outer=partial(outer, lr)),
             model=model,
-            bucket_cap_mb=64 / 2**20,
+            bucket_cap_mb=cap,
         )
         for lr in (0.5, 0.25)
-    ]
-    assert len(made[0].buckets) == 2
+    )
+    assert len(saved.buckets) == 2
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    made[0].step()
-    state = made[0].gossip_state_dict()
-    assert [[group["lr"] for group in each.param_groups] for each in latest].count([0.5, 0.5]) == 0
-    made[1].load_gossip_state_dict(state)
-    rates = [[group["lr"] for group in each.param_groups] for each in latest]
-    assert [0.5, 0.5] in rates
-    assert made[1].round == 1
+    saved.step()
+    loaded.load_gossip_state_dict(saved.gossip_state_dict())
+    assert [0.5, 0.5] in [[group["lr"] for group in each.param_groups] for each in outers]
+    assert loaded.round == 1
