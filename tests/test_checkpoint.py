@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import signal
 import time
@@ -433,60 +432,61 @@ def test_sets_of_fewer_ranks_never_displace_those_of_all(tmp_path: Path) -> None
     assert run_threads(3, partial(load, same_world=False)) == [alone] * 3
 
 
-def save_without_room(rank: int, folder: Path) -> list[str]:
-    """Rank 1 has no room for the second set; both save a third that is small again."""
-    dist.init_process_group("gloo")
-    checkpoints = start(None, folder, keep=1).checkpoints
-    state = {"step": torch.ones(100)}
-    checkpoints.save(1, state)
-    with warned_texts() as lines:
-        if rank == 1:
-            # The next best thing to a full disk that needs no rights.
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-            with pytest.raises(OSError, match="File too large") as caught:
-                checkpoints.save(2, {**state, "large": torch.ones(1 << 20)})
-            assert caught.value.__cause__ is None
-        else:
-            checkpoints.save(2, state)
-    assert not list(folder.rglob("rank_1*.part"))
-    assert torch.load(file_of(folder, 1, rank), weights_only=True)["step"].sum() == 100
-    checkpoints.save(3, state)
-    dist.destroy_process_group()
-    return lines
+def fill_the_disk(path: Path, patch: pytest.MonkeyPatch) -> None:
+    part = sealed_file.partial(path)
+    part.parent.mkdir()
+    part.symlink_to("/dev/full")
 
 
-@pytest.mark.slow
-def test_a_full_disk_raises_what_the_system_says_and_leaves_the_set_before(tmp_path: Path) -> None:
-    (text,), none = run_processes(WORLD, save_without_room, tmp_path)
-    assert "step_00000002 is not complete: could not write rank_1_of_2.pt" in text
-    assert none == []
-    assert files(tmp_path) == sets_of(tmp_path, 3)
-
-
-def test_a_file_that_is_damaged_while_it_is_written_is_noticed_before_older_ones_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]
-) -> None:
+def damage_on_the_way(path: Path, patch: pytest.MonkeyPatch) -> None:
     replace = Path.replace
 
-    def damage(path: Path, target: Path) -> Path:
-        if target == file_of(tmp_path, 3, rank=1):
-            flip_a_bit(path)
-        return replace(path, target)
+    def damage(part: Path, target: Path) -> Path:
+        if target == path:
+            flip_a_bit(part)
+        return replace(part, target)
 
-    def main(rank: int, group: dist.ProcessGroup) -> None:
+    patch.setattr(Path, "replace", damage)
+
+
+@pytest.mark.parametrize(
+    ("prevent", "error"),
+    [
+        (fill_the_disk, r"\[Errno 28\] No space left on device"),
+        (damage_on_the_way, "its bytes do not match its seal"),
+    ],
+)
+def test_a_rank_that_could_not_write_says_why_and_older_sets_stay_until_all_have(
+    prevent: Callable[[Path, pytest.MonkeyPatch], None],
+    error: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warned: list[str],
+) -> None:
+    prevent(file_of(tmp_path, 3, rank=1), monkeypatch)
+
+    def fail(rank: int, group: dist.ProcessGroup) -> None:
         run = start(group, tmp_path, keep=1)
         run.advance(rank, range(2))
         if rank == 1:
-            with pytest.raises(OSError, match="its bytes do not match its seal"):
+            with pytest.raises(OSError, match=error) as caught:
                 run.save(3)
+            assert caught.value.__cause__ is None
         else:
             run.save(3)
+        assert set(sets_of(tmp_path, 2)) <= set(files(tmp_path))
+        assert not sealed_file.partial(file_of(tmp_path, 3, rank=1)).exists()
 
-    monkeypatch.setattr(Path, "replace", damage)
-    run_threads(WORLD, main)
-    assert "step_00000003 is not complete: could not write rank_1_of_2.pt" in "".join(warned)
-    assert resume(tmp_path) == [2, 2]
+    def go_on(rank: int, group: dist.ProcessGroup) -> None:
+        run = start(group, tmp_path, keep=1)
+        assert run.resume() == 2
+        run.save(4)
+
+    run_threads(WORLD, fail)
+    (text,) = warned
+    assert "step_00000003 is not complete: could not write rank_1_of_2.pt" in text
+    run_threads(WORLD, go_on)
+    assert files(tmp_path) == sets_of(tmp_path, 4)
 
 
 def test_wrong_arguments_and_states_that_could_not_be_loaded_are_refused(tmp_path: Path) -> None:
