@@ -6,7 +6,7 @@ import copy
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
@@ -116,6 +116,7 @@ WIRES: dict[str, dict[str, Any]] = {
     "bf16": {"comm_dtype": torch.bfloat16},
     "int8": {"comm_dtype": torch.int8},
 }
+VIEWED = {name: {"param_as_bucket_view": views} for name, views in VIEWS.items()}
 SOME_WIRES = {name: WIRES[name] for name in ("exact", "int8")}
 # Buckets of two parameters and of one; what grows or thaws later has a bucket of its own, or a
 # resumed run would sum in another order.
@@ -191,18 +192,28 @@ class Rank(Trainer):
         return optimizer
 
 
-def together(*options: dict[str, Any]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for each in options:
-        merged |= each
+def together(options: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    merged = {name: value for each in options for name, value in each.items()}
     if isinstance(merged.get("average_state"), tuple):
         # Refused with late rounds, as a test of state gossip says.
         merged.pop("staleness", None)
     return merged
 
 
-def world_of(*options: dict[str, Any]) -> World:
-    return World(3, PHASES, SPECS, together(*options))
+def cases(*parameters: dict[str, Any]) -> list[Any]:
+    """Every pair of values occurs; options are given together, before everything else."""
+    return [
+        pytest.param(
+            together(value for value in case.values if isinstance(value, dict)),
+            *(value for value in case.values if not isinstance(value, dict)),
+            id=case.id,
+        )
+        for case in pairwise(*parameters)
+    ]
+
+
+def world_of(options: dict[str, Any]) -> World:
+    return World(3, PHASES, SPECS, options)
 
 
 def perform(world: World, calls: list[str]) -> list[tuple[Seen, ...]]:
@@ -227,7 +238,7 @@ def perform_alone(world: World, calls: list[str]) -> list[tuple[Seen, ...]]:
 def check_that_the_mean_is_that_of_ranks_alone(
     together: Sequence[tuple[Seen, ...]], apart: Sequence[tuple[Seen, ...]]
 ) -> None:
-    """All that the ranks compute is linear, also their gradients."""
+    """All that they compute is linear, also their gradients."""
     for ours, theirs in zip(together, apart, strict=True):
         for index in range(len(ours[0].values)):
             here, there = stack(ours, index), stack(theirs, index)
@@ -245,17 +256,17 @@ LATER = ["grow", "step", "reload", "step", "average", "step"]
 
 
 @pytest.mark.parametrize(
-    ("extension", "pace", "wire", "views", "first"),
-    pairwise(
+    ("options", "first"),
+    cases(
         # Whose momentum is replaced.
         EXTENSIONS | {"tracking of adam": {"gradient_tracking": True, "adam": True}},
-        *(PACES, WIRES, VIEWS, {"first": 0, "second": 1, "third": 2}),
+        *(PACES, WIRES, VIEWED, {"first": 0, "second": 1, "third": 2}),
     ),
 )
 def test_a_run_keeps_the_mean_and_is_resumed_between_any_two_calls_bit_for_bit(
-    extension: dict[str, Any], pace: dict[str, Any], wire: dict[str, Any], views: bool, first: int
+    options: dict[str, Any], first: int
 ) -> None:
-    world = world_of(pace, extension, wire, {"param_as_bucket_view": views})
+    world = world_of(options)
     straight = perform(world, [*CALLS, *LATER])
     pauses = ["resume" if place % 3 == first else "copies" for place in range(len(CALLS))]
     pauses += ["copies"] * len(LATER)
@@ -265,26 +276,17 @@ def test_a_run_keeps_the_mean_and_is_resumed_between_any_two_calls_bit_for_bit(
         for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             assert all(map(torch.equal, one.values, other.values)), (call, rank)
     assert not torch.equal(straight[-1][0].values[0], straight[-1][1].values[0])
-    if "adam" not in extension:
+    if "adam" not in options:
         alone = perform_alone(world, [*CALLS, *LATER])
         check_that_the_mean_is_that_of_ranks_alone(straight, alone)
 
 
-@pytest.mark.parametrize(
-    ("extension", "pace", "wire", "views"),
-    pairwise(
-        EXTENSIONS,
-        {name: PACES[name] for name in ("each step", "forward")},
-        SOME_WIRES,
-        VIEWS,
-    ),
-)
+IN_STEPS = {name: PACES[name] for name in ("each step", "forward")}
+
+
+@pytest.mark.parametrize("options", cases(EXTENSIONS, IN_STEPS, SOME_WIRES, VIEWED))
 def test_the_mean_stays_once_a_lost_rank_has_come_back(
-    extension: dict[str, Any],
-    pace: dict[str, Any],
-    wire: dict[str, Any],
-    views: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From what the ranks hold then, each trains on alone, too."""
     dead: set[int] = set()
@@ -295,8 +297,7 @@ def test_the_mean_stays_once_a_lost_rank_has_come_back(
     monkeypatch.setattr("decent_optim_wrapper.elastic.heartbeat._LONGEST_PAUSE", 0.02)
     # The threads build their wrappers in any order.
     monkeypatch.setattr(rendezvous, "key_prefix", lambda number: "the only one")
-    store = {"store": HashStore()}
-    world = world_of(pace, extension, wire, {"param_as_bucket_view": views}, store)
+    world, alone = world_of({**options, "store": HashStore()}), world_of(options)
     goal, lost, saved, kept = 10**9, threading.Event(), {}, []
 
     def main(rank: int, group: dist.ProcessGroup) -> list[Seen]:
@@ -329,9 +330,8 @@ def test_the_mean_stays_once_a_lost_rank_has_come_back(
         return trainer.perform(["step"] * 5)
 
     def train_on_alone(rank: int) -> list[Seen]:
-        options = {name: value for name, value in world.options.items() if name != "store"}
-        alone = world._replace(size=1, phases=ALONE, options=options)
-        trainer, (values, state) = Rank(alone, rank, None, rank), saved[rank]
+        trainer = Rank(alone._replace(size=1, phases=ALONE), rank, None, rank)
+        values, state = saved[rank]
         with torch.no_grad():
             torch._foreach_copy_(trainer.params, values)
         trainer.optimizer.load_state_dict(state)
@@ -348,12 +348,14 @@ AUTOMATIC = {name: each for name, each in EXTENSIONS.items() if "average_state" 
 AUTOMATIC["outer on averages"] = {"outer": nesterov(0.5), "global_avg_every": 3}
 
 
-@pytest.mark.parametrize(("extension", "wire", "views"), pairwise(AUTOMATIC, SOME_WIRES, VIEWS))
+AS_THEY_ARRIVE = {"auto": {"overlap": True, "gossip_every": "auto", "max_staleness": 3}}
+
+
+@pytest.mark.parametrize("options", cases(AUTOMATIC, AS_THEY_ARRIVE, SOME_WIRES, VIEWED))
 def test_automatic_rounds_of_uneven_ranks_end_together_and_are_resumed(
-    extension: dict[str, Any], wire: dict[str, Any], views: bool
+    options: dict[str, Any],
 ) -> None:
-    pace = {"overlap": True, "gossip_every": "auto", "max_staleness": 3}
-    world = world_of(extension, pace, wire, {"param_as_bucket_view": views})
+    world = world_of(options)
     kept = []
 
     def main(rank: int, group: dist.ProcessGroup) -> tuple[list[Tensor], int]:
@@ -390,29 +392,18 @@ def arguments(options: dict[str, Any]) -> dict[str, Any]:
     return {"topology": "ring", "schedule": schedule, "extensions": own, **rest}
 
 
-def in_one_call_sgd(named: Any) -> Optimizer:
+def sgd_in_one_call(named: Any) -> Optimizer:
     return in_one_call(modules.sgd(named))
 
 
-# How a step is made, when it mixes, and of which base.
-WAYS: dict[str, tuple[str, dict[str, Any], Any]] = {
-    "closures": ("closures", PACES["each step"], modules.sgd),
-    "closures of a whole update": ("closures", PACES["rare"], in_one_call_sgd),
-    "backward passes": ("backward passes", PACES["each step"], modules.sgd),
-    "late backward passes": ("backward passes", PACES["late"], modules.sgd),
-    "mixing before forward passes": ("backward passes", PACES["forward"], modules.sgd),
-}
-
-
-def train(
-    rank: int, group: dist.ProcessGroup, way: str, make: Any, options: dict[str, Any]
-) -> Tensor:
+def train(rank: int, group: dist.ProcessGroup, way: str, options: dict[str, Any]) -> Tensor:
     model, given = modules.make_model(), arguments(options)
     if way == "backward passes":
-        wrapped = modules.wrap(model, group, make, **given)
+        wrapped = modules.wrap(model, group, **given)
         modules.train(wrapped, rank, range(6))
         optimizer: DecentOptimWrapper = wrapped.optimizer
     else:
+        make = modules.sgd if options["overlap"] else sgd_in_one_call
         optimizer = modules.wrap_base(model, group, make, reverse=True, **given)
 
         def closure(step: int) -> float:
@@ -431,21 +422,31 @@ def train(
     return modules.flat(model)
 
 
-@pytest.mark.parametrize(("extension", "kind", "views"), pairwise(EXTENSIONS, WAYS, VIEWS))
-def test_closures_and_backward_passes_that_step_do_the_same_as_a_step_behind_them(
-    extension: dict[str, Any], kind: tuple[str, dict[str, Any], Any], views: bool
-) -> None:
-    way, pace, make = kind
-    main = partial(
-        train, make=make, options=together(pace, extension, {"param_as_bucket_view": views})
+def check_that_a_step_does_the_same(way: str, options: dict[str, Any]) -> None:
+    one, other = (
+        run_threads(2, partial(train, way=each, options=options)) for each in (way, "steps")
     )
-    one, other = (run_threads(2, partial(main, way=each)) for each in (way, "steps"))
     torch.testing.assert_close(torch.stack(one), torch.stack(other), rtol=0, atol=1e-13)
     assert (one[0] - modules.flat(modules.make_model())).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("options", cases(EXTENSIONS, PACES, VIEWED))
+def test_a_closure_does_the_same_as_a_backward_pass_before_the_step(
+    options: dict[str, Any],
+) -> None:
+    check_that_a_step_does_the_same("closures", options)
+
+
+@pytest.mark.parametrize("options", cases(EXTENSIONS, {**IN_STEPS, "late": PACES["late"]}, VIEWED))
+def test_a_step_inside_the_backward_pass_does_the_same_as_one_behind_it(
+    options: dict[str, Any],
+) -> None:
+    check_that_a_step_does_the_same("backward passes", options)
+
+
 # Those that save something.
 SAVED = {name: EXTENSIONS[name] for name in ("tracking", "outer", "own")}
+EACH_SAVED = pytest.mark.parametrize("extension", SAVED.values(), ids=SAVED)
 
 
 def extended(
@@ -455,7 +456,7 @@ def extended(
     return params, wrap(params, group, sync_at_start=False, **arguments(extension))
 
 
-@pytest.mark.parametrize("extension", SAVED.values(), ids=SAVED)
+@EACH_SAVED
 def test_a_state_without_the_extension_starts_it_again(extension: dict[str, Any]) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
         first, second, third = (extended(extension, group) for _ in range(3))
@@ -477,7 +478,7 @@ def test_a_state_without_the_extension_starts_it_again(extension: dict[str, Any]
         assert (first - third).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("extension", SAVED.values(), ids=SAVED)
+@EACH_SAVED
 def test_a_state_of_an_extension_that_is_not_there_is_dropped_with_a_warning(
     extension: dict[str, Any],
 ) -> None:
@@ -498,7 +499,6 @@ def tensors_of(state: Any) -> Tensor:
 
 
 SPOILT: dict[str, Callable[[list[dict[str, Any]]], list[Any]]] = {
-    "of no parameters": lambda rows: [],
     "of fewer parameters": lambda rows: rows[:-1],
     "of other shapes": lambda rows: [
         {key: torch.zeros(7) if isinstance(v, Tensor) else v for key, v in rows[0].items()},
