@@ -1,54 +1,93 @@
-"""A report names the rank and the link that are slow."""
+"""What gossip costs is written to trackers of every kind; a report names the slow rank and link."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from problem import TINY_CAP_MB, backward, make_params, sgd
-from ranks import environment, launcher_store, run_threads
+from problem import flatten, make_params, take_steps, wrap
+from ranks import run_script_on_ranks, run_threads
+from torch import Tensor
 
-from decent_optim_wrapper import DecentOptimWrapper
 from decent_optim_wrapper.gossip.timing import StepStats
 from decent_optim_wrapper.integrations import gossip_stats, log_stats
 from decent_optim_wrapper.report import Report, diagnose
 
-NONE = math.nan
 GUIDES = Path(__file__).parent.parent / "examples" / "guides"
 
 
 class Writer:
-    """Keeps what it is given."""
+    """Keeps what it is given, by the step."""
 
     def __init__(self) -> None:
-        self.values: dict[str, float] = {}
+        self.written: dict[int, dict[str, float]] = {}
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.values = values
+    def write(self, values: dict[str, float], step: int) -> None:
+        self.written.setdefault(step, {}).update(values)
+
+
+class WandB(Writer):
+    log = Writer.write
+
+
+class MLflow(Writer):
+    log_metrics = Writer.write
+
+
+class SummaryWriter(Writer):
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.write({name: value}, step)
+
+
+def test_costs_and_distance_are_written_under_the_step() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[list[Any], Tensor, int]:
+        optimizer = wrap(params := make_params(), group, topology="ring")
+        writers = [make() for make in (WandB, MLflow, SummaryWriter)]
+        given = writers if rank == 0 else [None] * 3
+        take_steps(optimizer, params, rank, range(2))
+        for writer in given:
+            log_stats(optimizer, writer)
+            log_stats(optimizer, writer, step=70, distance=False)
+        written = [writer.written for writer in writers]
+        return written, flatten(params), optimizer.stats().bytes_sent
+
+    ranks = run_threads(4, main)
+    rows = torch.stack([row for _, row, _ in ranks])
+    distance = (rows - rows.mean(dim=0)).norm(dim=1).square().mean().sqrt()
+    assert distance > 0.01
+    for written in ranks[0][0]:
+        assert [*written] == [2, 70]
+        values = written[2]
+        assert values["gossip/bytes"] == ranks[0][2] > 0
+        assert values["gossip/update_seconds"] > 0
+        names = {f"gossip/{name}" for name in ("wait_seconds", "mix_seconds", "skipped")}
+        assert names <= written[70].keys() < values.keys()
+        assert values["gossip/consensus_distance"] == pytest.approx(distance.item())
+        assert "gossip/consensus_distance" not in written[70]
+
+
+def test_a_writer_that_cannot_write_is_refused() -> None:
+    writer: Any = print
+    with pytest.raises(TypeError, match="add_scalar, log_metrics, log, or None on ranks"):
+        log_stats(wrap(make_params()), writer)
 
 
 def test_a_slow_rank_is_named_and_who_waits_for_it() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Report, dict[str, float]]:
-        params = make_params()
-        optimizer = DecentOptimWrapper(
-            sgd(params), process_group=group, topology="ring", bucket_cap_mb=TINY_CAP_MB
-        )
-        for step in range(12):
+        optimizer = wrap(params := make_params(), group, topology="ring")
+        for step in range(7):
             time.sleep(0.2 if rank == 2 else 0)
-            backward(params, rank, step)
-            optimizer.step()
-        writer = Writer()
+            take_steps(optimizer, params, rank, [step])
+        writer = WandB()
         log_stats(optimizer, writer, distance=False, report=True)
-        return optimizer.report(), writer.values
+        return optimizer.report(), writer.written[7]
 
     reports, written = zip(*run_threads(4, main), strict=True)
     for report in reports:
@@ -63,22 +102,20 @@ def test_a_slow_rank_is_named_and_who_waits_for_it() -> None:
     assert written[0]["gossip/rank_1/bytes_sent"] == report.ranks[1].bytes_sent
 
 
-def rows(computing: list[float], pairs: dict[tuple[int, int], float]) -> torch.Tensor:
+def report_of(computing: list[float], waits: dict[tuple[int, int], float], *members: int) -> Report:
     """Of ranks that wait for nothing else; a pair of ranks is who waits and for whom."""
     size = len(computing)
-    waits = torch.full((size, size), NONE, dtype=torch.float64)
-    for (rank, other), seconds in pairs.items():
-        waits[rank, other] = seconds
-    costs = [
-        [0.1, seconds, waits[i].nan_to_num(0).max(), 0.0, 8.0]
-        for i, seconds in enumerate(computing)
-    ]
-    return torch.cat([torch.tensor(costs, dtype=torch.float64), waits, waits], dim=1)
+    pairs = torch.full((size, size), math.nan, dtype=torch.float64)
+    for pair, seconds in waits.items():
+        pairs[pair] = seconds
+    costs = [[0.1, computing[i], pairs[i].nan_to_num(0).max(), 0.0, 8.0] for i in range(size)]
+    rows = torch.cat([torch.tensor(costs, dtype=torch.float64), pairs, pairs], dim=1)
+    return diagnose(rows, members, paired=True)
 
 
 def test_both_ends_wait_for_a_slow_link_and_one_for_a_slow_rank() -> None:
     ring = {(0, 1): 0.03, (1, 0): 0.04, (1, 2): 0.0, (2, 1): 0.06, (2, 3): 0.07, (3, 2): 0.0}
-    report = diagnose(rows([0.02, 0.02, 0.02, 0.08], ring), (0, 4, 5, 7), paired=True)
+    report = report_of([0.02, 0.02, 0.02, 0.08], ring, 0, 4, 5, 7)
     assert report.slow_rank == 7
     assert report.slow_link is not None
     assert report.slow_link.ranks == (0, 4)
@@ -86,27 +123,20 @@ def test_both_ends_wait_for_a_slow_link_and_one_for_a_slow_rank() -> None:
     assert [each.waits_for for each in report.ranks] == [4, 0, 7, None]
     assert "link between ranks 0 and 4" in str(report)
     assert 'gossip_every="auto"' in report.advice[0]
-
-
-class Reporting:
-    """A wrapper that has this report."""
-
-    def __init__(self, report: Report) -> None:
-        self.report = lambda: report
-
-    def stats(self) -> StepStats:
-        return StepStats(8, 0.0, 0.0, 0.0, 1, 12)
-
-    def consensus_distance(self) -> float:
-        return 0.5
+    report = report_of([0.08, 0.082], {(0, 1): 0.001, (1, 0): 0.001}, 0, 1)
+    assert (report.slow_rank, report.slow_link) == (None, None)
+    assert report.advice == ("no rank and no link is slow",)
 
 
 def test_trackers_get_the_whole_report_as_numbers() -> None:
     def logged(report: Report) -> dict[str, float]:
-        optimizer: Any = Reporting(report)
+        optimizer = Mock()
+        optimizer.report.return_value = report
+        optimizer.stats.return_value = StepStats(8, 0.0, 0.0, 0.0, 1, 12)
+        optimizer.consensus_distance.return_value = 0.5
         return gossip_stats(optimizer, report=True)
 
-    slow = diagnose(rows([0.02, 0.08], {(0, 1): 0.03, (1, 0): 0.03}), (0, 7), paired=True)
+    slow = report_of([0.02, 0.08], {(0, 1): 0.03, (1, 0): 0.03}, 0, 7)
     values = logged(slow)
     assert all(type(value) is float for value in values.values())
     names = ("slow_rank", "slow_link_rank_a", "slow_link_rank_b", "slow_link_seconds")
@@ -114,7 +144,7 @@ def test_trackers_get_the_whole_report_as_numbers() -> None:
     for each in slow.ranks:
         for name, value in each._asdict().items():
             assert name == "rank" or values[f"gossip/rank_{each.rank}/{name}"] == value
-    quick = logged(diagnose(rows([0.02, 0.02], {}), (0, 7), paired=True))
+    quick = logged(report_of([0.02, 0.02], {}, 0, 7))
     assert [quick[f"gossip/{name}"] for name in names] == [-1, -1, -1, 0]
     assert quick["gossip/rank_0/waits_for"] == -1
     assert quick.keys() == values.keys()
@@ -123,48 +153,31 @@ def test_trackers_get_the_whole_report_as_numbers() -> None:
     assert {f"gossip/{name}" for name in names} < {*table} <= quick.keys()
 
 
-def test_where_nobody_is_slow_nothing_is_to_be_changed() -> None:
-    report = diagnose(rows([0.08, 0.082], {(0, 1): 0.001, (1, 0): 0.001}), (0, 1), paired=True)
-    assert (report.slow_rank, report.slow_link) == (None, None)
-    assert report.advice == ("no rank and no link is slow",)
-
-
 SCRIPT = """
-import time, torch
+import atexit, os, time, torch
 from decent_optim_wrapper import DecentOptimWrapper
 from decent_optim_wrapper.utils import init_distributed
+os.environ["DECENT_REPORT"] = "1"
 rank, *_ = init_distributed()
+print("rank", rank)
 params = [torch.zeros(3, requires_grad=True), torch.zeros(4, requires_grad=True)]
 optimizer = DecentOptimWrapper(torch.optim.SGD(params, lr=0.1 * (1 + rank)), topology="ring")
-for _ in range(12):
+for _ in range(7):
     time.sleep(0.2 * rank)
     sum(((rank + 1) * param - 1).square().sum() for param in params).backward()
     optimizer.step()
+# As an interpreter of its own does at its end.
+atexit._run_exitfuncs()
 """
 
 
 @pytest.mark.slow
-def test_an_environment_variable_prints_the_report_at_the_end() -> None:
-    """Of real interpreters, whose end it is."""
-    store = launcher_store()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
-            env={
-                **os.environ,
-                **environment(store, 2, 2),
-                "PYTHONPATH": os.pathsep.join(sys.path),
-                "DECENT_REPORT": "1",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    printed = [each.communicate(timeout=110)[0] for each in ranks]
-    assert [each.returncode for each in ranks] == [0, 0]
-    assert printed[0].count("rank 1 is slow") == 1
-    assert "computing" in printed[0]
-    assert printed[1] == ""
+def test_an_environment_variable_prints_the_report_of_the_first_rank_at_the_end(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    first, second = run_script_on_ranks(2, script, cwd=tmp_path).split("rank 1\n")
+    assert first.count("rank 1 is slow") == 1
+    assert "computing" in first
+    assert second == ""
