@@ -103,11 +103,16 @@ class Plain:
         """What a checkpoint holds."""
         return [self.model, self.optimizer, self.scheduler]
 
-    def train(self, batches: Iterable[Any], accumulated: int = 1, scheduled: int = 0) -> None:
+    def autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32)
+
+    def train(
+        self, batches: Iterable[Any], accumulated: int = 1, scheduled: int = 0, first: int = 0
+    ) -> None:
         """Make a step of so many batches each, and if it is not skipped, steps of the scheduler."""
         self.model.train()
-        for index, batch in enumerate(batches):
-            with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+        for index, batch in enumerate(batches, first):
+            with self.autocast():
                 loss = loss_of(self.model, batch) / accumulated
             if self.scaler.is_enabled():
                 loss = loss * overflow_at(self.rank, index)
@@ -124,7 +129,7 @@ class Plain:
     def validate(self, batch: Any) -> list[dict[str, Any]]:
         """Returns the states of the parts, with the average."""
         self.model.eval()
-        with self.optimizer.averaged(), torch.no_grad():
+        with self.optimizer.averaged(), torch.no_grad(), self.autocast():
             self.losses.append(loss_of(self.model, batch).item())
             return deepcopy([part.state_dict() for part in self.parts])
 

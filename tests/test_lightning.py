@@ -101,37 +101,58 @@ def fit(module: Any, folder: Path, resume: str | None = None, **options: Any) ->
     return trainer
 
 
-def assert_stored(path: str, saved: list[dict[str, Any]]) -> None:
-    stored = torch.load(path, weights_only=False)
+def assert_stored(path: str, saved: list[dict[str, Any]]) -> dict[str, Any]:
+    stored: dict[str, Any] = torch.load(path, weights_only=False)
     assert_same(list(stored["state_dict"].values()), list(saved[0].values()))
     assert stored["optimizer_states"][0]["gossip"] == saved[1]["gossip"]
+    return stored
 
 
-def fit_and_resume(rank: int, folder: Path) -> None:
+def fit_and_resume(rank: int, folder: Path, precision: str) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins import MixedPrecision
+
+    fp16 = precision == "fp16"
+
+    def training_step(self: Any, batch: Any, index: int) -> Tensor:
+        factor = task.overflow_at(rank, index) if fp16 else 1.0
+        return factor * task.loss_of(self.model, batch)
+
+    def start(**options: Any) -> tuple[Any, Any, Plain]:
+        """A module that is fitted, the Trainer, and the same before it is trained."""
+        if precision != "no":
+            # On the CPU Lightning replaces float16 by bfloat16 unless it is given a plugin.
+            scaler = task.make_scaler(precision) if fp16 else None
+            options["plugins"] = [
+                MixedPrecision("16-mixed" if fp16 else "bf16-mixed", "cpu", scaler)
+            ]
+        module = make_module(training_step=training_step)
+        trainer = fit(module, folder, gossip=GOSSIP if fp16 else DELAYED, **options)
+        return module, trainer, Plain(rank, precision, overlap=not fp16)
 
     best = ModelCheckpoint(folder / "best", monitor="loss", save_top_k=-1, save_last=True)
     often = ModelCheckpoint(folder / "often", filename="{step}", every_n_train_steps=3)
-    module = make_module()
-    fit(module, folder, max_epochs=2, callbacks=[best, often])
-
-    plain = Plain(rank)
+    module, trainer, plain = start(max_epochs=2, callbacks=[best, often])
     plain.train(batches(rank, 0))
     validate(plain)
     plain.scheduler.step()
     plain.train(batches(rank, 1)[:2])
     between = validate(plain)
     plain.losses.pop()
-    plain.train(batches(rank, 1)[2:])
+    plain.train(batches(rank, 1)[2:], first=2)
     saved = validate(plain)
     plain.optimizer.global_avg(may_revert=False)
     assert module.losses == plain.losses
     plain.check(module.model)
-    assert_stored(best.last_model_path, saved)
     assert_stored(often.best_model_path, between)
+    stored = assert_stored(best.last_model_path, saved)
+    if fp16:
+        scale = task.SCALE / 4 if rank == 1 else task.SCALE
+        assert trainer.scaler.get_scale() == plain.scaler.get_scale() == scale
+        # Under the name that Lightning itself stores it.
+        assert stored["MixedPrecision"]["scale"] == task.SCALE
 
-    module, resumed = make_module(), Plain(rank)
-    fit(module, folder, best.last_model_path, max_epochs=3, callbacks=[])
+    module, _, resumed = start(max_epochs=3, callbacks=[], resume=best.last_model_path)
     resumed.resume(saved)
     # The checkpoint is of the validation, and the scheduler's step follows it.
     resumed.base.param_groups[0]["lr"] *= 0.9
@@ -142,46 +163,12 @@ def fit_and_resume(rank: int, folder: Path) -> None:
     resumed.check(module.model)
 
 
-def test_the_trainer_trains_validates_saves_and_resumes_as_plain_torch(
-    run: Run, tmp_path: Path
-) -> None:
-    run(fit_and_resume, tmp_path)
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_gradients_are_clipped_in_half_precision_and_an_overflow_skips_one_ranks_update(
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
+def test_the_trainer_trains_clips_validates_saves_and_resumes_as_plain_torch(
     run: Run, tmp_path: Path, precision: str
 ) -> None:
-    run(fit_in_half_precision, tmp_path, precision)
-
-
-def fit_in_half_precision(rank: int, folder: Path, precision: str) -> None:
-    from lightning.pytorch.plugins import MixedPrecision
-
-    fp16 = precision == "fp16"
-
-    def training_step(self: Any, batch: Any, index: int) -> Tensor:
-        factor = task.overflow_at(rank, index) if fp16 else 1.0
-        return factor * task.loss_of(self.model, batch)
-
-    module = make_module(training_step=training_step)
-    # On the CPU Lightning replaces float16 by bfloat16 unless it is given a plugin.
-    scaler = task.make_scaler(precision) if fp16 else None
-    plugin: Any = MixedPrecision("16-mixed" if fp16 else "bf16-mixed", "cpu", scaler)
-    options: dict[str, Any] = {"plugins": [plugin], "gossip": GOSSIP if fp16 else DELAYED}
-    trainer = fit(module, folder, max_epochs=1, callbacks=[], **options)
-
-    plain = Plain(rank, precision, overlap=not fp16)
-    plain.train(batches(rank, 0))
-    plain.optimizer.global_avg(may_revert=False)
-    plain.check(module.model)
-    if fp16:
-        halved = task.SCALE / 2 if rank == 1 else task.SCALE
-        assert trainer.scaler.get_scale() == plain.scaler.get_scale() == halved
-    trainer.save_checkpoint(folder / "last.ckpt")
-    stored = torch.load(folder / "last.ckpt", weights_only=False)
-    # Under the name that Lightning itself stores it.
-    assert not fp16 or stored["MixedPrecision"]["scale"] == task.SCALE
+    """In float16 an overflow skips the update of one rank."""
+    run(fit_and_resume, tmp_path, precision)
 
 
 def fit_manually(rank: int, folder: Path) -> None:
