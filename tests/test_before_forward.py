@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -306,9 +307,6 @@ def test_two_wrappers_watch_one_model_until_they_end() -> None:
     run_threads(2, main)
 
 
-LOOKS = "state_dict", "average", "distance", "group", "added", "by hand", "copy", "wrapper"
-
-
 def test_what_looks_between_two_steps_finds_a_whole_round() -> None:
     def trained(rank: int, group: dist.ProcessGroup, overlap: Any) -> Tensor:
         model: Any = make_model(seed=rank)
@@ -317,32 +315,30 @@ def test_what_looks_between_two_steps_finds_a_whole_round() -> None:
         training = Training(
             *(rank, group), model=model, base=lambda _: adamw(held), cap_mb=1e-4, overlap=overlap
         )
-        optimizer, seen = training.optimizer, []
-        for step, look in enumerate((*LOOKS, "")):
-            training.train([step])
-            match look:
-                case "state_dict":
-                    # Of a part: the whole round is mixed.
-                    model[4].state_dict()
-                    seen.append(flat(model))
-                case "average":
-                    with optimizer.averaged():
-                        seen.append(loss_of(model, rank, 0))
-                case "distance":
-                    seen.append(torch.tensor(optimizer.consensus_distance()))
-                case "group":
-                    model[0].requires_grad_(True)
-                    optimizer.rebuild_buckets()
-                case "added":
-                    optimizer.add_param_group({"params": list(model[4].parameters())})
-                case "by hand":
-                    optimizer.synchronize()
-                    with torch.no_grad():
-                        model[4].weight.clamp_(-0.3, 0.3)
-                case "copy":
-                    seen.append(flat(copy.deepcopy(model)))
-                case "wrapper":
-                    assert optimizer.state_dict()["gossip"]["in_flight"] is False
+        optimizer, steps = training.optimizer, iter(range(20))
+        training.train(islice(steps, 2))
+        # Of a part: the whole round is mixed.
+        model[4].state_dict()
+        seen = [flat(model)]
+        training.train(islice(steps, 1))
+        with optimizer.averaged():
+            seen.append(loss_of(model, rank, 0))
+        training.train(islice(steps, 1))
+        seen.append(torch.tensor(optimizer.consensus_distance()))
+        training.train(islice(steps, 1))
+        model[0].requires_grad_(True)
+        optimizer.rebuild_buckets()
+        training.train(islice(steps, 1))
+        optimizer.add_param_group({"params": list(model[4].parameters())})
+        training.train(islice(steps, 1))
+        optimizer.synchronize()
+        with torch.no_grad():
+            model[4].weight.clamp_(-0.3, 0.3)
+        training.train(islice(steps, 1))
+        seen.append(flat(copy.deepcopy(model)))
+        training.train(islice(steps, 1))
+        assert optimizer.state_dict()["gossip"]["in_flight"] is False
+        training.train(islice(steps, 1))
         return torch.cat([flatten(seen), training.end()])
 
     assert_as_without_overlap(4, trained)
@@ -530,75 +526,61 @@ def test_with_elastic_the_forward_pass_goes_on_and_the_mean_of_the_members_stays
     assert (now - launched).abs().max() > 1e-3
 
 
-def test_a_step_whose_gradients_are_those_at_other_parameters_is_refused() -> None:
-    """The others hear of it."""
+MISTAKES = {
+    "gradients": (CallOrderError, "rank 1: step\\(\\) expects a forward pass", CallOrderError),
+    "values": (RuntimeError, r"the values of 4\.weight were changed while", PeerError),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_does_not_fit_the_parameters_in_flight_is_named_on_all_ranks(mistake: str) -> None:
+    """Gradients at other parameters, and values that are changed by hand while they are sent."""
+    own, match, elsewhere = MISTAKES[mistake]
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        training = Training(rank, group, timeout=PATIENCE)
+        training = Training(rank, group, timeout=PATIENCE, param_as_bucket_view=True)
+        model, optimizer = training.model, training.optimizer
+        # Read before: who reads `model[4].weight` later gets the mixed values, and may change them.
+        weight = model[4].weight
         training.train(range(2))
         # A rank without a batch takes part.
-        training.optimizer.zero_grad()
-        training.optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+
+        @torch.no_grad()
+        def change(*_: object) -> None:
+            weight.clamp_(-0.3, 0.3)
 
         def go_on() -> None:
             if rank == 0:
                 training.train(range(3, 6))
-            for param in training.model.parameters():
-                param.grad = torch.ones_like(param)
-            training.optimizer.step()
+            elif mistake == "values":
+                # Between two modules: the first one is mixed, and the last one is not.
+                model[0].register_forward_hook(change)
+                loss_of(model, rank, 3)
+            else:
+                for param in model.parameters():
+                    param.grad = torch.ones_like(param)
+                optimizer.step()
 
-        with pytest.raises(CallOrderError, match="rank 1: step\\(\\) expects a forward pass"):
+        with pytest.raises(own if rank == 1 else elsewhere, match=match):
             go_on()
 
     run_threads(2, main)
 
 
-def test_a_parameter_that_is_changed_by_hand_while_it_is_sent_is_found_in_the_forward_pass() -> (
-    None
-):
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        training = Training(rank, group, timeout=PATIENCE, param_as_bucket_view=True)
-        model = training.model
-        # Read before: who reads `model[4].weight` later gets the mixed values, and may change them.
-        weight = model[4].weight
-        training.train(range(2))
-
-        @torch.no_grad()
-        def change(*_: object) -> None:
-            if rank == 1:
-                weight.clamp_(-0.3, 0.3)
-
-        # Between two modules: the first one is mixed, and the last one is not.
-        model[0].register_forward_hook(change)
-        go_on = partial(training.train, range(2, 5)) if rank == 0 else partial(loss_of, model, 1, 2)
-        changed = r"the values of 4\.weight were changed while"
-        with pytest.raises(RuntimeError if rank == 1 else PeerError, match=changed):
-            go_on()
-
-    run_threads(2, main)
+OTHER = make_model()
+NEEDS: list[tuple[Any, str, dict[str, Any]]] = [
+    (ValueError, "pass model=model", {"overlap": "forward"}),
+    (ValueError, r"not have parameters 0\.0, 0\.1", {"overlap": "forward", "model": OTHER}),
+    (TypeError, 'expects a bool, "forward" or a Pacing', {"overlap": "backward"}),
+]
 
 
-MODEL, OTHER = make_model(), make_model()
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "options"),
-    [
-        (ValueError, "pass model=model", {"overlap": "forward"}),
-        (
-            ValueError,
-            r"does not have parameters 0\.0, 0\.1",
-            {"overlap": "forward", "model": OTHER},
-        ),
-        (TypeError, 'expects a bool, "forward" or a Pacing', {"overlap": "backward"}),
-    ],
-)
-def test_the_constructor_says_what_it_needs(error: Any, match: str, options: Any) -> None:
-    with pytest.raises(error, match=match):
-        DecentOptimWrapper(sgd(MODEL.parameters()), **options)
-
-
-def test_parameters_that_are_not_in_the_model_are_not_added() -> None:
+def test_the_model_has_to_contain_all_parameters() -> None:
+    for error, match, options in NEEDS:
+        with pytest.raises(error, match=match):
+            DecentOptimWrapper(sgd(make_model().parameters()), **options)
     optimizer = Training(0, None).optimizer
     with pytest.raises(ValueError, match="expects all parameters of the optimizer in the model"):
         optimizer.add_param_group({"params": list(OTHER.named_parameters("other"))})

@@ -12,12 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from modules import adamw, backward, fill, flat, make_model, sgd, train, wrap
-from ranks import run_processes, run_threads
+from ranks import run_threads
 from restartable_processes import STALE_AFTER, STEP, RestartableProcesses
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.algorithms.join import Join
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
 
 from decent_optim_wrapper import Elastic, Schedule
@@ -68,17 +67,16 @@ def test_no_more_gradients_than_those_of_one_bucket_are_there_at_a_time(
         module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
         fill(module)
         peak = Peak(module)
-        largest = 16 * 16 * 4
         options: Any = {"param_as_bucket_view": views, "topology": "ring"}
         model = wrap(module, group, optim_fn, bucket_size_in_mb=3000 / 2**20, **options)
-        buckets = model.optimizer.buckets
         for step in range(3):
             backward(model(torch.ones(2, 16) * step).sum())
             assert all(param.grad is None for param in model.parameters())
-        total = sum(bucket.nbytes for bucket in buckets)
-        filled = [id(member) for bucket in buckets for member in bucket.members]
-        assert filled == [id(param) for param in reversed(list(model.parameters()))]
-        assert 0 < peak.bytes <= max(bucket.nbytes for bucket in buckets) + largest < total / 3
+        buckets = [bucket.members for bucket in model.optimizer.buckets]
+        assert [*map(id, sum(buckets, ()))] == [*map(id, reversed([*model.parameters()]))]
+        sizes = [sum(member.nbytes for member in members) for members in buckets]
+        # Of the largest parameter, another gradient may be there.
+        assert 0 < peak.bytes <= max(sizes) + 16 * 16 * 4 < sum(sizes) / 3
 
     run_threads(2, main)
 
@@ -183,24 +181,6 @@ def test_a_backward_pass_in_which_its_rank_comes_back_ends_well() -> None:
         assert all(map(math.isfinite, values))
 
 
-def join(rank: int) -> tuple[list[float], int]:
-    dist.init_process_group("gloo")
-    model = wrap(make_model(seed=rank), None, topology="ring")
-    with Join([model.optimizer]):
-        train(model, rank, range(3 + 2 * rank))
-    model.optimizer.synchronize()
-    dist.destroy_process_group()
-    return flat(model).tolist(), model.optimizer.round
-
-
-@pytest.mark.slow
-def test_real_processes_with_uneven_data_train_together() -> None:
-    (one, rounds), (other, _) = run_processes(2, join)
-    assert rounds == 5
-    assert one == pytest.approx(other, rel=1e-12)
-    assert (torch.tensor(one) - flat(make_model())).abs().max() > 1e-2
-
-
 def norms() -> DecentralizedDataParallel:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     return wrap(model, None, bucket_size_in_mb=24 / 2**20)
@@ -236,8 +216,6 @@ def test_functional_call_says_that_it_takes_the_model(nested: bool) -> None:
     assert any("use .module" in text for text in texts)
     assert torch.equal(flat(model), before)
     assert not torch.func.functional_call(model.module, zeros, inputs).any()
-    model(inputs).square().mean().backward()
-    assert not torch.equal(flat(model), before)
 
 
 @pytest.mark.parametrize(
