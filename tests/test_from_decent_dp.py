@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ from loguru import logger
 from problem import flatten, in_one_call
 from ranks import KeptRanks
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 from decent_optim_wrapper import DecentOptimWrapper, Group, Topology, TopologyFactory
@@ -53,27 +53,21 @@ RANKS, STEPS = 4, 9
 # Several buckets, of one and of several parameters, in both libraries and dtypes.
 CAP_MB = 600 / 2**20
 
-Named = Sequence[tuple[str, Tensor]]
 Rows = list[list[float]]
-
-
-def sgd(named: Named) -> Optimizer:
-    return torch.optim.SGD([tensor for _, tensor in named], lr=0.05, momentum=0.9)
-
-
-def adam(named: Named) -> Optimizer:
-    return torch.optim.Adam([tensor for _, tensor in named], lr=0.01, weight_decay=0.01)
 
 
 class Base(NamedTuple):
     """An optimizer, the dtype of what it trains, and the tolerance of comparisons."""
 
-    optim_fn: Callable[[Named], Optimizer]
+    optim_fn: Callable[..., Optimizer]
     dtype: torch.dtype
     tolerance: float
 
 
-BASES = {"sgd": Base(sgd, torch.float64, 1e-12), "adam": Base(adam, torch.float32, 1e-6)}
+BASES = {
+    "sgd": Base(partial(SGD, lr=0.05, momentum=0.9), torch.float64, 1e-12),
+    "adam": Base(partial(Adam, lr=0.01, weight_decay=0.01), torch.float32, 1e-6),
+}
 # With the ranks of a node, and the rate: their adaptive factor, our mixing rate.
 TOPOLOGIES = {
     "complete": (1, 1.0),
