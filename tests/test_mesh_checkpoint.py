@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import re
@@ -233,6 +232,7 @@ SMALL = {
     # DTensors beside plain tensors.
     "tp": Layout({"gossip": 2, "tp": 2}),
 }
+OTHER = {"pipeline": "fsdp", "fsdp": "tp", "tp": "pipeline"}
 
 
 def files(folder: Path) -> list[str]:
@@ -280,25 +280,23 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all((one[name] == other[name]).all() for name in one)
 
 
-def save_and_load(folder: Path, source: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """How a run ends that does not stop and one that does, and the errors in other layouts."""
+def save_and_load(folder: Path, source: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """How a run ends that does not stop and one that does, and the error in another layout."""
     stopped = Saving(source, folder)
     stopped.save(0)
     stopped.save_up_to(STOP)
     dist.barrier()
     assert files(folder) == names_of(STOP - 1, STOP)
     _, whole = stopped.run.end()
-    ended, errors = [whole], {}
-    for target in SMALL:
-        loading = Saving(target, folder, seed=1)
-        before = loading.run.spread.full()
-        try:
-            assert loading.load() == loading.run.optimizer.round == STOP
-            ended.append(loading.run.end()[1])
-        except ValueError as raised:
-            errors[target] = str(raised)
-            assert same(loading.run.spread.full(), before)
-    return ended, errors
+    loading = Saving(source, folder, seed=1)
+    assert loading.load() == loading.run.optimizer.round == STOP
+    _, resumed = loading.run.end()
+    other = Saving(OTHER[source], folder, seed=1)
+    before = other.run.spread.full()
+    with pytest.raises(ValueError, match="was saved with the model in another layout") as caught:
+        other.load()
+    assert same(other.run.spread.full(), before)
+    return whole, resumed, str(caught.value)
 
 
 @pytest.mark.parametrize("source", SMALL)
@@ -306,14 +304,11 @@ def test_every_shard_has_a_file_from_which_it_goes_on_bit_for_bit_in_the_same_la
     source: str, tmp_path: Path
 ) -> None:
     start: dict[str, Tensor] = dict(make_model(blocks=BLOCKS).named_parameters())
-    for (whole, resumed), errors in run_on_mesh(4, save_and_load, tmp_path, source):
+    for whole, resumed, error in run_on_mesh(4, save_and_load, tmp_path, source):
         assert same(whole, resumed)
         assert difference(whole, start) > 1e-3
-        assert errors.keys() == SMALL.keys() - {source}
-        for error in errors.values():
-            assert "was saved with the model in another layout" in error
-            assert "where this run has <" in error or "which rank" in error
-        assert source != "fsdp" or "Shard" in errors["tp"]
+        assert "where this run has <" in error or "which rank" in error
+        assert source != "fsdp" or "Shard" in error
 
 
 def save_twice(folder: Path, kind: str) -> tuple[int, dict[str, Any]]:
@@ -402,63 +397,36 @@ def test_the_recipe_of_the_guide_starts_from_the_mean_of_the_sharded_replicas(
     assert max(abs(saved[0][name] - saved[1][name]).max() for name in saved[0]) > 1e-3
 
 
-def fail_for(target: Path) -> Callable[[Path, Path], Path]:
-    """A `Path.replace` for which the disk is full."""
-    replace = Path.replace
-
-    def fail(path: Path, to: Path) -> Path:
-        if to == target:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return replace(path, to)
-
-    return fail
-
-
 def meet_trouble(folder: Path) -> tuple[list[int], list[str]]:
     """The sets that are found when something is wrong with a single shard, and the warnings."""
     first = dist.get_rank() == 0
     saving = Saving("pipeline", folder)
-    bad = {step: folder / names_of(step)[1] for step in (2, 3, 4)}
+    newest, before = (folder / names_of(step)[1] for step in (3, 2))
     found = []
 
-    def look() -> None:
+    def look(spoil: Callable[[], object] = lambda: None) -> None:
+        dist.barrier()
+        if first:
+            spoil()
         dist.barrier()
         found.append(Saving("pipeline", folder, seed=1).load())
-        dist.barrier()
 
     with warned_texts() as lines:
         saving.save_up_to(3)
         with pytest.raises(ValueError, match=r"above 3, .* got \[5, 4, 4, 4\] by rank"):
             saving.save(4 + first)
         look()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Path, "replace", fail_for(bad[4]))
-            try:
-                saving.save_up_to(4)
-            except OSError:
-                found.append(-4)
-        look()
-        if first:
-            bad[3].unlink()
-        look()
-        if first:
-            os.truncate(bad[2], bad[2].stat().st_size // 2)
-        look()
+        look(newest.unlink)
+        look(lambda: os.truncate(before, before.stat().st_size // 2))
     return found, lines
 
 
 def test_what_is_wrong_with_one_shard_makes_the_set_incomplete_for_all(tmp_path: Path) -> None:
     ranks = run_on_mesh(4, meet_trouble, tmp_path)
-    writers = [found for found, _ in ranks if -4 in found]
-    assert writers == [[3, -4, 3, 2, 0]]
-    assert [found for found, _ in ranks if -4 not in found] == [[3, 3, 2, 0]] * 3
+    assert [found for found, _ in ranks] == [[3, 2, 0]] * 4
     lines = "".join(ranks[0][1])
-    for text in (
-        "step_00000004 is not complete: could not write rank_0_of_2_shard_1_of_2.pt",
-        "step_00000004 is passed over: no whole rank_0_of_2_shard_1_of_2.pt",
-        "no complete set of 2 ranks of 2 shards",
-    ):
-        assert text in lines
+    assert "step_00000003 is passed over: no whole rank_0_of_2_shard_1_of_2.pt" in lines
+    assert "no complete set of 2 ranks of 2 shards" in lines
 
 
 def alone(model: nn.Module, named_by: Any) -> DecentOptimWrapper:
@@ -495,19 +463,12 @@ def test_a_gossip_state_that_is_refused_changes_nothing() -> None:
         loss_of(model(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     good = optimizer.gossip_state_dict()
-    bad: list[Any] = [
-        None,
-        7,
-        {},
-        {**good, "round": -1},
-        {**good, "extensions": {"outer_optimizer": {"params": {}}}},
-    ]
-    for state in bad:
+    no_anchors = {**good, "extensions": {"outer_optimizer": {"params": {}}}}
+    for state in (None, {}, {**good, "round": -1}, no_anchors):
         text = r"rank 0: load_gossip_state_dict expects what .* nothing was loaded"
         with pytest.raises(ValueError, match=text):
-            optimizer.load_gossip_state_dict(state)
-        after = optimizer.gossip_state_dict()
-        assert after["round"] == good["round"] == 2
+            optimizer.load_gossip_state_dict(state)  # type: ignore[arg-type]
+        assert optimizer.gossip_state_dict()["round"] == good["round"] == 2
         for name, row in good["extensions"]["outer_optimizer"]["params"].items():
             assert torch.equal(outer_of(optimizer)[name]["anchor"], row["anchor"])
             assert not torch.equal(row["anchor"], dict(make_model().named_parameters())[name])
