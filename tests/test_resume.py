@@ -6,7 +6,7 @@ import copy
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from covering import OVERLAP, named, pairwise
 from problem import CODED, MODES, adamw, flatten, make_params, nesterov, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError, Schedule
 from decent_optim_wrapper.optim import AccumAdam
@@ -23,50 +22,28 @@ from decent_optim_wrapper.optim import AccumAdam
 STEPS = 6
 
 
-class Run(NamedTuple):
-    params: list[Tensor]
-    optimizer: DecentOptimWrapper
-    scheduler: CosineAnnealingLR
-
-
-def start(group: dist.ProcessGroup, seed: int = 0, **options: Any) -> Run:
+def start(
+    group: dist.ProcessGroup, seed: int = 0, **options: Any
+) -> tuple[list[Tensor], DecentOptimWrapper]:
     params = make_params(seed)
-    optimizer = wrap(params, group, adamw(params), **{"topology": "ring", **options})
-    return Run(params, optimizer, CosineAnnealingLR(optimizer, T_max=STEPS))
+    return params, wrap(params, group, adamw(params), **{"topology": "ring", **options})
 
 
-def advance(run: Run, rank: int, steps: range) -> None:
-    for step in steps:
-        take_steps(run.optimizer, run.params, rank, [step])
-        run.scheduler.step()
+def save(params: list[Tensor], optimizer: DecentOptimWrapper, path: Path) -> None:
+    model = [param.detach() for param in params]
+    torch.save({"model": model, "optimizer": optimizer.state_dict()}, path)
 
 
-def finish(run: Run, rank: int, steps: range) -> Tensor:
-    advance(run, rank, steps)
-    run.optimizer.synchronize()
-    return flatten(run.params)
-
-
-def save(run: Run, path: Path) -> None:
-    torch.save(
-        {
-            "model": [param.detach() for param in run.params],
-            "optimizer": run.optimizer.state_dict(),
-            "scheduler": run.scheduler.state_dict(),
-        },
-        path,
-    )
-
-
-def load(run: Run, path: Path, optimizer_first: bool = True) -> None:
+def load(
+    params: list[Tensor], optimizer: DecentOptimWrapper, path: Path, model_first: bool = False
+) -> None:
     saved = torch.load(path, weights_only=True)
-    if optimizer_first:
-        run.optimizer.load_state_dict(saved["optimizer"])
+    if not model_first:
+        optimizer.load_state_dict(saved["optimizer"])
     with torch.no_grad():
-        torch._foreach_copy_(run.params, saved["model"])
-    if not optimizer_first:
-        run.optimizer.load_state_dict(saved["optimizer"])
-    run.scheduler.load_state_dict(saved["scheduler"])
+        torch._foreach_copy_(params, saved["model"])
+    if model_first:
+        optimizer.load_state_dict(saved["optimizer"])
 
 
 @pytest.mark.slow
@@ -79,14 +56,16 @@ def test_a_resumed_run_continues_bit_for_bit(
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         options = {"topology": topology, "overlap": overlap, "local_world_size": 2}
-        straight, resumed = (start(group, seed, **options) for seed in (0, 7))
-        advance(straight, rank, range(stop))
-        save(straight, tmp_path / f"{rank}.pt")
-        expected = finish(straight, rank, range(stop, STEPS))
-        load(resumed, tmp_path / f"{rank}.pt", optimizer_first=overlap)
-        assert resumed.optimizer.round == stop
-        assert torch.equal(finish(resumed, rank, range(stop, STEPS)), expected)
-        assert not torch.equal(expected, flatten(make_params()))
+        (params, straight), (others, resumed) = (start(group, seed, **options) for seed in (0, 7))
+        take_steps(straight, params, rank, range(stop))
+        save(params, straight, tmp_path / f"{rank}.pt")
+        load(others, resumed, tmp_path / f"{rank}.pt", model_first=overlap)
+        assert resumed.round == stop
+        for each, optimizer in ((params, straight), (others, resumed)):
+            take_steps(optimizer, each, rank, range(stop, STEPS))
+            optimizer.synchronize()
+        assert torch.equal(flatten(params), flatten(others))
+        assert not torch.equal(flatten(params), flatten(make_params()))
 
     run_threads(4, main)
 
@@ -96,30 +75,30 @@ def test_saving_and_loading_communicate_nothing_and_drop_what_was_there(tmp_path
     rates = {"mixing_rate": 1.0, "last_rate": 1.0}
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        run, path = start(group), tmp_path / f"{rank}.pt"
-        fresh = run.optimizer.state_dict()
-        advance(run, rank, range(3))
+        params, optimizer = start(group)
+        fresh = optimizer.state_dict()
+        take_steps(optimizer, params, rank, range(3))
         if rank == 0:
-            save(run, path)
-            in_flight = run.optimizer.state_dict()["gossip"]
-            assert in_flight == {**rates, "round": 3, "in_flight": True}
-        advance(run, rank, range(3, STEPS))
-        run.optimizer.global_avg()
-        average = flatten(run.params)
+            save(params, optimizer, tmp_path / "in flight.pt")
+            gossip = optimizer.state_dict()["gossip"]
+            assert gossip == {**rates, "round": 3, "in_flight": True}
+        take_steps(optimizer, params, rank, range(3, STEPS))
+        optimizer.global_avg()
+        average = flatten(params)
         if rank == 0:
-            save(run, tmp_path / "average.pt")
-            load(run, path)
-            assert run.optimizer.round == 3
-            load(run, tmp_path / "average.pt")
-            on_average = run.optimizer.state_dict()["gossip"]
-            assert on_average == {**rates, "round": STEPS, "in_flight": False}
+            save(params, optimizer, tmp_path / "average.pt")
+            load(params, optimizer, tmp_path / "in flight.pt")
+            assert optimizer.round == 3
+            load(params, optimizer, tmp_path / "average.pt")
+            gossip = optimizer.state_dict()["gossip"]
+            assert gossip == {**rates, "round": STEPS, "in_flight": False}
         else:
-            run.optimizer.load_state_dict(fresh)
-            assert run.optimizer.round == 0
-        run.optimizer.synchronize()
-        assert torch.equal(flatten(run.params), average)
+            optimizer.load_state_dict(fresh)
+            assert optimizer.round == 0
+        optimizer.synchronize()
+        assert torch.equal(flatten(params), average)
         with pytest.raises(RuntimeError, match="call global_avg"):
-            run.optimizer.revert_global_avg()
+            optimizer.revert_global_avg()
 
     run_threads(2, main)
 
@@ -182,21 +161,21 @@ def test_a_round_that_fails_while_it_is_dropped_leaves_all_of_the_state_loaded()
     launched = threading.Event()
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        run = start(group, schedule=Schedule(outer=nesterov(0.5)))
-        early = copy.deepcopy(run.optimizer.state_dict())
+        params, optimizer = start(group, schedule=Schedule(outer=nesterov(0.5)))
+        early = copy.deepcopy(optimizer.state_dict())
         early["param_groups"][0]["lr"] = 7.0
-        advance(run, rank, range(2 + (rank == 0)))
+        take_steps(optimizer, params, rank, range(2 + (rank == 0)))
         if rank == 1:
             assert launched.wait(60)
             with pytest.raises(ZeroDivisionError):
-                run.optimizer.step(lambda: 1 // 0)
+                optimizer.step(lambda: 1 // 0)
             return
         launched.set()
         with pytest.raises(PeerError):
-            run.optimizer.load_state_dict(early)
-        assert run.optimizer.round == 0
-        assert run.optimizer.param_groups[0]["lr"] == 7.0
-        assert not run.optimizer.state
+            optimizer.load_state_dict(early)
+        assert optimizer.round == 0
+        assert optimizer.param_groups[0]["lr"] == 7.0
+        assert not optimizer.state
 
     run_threads(2, main)
 
@@ -209,18 +188,18 @@ def test_a_round_that_fails_while_it_is_dropped_leaves_all_of_the_state_loaded()
 def test_what_is_mixed_and_loaded_under_inference_mode_is_trained_on(
     options: dict[str, Any],
 ) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        inside, outside = (start(group, **options) for _ in range(2))
-        for run in (inside, outside):
-            for begin in (0, 2):
-                advance(run, rank, range(begin, begin + 2))
-                with torch.inference_mode(run is inside):
-                    run.optimizer.synchronize()
-                    with run.optimizer.averaged():
-                        run.optimizer.consensus_distance()
-                    run.optimizer.load_state_dict(run.optimizer.state_dict())
-            advance(run, rank, range(4, STEPS))
-        assert torch.equal(flatten(inside.params), flatten(outside.params))
-        assert not torch.equal(flatten(inside.params), flatten(make_params()))
+    def main(rank: int, group: dist.ProcessGroup, infers: bool) -> Tensor:
+        params, optimizer = start(group, **options)
+        for begin in (0, 2):
+            take_steps(optimizer, params, rank, range(begin, begin + 2))
+            with torch.inference_mode(infers):
+                optimizer.synchronize()
+                with optimizer.averaged():
+                    optimizer.consensus_distance()
+                optimizer.load_state_dict(optimizer.state_dict())
+        take_steps(optimizer, params, rank, range(4, STEPS))
+        return flatten(params)
 
-    run_threads(2, main)
+    inside, outside = (run_threads(2, partial(main, infers=each)) for each in (True, False))
+    assert all(map(torch.equal, inside, outside))
+    assert not torch.equal(inside[0], flatten(make_params()))
