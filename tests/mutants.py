@@ -2,6 +2,7 @@
 
     python tests/mutants.py map lines.json           # which tests run each line, in a whole run
     python tests/mutants.py run lines.json --seed 1  # draws 300 mutants, and tries each
+    python tests/mutants.py run lines.json --rooms   # of the whole package; or name some rooms
 
 The map needs pytest-cov. A mutant is one changed operator, constant, condition, result or call. It
 is killed if one of the tests that run its line fails or hangs. The quickest of these run, as many
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import collections
 import contextlib
 import copy
 import importlib
@@ -22,46 +22,41 @@ import os
 import random
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "decent_optim_wrapper"
 ROOMS = ("gossip", "comm", "wire", "codecs", "topo", "elastic", "checkpoint", "extensions")
+# The modules that are in no folder.
+TOP = "top"
+EVERY_ROOM = (*sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")), TOP)
 # Tests that run a room's lines in processes, which the map does not see.
 BY_PROCESSES = {
     "checkpoint": ("tests/test_checkpoint.py", "tests/test_mesh_checkpoint.py"),
     "elastic": ("tests/test_recovery.py", "tests/test_losses.py", "tests/test_store.py"),
     "comm": ("tests/test_processes.py", "tests/test_faults.py", "tests/test_recovery.py"),
     "gossip": ("tests/test_processes.py", "tests/test_recovery.py"),
+    "integrations": ("tests/test_accelerate.py", "tests/test_lightning.py"),
+    "launcher": ("tests/test_launcher.py", "tests/test_launcher_store.py"),
+    "mesh": ("tests/test_mesh.py", "tests/test_mesh_faults.py"),
+    "start": ("tests/test_processes.py", "tests/test_mesh.py"),
 }
-COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
+# Each changes into the other.
+COMPARISONS: list[tuple[type[ast.cmpop], type[ast.cmpop]]] = [
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq)),
+    *((ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
+]
+OTHER_COMPARISON = dict([*COMPARISONS, *((new, old) for old, new in COMPARISONS)])
+OTHER_OPERATOR: dict[type[ast.operator], type[ast.operator]] = {
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add},
+    **{ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv},
 }
 
 
@@ -82,26 +77,23 @@ class Mutant(NamedTuple):
 
     @property
     def room(self) -> str:
-        return self.path.partition("/")[0]
+        return self.path.split("/")[0] if "/" in self.path else TOP
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     """The changed forms of a node, each with what has changed."""
     new: Any = copy.deepcopy(node)
     match node:
-        case ast.Compare(ops=[op]) if type(op) in COMPARISONS:
-            new.ops = [COMPARISONS[type(op)]()]
+        case ast.Compare(ops=[op]) if type(op) in OTHER_COMPARISON:
+            new.ops = [OTHER_COMPARISON[type(op)]()]
             yield "another comparison", new
         case ast.BoolOp(op=op):
             new.op = ast.Or() if isinstance(op, ast.And) else ast.And()
             yield "and for or", new
         case ast.UnaryOp(op=ast.Not()):
             yield "no not", new.operand
-        case ast.BinOp(op=op) if type(op) in OPERATORS:
-            new.op = OPERATORS[type(op)]()
-            yield "another operator", new
-        case ast.AugAssign(op=op) if type(op) in OPERATORS:
-            new.op = OPERATORS[type(op)]()
+        case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in OTHER_OPERATOR:
+            new.op = OTHER_OPERATOR[type(op)]()
             yield "another operator", new
         case ast.Constant(value=bool()):
             yield "the other constant", ast.Constant(not new.value)
@@ -124,50 +116,37 @@ def is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and ast.unparse(node).startswith(("logger.", "warn("))
 
 
-def sites(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
-    """Every place of a node below this one: its parent, the parent's field, and the index there."""
+def sites(tree: ast.AST) -> Iterator[tuple[Any, Any]]:
+    """Every place of a node below this one: a list or the fields of a node, and the key there."""
     for field, value in ast.iter_fields(tree):
         if field in ("annotation", "returns", "decorator_list", "bases"):
             continue
-        for index, child in enumerate(value if isinstance(value, list) else [value]):
-            if isinstance(child, ast.AST) and not is_text(child):
-                yield tree, field, (index if isinstance(value, list) else None)
-                yield from sites(child)
+        container: Any = value if isinstance(value, list) else vars(tree)
+        for key in range(len(value)) if container is value else [field]:
+            if isinstance(container[key], ast.AST) and not is_text(container[key]):
+                yield container, key
+                yield from sites(container[key])
 
 
 def changed(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Change a tree in place in one way after another: yields the line, and what has changed."""
-    for parent, field, index in list(sites(tree)):
-        node = _take(parent, field, index)
+    for container, key in list(sites(tree)):
+        node = container[key]
         for what, new in changes(node):
-            _put(parent, field, index, ast.fix_missing_locations(ast.copy_location(new, node)))
+            container[key] = ast.fix_missing_locations(ast.copy_location(new, node))
             yield node.lineno, what
-        _put(parent, field, index, node)
+        container[key] = node
 
 
-def _take(parent: ast.AST, field: str, index: int | None) -> Any:
-    value = getattr(parent, field)
-    return value if index is None else value[index]
-
-
-def _put(parent: ast.AST, field: str, index: int | None, node: ast.AST) -> None:
-    if index is None:
-        setattr(parent, field, node)
-    else:
-        getattr(parent, field)[index] = node
-
-
-def draw(count: int, seed: int) -> list[Mutant]:
+def draw(count: int, seed: int, rooms: Sequence[str] = ROOMS) -> list[Mutant]:
     """So many mutants, the same number of each room."""
     generator = random.Random(seed)
     drawn: list[Mutant] = []
-    for number, room in enumerate(ROOMS):
-        trees = [
-            (path, ast.parse(path.read_text(encoding="utf-8")))
-            for path in sorted((PACKAGE / room).rglob("*.py"))
-        ]
+    for number, room in enumerate(rooms):
+        paths = PACKAGE.glob("*.py") if room == TOP else (PACKAGE / room).rglob("*.py")
+        trees = [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(paths)]
         total = sum(1 for _, tree in trees for _ in changed(tree))
-        share = count * (number + 1) // len(ROOMS) - count * number // len(ROOMS)
+        share = count * (number + 1) // len(rooms) - count * number // len(rooms)
         wanted, place = set(generator.sample(range(total), min(share, total))), 0
         for path, tree in trees:
             for line, what in changed(tree):
@@ -190,21 +169,20 @@ def make_map(target: Path, tests: Sequence[str]) -> None:
     target.write_text(json.dumps({"lines": lines, "seconds": seconds}))
 
 
-def _lines(data: Path) -> Iterator[tuple[str, dict[int, list[str]]]]:
-    from coverage.numbits import numbits_to_nums  # type: ignore[import-not-found]
+def _lines(path: Path) -> Iterator[tuple[str, dict[int, list[str]]]]:
+    from coverage import CoverageData
 
-    database = sqlite3.connect(data)
-    rows = database.execute(
-        "select file.path, context.context, line_bits.numbits from line_bits "
-        "join file on file.id = line_bits.file_id join context on context.id = context_id"
-    )
-    found: dict[str, dict[int, list[str]]] = collections.defaultdict(dict)
-    for path, context, numbits in rows:
-        test, _, phase = context.partition("|")
-        if phase == "run":
-            for line in numbits_to_nums(numbits):
-                found[str(Path(path).relative_to(PACKAGE))].setdefault(line, []).append(test)
-    yield from found.items()
+    data = CoverageData(str(path))
+    data.read()
+    for file in data.measured_files():
+        contexts = data.contexts_by_lineno(file)
+        yield (
+            str(Path(file).relative_to(PACKAGE)),
+            {
+                line: [each.removesuffix("|run") for each in of_line if each.endswith("|run")]
+                for line, of_line in contexts.items()
+            },
+        )
 
 
 def _seconds(report: Path) -> Iterator[tuple[str, float]]:
@@ -253,21 +231,14 @@ class Runner:
             return not self._pass(tests, Path(folder))
 
     def _pass(self, tests: list[str], folder: Path) -> bool:
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            os._exit(_run_tests(tests, folder))
-        deadline = time.monotonic() + 4 * self._seconds + 60
-        status = None
-        while status is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-            pid, code = os.waitpid(child, os.WNOHANG)
-            status = code if pid else None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        if status is None:
-            os.waitpid(child, 0)
-        return status == 0
+        process = get_context("fork").Process(target=_run_tests, args=(tests, folder))
+        process.start()
+        process.join(4 * self._seconds + 60)
+        if process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        return process.exitcode == 0
 
 
 _RUNNER: list[Runner] = []
@@ -286,8 +257,9 @@ def _kills(mutant: Mutant) -> bool | None:
     return _RUNNER[0].kills(mutant)
 
 
-def _run_tests(tests: list[str], folder: Path) -> int:
-    """In a process of its own: whether the tests fail with the package in a folder."""
+def _run_tests(tests: list[str], folder: Path) -> NoReturn:
+    """In a process of its own: end it with whether the tests fail with the package in a folder."""
+    os.setsid()
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(quiet, stream)
@@ -297,13 +269,15 @@ def _run_tests(tests: list[str], folder: Path) -> int:
 
     os.chdir(ROOT)
     own = ["-x", "-n", "0", "-p", "no:cacheprovider", "-p", "no:warnings", "--tb=no"]
-    return int(pytest.main([*own, *tests]))
+    # Not by a return, which would wait for threads.
+    os._exit(int(pytest.main([*own, *tests])))
 
 
 def run(args: argparse.Namespace) -> None:
     """Print how many mutants of each room are killed, and those that survive."""
     runner = Runner(json.loads(args.map.read_text()), args.seconds)
-    mutants = draw(args.mutants, args.seed)
+    rooms = EVERY_ROOM if args.rooms == [] else args.rooms
+    mutants = draw(args.mutants, args.seed, rooms)
     with ProcessPoolExecutor(args.jobs, get_context("fork"), _begin, (runner,)) as pool:
         outcomes = []
         for mutant, killed in zip(mutants, pool.map(_kills, mutants), strict=True):
@@ -311,7 +285,7 @@ def run(args: argparse.Namespace) -> None:
             if not killed:
                 print(f"{mutant.path}:{mutant.line} {mutant.what}: {killed}", flush=True)
     print("\n| room | mutants | killed | survived | no test |\n|---|---|---|---|---|")
-    for room in (*ROOMS, "all"):
+    for room in (*rooms, "all"):
         verdicts = [killed for mutant, killed in outcomes if room in (mutant.room, "all")]
         counts = [verdicts.count(True), verdicts.count(False), verdicts.count(None)]
         print(f"| {room} | {len(verdicts)} | " + " | ".join(map(str, counts)) + " |")
@@ -326,6 +300,7 @@ def main() -> None:
     mapping.set_defaults(command=lambda args: make_map(args.map, args.tests))
     running = commands.add_parser("run")
     running.add_argument("map", type=Path)
+    running.add_argument("--rooms", nargs="*", choices=EVERY_ROOM, default=ROOMS, metavar="ROOM")
     running.add_argument("--seed", type=int, default=0)
     running.add_argument("--mutants", type=int, default=300)
     running.add_argument("--seconds", type=float, default=40, help="of tests for each mutant")
