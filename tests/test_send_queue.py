@@ -185,9 +185,10 @@ class Recorder:
         self._patch(owner, method, noted)
 
 
-@pytest.mark.parametrize("comm", [None, torch.int8])
+# With pieces of half a MiB of a bucket.
+@pytest.mark.parametrize(("comm", "pieces"), [(None, 3), (torch.int8, 1)])
 def test_a_pair_sends_in_the_order_in_which_the_last_forward_pass_has_read(
-    comm: Any, monkeypatch: pytest.MonkeyPatch
+    comm: Any, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here everything is posted before anything is sent, or the first ones would come first."""
     recorder = Recorder(monkeypatch)
@@ -214,67 +215,34 @@ def test_a_pair_sends_in_the_order_in_which_the_last_forward_pass_has_read(
     recorder.after(Transport, "send", lambda _, own, message, peer, tag: tags[own].append(tag))
     recorder.after(Round, "seal", send_all)
 
-    def main(rank: int, group: dist.ProcessGroup) -> list[tuple[list[int], list[int]]]:
-        model = Layers(30, rank, partial(Random(rank).sample, range(COUNT), COUNT))
-        wrapped = model.wrapped(group, comm_dtype=comm)
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, list[list[int]], list[Any]]:
+        model = Layers(40_000, rank, partial(Random(rank).sample, range(COUNT), COUNT))
+        wrapped = model.wrapped(group, comm_dtype=comm, sync_at_start=False)
         buckets = wrapped.optimizer.buckets
         layer_of = {id(layer.weight): index for index, layer in enumerate(model.layers)}
         layers = [next(layer_of[id(m)] for m in b.members if id(m) in layer_of) for b in buckets]
         # Those of the last layers are complete first.
         assert layers == [*reversed(range(COUNT))]
         train(wrapped, rank, range(STEPS))
+        wrapped.optimizer.synchronize()
         rounds = []
         for calls in recorder.rounds:
-            # The peer may send all of them before this rank sends its first.
-            assert calls[: 2 * COUNT] == ["receive"] * COUNT + ["send"] * COUNT
-            sent = calls[2 * COUNT :]
-            rounds.append([layers[tag - min(sent)] for tag in sent])
-        return [*zip(rounds, model.orders, strict=True)]
+            # A peer in the middle of its backward pass may send all before this rank packs any.
+            count = COUNT * pieces
+            assert calls[: 2 * count] == ["receive"] * count + ["send"] * count
+            sent = [layers[tag - min(calls[2 * count :])] for tag in calls[2 * count :]]
+            assert sent == [layer for layer in sent[::pieces] for _ in range(pieces)]
+            rounds.append(sent[::pieces])
+        return flat(model), rounds, model.orders
 
-    for (first, _), *others in run_threads(4, main):
-        # Nothing is known then.
+    ends, rounds, orders = zip(*run_threads(4, main), strict=True)
+    for (first, *sent), read in zip(rounds, orders, strict=True):
+        # Nothing is known in the first round.
         assert first == [*reversed(range(COUNT))]
-        for sent, read in others:
-            assert sent == read
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("comm", [None, torch.int8])
-def test_a_peer_in_the_middle_of_its_backward_pass_receives_all_in_any_order(
-    comm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Megabytes that it has not packed itself yet, and needs last."""
-    recorder, all_sent = Recorder(monkeypatch), threading.Barrier(4)
-    recorder.after(SendQueue, "add", lambda work, *_: recorder.rounds[-1].append(work))
-
-    def hold(_: Tensor) -> None:
-        all_sent.wait(PATIENCE)
-
-    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
-        # A pair of the ring is an even rank and an odd one.
-        is_held = rank % 2 == 1
-        model = Layers(100_000, rank, lambda: [*range(COUNT)][:: 1 if is_held else -1])
-        wrapped = model.wrapped(group, comm_dtype=comm, sync_at_start=False)
-        start = flat(model)
-        if is_held:
-            # Its first layer is the last one of its backward pass, and so is its bucket.
-            weight: Any = model.layers[0].weight
-            weight.register_hook(hold)
-        for step in range(STEPS):
-            train(wrapped, rank, range(step, step + 1))
-            if not is_held:
-                for work in recorder.rounds[-1]:
-                    work.wait(timedelta(seconds=PATIENCE))
-                all_sent.wait(PATIENCE)
-        wrapped.optimizer.synchronize()
-        return [start, flat(model)]
-
-    starts, ends = zip(*run_threads(4, main), strict=True)
+        assert sent == read[1:]
+    # Pairs have mixed last, halves of both.
     for one, other in ((0, 1), (2, 3)):
-        # They have mixed last, halves of both.
-        assert (starts[one] - starts[other]).abs().max() > 0.5
-        apart = (ends[one] - ends[other]).abs().max()
-        assert apart < (0.1 if comm else 1e-12)
+        assert (ends[one] - ends[other]).abs().max() < (0.1 if comm else 1e-12)
     assert (ends[0] - ends[2]).abs().max() > 1e-3
 
 
