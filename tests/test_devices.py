@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
+from problem import backward, flatten, make_params, wrap
 from ranks import run_threads
 from torch import Tensor
 
-from decent_optim_wrapper import DecentOptimWrapper, Schedule, TopologyFactory
+from decent_optim_wrapper import Schedule, TopologyFactory
 from decent_optim_wrapper.checkpoint import Checkpoints
 from decent_optim_wrapper.planning import consensus_rate, simulate, steady_error, suggest
 
@@ -22,16 +23,10 @@ def test_a_default_device_does_not_reach_the_messages_between_ranks(
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup, device: str) -> list[Tensor]:
         params, late = make_params(), make_params(seed=3)
-        path = tmp_path / device / topology
         with torch.device(device):
-            wrapper = DecentOptimWrapper(
-                sgd(params),
-                process_group=group,
-                topology=topology,
-                bucket_cap_mb=TINY_CAP_MB,
-                schedule=Schedule(average_state="average", global_avg_every=2),
-            )
-            checkpoints = Checkpoints(path, wrapper)
+            schedule = Schedule(average_state="average", global_avg_every=2)
+            wrapper = wrap(params, group, topology=topology, schedule=schedule)
+            checkpoints = Checkpoints(tmp_path / device, wrapper)
             for step in range(4):
                 with torch.device("cpu"):
                     backward(params, rank, step)
@@ -46,10 +41,7 @@ def test_a_default_device_does_not_reach_the_messages_between_ranks(
             assert checkpoints.load() is not None
         return [flatten(params), flatten(late), averaged, distance]
 
-    usual, odd = (
-        run_threads(2, lambda rank, group, d=device: main(rank, group, d))  # type: ignore[misc]
-        for device in ("cpu", "meta")
-    )
+    usual, odd = (run_threads(2, partial(main, device=device)) for device in ("cpu", "meta"))
     for one, other in zip(usual, odd, strict=True):
         assert all(map(torch.equal, one, other))
     assert not torch.equal(usual[0][0], flatten(make_params()))
