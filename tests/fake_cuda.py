@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -38,6 +39,7 @@ from decent_optim_wrapper.wire.bucket import Bucket
 
 aten = torch.ops.aten
 _PACKAGE = "/decent_optim_wrapper/"
+_KNOWN = re.compile(f"{_PACKAGE}|/torch/optim/")
 _READS = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default)
 _COPIES = (aten.copy_.default, aten._foreach_copy_.default)
 # They start no kernel.
@@ -81,12 +83,13 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note(self, kind: str, what: str) -> None:
         """Note something, unless the user's code or the base's update asks for it."""
-        frames = traceback.extract_stack()
-        known = [f for f in frames if _PACKAGE in f.filename or "/torch/optim/" in f.filename]
-        ours = [frame for frame in known if _PACKAGE in frame.filename]
-        if ours and known[-1] is ours[-1] and not self.muted:
-            names = [f"{frame.filename.rsplit('/', 1)[1]}:{frame.name}" for frame in ours[-3:]]
-            self.noted.append(Noted(kind=kind, where=" < ".join(reversed(names)), what=what))
+        # The innermost first, without their source lines, which would have to be read.
+        codes = [frame.f_code for frame, _ in traceback.walk_stack(None)]
+        known = [code for code in codes if _KNOWN.search(code.co_filename)]
+        ours = [code for code in known if _PACKAGE in code.co_filename]
+        if ours and known[0] is ours[0] and not self.muted:
+            names = (f"{Path(code.co_filename).name}:{code.co_name}" for code in ours[:3])
+            self.noted.append(Noted(kind=kind, where=" < ".join(names), what=what))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
