@@ -89,73 +89,50 @@ def test_what_workers_fetch_ahead_is_not_used() -> None:
     assert [*used] != sorted(used)
 
 
-@pytest.mark.parametrize("sizes", [{"batch_size": 4}, {"total_batch": 13}])
-def test_a_state_is_right_for_another_number_of_ranks(sizes: dict[str, Any]) -> None:
-    state: State = {}
-    used: Counter[int] = Counter()
-
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[list[Batch], State, int]:
-        optimizer, step = wrap(group, rank, topology="complete")
-        sampler = ElasticSampler(SAMPLES, optimizer, **sizes)
-        if state:
-            sampler.load_state_dict(state)
-        batches: list[Batch] = []
-        while sampler.epoch < 2 and len(batches) < 9:
-            # A new iterator begins with the next step.
-            batches.append(next(iter(sampler)))
-            step()
-        return batches, sampler.state_dict(), sampler.epoch
-
-    ranks, epoch = iter((4, 3, 6, 1, 5)), 0
-    while epoch < 2:
-        batches, states, epochs = zip(*run_threads(next(ranks, 2), main), strict=True)
-        for step in zip(*batches, strict=True):
-            used.update(sample for batch in step for sample in batch)
-            counts = [len(batch) for batch in step]
-            assert max(counts) - min(counts) <= 1
-        state, epoch = states[0], epochs[0]
-        assert epoch > 0 or "batch_size" in sizes or sum(counts) == 13
-        assert len({str(each) for each in states}) == 1
-    assert used == Counter(dict.fromkeys(range(SAMPLES), 2))
-
-
 @pytest.mark.parametrize(
-    ("gossip_every", "worlds"),
+    ("sizes", "gossip_every", "worlds"),
     [
-        (1, [[10, 10, 10, 10], [2, 2, 2], [9] * 6]),
+        ({"batch_size": 4}, 1, [[10] * 4, [2] * 3, [9] * 6]),
+        ({"total_batch": 13}, 1, [[9] * 4, [9] * 3, [5]]),
         # The fast ranks are in the next epoch.
-        ("auto", [[5, 12, 15, 9], [4, 9, 14, 3, 5], [2, 1]]),
+        ({"batch_size": 4}, "auto", [[5, 12, 15, 9], [4, 9, 14, 3, 5], [2, 1]]),
     ],
 )
 def test_a_checkpoint_of_other_ranks_leaves_no_sample_out(
-    tmp_path: Path, gossip_every: Any, worlds: list[list[int]]
+    tmp_path: Path, sizes: State, gossip_every: Any, worlds: list[list[int]]
 ) -> None:
     used: Counter[int] = Counter()
     epochs = 3
 
-    def main(rank: int, group: dist.ProcessGroup, steps: list[int]) -> tuple[Batch, int]:
+    def main(rank: int, group: dist.ProcessGroup, steps: list[int]) -> tuple[list[Batch], str, int]:
         schedule = Schedule(gossip_every=gossip_every)
         optimizer, step = wrap(group, rank, topology="complete", schedule=schedule)
-        sampler = ElasticSampler(SAMPLES, optimizer, 4)
+        sampler = ElasticSampler(SAMPLES, optimizer, **sizes)
         checkpoints = Checkpoints(tmp_path, optimizer)
         found = checkpoints.load()
         if found is not None:
             sampler.load_state_dict(found.state["sampler"])
-        samples: Batch = []
-        count = 0
+        batches: list[Batch] = []
         # The last ranks train to the end.
-        while count < steps[rank] if steps else sampler.epoch < epochs:
-            samples += next(iter(sampler))
+        while len(batches) < steps[rank] if steps else sampler.epoch < epochs:
+            # A new iterator begins with the next step.
+            batches.append(next(iter(sampler)))
             step()
-            count += 1
         optimizer.synchronize()
-        checkpoints.save(found.step + 1 if found else 1, {"sampler": sampler.state_dict()})
-        return samples, sampler.repeated
+        state = sampler.state_dict()
+        checkpoints.save(found.step + 1 if found else 1, {"sampler": state})
+        return batches, str(state), sampler.repeated
 
     for steps in (*worlds, worlds[1], []):
-        for samples, repeated in run_threads(len(steps) or 3, partial(main, steps=steps)):
-            used.update(samples)
-            assert repeated == 0
+        results = run_threads(len(steps) or 3, partial(main, steps=steps))
+        by_rank, states, repeated = zip(*results, strict=True)
+        used.update(sample for batches in by_rank for batch in batches for sample in batch)
+        assert not any(repeated)
+        if gossip_every == 1:
+            assert len({*states}) == 1
+            counts = [[len(batch) for batch in step] for step in zip(*by_rank, strict=True)]
+            assert max(max(step) - min(step) for step in counts) <= 1
+            assert steps is not worlds[0] or {*map(sum, counts)} == {sizes.get("total_batch", 16)}
     assert used == Counter(dict.fromkeys(range(SAMPLES), epochs))
 
 
