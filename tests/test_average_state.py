@@ -272,8 +272,10 @@ def test_batch_norms_are_recalibrated_on_the_average_and_restored() -> None:
 
 
 def test_statistics_stay_where_a_step_keeps_the_average() -> None:
+    """And random numbers go on as if dropout had drawn none."""
     model, optimizer = normed()
     (x, y), *_ = probe = batches(3, 2)
+    random = torch.get_rng_state()
     with optimizer.averaged(recalibrate=(model, probe)):
         found = model.norm.running_mean
         assert found is not None
@@ -283,6 +285,7 @@ def test_statistics_stay_where_a_step_keeps_the_average() -> None:
         optimizer.step()
     assert torch.equal(found, kept)
     assert kept.abs().max() > 0.1
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def broken() -> Iterator[tuple[Tensor, Tensor]]:
@@ -325,14 +328,6 @@ def test_a_model_whose_norms_are_all_frozen_is_not_run() -> None:
     assert not model.norm.training
 
 
-def test_recalibration_leaves_the_random_numbers_alone() -> None:
-    model, optimizer = normed()
-    state = torch.get_rng_state()
-    with optimizer.averaged(recalibrate=(model, batches(0, 2))):
-        pass
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 class Buffered(nn.Module):
     """All kinds of buffers that a forward pass in training mode changes, or replaces."""
 
@@ -361,16 +356,8 @@ class Buffered(nn.Module):
         hidden = self.drop(self.norm(self.frozen(self.second(self.first(x)))))
         return self.instance(hidden.T.unsqueeze(0))[0].T + self.row  # type: ignore[no-any-return]
 
-    def buffer_values(self) -> dict[str, Tensor]:
-        return {name: value.clone() for name, value in self.named_buffers()}
-
     def modes(self) -> dict[str, bool]:
         return {name: module.training for name, module in self.named_modules()}
-
-
-def restore_modes(model: nn.Module, modes: dict[str, bool]) -> None:
-    for name, module in model.named_modules():
-        module.training = modes[name]
 
 
 @pytest.mark.parametrize(
@@ -397,20 +384,18 @@ def test_recalibration_leaves_everything_else_as_it_was(
         model.drop.eval()
         if evaluating:
             model.eval()
-        own, modes, objects = model.buffer_values(), model.modes(), dict(model.named_buffers())
+        own, modes, objects = state_of(model), model.modes(), dict(model.named_buffers())
         with optimizer.averaged():
-            on_average = model.buffer_values()
+            on_average = state_of(model)
         with optimizer.averaged(recalibrate=(model, batches(7, 3))):
             assert model.modes() == modes
-            inside = model.buffer_values()
+            inside = state_of(model)
             changed = {n for n, value in inside.items() if not torch.equal(value, on_average[n])}
             assert changed == {"norm.running_mean", "norm.running_var"}
             assert inside["norm.num_batches_tracked"] == 3
-            model.train()
+            # In training mode this moves, and replaces, buffers that are restored as well.
             model(batches(8, 1)[0][0])
-            model.eval()
-            restore_modes(model, modes)
-        assert equal(model.buffer_values(), own)
+        assert equal(state_of(model), own)
         assert all(value is objects[name] for name, value in model.named_buffers())
         assert model.modes() == modes
         assert any(modes.values()) != evaluating
