@@ -6,7 +6,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
 from api_page import NOT_FOR_USERS, PAGE, api_page, load, undocumented
 
 ROOT = Path(__file__).parent.parent
@@ -25,20 +24,6 @@ def test_numpy_is_a_dependency_because_torch_warns_in_every_process_without_it()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     names = [requirement.split(">=")[0] for requirement in project["project"]["dependencies"]]
     assert names == ["torch", "loguru", "numpy"]
-
-
-def modules_with_public_names() -> list[str]:
-    paths = (ROOT / "decent_optim_wrapper").rglob("*.py")
-    found = [path for path in paths if "__all__ = [" in path.read_text(encoding="utf-8")]
-    parts = (path.relative_to(ROOT).with_suffix("").parts for path in found)
-    return sorted(".".join(part).removesuffix(".__init__") for part in parts)
-
-
-@pytest.mark.parametrize("module", modules_with_public_names())
-def test_the_api_page_has_every_public_name(module: str) -> None:
-    names = pytest.importorskip(module, exc_type=ImportError).__all__
-    headings = set(re.findall(r"^### `(\w+)`$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
-    assert {name for name in names if not name.startswith("__")} <= headings
 
 
 def test_the_api_page_has_every_type_that_a_public_name_takes_or_returns() -> None:
