@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import modules
 import problem
 import pytest
 import torch
@@ -35,7 +33,6 @@ from decent_optim_wrapper import (
     PeerError,
     Schedule,
 )
-from decent_optim_wrapper.checkpoint import Checkpoints
 from decent_optim_wrapper.config import OnNonfinite
 from decent_optim_wrapper.gossip.round import Round
 from decent_optim_wrapper.wire.bucket import Bucket
@@ -313,22 +310,6 @@ def test_a_rank_in_another_call_raises_on_all() -> None:
         assert "rank 1 is in consensus_distance()" in text or "rank 0 is in synchronize()" in text
 
 
-def test_a_module_that_steps_in_its_backward_pass_never_waits_either() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, int]:
-        model = modules.wrap(modules.make_model(), group, topology="ring", schedule=AUTO)
-        modules.train(model, rank, range(6 + 3 * rank))
-        model.optimizer.synchronize()
-        model.optimizer.global_avg(may_revert=False)
-        return modules.flat(model), model.optimizer.round
-
-    (first, rounds), *others = run_threads(4, main)
-    assert rounds >= 2
-    for params, theirs in others:
-        assert torch.equal(params, first)
-        assert theirs == rounds
-    assert (first - modules.flat(modules.make_model())).abs().max() > 1e-2
-
-
 # With rounds of up to 16 steps, a rank that is far ahead could end before the NaN arrives.
 SOON, LATE = Schedule(gossip_every="auto", max_staleness=4), Schedule(gossip_every=2, staleness=2)
 
@@ -362,33 +343,6 @@ def test_nan_in_a_late_round_is_raised_by_its_whole_group_or_left_out(
     for rank, row in enumerate(rows):
         assert row.isfinite().all() or (policy, rank) == ("raise", 1)
         assert torch.equal(row, rows[0]) or policy == "raise"
-
-
-def test_checkpoints_of_uneven_ranks_are_saved_and_loaded_at_one_round(tmp_path: Path) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[Any, int]:
-        walk = Walk(rank, group)
-        for _ in range(5 + 3 * rank):
-            walk.step()
-        walk.optimizer.synchronize()
-        state = {"params": walk.params, "optimizer": walk.optimizer.state_dict()}
-        Checkpoints(tmp_path, walk.optimizer).save(1, state)
-        # As a run that starts again: load() lets the ranks meet before any of them has made a step.
-        walk.alone, walk.params = flatten(walk.params), make_params(seed=9)
-        walk.wrap()
-        loaded = Checkpoints(tmp_path, walk.optimizer).load()
-        assert loaded is not None
-        with torch.no_grad():
-            torch._foreach_copy_(walk.params, loaded.state["params"])
-        walk.optimizer.load_state_dict(loaded.state["optimizer"])
-        with walk.optimizer.averaged():
-            pass
-        for _ in range(5):
-            walk.step()
-        return walk.end(), walk.optimizer.round
-
-    ends, rounds = zip(*run_threads(4, main), strict=True)
-    assert len(set(rounds)) == 1
-    check_that_the_mean_stays(ends)
 
 
 def test_nan_in_the_rounds_of_a_call_is_raised_when_all_have_come() -> None:

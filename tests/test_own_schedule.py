@@ -131,41 +131,32 @@ def test_a_formula_of_a_users_class_is_all_that_it_needs() -> None:
     assert small.phases() == [list(small.groups(0)), list(small.groups(1))]
 
 
-def derived(**methods: Any) -> type[Topology]:
-    return type("Derived", (Opposite,), methods)
+OF_ONE_GROUP: list[tuple[Any, str]] = [
+    (lambda self, rank, phase: [0, rank][: rank + 1], "phase 0: rank 0 is in two groups"),
+    (lambda self, rank, phase: [rank, rank + 1], r"rank \d is in two groups, .*own_group\(\)"),
+    (lambda self, rank, phase: [0], "phase 0, rank 1: not a member of its group"),
+    (lambda self, rank, phase: [rank, rank], "a group needs distinct ranks"),
+    (lambda self, rank, phase: [rank, 1000], "expected ranks below the world size"),
+    (lambda self, rank, phase: rank, "expected a Group or a list of ranks"),
+]
 
 
 @pytest.mark.parametrize(
-    ("own_group", "words"),
+    ("base", "methods", "error", "words"),
     [
-        (lambda self, rank, phase: [0, rank][: rank + 1], "phase 0: rank 0 is in two groups"),
-        (lambda self, rank, phase: [rank, rank + 1], r"rank \d is in two groups, .*own_group\(\)"),
-        (lambda self, rank, phase: [0], "phase 0, rank 1: not a member of its group"),
-        (lambda self, rank, phase: [rank, rank], "a group needs distinct ranks"),
-        (lambda self, rank, phase: [rank, 1000], "expected ranks below the world size"),
-        (lambda self, rank, phase: rank, "expected a Group or a list of ranks"),
+        *((Opposite, {"own_group": each}, ValueError, words) for each, words in OF_ONE_GROUP),
+        (Opposite, {"phase_count": lambda self: 0}, ValueError, r"phase_count\(\) = 0"),
+        (Topology, {"own_group": Opposite.own_group}, TypeError, r"must define phase_count\(\)"),
     ],
 )
 @pytest.mark.parametrize("world_size", [4, 100])
 def test_a_formula_that_contradicts_itself_is_refused(
-    own_group: Any, words: str, world_size: int
+    base: type, methods: dict[str, Any], error: type[Exception], words: str, world_size: int
 ) -> None:
     """In a small world by the constructor, in a large one for the ranks that are asked for."""
-    kind = derived(own_group=own_group)
-    with pytest.raises(ValueError, match=words):
+    kind = type("Derived", (base,), methods)
+    with pytest.raises(error, match=words):
         kind(world_size).schedule(1)
-
-
-def test_a_formula_without_a_number_of_phases_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"phase_count\(\) = 0"):
-        derived(phase_count=lambda self: 0)(4)
-
-    class Endless(Topology):
-        def own_group(self, rank: int, phase: int) -> list[int]:
-            return [rank]
-
-    with pytest.raises(TypeError, match=r"Endless must define phase_count\(\)"):
-        Endless(4)
 
 
 def test_the_most_derived_class_decides_how_a_topology_is_defined() -> None:
