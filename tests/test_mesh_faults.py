@@ -131,15 +131,8 @@ def test_a_loss_seen_along_one_dimension_is_passed_on_along_the_others(
     assert {call for _, call in found} == {"clip", "step"}
 
 
-AVERAGED = ("fsdp inside", "tp inside", "pipeline 1f1b")
-
-
-def average_all() -> list[tuple[str, set[float]]]:
-    """The error of an average of NaN, and the values of one that leaves NaN out."""
-    return [average(name, momenta) for name in AVERAGED for momenta in (False, True)]
-
-
 def average(name: str, momenta: bool) -> tuple[str, set[float]]:
+    """The error of an average of NaN, and the values of one that leaves NaN out."""
     spread, error = Spread(LAYOUTS[name]), ""
     for on_nonfinite in ("raise", "skip"):
         optimizer = spread.wrap(
@@ -168,11 +161,13 @@ def parts(spread: Spread, optimizer: DecentOptimWrapper, momenta: bool) -> list[
     return [local(each).detach() for each in (tensors if momenta else spread.model.parameters())]
 
 
-def test_averages_leave_out_the_whole_replica_of_a_shard_that_is_not_finite() -> None:
-    bad = f"those of ranks [{FAILING // 2}] hold NaN"
-    for found in run_on_mesh(RANKS, average_all):
-        assert len(found) == 2 * len(AVERAGED)
-        for number, (error, values) in enumerate(found):
-            assert bad in error
-            assert ("finite momenta" if number % 2 else "finite parameters") in error
-            assert values == {(0 + 2 + 3) / 3}
+@pytest.mark.parametrize("momenta", [False, True])
+@pytest.mark.parametrize("name", ["fsdp inside", "tp inside", "pipeline 1f1b"])
+def test_averages_leave_out_the_whole_replica_of_a_shard_that_is_not_finite(
+    name: str, momenta: bool
+) -> None:
+    kind = "momenta" if momenta else "parameters"
+    for error, values in run_on_mesh(RANKS, average, name, momenta):
+        assert f"those of ranks [{FAILING // 2}] hold NaN" in error
+        assert f"finite {kind}" in error
+        assert values == {(0 + 2 + 3) / 3}

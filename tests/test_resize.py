@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from dense import mix, put, rows_of, train_densely
-from problem import MakeOptimizer, adamw, backward, flatten, make_params, nesterov, sgd, take_steps
+from dense import Worlds, mix, put, rows_of, train_regression
+from problem import MakeOptimizer, adamw, flatten, make_params, nesterov, sgd, take_steps
 from ranks import run_threads
 from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from test_checkpoint import file_of, flip_a_bit, start
@@ -59,7 +59,7 @@ def part(
     run = start(group, folder, size, make=make, topology=topology_of(size), **options)
     step = run.resume()
     loaded, state = flatten(run.params), copy.deepcopy(run.optimizer.state_dict())
-    take_steps(run.optimizer, run.params, rank, range(step, step + STEPS))
+    take_steps(run.optimizer, run.params, rank, range(STEPS))
     if run.optimizer.schedule.gossip_every == "auto":
         run.optimizer.synchronize()
     run.save(step + STEPS)
@@ -78,7 +78,7 @@ def journey(
 
 def dense_journey(make: MakeOptimizer, overlap: bool) -> list[Tensor]:
     """The parameters of all ranks at the end of each part, in one place."""
-    worlds: list[list[Tensor]] = []
+    worlds: Worlds = []
     bases: list[Optimizer] = []
     ends = []
     for number, size in enumerate(SIZES):
@@ -93,18 +93,13 @@ def dense_journey(make: MakeOptimizer, overlap: bool) -> list[Tensor]:
     return ends
 
 
-def dense_part(
-    worlds: list[list[Tensor]], bases: list[Optimizer], overlap: bool, first: int
-) -> Tensor:
+def dense_part(worlds: Worlds, bases: list[Optimizer], overlap: bool, first: int) -> Tensor:
     topology = TopologyFactory.create(topology_of(len(worlds)), len(worlds))
-    return train_densely(
-        worlds,
-        STEPS,
-        overlap,
-        compute=lambda rank, step: backward(worlds[rank], rank, first + step),
-        update=lambda rank, step: bases[rank].step(),
-        land=lambda step: mix(worlds, topology.mixing_matrix(first + step)),
-    )
+
+    def land(step: int) -> None:
+        mix(worlds, topology.mixing_matrix(first + step))
+
+    return train_regression(worlds, bases, STEPS, overlap, land)
 
 
 def mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -380,12 +375,22 @@ def test_ranks_that_see_different_folders_load_what_all_of_them_see(tmp_path: Pa
     assert "or finds others" in "".join(warned)
 
 
-def test_a_set_that_members_with_gaps_have_saved_is_averaged(tmp_path: Path) -> None:
+def test_a_set_that_members_with_gaps_have_saved_is_averaged_and_stays(tmp_path: Path) -> None:
     """Of three ranks 1 was lost: the files are those of 0 and 2."""
     save(tmp_path, 3, 1, 10)
     write(tmp_path, 2, 2, {0: [1.0], 2: [4.0]})
     assert load(tmp_path, 2) == [(2, 2, 2.5)] * 2
     assert load(tmp_path, 3) == [(2, 2, 2.5)] * 3
+
+    def go_on(rank: int, group: dist.ProcessGroup) -> None:
+        checkpoints = start(group, tmp_path, topology="complete").checkpoints
+        assert checkpoints.load() is not None
+        with pytest.raises(ValueError, match="above 2, that of the last set"):
+            checkpoints.save(2, {})
+        checkpoints.save(3, {})
+
+    run_threads(3, go_on)
+    assert len(list((tmp_path / "step_00000002").iterdir())) == 2
 
 
 def test_nan_in_one_file_is_an_error_on_every_rank_of_another_number(
@@ -407,20 +412,6 @@ def test_nan_in_one_file_is_an_error_on_every_rank_of_another_number(
         command(["average", str(tmp_path), "--out", str(out)])
     assert f"weight in {file} of rank 1 has NaN" in capsys.readouterr().err
     assert not out.exists()
-
-
-def test_no_step_is_saved_again_below_a_set_of_another_size(tmp_path: Path) -> None:
-    save(tmp_path, 4, 5, 10)
-
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        checkpoints = start(group, tmp_path, topology="complete").checkpoints
-        assert checkpoints.load() is not None
-        with pytest.raises(ValueError, match="above 5, that of the last set"):
-            checkpoints.save(5, {})
-        checkpoints.save(6, {})
-
-    run_threads(3, main)
-    assert len(list((tmp_path / "step_00000005").iterdir())) == 4
 
 
 def test_the_command_writes_the_averaged_model(
