@@ -1,4 +1,4 @@
-"""AccumAdam against torch and its formula, and what all the optimizers have in common."""
+"""AccumAdam against torch and its formula, what all optimizers share, and their factories."""
 
 from __future__ import annotations
 
@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from decent_optim_wrapper import TopologyFactory
-from decent_optim_wrapper.optim import QGSGD, AccumAdam, AccumAdamW
+from decent_optim_wrapper.optim import (
+    QGSGD,
+    AccumAdam,
+    AccumAdamW,
+    lr_scheduler_fn_cosine_with_warmup,
+    optim_fn_accum_adam,
+    optim_fn_accum_adamw,
+    optim_fn_adam,
+    optim_fn_adamw,
+)
 
 Make = Callable[[Sequence[Tensor]], Optimizer]
 
@@ -86,73 +95,53 @@ def accum_by_formula(
     return x, windows, len(held)
 
 
-@BOTH
-@pytest.mark.parametrize(("size", "changed"), [(2, 2), (5, 5), (4, 1), (4, 2), (4, 6)])
-def test_longer_windows_follow_the_formula(kind: Any, size: int, changed: int) -> None:
-    """A window whose length is changed ends with the gradients that it then holds."""
-    generator = torch.Generator().manual_seed(size)
-    grads = torch.randn(23, 6, dtype=torch.float64, generator=generator)
-    sizes = [size] * 3 + [changed] * 20
-    param = torch.linspace(-2, 2, 6, dtype=torch.float64).requires_grad_()
-    expected = [
-        accum_by_formula(x, g, sizes, kind is AccumAdamW)
-        for x, g in zip(param.tolist(), grads.T.tolist(), strict=True)
-    ]
-    optimizer = kind([param], LR, (BETA1, BETA2), EPS, weight_decay=DECAY)
-    for grad, accum_iter in zip(grads, sizes, strict=True):
-        optimizer.param_groups[0]["accum_iter"] = accum_iter
-        param.grad = grad.clone()
-        optimizer.step()
-        assert torch.equal(param.grad, grad)
-    state = optimizer.state[param]
-    for (x, *counts), value in zip(expected, param.tolist(), strict=True):
-        assert value == pytest.approx(x, rel=1e-13, abs=1e-13)
-        assert counts == [state["step"], state["position"]]
-
-
-def make_mixed_params() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    dtypes = (torch.float32, torch.float64, torch.complex128, torch.bfloat16)
-    shapes = ((3, 2), (), (4,), (2, 2))
-    return [
-        torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    ]
+def reals(tensor: Tensor) -> Tensor:
+    """Its values as real ones: a complex parameter is two real ones."""
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
 
 
 @BOTH
-def test_parameters_of_several_dtypes_are_updated_as_each_alone(kind: Any) -> None:
-    """One of them has no gradient in every step."""
-    together, apart = make_mixed_params(), make_mixed_params()
-    make = partial(kind, lr=0.05, weight_decay=0.1, accum_iter=3)
-    optimizers = [make(together), *(make([param]) for param in apart)]
-    generator = torch.Generator().manual_seed(2)
-    for step in range(14):
-        for index, (one, other) in enumerate(zip(together, apart, strict=True)):
-            grad = torch.randn(one.shape, dtype=one.dtype, generator=generator)
-            one.grad = other.grad = None if index == step % 4 else grad
-        for optimizer in optimizers:
-            optimizer.step()
-    for one, other, start in zip(together, apart, make_mixed_params(), strict=True):
-        assert torch.equal(one, other)
-        assert not torch.equal(one, start)
-
-
-@BOTH
-def test_a_complex_parameter_is_two_real_ones_and_maximizing_is_minimizing_the_negative(
-    kind: Any,
+@pytest.mark.parametrize(
+    ("size", "changed", "maximize"),
+    [(2, 2, False), (5, 5, True), (4, 1, False), (4, 2, True), (4, 6, False)],
+)
+def test_longer_windows_follow_the_formula(
+    kind: Any, size: int, changed: int, maximize: bool
 ) -> None:
-    generator = torch.Generator().manual_seed(3)
-    start, *grads = torch.randn(8, 5, 2, dtype=torch.float64, generator=generator)
-    real, whole = start.clone(), torch.view_as_complex(start.clone())
-    options = {"lr": 0.1, "weight_decay": 0.1, "accum_iter": 2}
-    optimizers = kind([real], maximize=True, **options), kind([whole], **options)
-    for grad in grads:
-        real.grad, whole.grad = -grad, torch.view_as_complex(grad)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert torch.equal(torch.view_as_real(whole), real)
-    assert not torch.equal(real, start)
+    """A window whose length is changed ends with the gradients that it then holds.
+
+    The parameters, of several dtypes, have gradients in other steps.
+    """
+    generator = torch.Generator().manual_seed(size)
+    draw = partial(torch.randn, generator=generator)
+    dtypes = {torch.float64: 1e-13, torch.complex128: 1e-13, torch.float32: 1e-5}
+    params = [draw(3, dtype=dtype).requires_grad_() for dtype in dtypes]
+    starts = [reals(param).tolist() for param in params]
+    sign = -1 if maximize else 1
+    options = {"weight_decay": DECAY, "maximize": maximize}
+    optimizer = kind(params, LR, (BETA1, BETA2), EPS, **options)
+    grads: list[list[Tensor]] = [[] for _ in params]
+    sizes: list[list[int]] = [[] for _ in params]
+    for step in range(31):
+        accum_iter = optimizer.param_groups[0]["accum_iter"] = size if step < 4 else changed
+        for index, param in enumerate(params):
+            param.grad = None
+            if index != step % 4:
+                grad = draw(3, dtype=param.dtype)
+                param.grad = sign * grad
+                grads[index].append(reals(grad))
+                sizes[index].append(accum_iter)
+        optimizer.step()
+        for param, given in zip(params, grads, strict=True):
+            assert param.grad is None or torch.equal(sign * reals(param.grad), given[-1])
+    for index, (param, tolerance) in enumerate(zip(params, dtypes.values(), strict=True)):
+        state = optimizer.state[param]
+        columns = torch.stack(grads[index]).T.tolist()
+        for x, column, end in zip(starts[index], columns, reals(param).tolist(), strict=True):
+            expected, *counts = accum_by_formula(x, column, sizes[index], kind is AccumAdamW)
+            assert end == pytest.approx(expected, rel=tolerance, abs=tolerance)
+            assert counts == [state["step"], state["position"]]
 
 
 @ALL_THREE
@@ -251,3 +240,105 @@ def test_the_wrapper_trains_with_it_whole_and_by_bucket(make: Make, overlap: boo
     expected = oracle(TopologyFactory.create("ring", 4), 7, overlap, make)
     torch.testing.assert_close(rows, expected, rtol=1e-11, atol=1e-12)
     assert (rows[0] - flatten(make_params())).abs().max() > 0.05
+
+
+FACTORIES = pytest.mark.parametrize(
+    ("optim_fn", "kind", "decay"),
+    [
+        (optim_fn_adam, torch.optim.Adam, 1 / 32768),
+        (optim_fn_adamw, torch.optim.AdamW, 0.1),
+        (optim_fn_accum_adam, AccumAdam, 1 / 32768),
+        (optim_fn_accum_adamw, AccumAdamW, 0.1),
+    ],
+)
+
+
+@FACTORIES
+def test_weights_decay_and_biases_and_norms_do_not(optim_fn: Any, kind: Any, decay: float) -> None:
+    """decent-dp has it the other way round."""
+    weights = {"fc.weight": (3, 2), "subnet.0.weight": (2, 2, 3, 3)}
+    others = {
+        "fc.bias": (3,),
+        "scale": (),
+        "layers.0.weight": (3,),
+        "final_norm.weight": (4, 4),
+        "layer1.bn2.weight": (1, 4, 1),
+        "attention.relative_position_bias_table": (9, 2),
+    }
+    shapes = weights | others
+    made = {name: torch.ones(shapes[name], requires_grad=True) for name in shapes}
+    optimizer = optim_fn([*made.items()])
+    assert type(optimizer) is kind
+    groups = optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [decay, 0.0]
+    for group, names in zip(groups, (weights, others), strict=True):
+        assert [*map(id, group["params"])] == [id(made[name]) for name in names]
+    (only,) = optim_fn([("fc.bias", made["fc.bias"])]).param_groups
+    assert only["weight_decay"] == 0.0
+
+
+@FACTORIES
+def test_partial_sets_what_a_factory_takes(optim_fn: Any, kind: Any, decay: float) -> None:
+    named = list(nn.Linear(2, 2).named_parameters())
+    wanted = {"lr": 0.5, "beta1": 0.1, "beta2": 0.2, "eps": 0.3, "weight_decay": 0.4}
+    if issubclass(kind, AccumAdam):
+        wanted["accum_iter"] = 7
+        assert optim_fn(named).param_groups[0]["accum_iter"] == 4
+    weights, biases = partial(optim_fn, **wanted)(named).param_groups
+    for group in (weights, biases):
+        assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.1, 0.2), 0.3)
+        assert group.get("accum_iter") == wanted.get("accum_iter")
+    assert (weights["weight_decay"], biases["weight_decay"]) == (0.4, 0.0)
+
+
+def rates_of(schedule: Any, steps: int, lr: float = 0.1, resumes: bool = False) -> list[float]:
+    """The rate of each step of a run that may be resumed after every step."""
+
+    def make() -> torch.optim.Optimizer:
+        return torch.optim.SGD(make_params(), lr=lr)
+
+    optimizer = make()
+    scheduler = schedule(optimizer)
+    rates = [optimizer.param_groups[0]["lr"]]
+    while len(rates) < steps:
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        if resumes:
+            saved, optimizer = optimizer.state_dict(), make()
+            optimizer.load_state_dict(saved)
+            saved, scheduler = scheduler.state_dict(), schedule(optimizer)
+            scheduler.load_state_dict(saved)
+    return rates
+
+
+def test_the_schedule_warms_up_anneals_and_stays() -> None:
+    schedule = partial(
+        lr_scheduler_fn_cosine_with_warmup,
+        t_max=8,
+        t_warmup=4,
+        cosine_eta_min=0.02,
+        warmup_decay=0.2,
+    )
+    rates = rates_of(schedule, 16)
+    half = [0.02 + 0.04 * (1 + math.cos(math.pi * i / 8)) for i in range(9)]
+    assert rates == pytest.approx([0.02, 0.04, 0.06, 0.08, *half, 0.02, 0.02, 0.02])
+    assert rates_of(partial(schedule, t_warmup=0), 9) == pytest.approx(half)
+    assert rates_of(schedule, 16, lr=0.0) == [0.0] * 16
+    assert rates_of(schedule, 16, resumes=True) == rates
+    for t_max, t_warmup in ((0, 1), (1, -1)):
+        with pytest.raises(ValueError, match="t_max >= 1"):
+            rates_of(partial(schedule, t_max=t_max, t_warmup=t_warmup), 1)
+
+
+def test_the_schedule_is_decent_dps_as_far_as_that_is_defined() -> None:
+    for kwargs in ({"t_max": 20, "t_warmup": 5}, {"t_max": 7, "t_warmup": 3, "warmup_decay": 0.3}):
+        steps = int(kwargs["t_max"] + kwargs["t_warmup"]) + 1
+        ours, theirs = (
+            rates_of(partial(each, **kwargs), steps)
+            for each in (
+                lr_scheduler_fn_cosine_with_warmup,
+                decent_dp.lr_scheduler_fn_cosine_with_warmup,
+            )
+        )
+        assert ours == pytest.approx(theirs, rel=1e-9)
