@@ -1,0 +1,667 @@
+"""What is special to single extensions: averages, loads, missing entries, NaN, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from covering import named, pairwise
+from problem import MODES, adamw, backward, flatten, make_params, nesterov, sgd, take_steps, wrap
+from ranks import run_threads
+from torch import Tensor
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from warned import warned_texts
+
+from decent_optim_wrapper import (
+    CallOrderError,
+    DecentOptimWrapper,
+    NonFiniteError,
+    PeerError,
+    Schedule,
+)
+from decent_optim_wrapper.config import AverageState, OnNonfinite
+from decent_optim_wrapper.optim import mixing_rate_from_lr
+
+
+def test_an_average_that_is_kept_is_where_the_next_outer_step_starts() -> None:
+    schedule = Schedule(gossip_every=2, outer=partial(SGD, lr=0.5))
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params()
+        base = SGD(params, lr=0.0)
+        optimizer = wrap(params, group, base, schedule=schedule, sync_at_start=False)
+        with torch.no_grad():
+            torch._foreach_add_(params, rank)
+        optimizer.step()
+        optimizer.global_avg(may_revert=False)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        for _ in range(4):
+            optimizer.step()
+        optimizer.synchronize()
+        return flatten(params)
+
+    # Were the anchors still those of before, the ranks would be pulled apart again.
+    expected = flatten(make_params()) + 0.5
+    for row in run_threads(2, main):
+        torch.testing.assert_close(row, expected)
+
+
+def test_a_state_without_an_outer_optimizer_can_be_synchronised_at_once() -> None:
+    schedule = Schedule(outer=nesterov(0.5, 1.0))
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params()
+        plain = wrap(params, group, topology="ring")
+        take_steps(plain, params, rank, range(2))
+        fresh = [param.detach().clone().requires_grad_() for param in params]
+        optimizer = wrap(fresh, group, topology="ring", schedule=schedule, sync_at_start=False)
+        optimizer.load_state_dict(plain.state_dict())
+        before = flatten(fresh)
+        plain.synchronize()
+        optimizer.synchronize()
+        # m = g = x - mixed: the outer step goes 1.5 times as far as the mixing.
+        return flatten(fresh), before + 1.5 * (flatten(params) - before)
+
+    for ours, expected in run_threads(2, main):
+        torch.testing.assert_close(ours, expected)
+        assert (ours - flatten(make_params())).abs().max() > 1e-2
+
+
+def test_a_rate_that_differs_is_an_error_on_both_ranks() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params()
+        optimizer = wrap(params, group)
+        take_steps(optimizer, params, rank, [0])
+        optimizer.mixing_rate = 1.0 if rank else 0.25
+        take_steps(optimizer, params, rank, [1])
+        with pytest.raises(CallOrderError, match="set the same rate on every rank") as raised:
+            optimizer.step()
+        return str(raised.value)
+
+    texts = run_threads(2, main)
+    own = ["mixing_rate=0.25, as here, but it has 1.0", "mixing_rate=1.0, as here, but it has 0.25"]
+    # A rank that is closed by the other one before it has read the header quotes the other's text.
+    assert all(any(text in each for text in own) for each in texts)
+    assert own[0] in texts[0] or own[1] in texts[1]
+
+
+def test_another_method_is_noticed_in_an_idle_round() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params()
+        optimizer = wrap(params, group, schedule=Schedule(gossip_every=3), timeout=10)
+        take_steps(optimizer, params, rank, range(1 if rank else 3))
+        with pytest.raises(CallOrderError) as raised:
+            (optimizer.global_avg if rank else optimizer.step)()
+        return str(raised.value)
+
+    texts = run_threads(2, main)
+    assert "global_avg() at round 1" in texts[0]
+    assert "step() at round 2" in texts[1]
+
+
+@pytest.mark.parametrize(
+    ("lr", "options", "rate"),
+    [
+        (0.1, {"lr_max": 0.1}, 1.0),
+        (0.05, {"lr_max": 0.1}, 0.5),
+        (0.05, {"lr_max": 0.1, "power": 2}, 0.25),
+        (0.05, {"lr_max": 0.01}, 1.0),
+        (0.0, {"lr_max": 0.1, "at_least": 0.02}, 0.02),
+    ],
+)
+def test_the_rate_follows_the_learning_rate(
+    lr: float, options: dict[str, Any], rate: float
+) -> None:
+    base = SGD(make_params(), lr=lr)
+    assert mixing_rate_from_lr(base, **options) == pytest.approx(rate)
+    with pytest.raises(ValueError, match="lr_max above 0"):
+        mixing_rate_from_lr(base, lr_max=0.0)
+    optimizer = wrap(make_params())
+    optimizer.mixing_rate = rate
+    assert optimizer.mixing_rate == rate
+    with pytest.raises(ValueError, match="at most 1"):
+        optimizer.mixing_rate = 2
+
+
+def test_what_is_not_finite_heals_under_outer_momentum_too() -> None:
+    schedule = Schedule(outer=nesterov(0.5))
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[bool]:
+        params = make_params()
+        options: Any = {"schedule": schedule, "on_nonfinite": "skip", "topology": "ring"}
+        optimizer = wrap(params, group, SGD(params, lr=0.01), **options)
+        finite = []
+        for step in range(8):
+            backward(params, rank, step)
+            for param in params:
+                assert param.grad is not None
+                param.grad.nan_to_num_()
+                if step == 2 and rank < 2:
+                    param.data.fill_(float("nan"))
+            optimizer.step()
+            finite.append(bool(flatten(params).isfinite().all()))
+        optimizer.synchronize()
+        return finite
+
+    for rank, finite in enumerate(run_threads(4, main)):
+        assert finite[:3] == [True, True, rank > 1]
+        assert all(finite[-2:])
+
+
+def test_an_exact_average_of_two_ranks_is_not_rounded() -> None:
+    schedule = Schedule(global_avg_every=3)
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params()
+        optimizer = wrap(params, group, schedule=schedule, comm_dtype=torch.bfloat16)
+        take_steps(optimizer, params, rank, range(3))
+        before = flatten(params)
+        optimizer.synchronize()
+        assert not torch.equal(flatten(params), before)
+        return flatten(params)
+
+    one, other = run_threads(2, main)
+    assert torch.equal(one, other)
+
+
+tracked = partial(wrap, topology="ring", gradient_tracking=True)
+
+
+def tracked_of(optimizer: DecentOptimWrapper) -> list[dict[str, Any]]:
+    """What a checkpoint holds of each parameter."""
+    saved = optimizer.state_dict()["gossip"]["extensions"]["gradient_tracking"]
+    rows: list[dict[str, Any]] = saved["params"]
+    return rows
+
+
+def sums(rows: Sequence[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+    """What a rank adds to the sums of y and of the means."""
+    return flatten([row["y"] for row in rows]), flatten([row["mean"] for row in rows])
+
+
+def check_that_the_sums_agree(results: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Of y and of the means; those of each rank differ."""
+    y, means = (sum(result[k] for result in results) for k in range(2))
+    torch.testing.assert_close(y, means, rtol=0, atol=1e-12)
+    assert all((own - mean).abs().max() > 1e-4 for own, mean in results)
+
+
+def test_the_sum_of_the_estimates_is_that_of_the_gradients_in_every_step() -> None:
+    """Also where a rank skips its update, or has no gradient."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
+        params = make_params()
+        optimizer = tracked(params, group, adamw(params))
+        history = []
+        for step in range(8):
+            backward(params, rank, step)
+            if (rank, step) == (1, 2):
+                params[0].grad = None
+            overflow = torch.tensor(float((rank, step) == (2, 4)))
+            vars(optimizer).update(found_inf=overflow, grad_scale=None)
+            optimizer.step()
+            assert (params[0].grad is None) == ((rank, step) == (1, 2))
+            history.append(sums(tracked_of(optimizer)))
+        optimizer.synchronize()
+        return history
+
+    # In the first step nothing has been mixed yet.
+    _, *steps = zip(*run_threads(4, main), strict=True)
+    for results in steps:
+        check_that_the_sums_agree(results)
+
+
+@pytest.mark.parametrize("takes", [1, 3])
+def test_the_state_of_another_rank_starts_the_estimates_again_on_all_ranks(takes: int) -> None:
+    """The corrections would sum to something else than zero, and bias all gradients for good."""
+    states: dict[int, Any] = {}
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params()
+        optimizer = tracked(params, group, adamw(params))
+        take_steps(optimizer, params, rank, range(3))
+        states[rank] = copy.deepcopy(optimizer.state_dict())
+        optimizer.all_gather(torch.zeros(1))
+        optimizer.load_state_dict(states[0 if rank < takes else rank])
+        take_steps(optimizer, params, rank, range(3))
+        optimizer.synchronize()
+        return sums(tracked_of(optimizer))
+
+    # With the first one, every rank has loaded its own: the sums have gone on.
+    check_that_the_sums_agree(run_threads(4, main))
+
+
+AUTO = Schedule(gossip_every="auto", max_staleness=3)
+LOADING: dict[str, dict[str, Any]] = {
+    "every step": {"schedule": Schedule()},
+    "every third": {"schedule": Schedule(gossip_every=3)},
+    "late": {"schedule": Schedule(gossip_every=3, staleness=2)},
+    # Ranks meet after a load there also without an extension.
+    "auto": {"gradient_tracking": False, "schedule": AUTO},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:gradient_tracking")
+@pytest.mark.parametrize(
+    ("options", "loading", "topology", "at"),
+    pairwise(
+        LOADING,
+        {"only rank 0": (0,), "only rank 1": (1,), "all but one": (0, 2, 3)},
+        named("ring", "one-peer-exp", "complete"),
+        {"this round": 5, "an earlier round": 3},
+    ),
+)
+def test_ranks_of_which_only_some_have_loaded_raise(
+    options: dict[str, Any], loading: tuple[int, ...], topology: str, at: int
+) -> None:
+    """All of them an error that names the call; one that had waited would miss a peer."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params()
+        optimizer = tracked(params, group, **{**options, "topology": topology})
+        assert len(optimizer.buckets) > 1
+        for step in range(5 + rank * (options["schedule"] is AUTO)):
+            if step == at:
+                saved = copy.deepcopy(optimizer.state_dict())
+            take_steps(optimizer, params, rank, [step])
+        optimizer.synchronize()
+        if rank in loading:
+            optimizer.load_state_dict(optimizer.state_dict() if at == 5 else saved)
+        with pytest.raises(CallOrderError) as caught:
+            take_steps(optimizer, params, rank, range(50))
+        return str(caught.value)
+
+    for text in run_threads(4, main):
+        assert "after load_state_dict()" in text
+        assert "on all ranks, or on none" in text
+
+
+def test_ranks_that_give_tracking_up_at_different_steps_hear_of_it() -> None:
+    def give_up(optimizer: DecentOptimWrapper) -> None:
+        optimizer.gradient_tracking = False
+
+    def go_on(optimizer: DecentOptimWrapper) -> None:
+        optimizer.step()
+        optimizer.synchronize()
+
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params()
+        optimizer = tracked(params, group, topology="complete", timeout=20)
+        take_steps(optimizer, params, rank, range(3))
+        backward(params, rank, 3)
+        with pytest.raises((CallOrderError, PeerError)) as caught:
+            (go_on if rank else give_up)(optimizer)
+        assert optimizer.gradient_tracking
+        return str(caught.value)
+
+    assert any("gradient_tracking = False" in text for text in run_threads(4, main))
+
+
+def test_tracking_that_is_given_up_frees_its_memory_and_trains_on() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params()
+        optimizer = tracked(params, group, adamw(params))
+        take_steps(optimizer, params, rank, range(4))
+        before = optimizer.stats().bytes_sent
+        optimizer.gradient_tracking = False
+        given_up = flatten(params)
+        take_steps(optimizer, params, rank, range(4, 8))
+        assert before == 2 * optimizer.stats().bytes_sent > 0
+        optimizer.synchronize()
+        assert (flatten(params) - given_up).abs().max() > 1e-2
+        assert "extensions" not in optimizer.state_dict()["gossip"]
+        with pytest.raises(ValueError, match="expects False during the training"):
+            optimizer.gradient_tracking = True
+
+    run_threads(4, main)
+
+
+def test_half_precision_parameters_have_estimates_in_single_precision() -> None:
+    params = make_params(dtype=torch.bfloat16)
+    optimizer = tracked(params)
+    take_steps(optimizer, params, 0, range(2))
+    rows = tracked_of(optimizer)
+    assert {row["y"].dtype for row in rows} == {torch.float32}
+    assert sums(rows)[0].abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("rounds", ["automatic", "joined"])
+def test_the_sums_agree_where_ranks_make_different_numbers_of_steps(rounds: str) -> None:
+    """They hold once all are at one round."""
+    schedule = Schedule(gossip_every="auto") if rounds == "automatic" else Schedule()
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params()
+        optimizer = tracked(params, group, adamw(params), schedule=schedule)
+        take_steps(optimizer, params, rank, range(6 + 2 * rank))
+        if rounds == "joined":
+            # As torch's Join calls it while the data of other ranks last.
+            idle = optimizer.join_hook()
+            for _ in range(6 - 2 * rank):
+                idle.main_hook()
+        optimizer.synchronize()
+        assert optimizer.round > 2
+        rows = tracked_of(optimizer)
+        closed = [row["y"] + row["mean"] * row["is_open"] for row in rows]
+        return flatten(closed), sums(rows)[1]
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "gradient_tracking")
+        check_that_the_sums_agree(run_threads(4, main))
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_without_an_entry_leaves_those_of_the_others_as_they_are(mode: str) -> None:
+    """One skips its first updates, as GradScaler makes it do, and one has no gradient for long."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor | None:
+        params = make_params()
+        base = AdamW(params, lr=0.0)
+        options: Any = {"topology": "ring", "schedule": Schedule(average_state=MOMENTS)}
+        optimizer = wrap(params, group, base, **options, **MODES[mode])
+        for step in range(4):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            if rank == 1:
+                params[1].grad = None
+            overflow = torch.tensor(float(rank == 2 and step < 2))
+            vars(optimizer).update(found_inf=overflow, grad_scale=None)
+            optimizer.step()
+        optimizer.synchronize()
+        assert ("exp_avg_sq" in base.state[params[1]]) == (rank != 1)
+        return None if rank == 1 else flatten([base.state[p]["exp_avg_sq"] for p in params])
+
+    def after(updates: int) -> float:
+        """The entries of a rank alone."""
+        return 1 - 0.999**updates
+
+    for entries in run_threads(4, main):
+        # Nothing was mixed with zeros, but with what rank 2 has after its two updates.
+        if entries is not None:
+            assert (entries > 0.99 * after(2)).all()
+            assert (entries < 0.99 * after(4)).all()
+
+
+def test_a_rank_that_is_left_out_takes_only_entries_that_the_others_have() -> None:
+    """And still tells them which entries it has itself."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+        params = make_params()
+        base = adamw(params)
+        schedule = Schedule(average_state=("exp_avg",))
+        optimizer = wrap(params, group, base, schedule=schedule, on_nonfinite="skip")
+        for step in range(5):
+            backward(params, rank, step)
+            if rank == 1 and step < 3:
+                params[1].grad = None
+            optimizer.step()
+            if (rank, step) == (0, 1):
+                base.state[params[1]]["exp_avg"].fill_(float("nan"))
+        optimizer.synchronize()
+        return [base.state[param]["exp_avg"] for param in params]
+
+    one, other = run_threads(2, main)
+    assert one[1].isfinite().all()
+    # Mixed again once both have it.
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert flatten(one).abs().max() > 1e-3
+
+
+class ScheduleFree(SGD):
+    """As those of Defazio et al., whose own iterate z has to be mixed, too, to converge."""
+
+
+def test_an_iterate_that_is_not_mixed_is_warned_of() -> None:
+    params = make_params()
+    with warned_texts() as texts:
+        wrap(params, None, ScheduleFree(params, lr=0.1))
+        wrap(params, None, ScheduleFree(params, lr=0.1), schedule=Schedule(average_state=("z",)))
+        wrap(params, None, sgd(params))
+    (text,) = texts
+    assert 'average_state=("z",)' in text
+
+
+def trained(
+    rank: int, group: dist.ProcessGroup, make: Any = sgd, **options: Any
+) -> tuple[list[Tensor], DecentOptimWrapper]:
+    params = make_params()
+    optimizer = wrap(params, group, make(params), topology="ring", **options)
+    assert len(optimizer.buckets) > 1
+    take_steps(optimizer, params, rank, range(3))
+    return params, optimizer
+
+
+def momenta(optimizer: Optimizer, params: list[Tensor]) -> Tensor:
+    """Everything that the base keeps per element, as one vector."""
+    kept = [value for p in params for _, value in sorted(optimizer.state[p].items())]
+    tensors = [value for value in kept if isinstance(value, Tensor)]
+    return flatten([value for value in tensors if value.dtype == torch.float64])
+
+
+def average_at_once(optimizer: DecentOptimWrapper, params: list[Tensor]) -> None:
+    optimizer.global_avg(may_revert=False)
+
+
+def average_by_a_step(optimizer: DecentOptimWrapper, params: list[Tensor]) -> None:
+    own = momenta(optimizer, params)
+    optimizer.global_avg()
+    assert torch.equal(momenta(optimizer, params), own), "it may be reverted still"
+    for param in params:
+        param.grad = None
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("policy", "make", "average"),
+    pairwise(
+        named("average", "keep"),
+        {"sgd": sgd, "adamw": adamw},
+        {"by step": average_by_a_step, "by may_revert": average_at_once},
+    ),
+)
+def test_momenta_are_averaged_if_asked_for_where_the_average_is_kept(
+    policy: AverageState, make: Any, average: Any
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params, optimizer = trained(rank, group, make, schedule=Schedule(average_state=policy))
+        own = momenta(optimizer, params)
+        with optimizer.averaged():
+            pass
+        average(optimizer, params)
+        return own, momenta(optimizer, params)
+
+    rows = run_threads(4, main)
+    mean = torch.stack([own for own, _ in rows]).mean(dim=0)
+    for own, after in rows:
+        expected = mean if policy == "average" else own
+        torch.testing.assert_close(after, expected, rtol=1e-13, atol=1e-14)
+        assert not torch.allclose(own, mean)
+
+
+def test_the_bytes_of_averaged_momenta_are_counted() -> None:
+    def main(rank: int, group: dist.ProcessGroup, policy: AverageState) -> int:
+        schedule = Schedule(global_avg_every=3, average_state=policy)
+        _, optimizer = trained(rank, group, overlap=False, schedule=schedule)
+        return optimizer.stats().bytes_sent
+
+    copy_bytes = 8 * flatten(make_params()).numel()
+    kept, averaged = (run_threads(4, partial(main, policy=each)) for each in ("keep", "average"))
+    # As by a ring of 4, in whole bytes bucket by bucket: 2 * 3 / 4 copies of one momentum.
+    for one, other in zip(kept, averaged, strict=True):
+        assert other - one == pytest.approx(1.5 * copy_bytes, abs=8)
+
+
+def test_counters_and_what_one_rank_has_no_momentum_for_are_left_alone() -> None:
+    """Also the counter of a parameter without dimensions, which has its shape."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[tuple[float, ...]]:
+        params = make_params()
+        base = torch.optim.Adam(params, lr=0.1, betas=(0.0, 0.999))
+        optimizer = wrap(params, group, base, schedule=Schedule(average_state="average"))
+        for step in range(3):
+            for index, param in enumerate(params):
+                missing = (rank == 1 and index < 2) or (rank, step) == (0, 1)
+                param.grad = None if missing else torch.full_like(param, 1.0 + rank)
+            optimizer.step()
+        optimizer.global_avg(may_revert=False)
+        states = [base.state.get(param, {}) for param in params]
+        return [(s["exp_avg"].mean().item(), s["step"].item()) if s else () for s in states]
+
+    first, second = run_threads(2, main)
+    assert first == [(1.0, 2.0), (1.0, 2.0), (1.5, 2.0), (1.5, 2.0), (1.5, 2.0)]
+    assert second == [(), (), (1.5, 3.0), (1.5, 3.0), (1.5, 3.0)]
+
+
+def poison(base: Optimizer, params: list[Tensor]) -> None:
+    """As a single bad batch may leave it: the parameters themselves stay finite."""
+    for index, value in ((1, float("nan")), (2, float("inf"))):
+        base.state[params[index]]["exp_avg"].view(-1)[0] = value
+
+
+def overflow(base: Optimizer, params: list[Tensor]) -> None:
+    """Make a step with finite gradients whose squares are not."""
+    for param in params:
+        param.grad = torch.full_like(param, 1e25)
+    base.step()
+    assert all(base.state[param]["exp_avg_sq"].isinf().all() for param in params)
+    assert flatten(params).isfinite().all()
+
+
+def average_in_a_step(optimizer: DecentOptimWrapper, params: list[Tensor]) -> None:
+    # The fourth step launches the scheduled average, and synchronize() finishes it.
+    for param in params:
+        param.grad = None
+    optimizer.step()
+    optimizer.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "average", "policy"),
+    pairwise(
+        {"poison": poison, "overflow": overflow},
+        {"at once": average_at_once, "in a step": average_in_a_step},
+        named("raise", "skip"),
+    ),
+)
+def test_momenta_that_are_not_finite_reach_nobody(
+    spoil: Any, average: Any, policy: OnNonfinite
+) -> None:
+    bad, world_size = 1, 3
+    schedule = Schedule(average_state="average", global_avg_every=4)
+
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params(dtype=torch.float32)
+        base = adamw(params)
+        optimizer = wrap(params, group, base, schedule=schedule, on_nonfinite=policy)
+        take_steps(optimizer, params, rank, range(3))
+        optimizer.synchronize()
+        if rank == bad:
+            spoil(base, params)
+
+        def moments() -> Tensor:
+            kept = [base.state[param] for param in params]
+            return flatten([each[name] for name in ("exp_avg", "exp_avg_sq") for each in kept])
+
+        own = moments()
+        if policy == "raise":
+            refusal = r"finite momenta in average_state=.*those of ranks \[1\] hold NaN"
+            with pytest.raises(NonFiniteError, match=refusal) as caught:
+                average(optimizer, params)
+            assert caught.value.ranks == (bad,)
+            torch.testing.assert_close(moments(), own, rtol=0, atol=0, equal_nan=True)
+            optimizer.load_state_dict(optimizer.state_dict())
+        else:
+            average(optimizer, params)
+        assert flatten(params).isfinite().all()
+        return own, moments()
+
+    rows = run_threads(world_size, main)
+    assert not rows[bad][0].isfinite().all()
+    if policy == "skip":
+        good = torch.stack([own for rank, (own, _) in enumerate(rows) if rank != bad]).mean(dim=0)
+        everyone = torch.stack([own for own, _ in rows]).mean(dim=0)
+        for own, averaged in rows:
+            assert torch.equal(averaged, rows[0][1])
+            # A bucket that is finite everywhere is averaged over all.
+            close = torch.isclose(averaged, good, rtol=1e-6)
+            assert (close | torch.isclose(averaged, everyone, rtol=1e-6)).all()
+            assert close[~rows[bad][0].isfinite()].all()
+            assert not torch.equal(own, averaged)
+
+
+def test_where_nobody_has_finite_momenta_each_keeps_its_own() -> None:
+    options: Any = {"schedule": Schedule(average_state="average"), "on_nonfinite": "skip"}
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params, optimizer = trained(rank, group, **options)
+        for param in params:
+            optimizer.state[param]["momentum_buffer"].view(-1)[rank % param.numel()] = float("nan")
+        own = momenta(optimizer, params)
+        optimizer.global_avg(may_revert=False)
+        torch.testing.assert_close(momenta(optimizer, params), own, rtol=0, atol=0, equal_nan=True)
+        assert own.isfinite().any()
+
+    run_threads(2, main)
+
+
+def an_optimizer_of_others(anchors: list[Tensor]) -> Optimizer:
+    return sgd(make_params())
+
+
+FIELDS = {field.name for field in fields(Schedule)}
+
+
+def step_with(make: Any = sgd, **options: Any) -> None:
+    params = make_params()
+    schedule = Schedule(**{name: options.pop(name) for name in FIELDS & options.keys()})
+    optimizer = wrap(params, None, make(params), schedule=schedule, **options)
+    take_steps(optimizer, params, 0, [0])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"outer": len}, TypeError, "outer expects .* returned a int"),
+        ({"outer": an_optimizer_of_others}, ValueError, "outer expects .* the tensors"),
+        ({"outer": partial(SGD, lr=-1.0)}, ValueError, "Invalid learning rate"),
+        (
+            {"gradient_tracking": True, "make": LBFGS, "overlap": False},
+            ValueError,
+            "gradient_tracking=True",
+        ),
+        ({"gradient_tracking": True, "on_nonfinite": "skip"}, ValueError, "on_nonfinite"),
+        ({"average_state": ("no",)}, RuntimeError, r"\['momentum_buffer'\], got 'no'"),
+        (
+            {"average_state": MOMENTS, "gossip_every": 2, "staleness": 2},
+            ValueError,
+            "second moments",
+        ),
+        ({"average_state": MOMENTS, "gossip_every": "auto"}, ValueError, "second moments"),
+        ({"average_state": ()}, TypeError, "average_state"),
+        ({"average_state": (1,)}, TypeError, "average_state"),
+    ],
+)
+def test_what_an_extension_cannot_do_is_refused(
+    options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        step_with(**options)
+
+
+@pytest.mark.parametrize("every", [1, 2, "auto"])
+def test_rare_rounds_with_tracking_are_warned_of(every: Any) -> None:
+    with warned_texts() as texts:
+        tracked(make_params(), schedule=Schedule(gossip_every=every))
+    assert ["gradient_tracking gains less" in text for text in texts] == [True] * (every != 1)
