@@ -240,6 +240,7 @@ class Oracle:
         replicas: how many.
         make_base: makes the optimizer of each.
         clip: the bound and the kind of the norm of each replica's gradients, if they are clipped.
+        clipped: the parameters that are clipped together, if not all are.
         average_every: steps from one exact average to the next, if there are any.
         make_outer: makes the outer optimizer that steps at exact averages, or at all rounds.
         steps: how many each replica makes itself; it is idle in the others.
@@ -254,6 +255,7 @@ class Oracle:
         replicas: int,
         make_base: MakeOptimizer,
         clip: tuple[float, float] | None = None,
+        clipped: Sequence[Sequence[str]] = (),
         average_every: int | None = None,
         make_outer: MakeOptimizer | None = None,
         steps: Sequence[int] = (),
@@ -263,7 +265,8 @@ class Oracle:
         blocks: int = BLOCKS,
     ) -> None:
         self._late, self._rate, self._average_every = late, rate, average_every
-        self._steps, self._skips, self._clip = steps, skips, clip
+        self._steps, self._skips = steps, skips
+        self._clip, self._clipped = clip, clipped
         self._models = [make_model(blocks=blocks) for _ in range(replicas)]
         self._worlds: list[list[Tensor]] = [[*model.parameters()] for model in self._models]
         self._bases = [make_base(params) for params in self._worlds]
@@ -298,8 +301,11 @@ class Oracle:
         x, y = batch(replica, step)
         self._models[replica].zero_grad()
         loss_of(self._models[replica](x), y).backward()  # type: ignore[no-untyped-call]
-        if self._clip:
-            norm = nn.utils.clip_grad_norm_(self._worlds[replica], *self._clip)
+        named = dict(self._models[replica].named_parameters())
+        if self._clip is None:
+            return
+        for group in self._clipped or [[*named]]:
+            norm = nn.utils.clip_grad_norm_([named[name] for name in group], *self._clip)
             self.norms[replica].append(norm.item())
 
     def _update(self, replica: int, step: int) -> None:

@@ -390,40 +390,25 @@ def test_a_replica_follows_the_oracle_where(way: Way) -> None:
             assert difference(found, start) > 1e-3
 
 
-class ClippedByBucket(Oracle):
-    """Clips the gradients of each bucket by their own norm."""
-
-    buckets: Sequence[Sequence[str]] = ()
-
-    def _compute(self, replica: int, step: int) -> None:
-        super()._compute(replica, step)
-        named = dict(self._models[replica].named_parameters())
-        for bucket in self.buckets:
-            norm = nn.utils.clip_grad_norm_([named[name] for name in bucket], CLIP / 2)
-            assert norm > CLIP / 2
-
-
-def clip_by_bucket(layout: str) -> tuple[int, dict[str, Any], list[list[str]]]:
-    spread = Spread(LAYOUTS[layout])
+def clip_by_bucket() -> tuple[int, dict[str, Any], list[list[str]]]:
+    spread = Spread(LAYOUTS["fsdp inside"])
     # By its own shards, each rank of a replica would fill its buckets otherwise.
     cap = 130 / 2**20
     model = module(spread.model, spread.mesh, grad_clip_norm=CLIP / 2, bucket_size_in_mb=cap)
     for step in range(STEPS):
         spread.backward(step, through=model)
     names = {id(param): name for name, param in spread.model.named_parameters()}
-    buckets = [
-        [names[id(member)] for member in bucket.members] for bucket in model.optimizer.buckets
-    ]
+    buckets = [[names[id(each)] for each in bucket.members] for bucket in model.optimizer.buckets]
     return (*ended(spread, model.optimizer), buckets)
 
 
 def test_buckets_of_uneven_shards_are_the_same_on_all_ranks_and_clipped_together() -> None:
-    ranks = [rank for (rank,) in on_all(clip_by_bucket, ["fsdp inside"])]
-    expected = ClippedByBucket(4, sgd)
-    expected.buckets = ranks[0][2]
-    expected.train()
+    ranks = run_on_mesh(8, clip_by_bucket)
+    by_bucket = ranks[0][2]
+    expected = Oracle(4, sgd, clip=(CLIP / 2, 2.0), clipped=by_bucket).train()
+    assert min(map(min, expected.norms)) > CLIP / 2
     for replica, found, buckets in ranks:
-        assert buckets == expected.buckets
+        assert buckets == by_bucket
         assert difference(found, expected.parameters(replica)) < EXACT
 
 
@@ -473,8 +458,8 @@ def test_narrow_values_keep_the_mean_of_replicas_and_what_the_ranks_of_one_share
         assert max((after[name] - mean[name]).abs().max() for name in mean) < EXACT, case
 
 
-def clip_without_gradients(layout: str) -> tuple[int, float]:
-    spread = Spread(LAYOUTS[layout])
+def clip_without_gradients() -> tuple[int, float]:
+    spread = Spread(LAYOUTS["pipeline and tp"])
     optimizer = spread.wrap(sgd)
     spread.backward(0)
     if spread.mesh.get_local_rank("pp") == 1:
@@ -483,18 +468,15 @@ def clip_without_gradients(layout: str) -> tuple[int, float]:
 
 
 def test_a_stage_without_gradients_is_clipped_with_the_others() -> None:
-    layout = "pipeline and tp"
-    whole = oracle(Case(layout, "sgd", "plain", True, busy=True)).norms
-    for ((replica, norm),) in on_all(clip_without_gradients, [layout]):
+    whole = oracle(Case("pipeline and tp", "sgd", "plain", True, busy=True)).norms
+    for replica, norm in run_on_mesh(8, clip_without_gradients):
         assert CLIP < norm < whole[replica][0]
 
 
-def idle_in_a_stage(layout: str) -> float:
-    spread = Spread(LAYOUTS[layout])
+def idle_in_a_stage() -> float:
+    spread, base = Spread(LAYOUTS["pipeline 1f1b"]), partial(torch.optim.SGD, lr=1.0)
     options: Any = {"grad_clip_norm": CLIP, "update_in_backward": False}
-    model = module(
-        spread.model, spread.mesh, lambda named: torch.optim.SGD(named, lr=1.0), **options
-    )
+    model = module(spread.model, spread.mesh, base, **options)
     assert len(model.optimizer.buckets) >= 2
     before = flatten([*spread.model.parameters()])
     if spread.mesh.get_local_rank("pp"):
@@ -507,12 +489,11 @@ def idle_in_a_stage(layout: str) -> float:
 
 
 def test_an_idle_stage_takes_part_in_the_clipping_of_its_replica() -> None:
-    moved = [each for (each,) in on_all(idle_in_a_stage, ["pipeline 1f1b"])]
-    assert moved == pytest.approx([CLIP, 0.0] * 4, rel=1e-4)
+    assert run_on_mesh(8, idle_in_a_stage) == pytest.approx([CLIP, 0.0] * 4, rel=1e-4)
 
 
-def idle_after_an_evaluation(layout: str) -> tuple[Any, Any, Any]:
-    mesh = LAYOUTS[layout].mesh()
+def idle_after_an_evaluation() -> tuple[Any, Any, Any]:
+    mesh = LAYOUTS["fsdp inside"].mesh()
     # The root has all parameters, and keeps them gathered after a forward pass without gradients.
     inner = make_model()
     fully_shard(inner, mesh=mesh["fsdp"])
@@ -530,7 +511,7 @@ def idle_after_an_evaluation(layout: str) -> tuple[Any, Any, Any]:
 
 
 def test_an_idle_step_after_an_evaluation_is_seen_by_the_next_one() -> None:
-    for ((before, after, again),) in on_all(idle_after_an_evaluation, ["fsdp inside"]):
+    for before, after, again in run_on_mesh(8, idle_after_an_evaluation):
         assert (after == again).all()
         assert (before != after).any()
 
