@@ -10,7 +10,7 @@ import pickle
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -88,20 +88,12 @@ def test_what_is_read_from_the_wrapper_is_the_bases_also_after_loading() -> None
         assert word in repr(wrapper)
 
 
-SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
-    "step": partial(StepLR, step_size=1, gamma=0.5),
-    "one cycle": partial(OneCycleLR, max_lr=0.1, total_steps=9),
-}
-
-
 @pytest.mark.parametrize("on", ["base", "wrapper"])
-@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_schedulers_drive_the_base_also_after_loading(
-    on: str, make: Callable[[Optimizer], LRScheduler]
-) -> None:
+def test_schedulers_drive_the_base_also_after_loading(on: str) -> None:
     params, reference = make_params(), make_params()
     wrapper, plain = wrap(params), sgd(reference)
-    schedulers = [make(wrapper if on == "wrapper" else wrapper.optimizer), make(plain)]
+    scheduled = wrapper if on == "wrapper" else wrapper.optimizer
+    schedulers = [OneCycleLR(each, max_lr=0.1, total_steps=9) for each in (scheduled, plain)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(6):
