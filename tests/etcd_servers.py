@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -111,6 +112,10 @@ class EtcdServers:
         self._processes[server].kill()
         self._processes[server].wait()
 
+    def stop(self, server: int) -> None:
+        """Let a server hang: it keeps its connections, and answers nobody."""
+        self._processes[server].send_signal(signal.SIGSTOP)
+
     def alive(self) -> list[int]:
         return [number for number, each in self._processes.items() if each.poll() is None]
 
@@ -120,13 +125,11 @@ class EtcdServers:
         leading = {endpoint for endpoint, _, _, _, leads, *_ in rows if leads == "true"}
         return next(number for number in self.alive() if self.endpoint(number) in leading)
 
-    def control(self, *command: str, user: str | None = None) -> str:
+    def control(self, *command: str) -> str:
         """Run etcdctl, and return what it prints."""
         options = ["--endpoints", self.endpoints]
         if self._tls:
             options += ["--cacert", self.certificate]
-        if user:
-            options += ["--user", user]
         done = subprocess.run(
             ["etcdctl", *options, *command],
             env={**os.environ, "ETCDCTL_API": "3"},

@@ -41,10 +41,12 @@ STALE_AFTER = 1.0
 
 Members = tuple[int, ...]
 Hook = Callable[[int, DecentOptimWrapper], object]
+# What a process calls with a key and a value for the launcher.
+Report = Callable[[str, Any], None]
 
 
-def connect(port: int, host: str = "127.0.0.1") -> TCPStore:
-    """A connection of this process to a store."""
+def connect(host: str, port: int, rank: int = 0) -> TCPStore:
+    """A connection of this process to a store; all ranks have the same."""
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
 
 
@@ -89,16 +91,13 @@ class Life(NamedTuple):
     topologies: list[str]
     # The seconds of its longest step.
     longest: float
-    round: int
 
 
 def train(
     rank: int,
     world_size: int,
     store: Any,
-    report: Callable[[str, Any], None],
-    port: int | None = None,
-    host: str = "127.0.0.1",
+    report: Report,
     make_store: Callable[[int], Any] | None = None,
     before: Hook | None = None,
     after: Hook | None = None,
@@ -110,15 +109,13 @@ def train(
 
     It calls `before` and `after` around every step. With `averages` an average is in place in every
     other round, and kept in every sixth. The callback of rank `refuses` raises. The ranks meet in
-    the store at `port` of `host`, in the one that `make_store` makes for a rank, or in that of the
-    launcher.
+    the store that `make_store` makes for a rank, or in that of the launcher.
     """
     params, longest = make_params(seed=rank), 0.0
     seen: dict[int, list[float]] = {}
     changes: list[tuple[Members, Members]] = []
     caught: list[str] = []
-    meeting = store if port is None else connect(port, host)
-    meeting = make_store(rank) if make_store else meeting
+    meeting = make_store(rank) if make_store else store
     optimizer = wrap_elastic(params, rank, world_size, meeting, changes, refuses == rank, **options)
     report("joined", optimizer.round)
 
@@ -162,7 +159,6 @@ def train(
         averages=seen,
         topologies=topologies,
         longest=longest,
-        round=optimizer.round,
     )
 
 
@@ -210,7 +206,7 @@ def train_or_tell(
     rank: int,
     world_size: int,
     store: Any,
-    report: Callable[[str, Any], None],
+    report: Report,
     patience: float = 0.0,
     **options: Any,
 ) -> Life | Failure:
@@ -240,15 +236,14 @@ class RestartableProcesses:
         options: further arguments by name.
     """
 
-    margin = 30
-
     def __init__(
         self, world_size: int, main: Callable[..., Any], *args: Any, **options: Any
     ) -> None:
         self.world_size = world_size
         self._main, self._args = partial(main, **options), args
-        self._store = launcher_store()
-        self._workers: dict[int, Any] = {}
+        self.store = launcher_store()
+        # The process of each rank that was started last.
+        self.workers: dict[int, Any] = {}
         # Also those in whose place others have been started.
         self._started: list[Any] = []
         # A pipe for each life: a shared queue would stay locked by a rank that is killed.
@@ -271,16 +266,11 @@ class RestartableProcesses:
         """Start the rank, for the first time or again."""
         ours, theirs = PROCESSES.Pipe(duplex=False)
         self._pipes[ours] = rank
-        self._workers[rank] = start_process(
-            _work, rank, self.world_size, self._store.port, theirs, self._main, self._args
+        self.workers[rank] = start_process(
+            _work, rank, self.world_size, self.store.port, theirs, self._main, self._args
         )
-        self._started.append(self._workers[rank])
+        self._started.append(self.workers[rank])
         theirs.close()
-
-    def pid(self, rank: int) -> int:
-        """The process that was started last."""
-        pid: int = self._workers[rank].pid
-        return pid
 
     def all_reach(self, key: str) -> None:
         """Return once every rank has reported the key."""
@@ -293,41 +283,25 @@ class RestartableProcesses:
 
     def kill(self, rank: int) -> None:
         """End the rank without a word."""
-        self._workers[rank].kill()
-        self._workers[rank].join()
+        self.workers[rank].kill()
+        self.workers[rank].join()
 
-    def join(self, rank: int, seconds: float) -> int | None:
-        """The exit code of a rank that ends by itself; None if it has not by then."""
-        self._workers[rank].join(seconds)
-        code: int | None = self._workers[rank].exitcode
-        return code
-
-    def finish(self, margin: int = 0) -> None:
+    def finish(self, margin: int = 30) -> None:
         """Let the ranks end some rounds after the last that one of them has reported."""
-        while any(pipe.poll() for pipe in list(self._pipes)):
-            self._take(0)
-        self._store.set("finish", str(self._reached + (margin or self.margin)))
-
-    def put(self, key: str) -> None:
-        """Let all ranks see the key in the store."""
-        self._store.set(key, "1")
+        self._take_all()
+        self.store.set("finish", str(self._reached + margin))
 
     def epoch(self) -> int:
         """How often the ranks of the first wrapper have agreed on their members."""
-        return int(PrefixStore(key_prefix(0), self._store).get("epoch"))
+        return int(PrefixStore(key_prefix(0), self.store).get("epoch"))
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """SIGSTOP or SIGCONT."""
-        _signal(self._workers[rank].pid, number)
+        _signal(self.workers[rank].pid, number)
 
     def delay(self, rank: int, seconds: float) -> None:
         """Ask the rank to sleep before its next step."""
-        self._store.set(f"delay {rank}", str(seconds))
-
-    def listen(self, seconds: float) -> set[int]:
-        """The ranks that report a round within that time."""
-        taken = self._take(seconds)
-        return {rank for rank, key in taken if key.startswith("round ")}
+        self.store.set(f"delay {rank}", str(seconds))
 
     def wait_for(self, rank: int, key: str, seconds: float = 60) -> Any:
         """What the rank reports under the key, from now on or before."""
@@ -338,16 +312,20 @@ class RestartableProcesses:
             self._take(remaining)
         return self.reports.pop((rank, key))
 
-    def wait_for_members(self, rank: int, members: tuple[int, ...], seconds: float = 60) -> None:
+    def wait_for_members(self, rank: int, members: Members, seconds: float = 60) -> None:
         """Return once the rank reports a round, from now on, with these members."""
         deadline = time.monotonic() + seconds
-        while any(pipe.poll() for pipe in list(self._pipes)):
-            self._take(0)
+        self._take_all()
         while not any(
             teller == rank and key.startswith("round ") and self.reports[teller, key] == members
             for teller, key in self._take(max(0.0, deadline - time.monotonic()))
         ):
             assert time.monotonic() < deadline, f"rank {rank} did not train with {members}"
+
+    def _take_all(self) -> None:
+        """Take what has been reported up to now."""
+        while any(pipe.poll() for pipe in list(self._pipes)):
+            self._take(0)
 
     def _take(self, seconds: float) -> set[tuple[int, str]]:
         """Take one report from each rank that has some, and say which."""
@@ -372,7 +350,12 @@ class RestartableProcesses:
 class TrainingProcesses(RestartableProcesses):
     """Processes whose `main` is `train`, or calls it."""
 
-    margin = 12
+    def end(self, *ranks: int, margin: int = 12) -> list[Life]:
+        """Let these ranks, or all, end together; what they have seen, on which they agree."""
+        self.finish(margin)
+        lives: list[Life] = self.results(*ranks)
+        agree(lives)
+        return lives
 
 
 class StoreProcess:
@@ -398,9 +381,10 @@ class StoreProcess:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def connect(self) -> TCPStore:
-        """A connection of this process."""
-        return connect(self.port, self._host)
+    @property
+    def connect(self) -> Callable[[int], TCPStore]:
+        """Makes a connection of the process that calls it, for a rank."""
+        return partial(connect, self._host, self.port)
 
     def kill(self) -> None:
         """End the store without a word."""
@@ -440,7 +424,7 @@ def _work(
     rank: int, world_size: int, port: int, pipe: Connection, main: Callable[..., Any], args: Any
 ) -> None:
     begin_process()
-    store = connect(port)
+    store = connect("127.0.0.1", port)
 
     def report(key: str, value: Any) -> None:
         pipe.send((key, value))

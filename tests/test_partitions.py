@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 import netlab
 import pytest
-from restartable_processes import (
-    STALE_AFTER,
-    Failure,
-    StoreProcess,
-    TrainingProcesses,
-    agree,
-    train_or_tell,
-)
+from restartable_processes import Failure, Report, StoreProcess, TrainingProcesses, train_or_tell
+
+from decent_optim_wrapper.comm.process_groups import connect_gloo
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,56 +24,72 @@ pytestmark = [
 
 RANKS = 3
 STORE = RANKS
-TIMEOUT = 3.0
 # What the promise adds to the timeout, and what two busy cores may.
 SLACK = 2.0 + 8.0
 
 
 def train_on_a_host(
-    rank: int,
-    world_size: int,
-    store: Any,
-    report: Callable[[str, Any], None],
-    where: netlab.Lab,
-    port: int,
-    timeout: float,
+    rank: int, world_size: int, store: Any, report: Report, where: netlab.Lab, **options: Any
 ) -> None:
     """Train on a host of its own until the test ends it, or until that fails."""
     netlab.enter(where.hosts[rank])
     os.environ["GLOO_SOCKET_IFNAME"] = where.interface
-    options: dict[str, Any] = {"host": netlab.address(STORE), "port": port, "timeout": timeout}
-    report("result", train_or_tell(rank, world_size, store, report, **options))
+    attempts = itertools.count(1)
+
+    def connect_and_report(*args: Any) -> Any:
+        report("attempts", next(attempts))
+        return connect_gloo(*args)
+
+    with mock.patch("decent_optim_wrapper.elastic.rendezvous.connect_gloo", connect_and_report):
+        report("result", train_or_tell(rank, world_size, store, report, **options))
     # What hangs on a dead link must not hang this process, either.
     os._exit(0)
 
 
 @contextmanager
-def ranks_on(where: netlab.Lab, timeout: float = TIMEOUT) -> Iterator[TrainingProcesses]:
+def ranks_on(where: netlab.Lab, timeout: float) -> Iterator[TrainingProcesses]:
     """Ranks on hosts of their own, and a store on another one."""
-    host = netlab.address(STORE)
-    with (
-        StoreProcess(host, netlab.enter, where.hosts[STORE]) as server,
-        TrainingProcesses(RANKS, train_on_a_host, where, server.port, timeout) as processes,
-    ):
-        yield processes
+    with StoreProcess(netlab.address(STORE), netlab.enter, where.hosts[STORE]) as server:
+        options: dict[str, Any] = {"make_store": server.connect, "timeout": timeout}
+        with TrainingProcesses(RANKS, train_on_a_host, where, **options) as processes:
+            yield processes
 
 
-class Trouble(NamedTuple):
-    """What happens to the links, and what the ranks make of it.
+@contextmanager
+def training(timeout: float) -> Iterator[tuple[netlab.Lab, TrainingProcesses]]:
+    with netlab.lab(RANKS + 1, "400mbit") as where, ranks_on(where, timeout) as processes:
+        processes.all_reach("round 3")
+        yield where, processes
 
-    Args:
-        act: changes the links.
-        kills: whether rank 0 is killed, too.
-        raising: the ranks that raise.
-        staying: those that go on.
-        first: the members before rank 0 is killed, if they are fewer than all.
-    """
 
-    act: Callable[[netlab.Lab], object]
-    kills: bool
-    raising: tuple[int, ...]
-    staying: tuple[int, ...]
-    first: tuple[int, ...] = ()
+def check_loss_of_the_store(processes: TrainingProcesses, rank: int, timeout: float) -> None:
+    failure: Failure = processes.wait_for(rank, "result", 40)
+    assert failure.seconds < timeout + SLACK
+    assert "the store in which the ranks agree does not answer" in failure.text
+
+
+def test_a_rank_that_is_cut_off_raises_and_when_the_store_is_cut_off_all_do() -> None:
+    with training(timeout=2.0) as (where, processes):
+        netlab.cut(where, 1)
+        check_loss_of_the_store(processes, 1, timeout=2.0)
+        processes.wait_for_members(2, (0, 2))
+        netlab.cut(where, STORE)
+        processes.kill(0)
+        check_loss_of_the_store(processes, 2, timeout=2.0)
+
+
+def test_over_a_slow_store_others_go_on_without_a_rank_that_only_cannot_reach_the_store() -> None:
+    """Two of three go on, and then one of these two; of three at once it would not be half."""
+    with training(timeout=3.0) as (where, processes):
+        netlab.slow_down(where, STORE, "50kbit")
+        processes.kill(0)
+        processes.wait_for_members(2, (1, 2))
+        # It is missed by the one that looks for it in the store.
+        netlab.cut(where, 1, STORE)
+        processes.wait_for_members(2, (2,))
+        check_loss_of_the_store(processes, 1, timeout=3.0)
+        (life,) = processes.end(2)
+    assert life.members == (2,)
 
 
 def cut_between(where: netlab.Lab, one: int, other: int) -> None:
@@ -94,93 +105,32 @@ def mend_between(where: netlab.Lab, one: int, other: int) -> None:
         subprocess.run(command.split(), check=True)
 
 
-TROUBLES = {
-    "a rank is cut off": Trouble(lambda where: netlab.cut(where, 1), False, (1,), (0, 2)),
-    # Two of three go on, and then one of these two; of three at once it would not be half.
-    "a rank without the store": Trouble(
-        lambda where: netlab.cut(where, 1, STORE), True, (1,), (2,), first=(0, 2)
-    ),
-    "no store": Trouble(lambda where: netlab.cut(where, STORE), True, (1, 2), ()),
-    "a slow store": Trouble(partial(netlab.slow_down, host=STORE, rate="50kbit"), True, (), (1, 2)),
-}
-
-
-@pytest.mark.parametrize("trouble", TROUBLES)
-def test_who_cannot_reach_the_store_raises_in_time_and_the_others_go_on(trouble: str) -> None:
-    act, kills, raising, staying, first = TROUBLES[trouble]
-    with netlab.lab(RANKS + 1, "400mbit") as where, ranks_on(where) as processes:
-        processes.all_reach("round 3")
-        act(where)
-        if kills:
-            # A rank that is only cut off from the store is missed by those that look for it there.
-            time.sleep(1.5 * STALE_AFTER)
-            if first:
-                processes.wait_for_members(2, first)
-            processes.kill(0)
-        for rank in raising:
-            failure: Failure = processes.wait_for(rank, "result", 40)
-            assert failure.seconds < TIMEOUT + SLACK
-            assert "the store in which the ranks agree does not answer" in failure.text
-        processes.finish()
-        lives = [processes.wait_for(rank, "result") for rank in staying]
-    assert all(life.members == staying for life in lives)
-    if staying:
-        agree(lives)
-
-
-DEAD_LINK = "rank 2: this rank and ranks [1] are alive, but cannot connect"
-# So long that two attempts to connect would exceed the slack.
-LONG_TIMEOUT = 10.0
-
-
-def test_a_link_that_dies_costs_the_timeout_of_a_round_and_one_attempt_to_connect() -> None:
-    with (
-        netlab.lab(RANKS + 1, "400mbit") as where,
-        ranks_on(where, timeout=LONG_TIMEOUT) as processes,
-    ):
-        processes.all_reach("round 3")
+def test_a_dead_link_costs_one_attempt_to_connect_and_nobody_stops_for_a_rank_behind_it() -> None:
+    timeout, dead_link = 3.0, "rank 2: this rank and ranks [1] are alive, but cannot connect"
+    with training(timeout) as (where, processes):
         cut_between(where, 1, 2)
-        failure: Failure = processes.wait_for(2, "result")
-        processes.finish()
-        lives = processes.results(0, 1)
-    assert DEAD_LINK in failure.text
-    # The attempt ends after half the timeout; one of all ranks before it took another timeout.
-    longest = 1.5 * LONG_TIMEOUT + 6.0
-    assert failure.seconds < longest
-    assert max(life.longest for life in lives) < longest
-    assert all(life.members == (0, 1) for life in lives)
-    agree(lives)
-
-
-def test_nobody_stops_for_a_rank_that_comes_back_behind_a_dead_link() -> None:
-    with (
-        netlab.lab(RANKS + 1, "400mbit") as where,
-        ranks_on(where, timeout=LONG_TIMEOUT) as processes,
-    ):
-        processes.all_reach("round 3")
-        processes.kill(2)
-        processes.wait_for_members(0, (0, 1))
-        cut_between(where, 1, 2)
-        processes.start(2)
-        failure: Failure = processes.wait_for(2, "result")
-        assert DEAD_LINK in failure.text
-        mend_between(where, 1, 2)
-        processes.start(2)
+        for is_last in (False, True):
+            failure: Failure = processes.wait_for(2, "result")
+            assert dead_link in failure.text
+            # The timeout of a round, and an attempt of each pair that ends after half of it.
+            assert failure.seconds < 1.5 * timeout + SLACK
+            processes.wait_for_members(0, (0, 1))
+            # At the start, and without that rank: all of them do not try in vain.
+            assert processes.reports[0, "attempts"] == 2
+            if is_last:
+                mend_between(where, 1, 2)
+            processes.start(2)
         # Its links are tried again, and it joins.
         processes.wait_for_members(0, (0, 1, 2))
-        processes.finish()
-        lives = processes.results()
-    # An attempt to connect with the dead link took the members the timeout.
-    assert max(life.longest for life in lives[:2]) < LONG_TIMEOUT
+        lives = processes.end()
     assert [len(new) for _, new in lives[0].changes] == [2, 3]
-    agree(lives)
 
 
 def test_ranks_that_cannot_reach_each_other_raise_at_the_start() -> None:
     with netlab.lab(RANKS + 1, "400mbit") as where:
         cut_between(where, 1, 2)
         # They try for four times as long.
-        with ranks_on(where, timeout=1.5) as processes:
+        with ranks_on(where, timeout=1.0) as processes:
             for rank in range(RANKS):
                 failure: Failure = processes.wait_for(rank, "result")
                 assert f"rank {rank}: " in failure.text

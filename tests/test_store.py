@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import gc
-import os
+import itertools
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from problem import backward, flatten, make_params, sgd
-from ranks import PROCESSES, process_group, start_process
+from problem import flatten, make_params, sgd, take_steps, wrap
+from ranks import process_group, run_threads
 from restartable_processes import (
     STALE_AFTER,
     Failure,
     Life,
+    Report,
     RestartableProcesses,
     StoreProcess,
     TrainingProcesses,
-    agree,
-    connect,
     train,
     train_or_tell,
     wrap_elastic,
 )
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistError
 
@@ -42,14 +42,13 @@ from decent_optim_wrapper.comm.process_groups import new_communicator
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import WireError, within
-from decent_optim_wrapper.elastic.epoch import FIRST_NOTE, Epoch, Note
+from decent_optim_wrapper.elastic.epoch import FIRST_NOTE, Note
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous, key_prefix
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 PATIENCE = 1.5
-PATIENCE_AT_START = 2.5
 # What the promise adds to the timeout, and what two busy cores may.
 SLACK = 2.0 + 8.0
 
@@ -86,26 +85,23 @@ def test_an_error_keeps_nothing_alive_that_the_action_used() -> None:
         gc.enable()
 
 
-def wait_for_an_answer(pipe: Connection) -> None:
-    def ask() -> Any:
-        pipe.send("asked")
-        return pipe.recv()
+def test_time_in_which_a_process_stands_still_does_not_count_as_waiting() -> None:
+    looks: list[int] = []
+    answered = threading.Event()
 
-    within(1.0, ask)
+    def answer_late() -> bool:
+        looks.append(len(looks))
+        if len(looks) == 3:
+            answered.set()
+        return False
 
-
-def test_a_process_that_was_stopped_has_not_waited_meanwhile() -> None:
-    ours, theirs = PROCESSES.Pipe()
-    worker = start_process(wait_for_an_answer, theirs)
-    assert ours.recv() == "asked"
-    assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGSTOP)
-    time.sleep(1.5)
-    os.kill(worker.pid, signal.SIGCONT)
-    time.sleep(0.5)
-    ours.send("answer")
-    worker.join(20)
-    assert worker.exitcode == 0
+    # Each look seems to come long after the one before it, as if the process had been stopped.
+    clock = mock.Mock(monotonic=itertools.count(0, 100).__next__)
+    with mock.patch("decent_optim_wrapper.comm.waiting.time", clock):
+        assert within(30, answered.wait, answer_late)
+        with pytest.raises(TimeoutError):
+            within(0.5, threading.Event().wait)
+    assert len(looks) >= 3
 
 
 def test_calls_of_a_bounded_store_are_those_of_the_store() -> None:
@@ -129,15 +125,16 @@ def stopped(server: StoreProcess) -> Iterator[None]:
         server.signal(signal.SIGCONT)
 
 
+# Else it waits for 12 s, which a slow name server may take.
+@mock.patch("decent_optim_wrapper.comm.store._LEAST_SECONDS_TO_CONNECT", 2.0)
 def test_a_stopped_store_is_not_waited_for_for_ever_and_answers_later_calls() -> None:
     patience = timedelta(seconds=PATIENCE)
     like = dist.ProcessGroupGloo(HashStore(), 0, 1, patience)
     with StoreProcess() as server:
-        own, other, late = (server.connect() for _ in range(3))
+        own, other, late = map(server.connect, range(3))
         store = BoundedStore(own, patience)
         store.set("old", "old")
         store.set("new", "new")
-        # It takes longest: it also waits for a name server that is slow.
         with stopped(server), ThreadPoolExecutor() as pool:
             built = pool.submit(wrap_elastic, make_params(), 0, 2, late, [], timeout=PATIENCE)
             for call in (lambda: store.get("old"), lambda: store.check(["old"])):
@@ -158,7 +155,7 @@ def test_calls_to_a_store_whose_server_has_ended_end_at_once_and_write_no_stack(
 ) -> None:
     timeout = timedelta(seconds=30)
     with StoreProcess() as server:
-        own = server.connect()
+        own = server.connect(0)
         bounded = [BoundedStore(own, timeout), BoundedStore(PrefixStore("part", own), timeout)]
         for store in bounded:
             store.set("key", "value")
@@ -179,28 +176,35 @@ def train_over(
     rank: int,
     world_size: int,
     store: Any,
-    report: Callable[[str, Any], None],
-    port: int,
+    report: Report,
+    make_store: Callable[[int], Store],
     elastic: bool,
     patience: float,
 ) -> Life | Failure:
     """Train over a store of its own until that fails, also as the store of a process group."""
-    options: dict[str, Any] = {"topology": "complete", "timeout": PATIENCE, "port": port}
+    options: dict[str, Any] = {"topology": "complete", "timeout": PATIENCE}
     if not elastic:
-        own = connect(port)
+        own = make_store(rank)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size)
         options["elastic"] = None
-    return train_or_tell(rank, world_size, store, report, patience, **options)
+    return train_or_tell(
+        *(rank, world_size, store, report, patience), make_store=make_store, **options
+    )
 
 
-@pytest.mark.parametrize("fault", ["killed", "stopped", "killed with its store"])
-@pytest.mark.parametrize("elastic", [True, False])
+@pytest.mark.parametrize(
+    ("elastic", "fault"),
+    [
+        *((True, "stopped"), (False, "killed")),
+        *((each, "killed with its store") for each in (True, False)),
+    ],
+)
 def test_every_survivor_raises_in_time_when_the_store_is_lost(elastic: bool, fault: str) -> None:
     ends = fault == "killed with its store"
     patience = SLACK if ends else 0.0
     with (
         StoreProcess() as server,
-        RestartableProcesses(4, train_over, server.port, elastic, patience) as processes,
+        RestartableProcesses(4, train_over, server.connect, elastic, patience) as processes,
     ):
         processes.all_reach("round 3")
         if ends:
@@ -211,25 +215,24 @@ def test_every_survivor_raises_in_time_when_the_store_is_lost(elastic: bool, fau
         for rank in (0, 1, 3):
             lost: Failure = processes.wait_for(rank, "result", 40)
             assert lost.seconds < PATIENCE + SLACK
+            texts = ("lost", "restart from a checkpoint")
             if elastic:
-                answer = f"rank {rank}: the store in which the ranks agree does not answer"
-                assert answer in lost.text
-                assert "a process that outlives the ranks" in lost.text
-            else:
-                assert f"rank {rank}: lost" in lost.text
-                assert "restart from a checkpoint" in lost.text
+                texts = ("the store in which the ranks agree does not answer", "a process that")
+            assert f"rank {rank}: {texts[0]}" in lost.text
+            assert texts[1] in lost.text
             assert "frame #" not in lost.stderr
             if ends:
                 # Otherwise they would go on trying to reach the store.
                 assert lost.threads_ended
-                assert processes.join(rank, 30) == 0
+                processes.workers[rank].join(30)
+                assert processes.workers[rank].exitcode == 0
 
 
 def test_nobody_is_taken_for_dead_because_the_store_stood_still() -> None:
     options: dict[str, Any] = {"topology": "complete", "timeout": 8}
     with (
         StoreProcess() as server,
-        TrainingProcesses(4, train, server.port, **options) as processes,
+        TrainingProcesses(4, train, make_store=server.connect, **options) as processes,
     ):
         processes.all_reach("round 3")
         with stopped(server):
@@ -238,122 +241,175 @@ def test_nobody_is_taken_for_dead_because_the_store_stood_still() -> None:
             time.sleep(2 * STALE_AFTER)
         for rank in (0, 1, 3):
             processes.wait_for_members(rank, (0, 1, 3))
-        processes.finish()
-        lives = processes.results(0, 1, 3)
-    agree(lives)
+        lives = processes.end(0, 1, 3)
     assert lives[0].members == (0, 1, 3)
 
 
 def build_on_a_slow_store(
-    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], port: int
+    rank: int, world_size: int, store: Any, report: Report, make_store: Callable[[int], Store]
 ) -> tuple[int, ...]:
-    own = connect(port)
+    own = make_store(rank)
     report("connected", None)
     store.wait(["build"])
-    optimizer = DecentOptimWrapper(
-        *(sgd(make_params()), rank, world_size),
-        timeout=PATIENCE_AT_START,
-        elastic=Elastic(store=own),
-    )
-    return optimizer.members
+    options: dict[str, Any] = {"timeout": PATIENCE, "elastic": Elastic(store=own)}
+    return DecentOptimWrapper(sgd(make_params()), rank, world_size, **options).members
 
 
 def test_a_connection_may_take_longer_than_the_timeout_at_the_start() -> None:
     """As where a name server does not answer torch, which asks for a name at each connection."""
     with (
         StoreProcess() as server,
-        RestartableProcesses(2, build_on_a_slow_store, server.port) as processes,
+        RestartableProcesses(2, build_on_a_slow_store, server.connect) as processes,
     ):
         processes.all_reach("connected")
         with stopped(server):
-            processes.put("build")
-            time.sleep(PATIENCE_AT_START + 1)
+            processes.store.set("build", "")
+            time.sleep(PATIENCE + 1)
         assert processes.results() == [(0, 1)] * 2
 
 
-def rendezvous_of(store: Any, rank: int, size: int, timeout: float) -> Rendezvous:
+# As `STALE_AFTER`, but shorter: the threads of one process wait for each other at most.
+SILENT = 0.6
+
+
+def rendezvous_of(
+    store: Any, rank: int, size: int, timeout: float, kind: type[Rendezvous] = Rendezvous
+) -> Any:
     """As in a process of its own."""
-    Rendezvous.built = 0
-    return Rendezvous(store, rank, size, timedelta(seconds=timeout), stale_after=STALE_AFTER)
+    kind.built = 0
+    return kind(store, rank, size, timedelta(seconds=timeout), stale_after=SILENT)
 
 
-@contextmanager
-def rendezvous(store: Any, size: int, timeout: float) -> Iterator[list[Rendezvous]]:
-    """One for each rank, until they leave."""
-    made = [rendezvous_of(store, rank, size, timeout) for rank in range(size)]
+def rendezvous(store: Any, size: int, timeout: float) -> list[Rendezvous]:
+    """One for each rank; its heartbeat ends with it."""
+    return [rendezvous_of(store, rank, size, timeout) for rank in range(size)]
+
+
+def enter(rank: Rendezvous, note: Note) -> tuple[int, ...] | str:
+    """The members of the epoch that a rank enters, or the text of its `PeerError`."""
     try:
-        yield made
-    finally:
-        for each in made:
-            each.leave()
+        return rank.gather(note).members
+    except PeerError as error:
+        return str(error)
 
 
-def gather(ranks: list[Rendezvous], note: Note) -> list[Epoch | PeerError]:
-    """The epochs that the ranks enter at once, or their errors."""
-
-    def enter(rank: Rendezvous) -> Epoch | PeerError:
-        try:
-            return rank.gather(note)
-        except PeerError as error:
-            return error
-
+def gather(ranks: Sequence[Rendezvous], note: Note) -> list[tuple[int, ...] | str]:
+    """What the ranks find that enter at once."""
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(enter, ranks))
-
-
-def members(epochs: list[Epoch | PeerError]) -> list[tuple[int, ...]]:
-    assert all(isinstance(each, Epoch) for each in epochs), epochs
-    return [each.members for each in epochs if isinstance(each, Epoch)]
+        return [*pool.map(partial(enter, note=note), ranks)]
 
 
 HAS_STATE = Note(round=5, needs_state=False)
 
 
-def test_half_of_the_last_members_go_on_one_loss_after_the_other() -> None:
-    with rendezvous(HashStore(), 5, timeout=30.0) as ranks:
-        assert members(gather(ranks, FIRST_NOTE)) == [tuple(range(5))] * 5
-        for left in (3, 2, 1):
-            for lost in ranks[left:]:
-                lost.leave()
-            assert members(gather(ranks[:left], HAS_STATE)) == [tuple(range(left))] * left
+def test_half_of_the_last_members_go_on_and_fewer_wait_for_restarted_ranks() -> None:
+    store = HashStore()
+    ranks = rendezvous(store, 5, timeout=30.0)
+    assert gather(ranks, FIRST_NOTE) == [tuple(range(5))] * 5
+    for lost in ranks[3:]:
+        lost.leave()
+    assert gather(ranks[:3], HAS_STATE) == [(0, 1, 2)] * 3
+    for lost in ranks[1:]:
+        lost.leave()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(enter, ranks[0], HAS_STATE)
+        time.sleep(2 * SILENT)
+        assert not waiting.done()
+        ranks[2] = rendezvous_of(store, 2, 5, timeout=30.0)
+        assert enter(ranks[2], FIRST_NOTE) == (0, 2)
+        assert waiting.result() == (0, 2)
+    ranks[2].leave()
+    assert enter(ranks[0], HAS_STATE) == (0,)
 
 
 def test_fewer_than_half_of_the_last_members_raise_whatever_the_store_says() -> None:
-    with rendezvous(HashStore(), 3, timeout=6.0) as ranks:
-        assert members(gather(ranks, FIRST_NOTE)) == [(0, 1, 2)] * 3
-        for lost in ranks[:2]:
-            lost.leave()
-        (error,) = gather(ranks[2:], HAS_STATE)
-        assert isinstance(error, PeerError)
-        text = (
-            "rank 2: waited 0:00:06 for at least half of the last members [0, 1, 2], of which only"
-        )
-        assert f"{text} [2] came" in str(error)
-
-
-def test_a_survivor_waits_for_restarted_ranks_to_make_up_half() -> None:
-    store = HashStore()
-    with rendezvous(store, 3, timeout=30.0) as ranks:
-        assert members(gather(ranks, FIRST_NOTE)) == [(0, 1, 2)] * 3
-        for lost in ranks[1:]:
-            lost.leave()
-        with ThreadPoolExecutor() as pool:
-            waiting = pool.submit(gather, ranks[:1], HAS_STATE)
-            time.sleep(2 * STALE_AFTER)
-            assert not waiting.done()
-            ranks[2] = rendezvous_of(store, 2, 3, timeout=30.0)
-            assert members(gather(ranks[2:], FIRST_NOTE)) == [(0, 2)]
-            assert members(waiting.result()) == [(0, 2)]
+    ranks = rendezvous(HashStore(), 3, timeout=2.0)
+    assert gather(ranks, FIRST_NOTE) == [(0, 1, 2)] * 3
+    for lost in ranks[:2]:
+        lost.leave()
+    text = "waited 0:00:02 for at least half of the last members [0, 1, 2], of which only [2]"
+    assert f"rank 2: {text} came" in str(enter(ranks[2], HAS_STATE))
 
 
 def test_nobody_goes_on_over_a_store_that_has_lost_the_last_members() -> None:
     """As one that was started again in the place of another, which the other side may still use."""
     store = HashStore()
-    with rendezvous(store, 2, timeout=10.0) as ranks:
-        assert members(gather(ranks, FIRST_NOTE)) == [(0, 1)] * 2
-        store.delete_key(f"{key_prefix(0)}/1/members")
-        for error in gather(ranks, HAS_STATE):
-            assert "the store no longer knows that [0, 1] were the last members" in str(error)
+    ranks = rendezvous(store, 2, timeout=10.0)
+    assert gather(ranks, FIRST_NOTE) == [(0, 1)] * 2
+    store.delete_key(f"{key_prefix(0)}/1/members")
+    for text in gather(ranks, HAS_STATE):
+        assert "the store no longer knows that [0, 1] were the last members" in str(text)
+
+
+def test_of_two_living_processes_of_a_rank_the_older_ends_although_nobody_has_left_it_out() -> None:
+    """By the heartbeats alone: nobody asks for another epoch, and nobody is dead."""
+    store = HashStore()
+    part = BoundedStore(PrefixStore(key_prefix(0), store), timedelta(seconds=30))
+    newer = Heartbeat(part, 1, SILENT)
+    ranks = rendezvous(store, 2, timeout=30.0)
+    assert gather(ranks, FIRST_NOTE) == [(0, 1)] * 2
+    assert not ranks[1].wanted
+    newer.start(life=part.add("starts/1", 1))
+    deadline = time.monotonic() + 20
+    while not ranks[1].wanted and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert ranks[1].wanted
+    text = "a later process with this rank number has taken the place of this one"
+    assert f"rank 1: {text}" in str(enter(ranks[1], HAS_STATE))
+    # The newer one sends heartbeats under the same number.
+    time.sleep(2 * SILENT)
+    assert not ranks[0].wanted
+    newer.stop()
+
+
+class TornRendezvous(Rendezvous):
+    """A rank that can be cut off from the other half, and held up before it writes its members."""
+
+    half: tuple[int, ...] = ()
+
+    def tear(self, half: tuple[int, ...], wait: Callable[[], object]) -> None:
+        """Let the rank see its half alone, and `wait` when it has decided who goes on."""
+        self.half, self._wait = half, wait
+        self._heartbeat.alive = half.__contains__  # type: ignore[assignment, method-assign]
+
+    def _present(self, epoch: int, ranks: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        found = super()._present(epoch, ranks)
+        return tuple(rank for rank in found if not self.half or rank in self.half)
+
+    def _survivors(self, epoch: int, late: bool) -> tuple[int, ...]:
+        found = super()._survivors(epoch, late)
+        if found:
+            self._wait()
+            # Nobody answers those that ask to join: they need not wait for long.
+            self._timeout = timedelta(seconds=0.25)
+        return found
+
+
+@pytest.mark.parametrize("quick", [(0, 1), (2, 3)], ids=["lower half", "upper half"])
+def test_of_two_halves_that_both_decide_to_go_on_only_one_does(quick: tuple[int, ...]) -> None:
+    """Each sees itself alone, is half, and decides before it can see the list of the other."""
+    everyone = (0, 1, 2, 3)
+    slow = tuple(rank for rank in everyone if rank not in quick)
+    all_decided, written = threading.Barrier(len(everyone)), threading.Event()
+
+    def hold_up() -> None:
+        all_decided.wait(40)
+        written.wait(40)
+
+    store = HashStore()
+    ranks = [rendezvous_of(store, rank, 4, 40.0, TornRendezvous) for rank in everyone]
+    with ThreadPoolExecutor(len(everyone)) as pool:
+        assert gather(ranks, FIRST_NOTE) == [everyone] * 4
+        for rank in quick:
+            ranks[rank].tear(quick, partial(all_decided.wait, 40))
+        for rank in slow:
+            ranks[rank].tear(slow, hold_up)
+        ends = [pool.submit(enter, rank, HAS_STATE) for rank in ranks]
+        assert [ends[rank].result(40) for rank in quick] == [quick] * 2
+        written.set()
+        for rank in slow:
+            text = f"waited 0:00:01 for the other ranks, of which {[*quick]}"
+            assert text in str(ends[rank].result(40)), f"{slow} train beside {quick}"
 
 
 def test_an_error_of_another_thread_does_not_come_to_hold_the_frames_that_wait() -> None:
@@ -368,86 +424,76 @@ def test_an_error_of_another_thread_does_not_come_to_hold_the_frames_that_wait()
 
 
 class PythonStore(Store):
-    """A store that is written in Python, over a dict that all ranks share."""
+    """A store that is written in Python, over a dict that all ranks share.
 
-    def __init__(self, shared: HashStore) -> None:
+    Args:
+        shared: the dict.
+        extended: whether it has `multi_get`, as `has_extended_api` says.
+    """
+
+    def __init__(self, shared: HashStore, extended: bool = False) -> None:
         super().__init__()
-        self._shared = shared
+        self.shared, self.extended = shared, extended
+        # How often the notes of ranks have been read.
+        self.reads = 0
 
     def clone(self) -> PythonStore:
-        return PythonStore(self._shared)
-
-    def set(self, key: str, value: Any) -> None:
-        self._shared.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        return self._shared.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        return self._shared.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._shared.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=30)) -> None:
-        self._shared.wait(keys, timeout)
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        return self._shared.compare_set(key, expected, desired)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._shared.multi_get(keys)
+        return PythonStore(self.shared, self.extended)
 
     def has_extended_api(self) -> bool:
-        return False
+        return self.extended
 
-    def num_keys(self) -> int:
-        return self._shared.num_keys()
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
 
-    def delete_key(self, key: str) -> bool:
-        return self._shared.delete_key(key)
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.reads += any("/note/" in key for key in keys)
+        return self.shared.multi_get(keys)
+
+
+def calling_shared(name: str) -> Callable[..., Any]:
+    def call(self: PythonStore, *args: Any) -> Any:
+        return getattr(self.shared, name)(*args)
+
+    return call
+
+
+for called in ("set", "add", "check", "wait", "compare_set", "num_keys", "delete_key"):
+    setattr(PythonStore, called, calling_shared(called))
 
 
 def test_a_store_written_in_python_serves_as_any_other() -> None:
-    def train_over(make: Callable[[HashStore], Store]) -> list[torch.Tensor]:
-        shared = HashStore()
+    def train_rank(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params = make_params(seed=rank)
+        options: dict[str, Any] = {"topology": "ring", "sync_at_start": False, "timeout": 20}
+        optimizer = wrap(params, group, **options)
+        take_steps(optimizer, params, rank, range(4))
+        optimizer.synchronize()
+        assert len(optimizer.buckets) > 1
+        return flatten(params)
 
-        def train_rank(rank: int) -> torch.Tensor:
-            params = make_params(seed=rank)
-            # Kept here: a PrefixStore does not keep the Python object behind it alive.
-            own = make(shared)
-            optimizer = DecentOptimWrapper(
-                sgd(params),
-                topology="ring",
-                process_group=process_group(PrefixStore("run", own), rank, 4),
-                bucket_cap_mb=5e-5,
-                sync_at_start=False,
-                timeout=20,
-            )
-            for step in range(4):
-                backward(params, rank, step)
-                optimizer.step()
-            optimizer.synchronize()
-            assert len(optimizer.buckets) > 1
-            return flatten(params)
+    # Kept here: a PrefixStore does not keep the Python object behind it alive.
+    own = PythonStore(HashStore())
 
-        with ThreadPoolExecutor(4) as pool:
-            return [*pool.map(train_rank, range(4))]
+    def train_over_it(rank: int) -> Tensor:
+        return train_rank(rank, process_group(PrefixStore("run", own), rank, 4))
 
-    ours, expected = train_over(PythonStore), train_over(lambda shared: shared)
-    assert all(map(torch.equal, ours, expected))
+    with ThreadPoolExecutor(4) as pool:
+        ours = [*pool.map(train_over_it, range(4))]
+    assert all(map(torch.equal, ours, run_threads(4, train_rank)))
     assert not torch.equal(ours[0], ours[1])
     assert not torch.equal(ours[0], flatten(make_params(seed=0)))
 
 
-def test_ranks_meet_in_a_store_written_in_python() -> None:
-    own = PythonStore(HashStore())
-    with (
-        rendezvous(PrefixStore("run", own), 3, 20.0) as made,
-        ThreadPoolExecutor(3) as pool,
-    ):
-        met = pool.map(lambda each: each.gather(FIRST_NOTE).members, made)
-        assert [*met] == [(0, 1, 2)] * 3
+@pytest.mark.parametrize("extended", [True, False])
+def test_ranks_meet_in_a_store_written_in_python_and_read_all_notes_at_once(extended: bool) -> None:
+    size = 12
+    own = PythonStore(HashStore(), extended)
+    made = rendezvous(PrefixStore("run", own), size, 30.0)
+    assert gather(made, FIRST_NOTE) == [tuple(range(size))] * size
+    # Once to decide whether all of them start, and once to go on.
+    assert size <= own.reads
+    assert own.reads <= 3 * size or not extended
 
 
 @pytest.mark.parametrize("beats", [1, 40])
@@ -457,40 +503,15 @@ def test_the_last_heartbeat_of_a_process_that_has_ended_may_come_late(beats: int
     store.set("heartbeat/0", "1 0 1 ")
     own = Heartbeat(BoundedStore(store, timedelta(seconds=20)), rank=0, stale_after=STALE_AFTER)
 
+    answered = threading.Event()
+
     def beat() -> None:
         for number in range(beats):
-            time.sleep(0.1)
-            store.set("heartbeat/0", f"1 {number + 1} 1 ")
+            if not answered.wait(0.1):
+                store.set("heartbeat/0", f"1 {number + 1} 1 ")
 
     beating = threading.Thread(target=beat)
     beating.start()
     assert own.is_taken() == (beats > 1)
+    answered.set()
     beating.join()
-
-
-class CountingStore(PythonStore):
-    """Counts how often the notes of ranks are read."""
-
-    def __init__(self, shared: HashStore) -> None:
-        super().__init__(shared)
-        self.reads = 0
-
-    def has_extended_api(self) -> bool:
-        return True
-
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.reads += any("/note/" in key for key in keys)
-        return super().multi_get(keys)
-
-
-def test_a_rank_reads_the_notes_of_all_others_in_a_few_calls() -> None:
-    size = 12
-    own = CountingStore(HashStore())
-    with rendezvous(own, size, 30.0) as made, ThreadPoolExecutor(size) as pool:
-        met = [*pool.map(lambda each: each.gather(FIRST_NOTE), made)]
-    assert {each.members for each in met} == {tuple(range(size))}
-    # Once to decide whether all of them start, and once to go on.
-    assert size <= own.reads <= 3 * size
