@@ -9,9 +9,10 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import netlab
 import pytest
@@ -39,17 +40,11 @@ def refusal(command: str) -> str:
     return line
 
 
-@pytest.fixture
-def apart() -> Iterator[None]:
-    """A topology of two pairs that never mix with each other, one with weights of its own."""
+class Apart(Topology):
+    """Two pairs that never mix with each other, one of them with weights of its own."""
 
-    class Apart(Topology):
-        def phases(self) -> list[list[Group | list[int]]]:
-            return [[Group([0, 1], 0.75), [2, 3]]]
-
-    REGISTRY["apart"] = Apart
-    yield
-    del REGISTRY["apart"]
+    def phases(self) -> list[list[Group | list[int]]]:
+        return [[Group([0, 1], 0.75), [2, 3]]]
 
 
 def test_the_table_of_topologies_names_those_that_fit_and_why_others_do_not() -> None:
@@ -72,9 +67,8 @@ def test_the_table_of_topologies_names_those_that_fit_and_why_others_do_not() ->
     assert power_of_two in data["misfits"]
 
 
-def test_ranks_that_drift_apart_and_weights_of_their_own_are_told_in_words_and_in_valid_json(
-    apart: None,
-) -> None:
+@mock.patch.dict(REGISTRY, apart=Apart)
+def test_ranks_that_drift_apart_and_weights_of_their_own_are_told_and_in_valid_json() -> None:
     command = "topologies --world-size 4 --topology ring apart"
     rows = [line.split() for line in printed(command).splitlines()[2:4]]
     assert [(row[0], row[5] == "inf") for row in rows] == [("ring", False), ("apart", True)]

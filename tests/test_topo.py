@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import combinations, product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,14 +20,6 @@ from decent_optim_wrapper.planning import steady_error
 from decent_optim_wrapper.topo import Base2, Greedy, Hierarchical, RandomMatching, Ring
 from decent_optim_wrapper.topo.base import REGISTRY
 from decent_optim_wrapper.topo.matching import match
-
-
-@pytest.fixture
-def registry() -> Iterator[None]:
-    before = dict(REGISTRY)
-    yield
-    REGISTRY.clear()
-    REGISTRY.update(before)
 
 
 def test_every_phase_is_a_partition_that_mixes_by_the_definition_of_its_groups() -> None:
@@ -121,7 +114,8 @@ def test_phases_are_the_table_seen_from_the_other_side() -> None:
         assert topology.digest == topologies[0].digest
 
 
-def test_a_custom_topology_has_a_name_weights_and_attributes_of_its_own(registry: None) -> None:
+@mock.patch.dict(REGISTRY)
+def test_a_custom_topology_has_a_name_weights_and_attributes_of_its_own() -> None:
     class Star(Topology):
         def __init__(self, world_size: int, local_world_size: int = 1) -> None:
             self._table, self._period = "mine", 1000
@@ -139,7 +133,8 @@ def test_a_custom_topology_has_a_name_weights_and_attributes_of_its_own(registry
     torch.testing.assert_close(star.mixing_matrix(4)[0], expected)
 
 
-def test_a_taken_name_is_refused_unless_overwritten(registry: None) -> None:
+@mock.patch.dict(REGISTRY)
+def test_a_taken_name_is_refused_unless_overwritten() -> None:
     with pytest.raises(ValueError, match="'complete' exists"):
         TopologyFactory.add_topology("complete", Ring)
     TopologyFactory.add_topology("complete", Ring, overwrite=True)
