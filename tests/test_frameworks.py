@@ -1,10 +1,10 @@
-"""Lightning's Trainer and Fabric train as the same loop does in plain torch."""
+"""Lightning, Fabric, Accelerate and Hugging Face's Trainer train as a loop in plain torch."""
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,24 +15,46 @@ import torch
 import torch.distributed as dist
 from framework_problem import DELAYED, GOSSIP, RANKS, Plain, assert_same, values
 from framework_ranks import Run, learns_the_digits, ranks_with
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from decent_optim_wrapper import DecentOptimWrapper
 from decent_optim_wrapper.start.session import Setup
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="needs lightning"),
-]
-FRAMEWORK = "lightning.pytorch", "lightning.fabric", "torch._dynamo", "sklearn.datasets"
+pytestmark = pytest.mark.slow
+LIGHTNING, ACCELERATE, TRANSFORMERS = (
+    pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}")
+    for name in ("lightning", "accelerate", "transformers")
+)
+IMPORTED = (
+    *("lightning.pytorch", "lightning.fabric", "accelerate", "transformers.trainer"),
+    *("torch._dynamo", "sklearn.datasets"),
+)
+ACCUMULATED = 2
 
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    with ranks_with(*FRAMEWORK) as run:
+    with ranks_with(*(name for name in IMPORTED if find_spec(name.partition(".")[0]))) as run:
         yield run
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("lightning_digits.py", marks=LIGHTNING),
+        pytest.param("accelerate_digits.py", marks=ACCELERATE),
+        pytest.param("trainer_digits.py", marks=TRANSFORMERS),
+    ],
+)
+def test_an_example_learns_the_digits(run: Run, tmp_path: Path, script: str) -> None:
+    assert learns_the_digits(run, script, tmp_path)
+    if script == "accelerate_digits.py":
+        average, last = (tmp_path / "runs" / name for name in ("accelerate", "accelerate_model"))
+        assert_same(load_file(average / "model.safetensors"), load_file(last / "model.safetensors"))
 
 
 def validate(plain: Plain) -> list[dict[str, Any]]:
@@ -67,12 +89,6 @@ def make_module(**attributes: Any) -> Any:
             base = task.make_base(self.model)
             return [base], [task.make_scheduler(base)]
 
-        def train_dataloader(self) -> Any:
-            return DataLoader(task.data(), task.BATCH, shuffle=True)
-
-        def val_dataloader(self) -> Any:
-            return DataLoader(task.data(), len(task.data()))
-
     for name, value in attributes.items():
         setattr(Module, name, value)
     return Module()
@@ -97,7 +113,8 @@ def fit(module: Any, folder: Path, resume: str | None = None, **options: Any) ->
         "num_sanity_val_steps": 0,
     }
     trainer = pl.Trainer(**{**defaults, **options})
-    trainer.fit(module, ckpt_path=resume)
+    loaders = DataLoader(data := task.data(), task.BATCH, shuffle=True), DataLoader(data, len(data))
+    trainer.fit(module, *loaders, ckpt_path=resume)
     return trainer
 
 
@@ -163,6 +180,7 @@ def fit_and_resume(rank: int, folder: Path, precision: str) -> None:
     resumed.check(module.model)
 
 
+@LIGHTNING
 @pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
 def test_the_trainer_trains_clips_validates_saves_and_resumes_as_plain_torch(
     run: Run, tmp_path: Path, precision: str
@@ -212,6 +230,7 @@ def fit_manually(rank: int, folder: Path) -> None:
         assert not torch.equal(trained, start)
 
 
+@LIGHTNING
 def test_several_optimizers_are_wrapped_in_manual_optimization(run: Run, tmp_path: Path) -> None:
     run(fit_manually, tmp_path)
 
@@ -238,6 +257,7 @@ def fit_with_swa(rank: int, folder: Path) -> None:
     torch.testing.assert_close(rows[4:], [mean / RANKS])
 
 
+@LIGHTNING
 def test_averages_over_time_are_averaged_over_the_ranks(run: Run, tmp_path: Path) -> None:
     run(fit_with_swa, tmp_path)
 
@@ -296,11 +316,244 @@ def train_with_fabric(rank: int, folder: Path) -> None:
     plain.check(model)
 
 
+@LIGHTNING
 def test_fabric_trains_accumulates_clips_in_float16_and_resumes_as_plain_torch(
     run: Run, tmp_path: Path
 ) -> None:
     run(train_with_fabric, tmp_path)
 
 
-def test_the_example_learns_the_digits(run: Run, tmp_path: Path) -> None:
-    assert learns_the_digits(run, "lightning_digits.py", tmp_path)
+class Accelerated:
+    """A loop of Accelerate's, with accumulation and clipping."""
+
+    def __init__(self, precision: str) -> None:
+        from accelerate import Accelerator
+
+        from decent_optim_wrapper.integrations.accelerate import prepare_for_gossip
+
+        self.accelerator = Accelerator(
+            cpu=True, mixed_precision=precision, gradient_accumulation_steps=ACCUMULATED
+        )
+        fp16 = precision == "fp16"
+        if fp16:
+            # Accelerate has float16 on a GPU only.
+            self.accelerator.native_amp = True
+            self.accelerator.scaler = task.make_scaler(precision)
+        # In half precision, also mixed before the forward pass.
+        self.gossip = prepare_for_gossip(self.accelerator, **(GOSSIP if fp16 else DELAYED))
+        model = task.make_model()
+        base = task.make_base(model)
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+            *(model, base, task.make_scheduler(base), DataLoader(task.data(), task.BATCH))
+        )
+        assert not isinstance(self.model, DistributedDataParallel)
+        assert self.model.training
+        self.skipped: list[bool] = []
+
+    def train(self, rank: int) -> None:
+        for index, batch in enumerate(self.loader):
+            with self.accelerator.accumulate(self.model):
+                factor = task.overflow_at(rank, index) if self.accelerator.scaler else 1.0
+                self.accelerator.backward(factor * task.loss_of(self.model, batch))
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), task.CLIP)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            if self.accelerator.sync_gradients:
+                self.skipped.append(self.accelerator.optimizer_step_was_skipped)
+
+
+def train_as_accelerate(plain: Plain) -> None:
+    # As many steps of the schedule as under DDP, where it counts the batches of all ranks.
+    plain.train(task.batches_of(plain.rank), ACCUMULATED, scheduled=RANKS)
+
+
+def accelerate_and_resume(rank: int, folder: Path, precision: str) -> None:
+    fp16 = precision == "fp16"
+    ours, plain = Accelerated(precision), Plain(rank, precision, overlap=not fp16)
+    for _ in range(2):
+        ours.train(rank)
+        train_as_accelerate(plain)
+    plain.check(ours.model)
+    # The overflow is in the second of two accumulated batches.
+    bad = fp16 and rank == 1
+    assert ours.skipped == [bad, False, bad, False]
+    assert ours.scheduler.get_last_lr() == plain.scheduler.get_last_lr()
+
+    ours.accelerator.save_state(folder)
+    own = values(ours.model)
+    plain.check(ours.model)
+    saved = plain.validate(task.data()[:])
+    with ours.optimizer.averaged(), plain.optimizer.averaged():
+        plain.check(ours.model)
+
+    again, resumed = Accelerated(precision), Plain(rank, precision, overlap=not fp16)
+    again.accelerator.load_state(folder)
+    resumed.resume(saved)
+    # A pair that mixes before the forward pass has its average already.
+    assert torch.equal(values(resumed.model)[0], own[0]) == fp16
+    if fp16:
+        # Every rank writes its own to the same file.
+        resumed.scaler.load_state_dict(again.accelerator.scaler.state_dict())
+    again.train(rank)
+    train_as_accelerate(resumed)
+    resumed.check(again.model)
+
+
+@ACCELERATE
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_accelerate_trains_saves_and_resumes_as_plain_torch(
+    run: Run, tmp_path: Path, precision: str
+) -> None:
+    run(accelerate_and_resume, tmp_path, precision)
+
+
+def prepare_late(rank: int) -> None:
+    from accelerate import Accelerator
+
+    from decent_optim_wrapper.integrations.accelerate import prepare_for_gossip
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(task.make_model())
+    prepare_for_gossip(accelerator, **DELAYED)
+    with pytest.raises(ValueError, match="call prepare_for_gossip\\(\\) first, and pass the model"):
+        accelerator.prepare(task.make_base(model))
+
+
+@ACCELERATE
+def test_ddp_cannot_be_left_on(run: Run) -> None:
+    run(prepare_late)
+
+
+STEPS = 6
+# An epoch: it is evaluated and saved after each.
+EVERY = 2
+SAVED = 4
+
+
+class Regressor(nn.Module):
+    """As the Trainer takes models: they return their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = task.make_model()
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = self.model(inputs)
+        return {"loss": nn.functional.mse_loss(out, labels), "logits": out}
+
+
+def make_hugging_face_trainer(folder: Path, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    from decent_optim_wrapper.integrations.transformers import GossipMixin
+
+    pairs = zip(*task.data()[:], strict=True)
+    rows = [{"inputs": inputs, "labels": labels} for inputs, labels in pairs]
+
+    class GossipTrainer(GossipMixin, Trainer):
+        # Transformers 4 has no argument for it.
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return SequentialSampler(rows)
+
+    args = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        optim="adamw_torch",
+        learning_rate=0.05,
+        weight_decay=0.1,
+        lr_scheduler_type="linear",
+        warmup_steps=2,
+        max_grad_norm=task.CLIP,
+        gradient_accumulation_steps=ACCUMULATED,
+        per_device_train_batch_size=task.BATCH,
+        per_device_eval_batch_size=len(rows) // RANKS,
+        max_steps=STEPS,
+        logging_steps=EVERY,
+        eval_strategy="steps",
+        eval_steps=EVERY,
+        save_steps=EVERY,
+        report_to="none",
+        disable_tqdm=True,
+        **options,
+    )
+    return GossipTrainer(
+        model=Regressor(), args=args, train_dataset=rows, eval_dataset=rows, gossip=task.GOSSIP
+    )
+
+
+def plain_for(trainer: Any, rank: int) -> Plain:
+    """The same in plain torch."""
+
+    def base(model: nn.Module) -> torch.optim.Optimizer:
+        decayed = trainer.get_decay_parameter_names(trainer.model)
+        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": 0.1}, {"params": []}]
+        for name, param in model.named_parameters():
+            groups[f"model.{name}" not in decayed]["params"].append(param)
+        return torch.optim.AdamW(groups, lr=0.05, weight_decay=0.0)
+
+    def factor(step: int) -> float:
+        return step / 2 if step < 2 else (STEPS - step) / (STEPS - 2)
+
+    def scheduler(base: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(base, factor)
+
+    return Plain(rank, "no", base, scheduler, overlap=False)
+
+
+def train_as_trainer(plain: Plain, steps: int) -> list[list[dict[str, Any]]]:
+    """Returns what is saved after every epoch."""
+    saved = []
+    for _ in range(steps // EVERY):
+        plain.train(task.batches_of(plain.rank), ACCUMULATED, scheduled=1)
+        saved.append(plain.validate(task.data()[:]))
+    return saved
+
+
+def train_with_the_trainer(rank: int, folder: Path) -> None:
+    # The largest loss counts as the best, so that it is not the last.
+    options = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = make_hugging_face_trainer(folder, load_best_model_at_end=True, **options)
+    assert not trainer.args.average_tokens_across_devices
+    plain = plain_for(trainer, rank)
+    trainer.train()
+    assert not isinstance(trainer.model_wrapped, DistributedDataParallel)
+    saved = train_as_trainer(plain, STEPS)
+    logged = trainer.state.log_history
+    losses = [each["eval_loss"] for each in logged if "eval_loss" in each]
+    assert losses == pytest.approx(plain.losses, rel=1e-6)
+    best = plain.losses.index(max(plain.losses))
+    assert best < len(plain.losses) - 1
+    assert trainer.state.best_global_step == EVERY * (best + 1)
+    assert_same(trainer.model.model.state_dict(), saved[best][0])
+    for epoch, (model, *_) in enumerate(saved):
+        stored = load_file(folder / f"checkpoint-{EVERY * (epoch + 1)}" / "model.safetensors")
+        assert_same(stored, {f"model.{name}": value for name, value in model.items()})
+    steps = [each for each in logged if "loss" in each]
+    assert len(steps) == STEPS // EVERY
+    assert all(each["gossip/consensus_distance"] > 0 for each in steps)
+    assert all(each["gossip/bytes"] + each["gossip/wait_seconds"] >= 0 for each in steps)
+    # The logged loss is the mean over the ranks, and the norm that of the rank's own gradients.
+    figures = plain.optimizer.all_gather(
+        torch.tensor([[each["loss"], each["grad_norm"]] for each in steps])
+    )
+    assert figures[0, :, 0].equal(figures[1, :, 0])
+    assert figures[0, :, 1].ne(figures[1, :, 1]).all()
+
+    trainer = make_hugging_face_trainer(folder)
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED}"))
+    resumed = plain_for(trainer, rank)
+    resumed.resume(saved[SAVED // EVERY - 1])
+    train_as_trainer(resumed, STEPS - SAVED)
+    resumed.optimizer.global_avg(may_revert=False)
+    resumed.check(trainer.model.model)
+    # As before, but with the average and the moments of rank 0 in the middle.
+    assert not torch.equal(values(resumed.model)[0], saved[-1][0]["0.weight"])
+
+
+@TRANSFORMERS
+def test_hugging_faces_trainer_evaluates_saves_and_resumes_as_plain_torch(
+    run: Run, tmp_path: Path
+) -> None:
+    run(train_with_the_trainer, tmp_path)
