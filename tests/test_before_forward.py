@@ -16,44 +16,26 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import modules
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from covering import VIEWS, named, pairwise
 from fake_cuda import fake_cuda
-from modules import (
-    Detached,
-    Odd,
-    Training,
-    adamw,
-    backward,
-    batch,
-    fill,
-    flat,
-    loss_of,
-    make_model,
-    sgd,
-    wrap_base,
-)
+from modules import Odd, Training, adamw, backward, batch, fill, flat, loss_of, make_model
 from problem import flatten, nesterov
 from ranks import run_processes, run_threads
 from restartable_processes import STALE_AFTER, RestartableProcesses
 from torch import Tensor, nn
 
-from decent_optim_wrapper import (
-    CallOrderError,
-    DecentOptimWrapper,
-    Elastic,
-    NonFiniteError,
-    PeerError,
-    Schedule,
-)
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule
+from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 
 STEPS = 6
 PATIENCE = 30.0
 
-BASES = {"sgd": sgd, "adamw": adamw}
+BASES = {"sgd": modules.sgd, "adamw": adamw}
 MESSAGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "bf16": {"comm_dtype": torch.bfloat16},
@@ -68,9 +50,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_as_without_overlap(
-    size: int, trained: Callable[[int, dist.ProcessGroup, Any], Tensor], *others: bool
-) -> None:
+def assert_as_without_overlap(size: int, trained: Callable[..., Tensor], *others: bool) -> None:
     """Training on ranks goes the same way with overlap="forward", and elsewhere with the others."""
 
     def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
@@ -80,6 +60,16 @@ def assert_as_without_overlap(
         assert torch.equal(early, without)
         for each in apart:
             assert (each - without).abs().max() > 1e-4
+
+
+def straight_on(
+    rank: int, group: Any, overlap: Any, loss: Any = loss_of, make: Any = None, **options: Any
+) -> Tensor:
+    """Training with the loss of a model that may be made otherwise than by default."""
+    model = make and make()
+    training = Training(rank, group, model=model, overlap=overlap, **options)
+    training.train(range(STEPS), loss)
+    return training.end()
 
 
 @pytest.mark.slow
@@ -93,13 +83,7 @@ def test_the_trajectory_is_that_without_overlap_bit_for_bit(
     topology: str, base: Any, views: bool, message: Any, feature: Any, way: str
 ) -> None:
     options = {"topology": topology, "param_as_bucket_view": views, **message, **feature}
-
-    def trained(rank: int, group: dist.ProcessGroup, overlap: Any) -> Tensor:
-        training = Training(rank, group, way, base=base, overlap=overlap, **options)
-        training.train(range(STEPS))
-        return training.end()
-
-    assert_as_without_overlap(4, trained, True)
+    assert_as_without_overlap(4, partial(straight_on, way=way, base=base, **options), True)
 
 
 class Branches(nn.Module):
@@ -124,9 +108,7 @@ class Branches(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [11, 12])
-def test_ranks_that_need_their_buckets_in_different_orders_wait_for_nobody_for_ever(
-    seed: int,
-) -> None:
+def test_ranks_that_need_their_buckets_in_other_orders_do_not_wait_for_ever(seed: int) -> None:
     """Also if the data of one have ended, whose idle rounds are no backward passes."""
 
     def trained(rank: int, group: dist.ProcessGroup, overlap: Any) -> Tensor:
@@ -212,18 +194,9 @@ def read_fused_now_and_then(model: Any, rank: int, step: int) -> Tensor:
     ],
 )
 def test_every_way_into_the_parameters_finds_them_mixed(read: Any) -> None:
-    """Also in views, which autograd does not see change; without overlap they are copies."""
-
-    def trained(rank: int, group: dist.ProcessGroup, overlap: Any) -> Tensor:
-        views = overlap == "forward"
-        # Without overlap, the buckets are those of the groups: the same here.
-        training = Training(
-            rank, group, model=Odd(), base=adamw, overlap=overlap, param_as_bucket_view=views
-        )
-        training.train(range(STEPS), read)
-        return training.end()
-
-    assert_as_without_overlap(4, trained, True)
+    """Also in views, which autograd does not see change."""
+    options = {"loss": read, "make": Odd, "base": adamw, "param_as_bucket_view": True}
+    assert_as_without_overlap(4, partial(straight_on, **options), True)
 
 
 def values_of(model: nn.Module) -> list[Tensor]:
@@ -287,7 +260,9 @@ def test_two_wrappers_watch_one_model_until_they_end() -> None:
         model: Any = make_model(seed=rank)
         parts = [[*model[0].parameters()], [*model[2:].parameters()]]
         options: dict[str, Any] = {"topology": "ring", "process_group": group, "model": model}
-        both = [DecentOptimWrapper(sgd(part), overlap="forward", **options) for part in parts]
+        both = [
+            DecentOptimWrapper(modules.sgd(part), overlap="forward", **options) for part in parts
+        ]
         for step in range(3):
             backward(loss_of(model, rank, step))
             for optimizer in both:
@@ -439,14 +414,11 @@ def test_a_round_that_is_not_finite_is_put_back_or_skipped_and_the_next_one_is_r
         assert_as_without_overlap(size, trained)
 
 
-def fail_late(
-    optimizer: DecentOptimWrapper, wait: Callable[[], object], fault: Callable[[], object]
-) -> None:
+def fail_late(optimizer: DecentOptimWrapper, fail: Callable[[], object]) -> None:
     """Let a rank fail while it packs its last bucket, long after it has sent the first ones."""
 
     def pack(*_: object, **__: object) -> object:
-        wait()
-        fault()
+        fail()
         raise OSError("the machine is on fire")
 
     optimizer.buckets[-1].pack = pack  # type: ignore[method-assign, assignment]
@@ -478,7 +450,7 @@ def test_a_lost_peer_leaves_the_parameters_as_they_were_sent(topology: str, view
                     model[2].register_forward_pre_hook(look)
 
         if rank == 2:
-            fail_late(optimizer, lambda: all_read.wait(PATIENCE), lambda: None)
+            fail_late(optimizer, partial(all_read.wait, PATIENCE))
         with pytest.raises(OSError if rank == 2 else PeerError):
             go_on()
         assert rank == 2 or unmixed(model, launched) == len(launched)
@@ -501,10 +473,14 @@ def lose_one(
     )
     optimizer = training.optimizer
     training.train(range(4))
-    if rank == 2:
+
+    def die() -> None:
         # Its first buckets arrive meanwhile.
-        kill = partial(os.kill, os.getpid(), signal.SIGKILL)
-        fail_late(optimizer, partial(time.sleep, 0.3), kill)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 2:
+        fail_late(optimizer, die)
     training.train([4])
     launched = flat(training.model)
     # From here on nothing moves the mean of those that are left.
@@ -580,7 +556,7 @@ NEEDS: list[tuple[Any, str, dict[str, Any]]] = [
 def test_the_model_has_to_contain_all_parameters() -> None:
     for error, match, options in NEEDS:
         with pytest.raises(error, match=match):
-            DecentOptimWrapper(sgd(make_model().parameters()), **options)
+            DecentOptimWrapper(modules.sgd(make_model().parameters()), **options)
     optimizer = Training(0, None).optimizer
     with pytest.raises(ValueError, match="expects all parameters of the optimizer in the model"):
         optimizer.add_param_group({"params": list(OTHER.named_parameters("other"))})
@@ -612,8 +588,8 @@ def test_on_a_gpu_the_host_waits_for_nothing_and_mixes_each_bucket_before_its_mo
     topology: str, size: int, views: bool
 ) -> None:
     with fake_cuda("cpu:gloo,cuda:nccl", size) as (mode, group):
-        model = nn.Sequential(*(Detached(31, 31, device="cuda") for _ in range(8)))
-        optimizer = wrap_base(
+        model = nn.Sequential(*(modules.Detached(31, 31, device="cuda") for _ in range(8)))
+        optimizer = modules.wrap_base(
             *(model, group),
             topology=topology,
             bucket_cap_mb=0.016,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from modules import adamw, backward, fill, flat, make_model, sgd, train, wrap
+from problem import in_one_call
 from ranks import run_threads
 from restartable_processes import STALE_AFTER, STEP, RestartableProcesses
 from torch import Tensor, nn
@@ -113,28 +115,24 @@ def test_an_average_is_measured_and_reverted_or_kept() -> None:
 
 @pytest.mark.parametrize("stop", [0, 4])
 def test_a_resumed_run_continues_bit_for_bit(stop: int, tmp_path: Path) -> None:
-    def start(group: dist.ProcessGroup, seed: int) -> DecentralizedDataParallel:
-        scaler = GradScaler("cpu", init_scale=64.0, growth_interval=2)
-        options: Any = {"scaler": scaler, "topology": "one-peer-exp"}
-        options["lr_scheduler_fn"] = lambda base: CosineAnnealingLR(base, T_max=STEPS)
-        return wrap(make_model(seed), group, adamw, **options)
-
-    def end(model: DecentralizedDataParallel, rank: int) -> Tensor:
-        assert model.optimizer.round == stop
-        train(model, rank, range(stop, STEPS))
-        assert model.scaler is not None
-        assert model.scaler.get_scale() == 64.0 * 2 ** (STEPS // 2)
-        return flat(model)
-
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        path = tmp_path / f"{rank}.pt"
-        first, second = (start(group, seed) for seed in (0, 7))
+        def start(seed: int) -> DecentralizedDataParallel:
+            scaler = GradScaler("cpu", init_scale=64.0, growth_interval=2)
+            options: Any = {"scaler": scaler, "topology": "one-peer-exp"}
+            options["lr_scheduler_fn"] = lambda base: CosineAnnealingLR(base, T_max=STEPS)
+            return wrap(make_model(seed), group, adamw, **options)
+
+        first, second = start(seed=0), start(seed=7)
         train(first, rank, range(stop))
-        torch.save(first.state_dict(), path)
-        expected = end(first, rank)
-        second.load_state_dict(torch.load(path, weights_only=True))
-        assert torch.equal(end(second, rank), expected)
-        assert not torch.equal(expected, flat(make_model()))
+        torch.save(first.state_dict(), tmp_path / f"{rank}.pt")
+        second.load_state_dict(torch.load(tmp_path / f"{rank}.pt", weights_only=True))
+        for model in (first, second):
+            assert model.optimizer.round == stop
+            train(model, rank, range(stop, STEPS))
+            assert model.scaler is not None
+            assert model.scaler.get_scale() == 64.0 * 2 ** (STEPS // 2)
+        assert torch.equal(flat(first), flat(second))
+        assert not torch.equal(flat(first), flat(make_model()))
 
     run_threads(4, main)
 
@@ -245,18 +243,11 @@ class Doubled(torch.optim.SGD):
     """A class of which nobody knows whether its update is per parameter."""
 
 
-def doubled(named: Any) -> torch.optim.Optimizer:
-    return Doubled([param for _, param in named], lr=0.1)
+doubled = partial(Doubled, lr=0.1)
 
 
 def hooked(named: Any) -> torch.optim.Optimizer:
-    base = sgd(named)
-    base.register_step_post_hook(lambda *_: None)
-    return base
-
-
-def lbfgs(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS([param for _, param in named])
+    return in_one_call(sgd(named))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +263,7 @@ def lbfgs(named: Any) -> torch.optim.Optimizer:
         (ValueError, 'overlap expects True or "forward" here', {"overlap": False}),
         (TypeError, "takes no bucket_cap_mb: bucket_size_in_mb", {"bucket_cap_mb": 5}),
         (TypeError, "local_world_size", {"_local_world_size": 2}),
-        (ValueError, "LBFGS evaluates its closure", {"optim_fn": lbfgs}),
+        (ValueError, "LBFGS evaluates its closure", {"optim_fn": torch.optim.LBFGS}),
         (ValueError, "no step hooks, got SGD", {"optim_fn": hooked, "update_in_backward": True}),
         (ValueError, "bucket .* got Doubled", {"optim_fn": doubled, "update_in_backward": True}),
         (ValueError, "that steps without a metric", {"lr_scheduler_fn": ReduceLROnPlateau}),
