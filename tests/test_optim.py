@@ -175,6 +175,10 @@ def test_a_closure_is_evaluated_and_a_parameter_without_gradient_is_skipped(make
     assert torch.equal(params[1], make_params()[1])
     assert not torch.equal(params[2], make_params()[2])
     assert params[1] not in optimizer.state
+    after = flatten(params)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(flatten(params), after)
 
 
 @ALL_THREE

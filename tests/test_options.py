@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes import CAP_MB, Layout, Spread, batch, loss_of, make_model, run_on_mesh
-from modules import backward
+from modules import backward, sgd
 from problem import flatten, nesterov
 from torch.distributed.algorithms.join import Join
 
@@ -109,10 +109,6 @@ def try_pairs(pairs: list[Pair]) -> dict[Pair, str]:
             errors[pair] = f"{type(error).__name__}: {error}"
         dist.barrier()
     return errors
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
 def table(heading: str) -> Iterator[list[str]]:
