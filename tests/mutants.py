@@ -27,6 +27,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -211,14 +212,13 @@ class Runner:
         if not found:
             files = BY_PROCESSES.get(mutant.room, ())
             found = [test for test in self._durations if test.startswith(files)]
-        chosen: list[str] = []
-        total = 0.0
-        for test in sorted(found, key=lambda test: self._durations.get(test, 1.0)):
-            total += self._durations.get(test, 1.0)
-            if total > self._seconds and chosen:
-                break
-            chosen.append(test)
-        return chosen
+        quickest = sorted(found, key=self._seconds_of)
+        ends = accumulate(map(self._seconds_of, quickest))
+        chosen = [test for test, end in zip(quickest, ends, strict=True) if end <= self._seconds]
+        return chosen or quickest[:1]
+
+    def _seconds_of(self, test: str) -> float:
+        return float(self._durations.get(test, 1.0))
 
     def kills(self, mutant: Mutant) -> bool | None:
         """Whether a test notices it; None if there is no test to ask."""
