@@ -21,6 +21,7 @@ from decent_optim_wrapper.checkpoint import Checkpoints
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(300),
     pytest.mark.skipif(not importlib.util.find_spec("torchvision"), reason="needs torchvision"),
 ]
 CIFAR = Path(__file__).parent.parent / "examples" / "train_cifar10.py"
