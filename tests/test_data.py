@@ -384,9 +384,7 @@ class World:
 @pytest.mark.filterwarnings("ignore:.*samples are used twice")
 @pytest.mark.parametrize("lead", [1, 3])
 @pytest.mark.parametrize("seed", range(50))
-def test_over_drawn_faults_each_sample_is_used_as_often_as_it_was_dealt(
-    seed: int, lead: int
-) -> None:
+def test_over_drawn_faults_each_sample_is_used_as_often_as_dealt(seed: int, lead: int) -> None:
     chance = random.Random(seed)
     world = World(chance, lead)
     world.run(faults=chance.randrange(7))
@@ -479,9 +477,7 @@ def test_a_rank_that_goes_on_uses_what_it_has_fetched_and_no_more_twice(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_over_drawn_kills_and_stops_each_sample_is_used_as_agreed(
-    tmp_path: Path, seed: int
-) -> None:
+def test_over_drawn_kills_and_stops_samples_are_used_as_agreed(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     everyone = (0, 1, 2, 3)
     with RestartableProcesses(4, train_on, tmp_path, fetches=chance.randrange(1, 8)) as ranks:
