@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Self
 
 from ranks import print_to, start_process
-from torch.distributed import run as torch_run
 
 from decent_optim_wrapper.cli import main
 
@@ -30,43 +29,13 @@ def wait_for(name):
             sys.exit(f"nobody told {name}")
         time.sleep(0.01)
 """
-
-
-# A rank that trains until a file says up to which round, and tells where it is and with whom.
-TRAINING = """
-import torch
-from decent_optim_wrapper import DecentOptimWrapper, Elastic
-
-params = [torch.nn.Parameter(torch.full((50,), float(each))) for each in range(3)]
-optimizer = DecentOptimWrapper(
-    torch.optim.SGD(params, lr=0.1),
-    topology="ring",
-    timeout=20,
-    bucket_cap_mb=1e-4,
-    elastic=Elastic(stale_after=1.0),
-)
-tell(f"pid {rank} {life}", os.getpid())
-last = Path("last round")
-while not last.exists() or optimizer.round < int(last.read_text()):
-    for param in params:
-        param.grad = torch.full_like(param, (rank + 1.0) / (optimizer.round + 1))
-    optimizer.step()
-    tell(f"at {rank}", f"{optimizer.round} {optimizer.members}")
-    time.sleep(0.02)
-optimizer.global_avg(may_revert=False)
-tell(f"end {rank}", [param.sum().item() for param in params])
-"""
+# Runs a launcher with options.
+Launcher = Callable[[Sequence[str]], int]
 
 
 def ours(command: Sequence[str]) -> int:
     """Run our launcher."""
     return main(["run", *command])
-
-
-def torchruns(command: Sequence[str]) -> int:
-    """Run torchrun, whose ranks know of no earlier life."""
-    torch_run.main(command)
-    return 0
 
 
 class Launched:
@@ -79,13 +48,7 @@ class Launched:
         launcher: runs a launcher with options.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        script: str,
-        *options: str,
-        launcher: Callable[[Sequence[str]], int] = ours,
-    ) -> None:
+    def __init__(self, folder: Path, script: str, *options: str, launcher: Launcher = ours) -> None:
         self._folder = folder
         number = len(list(folder.glob("script_*.py")))
         path = folder / f"script_{number}.py"
@@ -95,6 +58,8 @@ class Launched:
         self.process = start_process(
             *(_launch, launcher, command, folder, self._printed), daemon=False
         )
+        assert self.process.pid is not None
+        self.pid = self.process.pid
 
     def __enter__(self) -> Self:
         return self
@@ -110,14 +75,24 @@ class Launched:
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal."""
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        os.kill(self.pid, number)
 
-    def end(self) -> int:
+    def kill(self) -> None:
+        """Kill it, and wait until it has ended: not for its ranks."""
+        self.process.kill()
+        self.process.join()
+
+    def end(self, seconds: float = 60) -> int:
         """Its exit code, once it has ended."""
-        self.process.join(60)
+        self.process.join(seconds)
         assert self.process.exitcode is not None, self.printed
         return self.process.exitcode
+
+    def tell(self, name: str, text: str = "") -> None:
+        """Tell ranks something under a name for which they wait."""
+        part = self._folder / f"{name}.part"
+        part.write_text(text)
+        part.rename(self._folder / name)
 
     def told(self, name: str) -> str:
         """What a rank has told under this name, once it has."""
@@ -125,20 +100,8 @@ class Launched:
         self.wait_until(path.exists)
         return path.read_text()
 
-    def has_members(self, rank: int, members: tuple[int, ...]) -> bool:
-        """Whether a rank of `TRAINING` makes its steps with these members now."""
-        path = self._folder / f"at {rank}"
-        return path.exists() and path.read_text().endswith(f" {members}")
-
-    def round_of(self, rank: int) -> int:
-        """The round of a rank of `TRAINING`."""
-        return int(self.told(f"at {rank}").split()[0])
-
-    def finish_training(self, rank: int, rounds: int = 100) -> None:
-        """Let the ranks of `TRAINING` end, so many rounds after the one where this rank is."""
-        part = self._folder / "last round.part"
-        part.write_text(str(self.round_of(rank) + rounds))
-        part.rename(self._folder / "last round")
+    def wait_until_printed(self, text: str) -> None:
+        self.wait_until(lambda: text in self.printed)
 
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Wait for something to happen."""
@@ -147,10 +110,12 @@ class Launched:
             assert time.monotonic() < deadline, self.printed
             time.sleep(0.02)
 
+    def wait_until_ended(self, *pids: int) -> None:
+        """Wait for the end of processes."""
+        self.wait_until(lambda: not any(map(is_alive, pids)))
 
-def _launch(
-    launcher: Callable[[Sequence[str]], int], command: Sequence[str], folder: Path, printed: Path
-) -> None:
+
+def _launch(launcher: Launcher, command: Sequence[str], folder: Path, printed: Path) -> None:
     print_to(printed)
     os.chdir(folder)
     sys.exit(launcher(command))
@@ -158,21 +123,20 @@ def _launch(
 
 def children(pid: int) -> set[int]:
     """The processes that a process has started, and that have not ended."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-        except OSError:  # It has ended.
-            continue
-        if int(parent) == pid and state != "Z":
-            found.add(int(folder.name))
-    return found
+    found = {int(folder.name) for folder in Path("/proc").glob("[0-9]*")}
+    return {each for each in found if parent_of(each) == pid}
 
 
 def is_alive(pid: int) -> bool:
     """Whether a process has not ended."""
+    return parent_of(pid) is not None
+
+
+def parent_of(pid: int) -> int | None:
+    """The process that has started a process; None if that has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+        return None
+    state, parent = stat.rpartition(")")[2].split()[:2]
+    return None if state == "Z" else int(parent)

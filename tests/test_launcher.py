@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -17,17 +18,20 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from launched import TRAINING, Launched, children, is_alive, ours, torchruns
+from launched import Launched, Launcher, children, is_alive, ours
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import run as torch_run
 
 from decent_optim_wrapper.cli import main
 from decent_optim_wrapper.launcher import nodes
+from decent_optim_wrapper.start.launched_store import find_launched_store
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(100),
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks in /proc"),
 ]
+TWO, THREE = ("--nproc-per-node", "2"), ("--nproc-per-node", "3")
 
 # Rank 0 dies in its first two processes, rank 1 in all of them. Rank 2 waits for them.
 DYING = """
@@ -45,10 +49,10 @@ wait_for("given up")
 
 
 def test_ranks_that_die_are_started_again_so_often_and_ever_later(tmp_path: Path) -> None:
-    options = ("--nproc-per-node", "3", "--max-restarts", "2", "--backoff", "0.2")
-    with Launched(tmp_path, DYING, *options, "--log-dir", "logs") as launcher:
-        launcher.wait_until(lambda: "--max-restarts is 2" in launcher.printed)
-        (tmp_path / "given up").touch()
+    options = (*THREE, "--max-restarts", "2", "--backoff", "0.2", "--log-dir", "logs")
+    with Launched(tmp_path, DYING, *options) as launcher:
+        launcher.wait_until_printed("--max-restarts is 2")
+        launcher.tell("given up")
         assert launcher.end() == 1
     printed = launcher.printed
     assert printed.count("[rank 1] ValueError: no luck 0") == 1
@@ -66,18 +70,27 @@ def test_ranks_that_die_are_started_again_so_often_and_ever_later(tmp_path: Path
     assert "no luck 2" in (tmp_path / "logs" / "rank_1" / "start_3.stderr.log").read_text()
 
 
-ENDING = """
-if rank == 1:
-    tell("ready")
-    wait_for("go")
-    {fate}
+# Each ends as it is told.
+OBEDIENT = """
+tell(f"life {rank} {life}", os.environ["GROUP_RANK"] + " " + os.environ["MASTER_PORT"])
+wait_for(f"end {rank} {life}")
+exec(Path(f"end {rank} {life}").read_text())
 """
+
+
+def end(launcher: Launched, fate: str, *ranks: int, life: int = 0) -> None:
+    """Let ranks of `OBEDIENT` end."""
+    for rank in ranks:
+        launcher.tell(f"end {rank} {life}", fate)
+
+
+WELL, KILLED = "sys.exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.mark.parametrize(
     ("fate", "code", "text"),
     [
-        ("sys.exit(0)", 0, ""),
+        (WELL, 0, ""),
         ("sys.exit(7)", 7, "exit code 7; it was given up"),
         ("os.abort()", 128 + signal.SIGABRT, "killed by SIGABRT; it was given up"),
     ],
@@ -86,53 +99,34 @@ def test_the_launcher_ends_as_the_rank_that_was_given_up(
     fate: str, code: int, text: str, tmp_path: Path
 ) -> None:
     """A rank is not started again either once another one has ended its training."""
-    script = ENDING.format(fate=fate)
-    with Launched(tmp_path, script, "--nproc-per-node", "2") as launcher:
-        launcher.told("ready")
-        (tmp_path / "go").touch()
+    with Launched(tmp_path, OBEDIENT, *TWO) as launcher:
+        end(launcher, WELL, 0)
+        launcher.told("life 1 0")
+        end(launcher, fate, 1)
         assert launcher.end() == code
     assert ("others have ended" in launcher.printed) == (code != 0)
     assert text in launcher.printed
 
 
-FAILING = """
-tell(f"life {rank} {life}")
-wait_for(f"go on {rank} {life}")
-if life == 0:
-    FATE
-"""
-
-
-def let_go_on(folder: Path, life: int, *ranks: int) -> None:
-    """Let ranks of `FAILING` go on."""
-    for rank in ranks:
-        (folder / f"go on {rank} {life}").touch()
-
-
-def test_ranks_that_all_fail_at_their_first_start_are_not_started_again(tmp_path: Path) -> None:
-    """As of a wrong argument."""
-    script, options = FAILING.replace("FATE", "sys.exit(7)"), ("--nproc-per-node", "3")
-    with Launched(tmp_path, script, *options, "--backoff", "0.1") as launcher:
-        let_go_on(tmp_path, 0, 0)
+@pytest.mark.parametrize("one_is_killed", [False, True])
+def test_ranks_that_all_fail_at_their_first_start_are_not_started_again(
+    one_is_killed: bool, tmp_path: Path
+) -> None:
+    """As of a wrong argument; a kill says nothing about the next start."""
+    with Launched(tmp_path, OBEDIENT, *THREE, "--backoff", "0.1") as launcher:
+        end(launcher, "sys.exit(7)", 0)
         # It waits for the others now.
         launcher.told("life 0 1")
-        let_go_on(tmp_path, 0, 1, 2)
-        assert launcher.end() == 7
-    assert "all ranks of this node failed within 60 s of their first start" in launcher.printed
-    assert not (tmp_path / "life 2 1").exists()
-
-
-def test_ranks_are_started_again_if_one_was_killed_before_all_others_failed(
-    tmp_path: Path,
-) -> None:
-    fate = "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else sys.exit(7)"
-    script, options = FAILING.replace("FATE", fate), ("--nproc-per-node", "3")
-    with Launched(tmp_path, script, *options, "--backoff", "0.1") as launcher:
-        let_go_on(tmp_path, 0, 0, 1, 2)
-        for rank in range(3):
-            launcher.told(f"life {rank} 1")
-        let_go_on(tmp_path, 1, 0, 1, 2)
-        assert launcher.end() == 0
+        end(launcher, KILLED if one_is_killed else "sys.exit(7)", 1)
+        end(launcher, "sys.exit(7)", 2)
+        if one_is_killed:
+            for rank in range(3):
+                launcher.told(f"life {rank} 1")
+            end(launcher, WELL, 0, 1, 2, life=1)
+        assert launcher.end() == (0 if one_is_killed else 7)
+    reason = "all ranks of this node failed within 60 s of their first start"
+    assert (reason in launcher.printed) != one_is_killed
+    assert (tmp_path / "life 2 1").exists() == one_is_killed
 
 
 # Ends, while what it has started still waits.
@@ -144,100 +138,58 @@ tell("pid", os.getpid())
 
 def test_what_a_rank_has_started_may_go_on_after_a_good_end(tmp_path: Path) -> None:
     with Launched(tmp_path, UPLOADING) as launcher:
-        rank = int(launcher.told("pid"))
-        launcher.wait_until(lambda: not is_alive(rank))
+        launcher.wait_until_ended(int(launcher.told("pid")))
         # Long enough for the launcher to notice.
         launcher.process.join(0.5)
-        (tmp_path / "answered").touch()
+        launcher.tell("answered")
         assert launcher.end() == 0
     assert (tmp_path / "uploaded").exists()
 
 
-# Leaves its session, as a daemon does, and would go on for an hour.
-WITH_CHILD = """
-child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+# What it has started leaves its session, as a daemon does, and would go on for an hour.
+LONG = """
+child = subprocess.Popen(["sleep", "3600"], start_new_session=True) if DAEMON else None
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-tell(f"pids {rank}", f"{os.getpid()} {child.pid}")
+tell(f"pids {rank}", f"{os.getpid()} {child.pid if child else ''}")
 time.sleep(3600)
 """
 
 
-def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    with Launched(tmp_path, WITH_CHILD, "--nproc-per-node", "2") as launcher:
-        ranks = {int(pid) for rank in (0, 1) for pid in launcher.told(f"pids {rank}").split()}
-        assert launcher.process.pid is not None
-        # The ranks, the store and the guard.
-        started = ranks | children(launcher.process.pid)
-        assert len(started) == 6
-        assert all(map(is_alive, started))
-        launcher.signal(signal.SIGKILL)
-        launcher.wait_until(lambda: not any(map(is_alive, started)))
-
-
-WAITING = """
-tell(f"pid {rank}", os.getpid())
-time.sleep(3600)
-"""
-
-
-def is_guard(pid: int) -> bool:
-    return b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def test_no_rank_and_no_store_outlives_a_launcher_that_is_killed_with_its_guard(
-    tmp_path: Path,
+@pytest.mark.parametrize("with_guard", [False, True])
+def test_nobody_outlives_a_launcher_that_is_killed_alone_or_with_its_guard(
+    with_guard: bool, tmp_path: Path
 ) -> None:
-    with Launched(tmp_path, WAITING, "--nproc-per-node", "2") as launcher:
-        ranks = {int(launcher.told(f"pid {rank}")) for rank in (0, 1)}
-        assert launcher.process.pid is not None
-        started = children(launcher.process.pid)
-        assert len(started) == 4
-        assert ranks < started
-        (guard,) = filter(is_guard, started)
-        # To it, both are killed at the same moment.
-        os.kill(guard, signal.SIGSTOP)
-        launcher.signal(signal.SIGKILL)
-        os.kill(guard, signal.SIGKILL)
-        launcher.wait_until(lambda: not any(map(is_alive, started)))
+    # Only the guard finds a daemon.
+    script = LONG.replace("DAEMON", str(not with_guard))
+    with Launched(tmp_path, script, *TWO) as launcher:
+        ranks = {int(pid) for rank in (0, 1) for pid in launcher.told(f"pids {rank}").split()}
+        own = children(launcher.pid)
+        # The ranks, the store and the guard.
+        assert len(own) == 4
+        (guard,) = (pid for pid in own if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        assert all(map(is_alive, ranks))
+        if with_guard:
+            # To it, both are killed at the same moment.
+            os.kill(guard, signal.SIGSTOP)
+        launcher.kill()
+        if with_guard:
+            os.kill(guard, signal.SIGKILL)
+        launcher.wait_until_ended(*ranks, *own)
 
 
-# Rank 1 expects no signal, and neither does what they have started.
-ASKED = """
-def note(number, frame):
-    tell(f"asked {number}")
-if rank == 0:
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, note)
-child = subprocess.Popen(["sleep", "3600"])
-tell(f"ready {rank}")
-wait_for("go")
-unharmed = child.poll() is None
-child.kill()
-sys.exit(0 if unharmed else 7)
-"""
-
-
-def test_signals_for_the_script_reach_the_ranks_and_end_nothing(tmp_path: Path) -> None:
-    options = ("--nproc-per-node", "2", "--max-restarts", "0")
-    with Launched(tmp_path, ASKED, *options) as launcher:
-        for rank in (0, 1):
-            launcher.told(f"ready {rank}")
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
-            launcher.signal(number)
-            launcher.told(f"asked {int(number)}")
-        (tmp_path / "go").touch()
-        assert launcher.end() == 0
-    assert "SIGUSR1: passed on to the ranks" in launcher.printed
-
-
+# Rank 1 expects no signal that is for the script, and neither does what they have started.
 SIGNALLED = """
 def note(number, frame):
-    tell(f"signal {rank}", number)
-    if CODE is not None:
+    tell(f"signal {number} {rank}")
+    if number in (signal.SIGINT, signal.SIGTERM) and CODE is not None:
         sys.exit(CODE)
-for number in (signal.SIGINT, signal.SIGTERM):
+handled = [signal.SIGINT, signal.SIGTERM, *(() if rank else (signal.SIGUSR1, signal.SIGUSR2))]
+for number in handled:
     signal.signal(number, note)
+child = subprocess.Popen(["sleep", "3600"])
 tell(f"ready {rank}")
+wait_for("look")
+tell(f"unharmed {rank}", child.poll() is None)
 while True:
     time.sleep(0.01)
 """
@@ -254,32 +206,27 @@ while True:
         (signal.SIGTERM, signal.SIGTERM, None, 143),
     ],
 )
-def test_signals_reach_the_ranks_and_a_second_one_kills_them(
+def test_signals_reach_the_ranks_and_a_second_one_of_those_that_end_them_kills_them(
     number: signal.Signals, arrives: signal.Signals, ends: int | None, code: int, tmp_path: Path
 ) -> None:
-    script = SIGNALLED.replace("CODE", str(ends))
-    with Launched(tmp_path, script, "--nproc-per-node", "2") as launcher:
+    with Launched(tmp_path, SIGNALLED.replace("CODE", str(ends)), *TWO) as launcher:
         for rank in (0, 1):
             launcher.told(f"ready {rank}")
+        for request in (signal.SIGUSR1, signal.SIGUSR2):
+            launcher.signal(request)
+            launcher.told(f"signal {int(request)} 0")
+        launcher.tell("look")
+        for rank in (0, 1):
+            assert launcher.told(f"unharmed {rank}") == "True"
         launcher.signal(number)
         for rank in (0, 1):
-            assert int(launcher.told(f"signal {rank}")) == arrives
+            launcher.told(f"signal {int(arrives)} {rank}")
         if ends is None:
             assert launcher.process.is_alive()
             launcher.signal(number)
         assert launcher.end() == code
+    assert "SIGUSR1: passed on to the ranks" in launcher.printed
     assert "started again in" not in launcher.printed
-
-
-# Each ends as it is told.
-NODES = """
-tell(f"life {rank} {life}", os.environ["GROUP_RANK"] + " " + os.environ["MASTER_PORT"])
-wait_for(f"end {rank} {life}")
-sys.exit(int(Path(f"end {rank} {life}").read_text()))
-"""
-
-
-ETCD = "etcd://host:2379/run"
 
 
 def free_port() -> int:
@@ -287,153 +234,148 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-Launcher = Callable[[Sequence[str]], int]
-
-
-def node(
-    folder: Path, number: int, port: int, backoff: str = "0.1", launcher: Launcher = ours
-) -> Launched:
-    """The launcher of one of two nodes, with two ranks."""
-    sizes = ("--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number))
-    options = (*sizes, "--backoff", backoff, "--endpoint", f"127.0.0.1:{port}")
-    return Launched(folder, NODES, *options, launcher=launcher)
-
-
-@contextmanager
-def two_nodes(
-    folder: Path, backoff: str = "0.1", port: int | None = None, launcher: Launcher = ours
-) -> Iterator[tuple[Launched, Launched]]:
-    """Launchers of two nodes, which have started."""
-    port = port or free_port()
-    with (
-        node(folder, 0, port, backoff) as first,
-        node(folder, 1, port, backoff, launcher) as second,
-    ):
-        for rank in range(4):
-            assert first.told(f"life {rank} 0") == f"{rank // 2} {port}"
-        yield first, second
-
-
-def end(folder: Path, rank: int, life: int, code: int) -> None:
-    """Let a rank end with a code."""
-    part = folder / f"ending {rank}"
-    part.write_text(str(code))
-    part.rename(folder / f"end {rank} {life}")
-
-
-def test_a_node_goes_on_without_another_that_is_killed(tmp_path: Path) -> None:
-    with two_nodes(tmp_path) as (first, second):
-        second.signal(signal.SIGKILL)
-        second.process.join()
-        end(tmp_path, rank=1, life=0, code=1)
-        first.told("life 1 1")
-        for rank, life in ((0, 0), (1, 1)):
-            end(tmp_path, rank, life, code=0)
-        assert first.end() == 0
-
-
-def waits_for_the_store(seconds: float, command: Sequence[str]) -> int:
-    """Run a launcher that gives a store up that does not answer for so long."""
-    with mock.patch.object(nodes, "_SILENT_SECONDS", seconds):
+def hurried(pause: float, silent_seconds: float, command: Sequence[str]) -> int:
+    """Run a launcher that looks after others every `pause` seconds, and waits for a store."""
+    patched: dict[str, Any] = {"_PAUSE": pause, "_SILENT_SECONDS": silent_seconds}
+    with mock.patch.multiple(nodes, **patched):
         return ours(command)
 
 
-def lose_node_0(first: Launched, port: int) -> None:
-    """Kill its launcher, once that of node 1 has found the store."""
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    PrefixStore("decent_optim_wrapper/launcher", store).wait(["beat/1"], timedelta(seconds=60))
-    assert first.process.pid is not None
-    started = children(first.process.pid)
-    first.signal(signal.SIGKILL)
-    first.process.join()
-    # Its store keeps the port for a moment.
-    first.wait_until(lambda: not any(map(is_alive, started)))
+@contextmanager
+def node(
+    folder: Path, number: int, port: int, launcher: Launcher = ours, backoff: str = "0.1"
+) -> Iterator[Launched]:
+    """The launcher of one of two nodes, with two ranks, which have started."""
+    options = (*TWO, "--nnodes", "2", "--node-rank", str(number), "--backoff", backoff)
+    endpoint = ("--endpoint", f"127.0.0.1:{port}")
+    with Launched(folder, OBEDIENT, *options, *endpoint, launcher=launcher) as launched:
+        for rank in (2 * number, 2 * number + 1):
+            assert launched.told(f"life {rank} 0") == f"{number} {port}"
+        yield launched
 
 
-def test_no_rank_is_started_again_once_the_node_with_the_store_is_lost(tmp_path: Path) -> None:
-    port, impatient = free_port(), partial(waits_for_the_store, 3.0)
-    with two_nodes(tmp_path, port=port, launcher=impatient) as (first, second):
-        lose_node_0(first, port)
-        end(tmp_path, rank=2, life=0, code=5)
-        second.wait_until(lambda: "the store of node 0 has not answered for 3 s" in second.printed)
-        end(tmp_path, rank=3, life=0, code=0)
-        assert second.end() == 5
-    # In vain it would wait for the store.
-    assert not (tmp_path / "life 2 1").exists()
+def test_a_node_goes_on_without_another_that_is_killed(tmp_path: Path) -> None:
+    port, hasty = free_port(), partial(hurried, 0.1, 30.0)
+    with node(tmp_path, 0, port, hasty) as first, node(tmp_path, 1, port) as second:
+        second.kill()
+        end(first, "sys.exit(1)", 1)
+        first.told("life 1 1")
+        end(first, WELL, 0)
+        end(first, WELL, 1, life=1)
+        assert first.end() == 0
 
 
+@pytest.mark.parametrize(("seconds", "comes_back"), [(3.0, False), (90.0, True)])
 def test_ranks_are_started_again_once_the_node_with_the_store_has_come_back(
-    tmp_path: Path,
+    seconds: float, comes_back: bool, tmp_path: Path
 ) -> None:
-    port, patient = free_port(), partial(waits_for_the_store, 90.0)
-    with two_nodes(tmp_path, port=port, launcher=patient) as (first, second):
-        lose_node_0(first, port)
-        end(tmp_path, rank=2, life=0, code=5)
-        second.wait_until(lambda: "rank 2 ended" in second.printed)
+    port, waiting = free_port(), partial(hurried, 1.0, seconds)
+    with node(tmp_path, 0, port) as first, node(tmp_path, 1, port, waiting) as second:
+        # The launcher of node 1 has found the store.
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        PrefixStore("decent_optim_wrapper/launcher", store).wait(["beat/1"], timedelta(seconds=60))
+        started = children(first.pid)
+        first.kill()
+        # Its store keeps the port for a moment.
+        first.wait_until_ended(*started)
+        end(second, "sys.exit(5)", 2)
+        if not comes_back:
+            second.wait_until_printed("the store of node 0 has not answered for 3 s")
+            end(second, WELL, 3)
+            assert second.end() == 5
+            # In vain it would wait for the store.
+            assert not (tmp_path / "life 2 1").exists()
+            return
+        second.wait_until_printed("rank 2 ended")
         with node(tmp_path, 0, port) as again:
             second.told("life 2 1")
-            for rank in range(4):
-                end(tmp_path, rank, life=int(rank == 2), code=0)
+            end(second, WELL, 0, 1, 3)
+            end(second, WELL, 2, life=1)
             assert [each.end() for each in (second, again)] == [0, 0]
 
 
 def test_a_node_with_the_store_ends_last_and_no_rank_starts_after_another_has_ended(
     tmp_path: Path,
 ) -> None:
+    port = free_port()
     # The other node hears of it within a second, or so.
-    with two_nodes(tmp_path, backoff="2") as (first, second):
-        for rank in (0, 1):
-            end(tmp_path, rank, life=0, code=0)
+    with node(tmp_path, 0, port) as first, node(tmp_path, 1, port, backoff="2") as second:
+        end(first, WELL, 0, 1)
         for life in range(4):
-            end(tmp_path, rank=2, life=life, code=5)
+            end(first, "sys.exit(5)", 2, life=life)
         first.process.join(1.5)
         assert first.process.is_alive()
-        second.wait_until(lambda: "others have ended without an error" in second.printed)
-        end(tmp_path, rank=3, life=0, code=0)
+        second.wait_until_printed("others have ended without an error")
+        end(first, WELL, 3)
         assert second.end() == 5
         assert first.end() == 0
 
 
+# Tells where the store is, and waits.
+HOLDING = """
+import json
+tell(f"environ {rank}", json.dumps(dict(os.environ)))
+wait_for("end")
+"""
+
+
+def torchruns(command: Sequence[str]) -> int:
+    torch_run.main(command)
+    return 0
+
+
 def test_the_store_of_torchrun_is_found(tmp_path: Path) -> None:
-    options = ("--standalone", "--nproc-per-node", "2")
-    with Launched(tmp_path, TRAINING, *options, launcher=torchruns) as launcher:
+    with Launched(tmp_path, HOLDING, "--standalone", *TWO, launcher=torchruns) as launcher:
+        stores = []
         for rank in (0, 1):
-            launcher.wait_until(partial(launcher.has_members, rank, (0, 1)))
-        launcher.finish_training(rank=0, rounds=20)
+            found = find_launched_store(json.loads(launcher.told(f"environ {rank}")), None)
+            assert found is not None
+            assert (found.rank, found.world_size) == (rank, 2)
+            found.store.set(f"from {rank}", str(rank))
+            stores.append(found.store)
+        assert [stores[1 - rank].get(f"from {rank}") for rank in (0, 1)] == [b"0", b"1"]
+        launcher.tell("end")
         assert launcher.end() == 0
-    assert launcher.told("end 0") == launcher.told("end 1")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("--nnodes", "2", "train.py"), "--nnodes 2 needs --endpoint host:port"),
-        (("--nnodes", "2", "--node-rank", "2", "x.py"), "--node-rank must be from 0 to 1"),
-        (("--endpoint", "29500", "train.py"), "expected host:port, got '29500'"),
-        (("--nproc-per-node", "0", "train.py"), "--nproc-per-node must be at least 1, got 0"),
-        (("--max-restarts", "-1", "train.py"), "--max-restarts must be at least 0, got -1"),
-        (("--backoff", "inf", "train.py"), "--backoff must be a number of seconds from 0"),
-        (("--store", "host1:2379", "train.py"), "expected a store as 'etcd://host1:2379,host2"),
-        (("--store", "etcd://host1:2379", "train.py"), "/my-run', got 'etcd://host1:2379'"),
-        (("--store", "etcd://host1/run", "train.py"), "expected the servers as"),
-        (("--store", f"{ETCD}?colour=red", "train.py"), "unknown options ['colour']"),
-        (("--store", f"{ETCD}?user=me", "train.py"), "expected both user and password"),
-        (("--store", ETCD, "--endpoint", "host:1", "train.py"), "leave it out, or the others"),
-        (("--with-etcd", "--endpoint", "host:1", "train.py"), "leave it out, or the others"),
-        (("--with-etcd", "--nnodes", "2", "train.py"), "needs --store etcd://host0:2379"),
-        (("--with-etcd", "--nnodes", "2", "--store", ETCD, "x.py"), "got 1 for --nnodes 2"),
-        (("--with-etcd", "--store", f"{ETCD}?ca_cert=a", "x.py"), "take no ca_cert"),
-        ((), "expected a script"),
-    ],
-)
-def test_options_that_cannot_be_are_refused_in_one_line(
-    arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+ETCD = "etcd://host:2379/run"
+REFUSED = [
+    ("--nnodes 2 train.py", "--nnodes 2 needs --endpoint host:port"),
+    ("--nnodes 2 --node-rank 2 x.py", "--node-rank must be from 0 to 1"),
+    ("--endpoint 29500 train.py", "expected host:port, got '29500'"),
+    ("--nproc-per-node 0 train.py", "--nproc-per-node must be at least 1, got 0"),
+    ("--max-restarts -1 train.py", "--max-restarts must be at least 0, got -1"),
+    ("--backoff inf train.py", "--backoff must be a number of seconds from 0"),
+    ("--store host1:2379 train.py", "expected a store as 'etcd://host1:2379,host2"),
+    ("--store etcd://host1:2379 train.py", "/my-run', got 'etcd://host1:2379'"),
+    ("--store etcd://host1/run train.py", "expected the servers as"),
+    (f"--store {ETCD}?colour=red train.py", "unknown options ['colour']"),
+    (f"--store {ETCD}?user=me train.py", "expected both user and password"),
+    (f"--store {ETCD} --endpoint host:1 train.py", "leave it out, or the others"),
+    ("--with-etcd --endpoint host:1 train.py", "leave it out, or the others"),
+    ("--with-etcd --nnodes 2 train.py", "needs --store etcd://host0:2379"),
+    (f"--with-etcd --nnodes 2 --store {ETCD} x.py", "got 1 for --nnodes 2"),
+    (f"--with-etcd --store {ETCD}?ca_cert=a x.py", "take no ca_cert"),
+    ("", "expected a script"),
+]
+
+
+def refusal(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The line with which the launcher ends before it has started anything."""
+    before = children(os.getpid())
     with pytest.raises(SystemExit) as caught:
-        main(["run", *arguments])
+        main(["run", *arguments.split()])
     assert caught.value.code == 2
+    assert children(os.getpid()) == before
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert text in line
+    return line
+
+
+@pytest.mark.parametrize(("arguments", "text"), REFUSED)
+def test_options_that_cannot_be_are_refused_in_one_line(
+    arguments: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert text in refusal(arguments, capsys)
 
 
 @pytest.mark.parametrize(
@@ -445,15 +387,10 @@ def test_options_that_cannot_be_are_refused_in_one_line(
     ids=["client", "server"],
 )
 def test_what_is_not_installed_is_an_error_before_any_rank_is_started(
-    patched: Any, words: str, capsys: pytest.CaptureFixture[str]
+    patched: AbstractContextManager[Any], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = children(os.getpid())
-    with patched, pytest.raises(SystemExit) as caught:
-        main(["run", "--with-etcd", "train.py"])
-    assert caught.value.code == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert words in line
-    assert children(os.getpid()) == before
+    with patched:
+        assert words in refusal("--with-etcd train.py", capsys)
 
 
 def test_a_port_that_is_taken_is_an_error_before_anything_is_started(
@@ -461,9 +398,4 @@ def test_a_port_that_is_taken_is_an_error_before_anything_is_started(
 ) -> None:
     with socket.create_server(("", 0)) as server:
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
-        before = children(os.getpid())
-        with pytest.raises(SystemExit) as caught:
-            main(["run", "--endpoint", endpoint, "train.py"])
-    assert caught.value.code == 2
-    assert "in use" in capsys.readouterr().err
-    assert children(os.getpid()) == before
+        assert "in use" in refusal(f"--endpoint {endpoint} train.py", capsys)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import pytest
 from etcd_servers import EtcdServers, free_ports, require_etcd
-from launched import TRAINING, Launched, children, is_alive
+from launched import Launched, children, is_alive, ours
 
 from decent_optim_wrapper.comm.store_url import StoreUrl
 from decent_optim_wrapper.start.launched_store import find_launched_store
@@ -23,31 +24,60 @@ pytestmark = [
 ]
 
 
-def test_training_goes_on_without_a_rank_a_node_and_a_server(tmp_path: Path) -> None:
+# Trains until a file says up to which round, and tells where it is and with whom.
+TRAINING = """
+import torch
+from decent_optim_wrapper import DecentOptimWrapper, Elastic
+
+params = [torch.nn.Parameter(torch.full((50,), float(each))) for each in range(3)]
+optimizer = DecentOptimWrapper(
+    torch.optim.SGD(params, lr=0.1),
+    topology="greedy",
+    timeout=20,
+    bucket_cap_mb=1e-4,
+    elastic=Elastic(stale_after=1.0),
+)
+tell(f"pid {rank} {life}", os.getpid())
+last = Path("last round")
+while not last.exists() or optimizer.round < int(last.read_text()):
+    for param in params:
+        param.grad = torch.full_like(param, (rank + 1.0) / (optimizer.round + 1))
+    optimizer.step()
+    tell(f"at {rank}", f"{optimizer.round} {optimizer.members}")
+    time.sleep(0.02)
+optimizer.global_avg(may_revert=False)
+tell(f"end {rank}", [param.sum().item() for param in params])
+"""
+
+
+def test_training_goes_on_without_a_server_a_rank_and_a_node(tmp_path: Path) -> None:
     require_etcd()
-    with EtcdServers(3) as cluster, ExitStack() as stack:
-        sizes = ("--nnodes", "2", "--nproc-per-node", "2", "--backoff", "0.1")
-        options = (*sizes, "--store", f"etcd://{cluster.endpoints}/run", "--node-rank")
-        first, second = (
-            stack.enter_context(Launched(tmp_path, TRAINING, *options, node)) for node in "01"
+
+    def wait_for_members(*ranks: int) -> None:
+        places = [tmp_path / f"at {rank}" for rank in ranks]
+        nodes[0].wait_until(
+            lambda: all(at.exists() and at.read_text().endswith(f" {ranks}") for at in places)
         )
-        for rank in range(4):
-            first.wait_until(partial(first.has_members, rank, (0, 1, 2, 3)))
-        os.kill(int(first.told("pid 1 0")), signal.SIGKILL)
-        # Comes back, and the others train with it.
-        first.told("pid 1 1")
-        first.wait_until(lambda: first.has_members(1, (0, 1, 2, 3)))
-        second.signal(signal.SIGKILL)
-        second.process.join()
-        for rank in (0, 1):
-            first.wait_until(partial(first.has_members, rank, (0, 1)))
+
+    with EtcdServers(3) as cluster, ExitStack() as stack:
+        store = f"etcd://{cluster.endpoints}/run"
+        options = ("--nnodes", "3", "--backoff", "0.1", "--store", store, "--node-rank")
+        nodes = [
+            stack.enter_context(Launched(tmp_path, TRAINING, *options, node)) for node in "012"
+        ]
+        wait_for_members(0, 1, 2)
         cluster.kill(cluster.leader())
-        os.kill(int(first.told("pid 0 0")), signal.SIGKILL)
-        first.told("pid 0 1")
-        first.finish_training(rank=1)
-        assert first.end() == 0
-    assert first.told("end 0") == first.told("end 1")
-    assert "is started again in 0.1 s" in first.printed
+        os.kill(int(nodes[0].told("pid 0 0")), signal.SIGKILL)
+        # Comes back, and the others train with it.
+        nodes[0].told("pid 0 1")
+        wait_for_members(0, 1, 2)
+        nodes[2].kill()
+        wait_for_members(0, 1)
+        round_of_rank_0 = int(nodes[0].told("at 0").split()[0])
+        nodes[0].tell("last round", str(round_of_rank_0 + 50))
+        assert [node.end() for node in nodes[:2]] == [0, 0]
+    assert nodes[0].told("end 0") == nodes[0].told("end 1")
+    assert "is started again in 0.1 s" in nodes[0].printed
     assert not cluster.alive()
 
 
@@ -58,11 +88,17 @@ wait_for(f"end {rank}")
 """
 
 
+def in_memory(command: Sequence[str]) -> int:
+    """Run our launcher with the data of its server in memory: a busy disk delays every answer."""
+    if Path("/dev/shm").is_dir():
+        tempfile.tempdir = "/dev/shm"
+    return ours(command)
+
+
 def servers(launcher: Launched) -> list[tuple[int, Path]]:
     """The etcd servers of a launcher, with the folders of their data."""
-    assert launcher.process.pid is not None
     found = []
-    for pid in children(launcher.process.pid):
+    for pid in children(launcher.pid):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
         if command[0] == "etcd":
             found.append((pid, Path(command[command.index("--data-dir") + 1])))
@@ -74,20 +110,20 @@ def test_a_server_is_started_again_with_its_data_and_ends_with_the_launcher(
     is_killed: bool, tmp_path: Path
 ) -> None:
     require_etcd()
-    with Launched(tmp_path, HOLDING, "--with-etcd", "--backoff", "0.1") as launcher:
+    options = ("--with-etcd", "--backoff", "0.1")
+    with Launched(tmp_path, HOLDING, *options, launcher=in_memory) as launcher:
         store = StoreUrl.parse(launcher.told("store 0")).open(timedelta(seconds=60))
         store.set("key", "value")
         ((before, _),) = servers(launcher)
         os.kill(before, signal.SIGKILL)
-        launcher.wait_until(lambda: not is_alive(before))
+        launcher.wait_until_ended(before)
         assert store.get("key") == b"value"
         ((server, folder),) = servers(launcher)
         assert folder.is_dir()
         if is_killed:
-            launcher.signal(signal.SIGKILL)
-            launcher.process.join()
+            launcher.kill()
         else:
-            (tmp_path / "end 0").touch()
+            launcher.tell("end 0")
             assert launcher.end() == 0
         launcher.wait_until(lambda: not is_alive(server) and not folder.parent.exists())
     assert "the etcd server of this node ended (killed by SIGKILL)" in launcher.printed
@@ -100,8 +136,8 @@ def test_a_server_that_does_not_start_is_given_up_with_its_error(tmp_path: Path)
         store = f"etcd://{other.endpoints}/run"
         options = ("--with-etcd", "--store", store, "--max-restarts", "1", "--backoff", "0.1")
         with Launched(tmp_path, HOLDING, *options) as launcher:
-            launcher.wait_until(lambda: "--max-restarts is 1" in launcher.printed)
-            (tmp_path / "end 0").touch()
+            launcher.wait_until_printed("--max-restarts is 1")
+            launcher.tell("end 0")
             assert launcher.end() == 0
     assert launcher.printed.count("address already in use") == 2
 
@@ -112,21 +148,23 @@ def test_the_servers_of_three_nodes_outlive_one_of_them(tmp_path: Path) -> None:
     url = f"etcd://{','.join(f'127.0.0.1:{port}' for port in ports)}/run"
     options = ("--with-etcd", "--nnodes", "3", "--store", url, "--node-rank")
     with ExitStack() as stack:
-        nodes = [stack.enter_context(Launched(tmp_path, HOLDING, *options, n)) for n in "012"]
+        nodes = [
+            stack.enter_context(Launched(tmp_path, HOLDING, *options, node, launcher=in_memory))
+            for node in "012"
+        ]
         for rank, node in enumerate(nodes):
             assert node.told(f"store {rank}") == url
         store = StoreUrl.parse(url).open(timedelta(seconds=60))
         store.set("key", "value")
-        nodes[2].signal(signal.SIGKILL)
-        nodes[2].process.join()
+        nodes[2].kill()
         assert store.get("key") == b"value"
         # The ranks of the other node still need the server of this one.
-        (tmp_path / "end 0").touch()
-        nodes[0].process.join(3)
+        nodes[0].tell("end 0")
+        nodes[0].process.join(2)
         assert nodes[0].process.is_alive()
         store.set("key", "other")
-        (tmp_path / "end 1").touch()
-        assert [nodes[node].end() for node in (0, 1)] == [0, 0]
+        nodes[1].tell("end 1")
+        assert [node.end() for node in nodes[:2]] == [0, 0]
     assert not any("does not outlive" in node.printed for node in nodes)
 
 
