@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from problem import flatten, make_params, sgd, take_steps, wrap
+from problem import flatten, make_params, take_steps, wrap
 from ranks import process_group, run_threads
 from restartable_processes import (
     STALE_AFTER,
@@ -37,7 +37,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistError
 
-from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
+from decent_optim_wrapper import PeerError
 from decent_optim_wrapper.comm.process_groups import new_communicator
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.transport import Transport
@@ -102,18 +102,6 @@ def test_time_in_which_a_process_stands_still_does_not_count_as_waiting() -> Non
         with pytest.raises(TimeoutError):
             within(0.5, threading.Event().wait)
     assert len(looks) >= 3
-
-
-def test_calls_of_a_bounded_store_are_those_of_the_store() -> None:
-    plain = HashStore()
-    store = BoundedStore(PrefixStore("part", plain), timedelta(seconds=30))
-    assert not store.check(["a"])
-    store.set("a", "1")
-    store.claim("a", "2")
-    store.claim("b", "3")
-    assert (store.get("a"), store.get("b"), store.add("n", 2), store.add("n", 3)) == (*"13", 2, 5)
-    assert store.check(["a", "b"])
-    assert plain.get("part/a") == b"1"
 
 
 @contextmanager
@@ -245,27 +233,15 @@ def test_nobody_is_taken_for_dead_because_the_store_stood_still() -> None:
     assert lives[0].members == (0, 1, 3)
 
 
-def build_on_a_slow_store(
-    rank: int, world_size: int, store: Any, report: Report, make_store: Callable[[int], Store]
-) -> tuple[int, ...]:
-    own = make_store(rank)
-    report("connected", None)
-    store.wait(["build"])
-    options: dict[str, Any] = {"timeout": PATIENCE, "elastic": Elastic(store=own)}
-    return DecentOptimWrapper(sgd(make_params()), rank, world_size, **options).members
-
-
 def test_a_connection_may_take_longer_than_the_timeout_at_the_start() -> None:
     """As where a name server does not answer torch, which asks for a name at each connection."""
-    with (
-        StoreProcess() as server,
-        RestartableProcesses(2, build_on_a_slow_store, server.connect) as processes,
-    ):
-        processes.all_reach("connected")
+    with StoreProcess() as server, ThreadPoolExecutor() as pool:
+        own = server.connect(0)
         with stopped(server):
-            processes.store.set("build", "")
+            built = pool.submit(wrap_elastic, make_params(), 0, 1, own, [], timeout=PATIENCE)
             time.sleep(PATIENCE + 1)
-        assert processes.results() == [(0, 1)] * 2
+            assert not built.done()
+        assert built.result(30).members == (0,)
 
 
 # As `STALE_AFTER`, but shorter: the threads of one process wait for each other at most.
