@@ -526,17 +526,8 @@ def test_counters_and_what_one_rank_has_no_momentum_for_are_left_alone() -> None
 
 def poison(base: Optimizer, params: list[Tensor]) -> None:
     """As a single bad batch may leave it: the parameters themselves stay finite."""
-    for index, value in ((1, float("nan")), (2, float("inf"))):
-        base.state[params[index]]["exp_avg"].view(-1)[0] = value
-
-
-def overflow(base: Optimizer, params: list[Tensor]) -> None:
-    """Make a step with finite gradients whose squares are not."""
-    for param in params:
-        param.grad = torch.full_like(param, 1e25)
-    base.step()
-    assert all(base.state[param]["exp_avg_sq"].isinf().all() for param in params)
-    assert flatten(params).isfinite().all()
+    for index, name, value in ((1, "exp_avg", float("nan")), (2, "exp_avg_sq", float("inf"))):
+        base.state[params[index]][name].view(-1)[0] = value
 
 
 def average_in_a_step(optimizer: DecentOptimWrapper, params: list[Tensor]) -> None:
@@ -548,16 +539,10 @@ def average_in_a_step(optimizer: DecentOptimWrapper, params: list[Tensor]) -> No
 
 
 @pytest.mark.parametrize(
-    ("spoil", "average", "policy"),
-    pairwise(
-        {"poison": poison, "overflow": overflow},
-        {"at once": average_at_once, "in a step": average_in_a_step},
-        named("raise", "skip"),
-    ),
+    ("average", "policy"),
+    pairwise({"at once": average_at_once, "in a step": average_in_a_step}, named("raise", "skip")),
 )
-def test_momenta_that_are_not_finite_reach_nobody(
-    spoil: Any, average: Any, policy: OnNonfinite
-) -> None:
+def test_momenta_that_are_not_finite_reach_nobody(average: Any, policy: OnNonfinite) -> None:
     bad, world_size = 1, 3
     schedule = Schedule(average_state="average", global_avg_every=4)
 
@@ -568,7 +553,7 @@ def test_momenta_that_are_not_finite_reach_nobody(
         take_steps(optimizer, params, rank, range(3))
         optimizer.synchronize()
         if rank == bad:
-            spoil(base, params)
+            poison(base, params)
 
         def moments() -> Tensor:
             kept = [base.state[param] for param in params]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import OVERLAP, pairwise
-from problem import MODES, TINY_CAP_MB, backward, flatten, make_params, take_steps, wrap
+from problem import MODES, TINY_CAP_MB, backward, flatten, make_params, wrap
 from ranks import run_processes, run_threads
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +18,6 @@ from warned import warned_texts
 from decent_optim_wrapper import DecentOptimWrapper
 from decent_optim_wrapper.codecs import CastCodec
 from decent_optim_wrapper.extensions.identical_ranks import LONGEST_SEARCH, IdenticalRanks
-from decent_optim_wrapper.gossip.schedule import RoundKind
 from decent_optim_wrapper.wire.exchange import PlainPair
 
 WORLDS = {name: (name, size) for name, size in (("ring", 4), ("complete", 7), ("greedy", 5))}
@@ -106,37 +105,31 @@ def test_what_keeps_ranks_the_same_for_a_while_is_no_reason_to_warn(
     assert torch.equal(rows[0], flatten(make_params(dtype=torch.float32))) != moves
 
 
-def test_looking_ends_with_the_first_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int] = []
-    compare = PlainPair.compare
+def count_calls(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> list[None]:
+    calls: list[None] = []
+    method = getattr(kind, name)
 
-    def counted(exchange: PlainPair) -> tuple[Tensor, Tensor]:
-        looks.append(1)
-        return compare(exchange)
+    def counted(*args: Any) -> Any:
+        calls.append(None)
+        return method(*args)
 
-    monkeypatch.setattr(PlainPair, "compare", counted)
+    monkeypatch.setattr(kind, name, counted)
+    return calls
+
+
+def test_looking_ends_with_the_first_difference_or_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = count_calls(monkeypatch, PlainPair, "compare")
     train(2, same=False)
     assert len(looks) == 1
     looks.clear()
     train(2, same=False, steps=30, lr=lambda step: 0.0)
     assert 0 < len(looks) <= LONGEST_SEARCH * 3
-
-
-def test_looking_ends_where_there_is_nobody_to_compare_with(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rounds: list[int] = []
-    end_round = IdenticalRanks.end_round
-
-    def counted(extension: IdenticalRanks, kind: RoundKind) -> None:
-        rounds.append(1)
-        end_round(extension, kind)
-
-    monkeypatch.setattr(IdenticalRanks, "end_round", counted)
-    params = make_params()
-    take_steps(wrap(params), params, 0, range(LONGEST_SEARCH + 5))
+    # Also where there is nobody to compare with.
+    rounds = count_calls(monkeypatch, IdenticalRanks, "end_round")
+    train(1, same=True, steps=LONGEST_SEARCH + 5)
     assert len(rounds) == LONGEST_SEARCH == 20
-    assert not torch.equal(flatten(params), flatten(make_params()))
 
 
 def train_under_ddp(rank: int) -> tuple[int, list[float]]:
