@@ -7,7 +7,6 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,8 +134,6 @@ def schedulefree(params: Sequence[Tensor]) -> Any:
 
 FEATURES: dict[str, dict[str, Any]] = {
     "int8": {"comm_dtype": torch.int8},
-    "tracking": {"gradient_tracking": True},
-    "outer": {"schedule": Schedule(gossip_every=2, outer=nesterov(0.5))},
     "late": {"schedule": Schedule(gossip_every=3, staleness=3)},
     "auto": {"schedule": Schedule(gossip_every="auto")},
     "schedule-free": {"make": schedulefree},
@@ -145,34 +142,36 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+def check_mean(before: list[Found], found: list[Found]) -> None:
+    """Whether all start from the mean, and train apart again."""
+    mean = torch.stack([each.end for each in before]).mean(0)
+    for rank in found:
+        torch.testing.assert_close(rank.loaded, mean, rtol=0, atol=1e-14)
+        assert torch.equal(rank.loaded, found[0].loaded)
+        # The base's state is the same on all of them, too.
+        states = (tree_leaves(each.state["state"]) for each in (rank, found[0]))
+        for one, other in zip(*states, strict=True):
+            assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+        assert rank.state["state"]
+        assert not rank.state["gossip"]["in_flight"]
+    assert torch.stack([each.end for each in found]).std(0).max() > 1e-6
+    assert (found[0].end - found[0].loaded).abs().max() > 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:AdamWScheduleFree keeps an iterate")
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
-def test_whatever_takes_part_the_mean_stays_and_training_goes_on(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
-    parts = journey(tmp_path, (4, 6), **options)
-    for before, found in pairwise(parts):
-        mean = torch.stack([each.end for each in before]).mean(0)
-        for rank in found:
-            torch.testing.assert_close(rank.loaded, mean, rtol=0, atol=1e-14)
-            assert torch.equal(rank.loaded, found[0].loaded)
-            # The base's state is the same on all of them, too.
-            states = (tree_leaves(each.state["state"]) for each in (rank, found[0]))
-            for one, other in zip(*states, strict=True):
-                assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
-            assert rank.state["state"]
-            assert not rank.state["gossip"]["in_flight"]
-        # What was averaged trains apart again.
-        assert torch.stack([each.end for each in found]).std(0).max() > 1e-6
-        assert (found[0].end - found[0].loaded).abs().max() > 1e-3
+def test_whatever_takes_part_the_mean_stays(options: dict[str, Any], tmp_path: Path) -> None:
+    check_mean(*journey(tmp_path, (4, 6), **options))
 
 
 @pytest.mark.filterwarnings("ignore:gradient_tracking gains less")
 def test_an_outer_optimizer_goes_on_and_tracked_gradients_start_again(tmp_path: Path) -> None:
-    both = {**FEATURES["tracking"], **FEATURES["outer"]}
-    for found in journey(tmp_path, (4, 3), **both)[1]:
-        states = found.state["gossip"]["extensions"]
+    schedule = Schedule(gossip_every=2, outer=nesterov(0.5))
+    before, found = journey(tmp_path, (4, 3), gradient_tracking=True, schedule=schedule)
+    check_mean(before, found)
+    for rank in found:
+        states = rank.state["gossip"]["extensions"]
         tracked, outer = (
             states[name]["params"] for name in ("gradient_tracking", "outer_optimizer")
         )
