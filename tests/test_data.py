@@ -137,30 +137,28 @@ def test_a_checkpoint_of_other_ranks_leaves_no_sample_out(
 
 
 def test_a_state_without_the_steps_of_all_ranks_is_refused_by_others() -> None:
-    def make(group: dist.ProcessGroup) -> tuple[ElasticSampler, *Wrapped]:
-        schedule = Schedule(gossip_every="auto")
-        optimizer, step = wrap(group, topology="complete", schedule=schedule)
-        return ElasticSampler(SAMPLES, optimizer, 4), optimizer, step
+    options: Any = {"topology": "complete", "schedule": Schedule(gossip_every="auto")}
 
-    def save(rank: int, group: dist.ProcessGroup) -> State:
-        sampler, optimizer, step = make(group)
+    def save(rank: int, group: dist.ProcessGroup) -> tuple[State, int]:
+        optimizer, step = wrap(group, rank, **options)
+        sampler = ElasticSampler(SAMPLES, optimizer, 4)
         for _ in range(3 + rank):
             step()
         optimizer.synchronize()
-        return sampler.state_dict()
+        state, again = sampler.state_dict(), ElasticSampler(SAMPLES, optimizer, 4)
+        again.load_state_dict(state)
+        return state, len(again)
 
-    def load(rank: int, group: dist.ProcessGroup) -> tuple[int, bool]:
-        sampler, *_ = make(group)
-        try:
+    def refuse(rank: int, group: dist.ProcessGroup) -> int:
+        sampler = ElasticSampler(SAMPLES, wrap(group, **options)[0], 4)
+        with pytest.raises(ValueError, match="Checkpoints, which reads those of all ranks"):
             sampler.load_state_dict(states[rank])
-        except ValueError as error:
-            return len(sampler), "Checkpoints, which reads those of all ranks" in str(error)
-        return len(sampler), False
+        return len(sampler)
 
-    states = run_threads(4, save)
+    states, left = zip(*run_threads(4, save), strict=True)
     # The same ranks go on, each with its own number of steps.
-    assert run_threads(4, load) == [(10, False), (9, False), (8, False), (7, False)]
-    assert run_threads(3, load) == [(17, True)] * 3
+    assert left == (10, 9, 8, 7)
+    assert run_threads(3, refuse) == [17] * 3
 
 
 def test_what_a_rank_comes_back_with_is_in_its_next_pass_and_in_its_state() -> None:
