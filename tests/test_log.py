@@ -77,18 +77,13 @@ def main(rank, group):
 
 run_threads(2, main)
 """
-ONE_LINE = re.compile(
-    r"[\d:. -]+ \| INFO +\| decent_optim_wrapper\.start\.summary:\w+:\d+ - "
-    r"Complete\(.*\), 2 ranks: rank 0 sends \d+ bytes of parameters per step \(1 bucket\)\. "
-    r"DECENT_LOG=info shows more, DECENT_LOG=off nothing\n"
-)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "has", "has_not"),
     [
-        ("", {"start.summary:"}, {"wrapper:", "pipeline:"}),
+        ("", {"start.summary:", "2 ranks: rank 0 sends 448 bytes"}, {"wrapper:", "pipeline:"}),
         ("off", set(), {" "}),
         ("info", {"start.summary:", "wrapper:", "pipeline:", "| INFO "}, {"| DEBUG "}),
         ("debug", {"start.summary:", "wrapper:", "pipeline:", "| INFO ", "| DEBUG "}, set()),
@@ -102,4 +97,4 @@ def test_decent_log_says_what_is_shown(
     printed = run_script("script.py", cwd=tmp_path)
     assert {text for text in has | has_not if text in printed} == has, printed
     # Nothing but the one line.
-    assert level or ONE_LINE.fullmatch(printed), printed
+    assert level or printed.count("\n") == 1, printed

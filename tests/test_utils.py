@@ -18,20 +18,12 @@ from decent_optim_wrapper.start.launch import Ranks, find_launch, init_distribut
 
 # What each launcher calls the rank, the number of ranks, and both among the ranks of the node.
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+MPI_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+TASKS = "SLURM_STEP_TASKS_PER_NODE"
 NAMES = {
     "torchrun": OWN,
-    "mpirun": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "srun": (
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-        "SLURM_STEP_TASKS_PER_NODE",
-    ),
+    "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in MPI_NAMES),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", TASKS),
 }
 
 
@@ -64,36 +56,25 @@ def test_every_launcher_says_the_same_and_a_missing_variable_is_named(
                 find_launch(lacking)
 
 
-def test_without_a_launcher_the_error_says_how_to_start() -> None:
-    with pytest.raises(RuntimeError, match=r"RANK.*OMPI_COMM_WORLD_RANK.*SLURM_PROCID.*torchrun"):
-        find_launch({"WORLD_SIZE": "4"})
-
-
 @pytest.mark.parametrize(
     ("environ", "wrong", "words"),
     [
+        ({}, {"WORLD_SIZE": "4"}, "RANK.*OMPI_COMM_WORLD_RANK.*SLURM_PROCID.*torchrun"),
         (TORCHRUN, {"WORLD_SIZE": "many"}, "WORLD_SIZE.*'many'"),
         (OPEN_MPI, {"OMPI_COMM_WORLD_LOCAL_RANK": "-1"}, "OMPI_COMM_WORLD_LOCAL_RANK.*'-1'"),
-        (
-            SLURM,
-            {"SLURM_STEP_TASKS_PER_NODE": "4x2"},
-            "SLURM_STEP_TASKS_PER_NODE.*'4x2'.*with srun",
-        ),
-        (
-            SLURM,
-            {"SLURM_STEP_TASKS_PER_NODE": "4,3", "SLURM_NODEID": "2"},
-            "SLURM_NODEID is 2.*with srun",
-        ),
+        (SLURM, {TASKS: "4x2"}, f"{TASKS}.*'4x2'.*with srun"),
+        (SLURM, {TASKS: "4,3", "SLURM_NODEID": "2"}, "SLURM_NODEID is 2.*with srun"),
         (TORCHRUN, {"RANK": "8"}, "torchrun contradict.*unset those that are left"),
         (TORCHRUN, {"LOCAL_RANK": "4"}, "torchrun contradict"),
         (TORCHRUN, {"LOCAL_WORLD_SIZE": "9"}, "torchrun contradict"),
     ],
 )
-def test_a_wrong_variable_is_named_with_what_to_do(
+def test_an_error_names_the_wrong_variable_and_says_what_to_do(
     environ: dict[str, str], wrong: dict[str, str], words: str
 ) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, RuntimeError), match=words) as caught:
         find_launch(environ | wrong)
+    assert caught.type is (ValueError if environ else RuntimeError)
 
 
 def test_torchrun_goes_before_mpirun_and_mpirun_before_the_slurm_job_around_it() -> None:
@@ -123,8 +104,8 @@ def test_rank_0_of_slurm_is_on_the_first_node_of_the_step(nodes: str, first: str
     ("tasks", "node", "here"), [("4(x2),2", 1, 4), ("4(x2),2", 2, 2), ("3", 0, 3), ("1,3,4", 1, 3)]
 )
 def test_slurm_nodes_may_have_different_numbers_of_tasks(tasks: str, node: int, here: int) -> None:
-    environ = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(node)}
-    assert find_launch(environ).ranks.local_world_size == here
+    environ = {TASKS: tasks, "SLURM_NODEID": str(node)}
+    assert find_launch(SLURM | environ).ranks.local_world_size == here
 
 
 def test_slurm_steps_and_jobs_listen_on_ports_of_their_own() -> None:
