@@ -1,4 +1,4 @@
-"""The examples run and print what they promise: training on ranks that are kept, and benchmarks."""
+"""The examples run and print what they promise, and the benchmarks their tables."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ import importlib.util
 import os
 import re
 import shlex
-import threading
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import netlab
 import pytest
 import torch
-import torch.distributed as dist
 from etcd_servers import require_etcd
 from framework_ranks import run_example
-from ranks import KeptRanks, run_processes, run_script
+from ranks import run_processes, run_script, run_script_on_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # Looked for and not imported, which every worker would wait for.
@@ -35,32 +32,15 @@ pytestmark = [
 Run = Callable[[str], str]
 
 
-@pytest.fixture(scope="module")
-def four_kept_ranks() -> Iterator[Callable[..., str]]:
-    ranks, numbers = KeptRanks(4), count(1)
-
-    def run(folder: Path, script: str, *options: str) -> str:
-        return "".join(ranks.run(run_again, next(numbers), EXAMPLES / script, folder, *options))
-
-    yield run
-    ranks.end()
-
-
 @pytest.fixture
-def on_ranks(four_kept_ranks: Callable[..., str], tmp_path: Path) -> Run:
+def on_ranks(tmp_path: Path) -> Run:
     """Runs an example on four ranks."""
-    return lambda command: four_kept_ranks(tmp_path, *shlex.split(command))
 
+    def run(command: str) -> str:
+        script, *options = shlex.split(command)
+        return run_script_on_ranks(4, EXAMPLES / script, *options, cwd=tmp_path)
 
-def run_again(number: int, *arguments: Any) -> str:
-    """As a rank that torchrun has started again: the others are in its store already."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-    # A bar's own lock is for processes, and would be left behind by ranks that are killed.
-    tqdm = importlib.import_module("tqdm").tqdm
-    tqdm.set_lock(threading.RLock())
-    return run_example(*arguments)
+    return run
 
 
 # Runs a script, whose processes do not import torch again.
@@ -255,6 +235,8 @@ PRINTED = {
     "benchmark/codes.py --world-sizes 2 --seeds 0 --epochs 1 --codes None int8 'TopKCodec(16)'": [
         *("| `None` | 6.6 | * %*| * %*|", "| `int8` | 1.7 |*", "| `TopKCodec(16)` | 0.5 |*"),
     ],
+    # A run that goes on with other numbers of ranks learns as one that does not.
+    "benchmark/resize.py --bases SGD --seeds 0 --epochs 4": ["| SGD | 9*% * | 9*% * |"],
     "benchmark/heartbeats.py --simulate --ranks 256 --kills 2": [
         "| 256 | 3.90 | - | 2.34 | 2.34 |"
     ],
@@ -312,18 +294,6 @@ def test_the_time_to_a_loss_is_measured_against_the_end_of_ddp(in_a_process: Run
     assert "DDP | 0.006" not in out.partition("\n\n")[0]
     # Mixing before the forward pass has the trajectory without overlap.
     assert forward[1:5] == within[1:5] != first[1:5]
-
-
-def test_a_run_that_goes_on_with_other_numbers_of_ranks_learns_as_one_that_does_not(
-    in_a_process: Run,
-) -> None:
-    out = in_a_process("benchmark/resize.py --bases SGD --seeds 0 --epochs 4")
-    ((name, *accuracies),) = cells_of(out)
-    assert name == "SGD"
-    whole, resized = (float(each.split(" %")[0]) for each in accuracies)
-    # Of 359 images after a fifth of the training: both learn, and neither starts anew.
-    assert whole > 85
-    assert resized > whole - 4
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory from /proc")
