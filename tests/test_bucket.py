@@ -131,10 +131,7 @@ CHANGES: dict[str, tuple[Callable[[Bucket, Any], None], Callable[[Tensor], Tenso
         lambda bucket, flat: bucket.shift_(flat(lambda old: 2 * old + 1), flat(torch.clone), 0.5),
         lambda old: 1.5 * old + 0.5,
     ),
-    "add": (
-        lambda bucket, flat: bucket.add_(flat(torch.ones_like), -0.5),
-        lambda old: old - 0.5,
-    ),
+    "add": (lambda bucket, flat: bucket.add_(flat(torch.ones_like), -0.5), lambda old: old - 0.5),
     "absorb": (
         lambda bucket, flat: bucket.absorb_(halves(flat(torch.ones_like)), 0.5),
         lambda old: old + 0.5,

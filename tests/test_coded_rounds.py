@@ -176,11 +176,7 @@ def test_replicas_stay_as_near_to_each_other_as_without_codes(
     pairwise(CASES, CODES, {"float32": torch.float32, "bfloat16": torch.bfloat16}, VIEWS),
 )
 def test_ranks_in_agreement_stay_together(
-    case: Case,
-    comm: torch.dtype,
-    dtype: torch.dtype,
-    views: bool,
-    recwarn: pytest.WarningsRecorder,
+    case: Case, comm: torch.dtype, dtype: torch.dtype, views: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params(0, dtype)

@@ -36,10 +36,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "bf16, skip": {"comm_dtype": torch.bfloat16, "on_nonfinite": "skip"},
     "int8": {"comm_dtype": torch.int8},
     "int4, late": {"comm_dtype": INT4, "schedule": Schedule(gossip_every=2, staleness=2)},
-    "late, skip": {
-        "schedule": Schedule(gossip_every=2, staleness=2),
-        "on_nonfinite": "skip",
-    },
+    "late, skip": {"schedule": Schedule(gossip_every=2, staleness=2), "on_nonfinite": "skip"},
     "exact": {"schedule": Schedule(global_avg_every=2), "on_nonfinite": "skip"},
     "tracking": {"gradient_tracking": True},
     "int8, tracking": {"comm_dtype": torch.int8, "gradient_tracking": True},
