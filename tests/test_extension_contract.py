@@ -126,7 +126,6 @@ SPECS = [
     Spec((2,), torch.float64, frozen=False),
     Spec((300,), torch.float64, frozen=False),
     Spec((20,), torch.float64, frozen=True),
-    Spec((14,), torch.float64, frozen=False),
 ]
 # A pair and a larger group in turn.
 PHASES = [[Part([0, 1], 0.7), Part([2], None)], [Part([0, 1, 2], None)]]
@@ -188,7 +187,7 @@ class Rank(Trainer):
         self.world = world._replace(options=options)
         optimizer = super().wrap()
         self.world = world
-        assert len(optimizer.buckets) > 2
+        assert len(optimizer.buckets) >= 2
         return optimizer
 
 
@@ -250,8 +249,8 @@ def check_that_the_mean_is_that_of_ranks_alone(
 
 # Before parameters are added, nothing may be in flight: what is launched again takes them in.
 CALLS = [
-    *("step", "step", "averaged", "step", "synchronize", "grow", "step", "look", "step", "step"),
-    *("synchronize", "thaw", "step", "average", "step", "average_for_good", "step", "step"),
+    *("step", "step", "averaged", "step", "synchronize", "grow", "thaw", "step", "step", "look"),
+    *("average", "step", "average_for_good", "step", "step"),
 ]
 # After the last resumption.
 LATER = ["grow", "step", "step", "reload", "step", "step"]
@@ -378,7 +377,7 @@ def test_automatic_rounds_of_uneven_ranks_end_together_and_are_resumed(
     assert rounds > 3
     for values, theirs in others:
         assert theirs == rounds
-        for index in (0, 1, 2, 4):
+        for index in (0, 1, 2):
             torch.testing.assert_close(values[index], first[index], rtol=0, atol=1e-14)
     assert all(value.isfinite().all() for value in first)
 
@@ -432,7 +431,10 @@ def check_that_a_step_does_the_same(way: str, options: dict[str, Any]) -> None:
     assert (one[0] - modules.flat(modules.make_model())).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("options", cases(EXTENSIONS, PACES, VIEWED))
+AT_ONCE_OR_NOT = {name: PACES[name] for name in ("each step", "rare")}
+
+
+@pytest.mark.parametrize("options", cases(EXTENSIONS, AT_ONCE_OR_NOT, VIEWED))
 def test_a_closure_does_the_same_as_a_backward_pass_before_the_step(
     options: dict[str, Any],
 ) -> None:
