@@ -453,12 +453,14 @@ def test_a_rank_that_could_not_write_says_why_and_older_sets_stay_until_all_have
     def fail(rank: int, group: dist.ProcessGroup) -> None:
         run = start(group, tmp_path, keep=1)
         run.advance(rank, range(2))
+        # More than Python keeps back, so that torch's writer fails, too.
+        large = {"large": torch.ones(1 << 20)}
         if rank == 1:
             with pytest.raises(OSError, match=error) as caught:
-                run.save(3)
+                run.checkpoints.save(3, large)
             assert caught.value.__cause__ is None
         else:
-            run.save(3)
+            run.checkpoints.save(3, large)
         assert set(sets_of(tmp_path, 2)) <= set(files(tmp_path))
         assert not sealed_file.partial(file_of(tmp_path, 3, rank=1)).exists()
 
