@@ -424,7 +424,8 @@ def fail_late(optimizer: DecentOptimWrapper, fail: Callable[[], object]) -> None
     optimizer.buckets[-1].pack = pack  # type: ignore[method-assign, assignment]
 
 
-@pytest.mark.parametrize(("topology", "views"), [("ring", True), ("complete", False)])
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("topology", ["ring", "complete"])
 def test_a_lost_peer_leaves_the_parameters_as_they_were_sent(topology: str, views: bool) -> None:
     left: dict[int, int] = {}
     all_read = threading.Event()
