@@ -107,7 +107,8 @@ def test_what_is_sent_in_another_way_is_mixed_and_saved_as_what_is_posted_at_onc
     draws, coders = random.Random(0), set[str]()
 
     def run(loads: bool) -> list[tuple[Tensor, list[Any]]]:
-        return run_threads(4, lambda rank, group: train(rank, group, loads, **options))
+        size = 4 if topology == "ring" else 3
+        return run_threads(size, lambda rank, group: train(rank, group, loads, **options))
 
     def code_late(patch: pytest.MonkeyPatch) -> None:
         def wait() -> None:
