@@ -100,6 +100,8 @@ OTHERS_PRIVATE = {
     # torch's process groups and stores
     *("_C", "_distributed_c10d", "_get_backend", "_get_process_group_store", "_register_backend"),
     *("_end_coalescing", "_start_coalescing", "_Options"),
+    # what its compiler has made, for a test
+    "_inductor",
     *("_set_default_backend", "_set_default_timeout", "_timeout", "_world"),
     # torch's optimizers and their hooks
     *("_global_optimizer_post_hooks", "_global_optimizer_pre_hooks", "_opt_called"),

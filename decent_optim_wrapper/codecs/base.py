@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements that are coded at a time, so that they stay in the cache. Part of the 4-bit format.
-_SLICE = 1 << 17
+# Elements that are coded at a time on a CPU, so that they stay in the cache.
+SLICE = 1 << 17
 
 Decoded = tuple[slice, list[Tensor]]
 
@@ -72,7 +72,7 @@ class Codec(ABC):
         """
         buffer = self._buffer(values.numel(), wide(values.dtype), values.device)
         spare = torch.empty_like(buffer)
-        for place in self._slices(values.numel()):
+        for place in self._slices(values.numel(), values.device):
             whole = self._in_blocks(place, buffer)
             part = whole[: place.stop - place.start]
             if reference is None:
@@ -94,7 +94,7 @@ class Codec(ABC):
             A slice, and the values of each message there. The next slice overwrites them.
         """
         buffers = [self._buffer(numel, dtype, message.device) for message in messages]
-        for place in self._slices(numel):
+        for place in self._slices(numel, messages[0].device):
             values = []
             for message, buffer in zip(messages, buffers, strict=True):
                 whole = self._in_blocks(place, buffer)
@@ -103,17 +103,19 @@ class Codec(ABC):
             yield place, values
 
     def _buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        longest = min(self._blocks(numel) * self.block, self._slice)
+        longest = min(self._blocks(numel) * self.block, self._slice(numel, device))
         return torch.empty(longest, dtype=dtype, device=device)
 
-    @property
-    def _slice(self) -> int:
-        """Number of elements that are coded at a time, a multiple of `block`."""
-        return max(1, _SLICE // self.block) * self.block
+    def _slice(self, numel: int, device: torch.device) -> int:
+        """Number of elements of a vector that are coded at a time, a multiple of `block`."""
+        # On a GPU each operation starts a kernel.
+        blocks = SLICE // self.block if device.type == "cpu" else self._blocks(numel)
+        return max(1, blocks) * self.block
 
-    def _slices(self, numel: int) -> Iterator[slice]:
-        for start in range(0, numel, self._slice):
-            yield slice(start, min(start + self._slice, numel))
+    def _slices(self, numel: int, device: torch.device) -> Iterator[slice]:
+        size = self._slice(numel, device)
+        for start in range(0, numel, size):
+            yield slice(start, min(start + size, numel))
 
     def _in_blocks(self, place: slice, buffer: Tensor) -> Tensor:
         return buffer[: self._blocks(place.stop - place.start) * self.block]

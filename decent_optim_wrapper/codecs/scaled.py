@@ -7,11 +7,10 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.codecs.base import Codec, is_finite_on_device
+from decent_optim_wrapper.codecs import fused
+from decent_optim_wrapper.codecs.base import SLICE, Codec, is_finite_on_device
 
 _BLOCK = 256
-# The reciprocal of a smaller scale may overflow, so such a block is coded as zeros.
-_SMALLEST_SCALE = 2.0**-126
 
 
 class ScaledCodec(Codec):
@@ -61,7 +60,9 @@ class ScaledCodec(Codec):
         torch.abs(rows, out=spare.view(-1, _BLOCK))
         scales.copy_(spare.view(-1, _BLOCK).amax(1).div_(self.largest))
         # The reciprocal of the scale as it is sent, which is rounded.
-        inverse = scales.to(values.dtype).reciprocal().masked_fill_(scales < _SMALLEST_SCALE, 0)
+        inverse = (
+            scales.to(values.dtype).reciprocal().masked_fill_(scales < fused.SMALLEST_SCALE, 0)
+        )
         rows.mul_(inverse.unsqueeze(1))
         self.pack(values, codes)
 
@@ -88,6 +89,24 @@ class Int8Codec(ScaledCodec):
 
     bits, largest = 8, 127
 
+    @torch.no_grad()
+    def encode(self, values: Tensor, message: Tensor, reference: Tensor | None = None) -> None:
+        """Like `Codec.encode`, on a GPU in one kernel."""
+        codes, scales = self._split(message)
+        rows = codes.view(-1, _BLOCK)
+        found = fused.FUSED.call(fused.encode, values, reference, rows)
+        if found is None:
+            super().encode(values, message, reference)
+        else:
+            scales.copy_(found)
+
+    def read(self, message: Tensor, place: slice, values: Tensor) -> None:
+        """Like `ScaledCodec.read`, on a GPU in one kernel."""
+        codes, scales = self._parts(message, place, values.numel())
+        args = codes.view(-1, _BLOCK), scales, values.view(-1, _BLOCK)
+        if fused.FUSED.call(fused.decode, *args) is None:
+            super().read(message, place, values)
+
     def pack(self, values: Tensor, codes: Tensor) -> None:
         """One code in each byte."""
         codes.copy_(values.round_())
@@ -104,6 +123,10 @@ class Int4Codec(ScaledCodec):
     """
 
     bits, largest = 4, 7
+
+    def _slice(self, numel: int, device: torch.device) -> int:
+        # Part of the format, on every device.
+        return SLICE
 
     def pack(self, values: Tensor, codes: Tensor) -> None:
         """Two codes in each byte."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
+from decent_optim_wrapper.comm.batch import Batches
 from decent_optim_wrapper.comm.failure_reports import FailureReports, PeerLoss
 from decent_optim_wrapper.comm.process_groups import (
     CPU,
@@ -86,7 +87,8 @@ class Connections:
         # Those of this rank, in the order in which all their ranks meet: by phase.
         self._groups: tuple[Group, ...] = ()
         # That exchange over NCCL.
-        self._gpus: list[torch.device] = []
+        self.gpus: list[torch.device] = []
+        self.batches = Batches()
         # By type of device, since asking a backend is slow.
         self._coalescing: dict[str, bool] = {}
         self._reports = FailureReports(store, members[rank])
@@ -190,7 +192,7 @@ class Connections:
         if self._ready is not None:
             # Before the others see the connections closed.
             self._reports.note(())
-        close(self._release(), self._gpus, self._timeout.total_seconds())
+        close(self._release(), self.gpus, self._timeout.total_seconds())
         self._user_group = self._world = self._ready = None
 
     def lose(self, suspects: tuple[int, ...], silent: bool) -> PeerLoss:

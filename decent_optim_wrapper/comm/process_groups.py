@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from loguru import logger
-from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from decent_optim_wrapper.comm.background import in_background
@@ -272,36 +271,3 @@ def _abort_gloo(backend: Any) -> None:
             with suppress(RuntimeError):
                 nothing = torch.empty(1, device="cpu")
                 backend.recv([nothing], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-
-
-def exchange_coalesced(
-    group: Any,
-    outgoing: Tensor,
-    incoming: Tensor,
-    peer: int,
-    fail: Callable[[BaseException], None],
-) -> Any:
-    """Start a send and a receive as one work; as `dist.batch_isend_irecv` for any group.
-
-    Args:
-        group: the communicator.
-        outgoing: the tensor to send.
-        incoming: the tensor to overwrite.
-        peer: the other rank.
-        fail: called with the error if only one of the two has started, for which the peer would
-            wait in vain: nothing ends it but aborting the communicator.
-    """
-    group._start_coalescing(outgoing.device)
-    is_half = False
-    try:
-        group.send([outgoing], peer, 0)
-        is_half = True
-        group.recv([incoming], peer, 0)
-    except BaseException as error:
-        # No communicator is aborted in the middle of a batch.
-        with suppress(RuntimeError):
-            group._end_coalescing(outgoing.device)
-        if is_half:
-            fail(error)
-        raise
-    return group._end_coalescing(outgoing.device)

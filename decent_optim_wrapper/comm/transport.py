@@ -10,14 +10,15 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decent_optim_wrapper.comm.connections import Connections
-from decent_optim_wrapper.comm.process_groups import exchange_coalesced, store_of, timeout_of
+from decent_optim_wrapper.comm.connections import Closure, Connections
+from decent_optim_wrapper.comm.process_groups import store_of, timeout_of
 from decent_optim_wrapper.comm.store import own_part
 from decent_optim_wrapper.comm.streams import OnStream, PostingThread
 from decent_optim_wrapper.comm.waiting import (
@@ -83,8 +84,8 @@ class Transport(Connections):
         ranks of a communicator only is undefined.
         """
         for device in dict.fromkeys(devices):
-            if self.world_size > 1 and device not in self._gpus and self.coalesces(device):
-                self._gpus.append(device)
+            if self.world_size > 1 and device not in self.gpus and self.coalesces(device):
+                self.gpus.append(device)
                 self.sum_(torch.zeros(1, device=device))
                 for group in self._groups:
                     self._begin_in(group, device)
@@ -213,20 +214,26 @@ class Transport(Connections):
         """
         # Every step comes here, so it makes as few calls as possible.
         world, device = self._ready or self._open_world(), outgoing.device
-        coalesces = device.type != "cpu" and self.coalesces(device)
         try:
-            if coalesces:
-                work = exchange_coalesced(world, outgoing, incoming, peer, self.fail)
-                return [OnStream(work)]
+            if device.type != "cpu" and self.coalesces(device):
+                send = partial(world.send, [outgoing], peer, 0)
+                receive = partial(world.recv, [incoming], peer, 0)
+                return [self.batches.add(world, device, self.fail, send, receive)]
             # The receive first: its notice lets the peer's data start.
             received = world.recv([incoming], peer, tag + _FIRST_TAG)
             return [world.send([outgoing], peer, tag + _FIRST_TAG), received]
         except RuntimeError as error:
             # The error holds this frame: to drop the last reference may take long, see `abort`.
             del world
-            # Otherwise it is this rank that has closed the connection, because of this error.
-            if self._closure is None or not self._closure.broken:
-                _raise_if_closed(error)
+            _raise_if_closed(error, self._closure)
+            raise
+
+    def launch(self) -> None:
+        """Start on GPUs what was collected in `batches`; raises as `exchange` does."""
+        try:
+            self.batches.launch(self.fail)
+        except RuntimeError as error:
+            _raise_if_closed(error, self._closure)
             raise
 
     def sends_alone(self, device: torch.device) -> bool:
@@ -243,7 +250,11 @@ class Transport(Connections):
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[Waitable]:
         """Start summing `tensor` in place over the ranks of a connected group."""
-        return [self._on_stream(self._of(ranks).allreduce([tensor]), tensor)]
+        group, device = self._of(ranks), tensor.device
+        if self.batches.collects and self.coalesces(device):
+            sum_ = partial(group.allreduce, [tensor])
+            return [self.batches.add(group, device, self.fail, sum_)]
+        return [self._on_stream(group.allreduce([tensor]), tensor)]
 
     def gather(self, tensor: Tensor, group: Group, tag: int) -> tuple[Tensor, list[Waitable]]:
         """Start gathering the tensors of all ranks of a pair or of a connected group, on a GPU.
@@ -361,7 +372,9 @@ def _start(operation: Callable[..., Waitable], tensor: Tensor, peer: int, tag: i
         raise
 
 
-def _raise_if_closed(error: RuntimeError) -> None:
+def _raise_if_closed(error: RuntimeError, closure: Closure | None = None) -> None:
     """Raise that the connection is closed already: then nothing can be posted."""
-    if not isinstance(error, torch.OutOfMemoryError):
+    # Otherwise it is this rank that has closed the connection, because of this error.
+    closed_here = closure is not None and closure.broken
+    if not closed_here and not isinstance(error, torch.OutOfMemoryError):
         raise WireError(text_of(error)) from error

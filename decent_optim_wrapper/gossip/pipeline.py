@@ -178,16 +178,21 @@ class Pipeline:
         attaches = any(each.sends for each in self.extensions.all)
         launched.order_sends(self.buckets if ahead and not attaches else ())
 
-    def has_time(self) -> bool:
-        """Whether the round of this step may be sent later; call it once per step."""
+    def post_in_a_row(self, launched: Round) -> None:
+        """Choose how to send a round whose buckets are posted one right after the other."""
+        pacing = self.policy.pacing
+        if self.session.transport.gpus and not pacing.mixes_early:
+            # One kernel for all. A forward pass would wait for all buckets before the first module.
+            launched.sender.launch_together()
         # With the buckets of extensions the wire has no time to spare.
         for each in self.extensions.all:
             if each.sends:
-                return False
-        if self.policy.pacing.mixes_in_step(self.round):
-            return False
+                return
+        if pacing.mixes_in_step(self.round):
+            return
         # A forward pass waits for the first bucket only.
-        return self.policy.pacing.mixes_early or self._spare_time.begin_round()
+        if pacing.mixes_early or self._spare_time.begin_round():
+            launched.sender.defer_encoding()
 
     def post(
         self, launched: Round, bucket: Bucket, snapshot: Mapping[Tensor, Tensor] | None = None

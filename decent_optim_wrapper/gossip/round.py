@@ -9,11 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from decent_optim_wrapper.comm.send_queue import SendQueue
-from decent_optim_wrapper.comm.waiting import (
-    Arrival,
-    Expected,
-    PendingMessage,
-)
+from decent_optim_wrapper.comm.waiting import Arrival, Expected, PendingMessage
 from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.gossip.header import RoundHeader
 from decent_optim_wrapper.gossip.pacing import Pacing

@@ -87,8 +87,8 @@ class Step:
         if self._launched and self._in_backward and self._gossip.early.is_on:
             # A backward pass ends with the buckets that the forward pass needs first.
             pipeline.order_sends(self._launched, ahead=arrived is None)
-        if self._launched and not self._in_backward and pipeline.has_time():
-            self._launched.sender.defer_encoding()
+        if self._launched and not self._in_backward:
+            pipeline.post_in_a_row(self._launched)
 
     def advance(self, buckets: Sequence[Bucket], update: Callable[[], Result]) -> Result:
         """Mix some buckets, update their parameters, and send them.

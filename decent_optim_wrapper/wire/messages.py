@@ -10,13 +10,7 @@ from typing import NamedTuple
 import torch
 
 from decent_optim_wrapper.comm.streams import Action, PostingThread
-from decent_optim_wrapper.comm.waiting import (
-    Arrival,
-    Expected,
-    PendingMessage,
-    Waitable,
-    WireError,
-)
+from decent_optim_wrapper.comm.waiting import Arrival, Expected, PendingMessage, Waitable, WireError
 from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.bucket import Bucket
@@ -41,6 +35,8 @@ class Sender:
         self.failed_bucket = 0
         # Whether a thread codes all buckets but the first.
         self.defers = False
+        # Whether all exchanges on a GPU start when the round is sealed.
+        self._collects = False
         self._deferred: list[Action] = []
         # For each exchange that a thread posts, a future that is done when it is posted.
         self._posted: dict[Exchange, Future[None]] = {}
@@ -54,6 +50,11 @@ class Sender:
         For buckets that are posted one right after the other.
         """
         self.defers = True
+
+    def launch_together(self) -> None:
+        """Start all exchanges on a GPU as one kernel, once the round is sealed."""
+        self._collects = True
+        self._wire.transport.batches.collect()
 
     def send(self, numbers: Sequence[float], tag: int, bucket: int) -> list[PendingMessage]:
         """Send a small message to the group.
@@ -104,6 +105,9 @@ class Sender:
 
     def seal(self, last: Action | None = None) -> None:
         """Post the deferred exchanges, and then run an action."""
+        if self._collects and self._wire.group.size > 2:
+            # Before the flags, which are a collective: these have the same order on all ranks.
+            self._launch()
         if self._deferred:
             thread = self._start_thread()
             for action in self._deferred:
@@ -113,6 +117,14 @@ class Sender:
             self.thread.end(last)
         elif last is not None:
             last()
+        if self._collects:
+            self._launch()
+
+    def _launch(self) -> None:
+        try:
+            self._wire.transport.launch()
+        except WireError as error:
+            self._note(error, 0)
 
     def wait(self) -> None:
         """Wait until everything is on the wire.
@@ -136,6 +148,8 @@ class Sender:
     def drop(self) -> None:
         """Post nothing more."""
         self._deferred = []
+        if self._collects:
+            self._wire.transport.batches.drop()
         if self.thread is not None:
             # The thread may still be coding in memory that the next round uses.
             self.thread.drop()
