@@ -40,13 +40,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 # The files that take longest, longest first: those that wait and those that compute run beside
 # each other from the start, and no worker is left alone with one at the end.
 LONGEST = (
-    *("test_soak", "test_recovery", "test_cifar10", "test_examples", "test_mesh"),
-    *("test_mesh_checkpoint", "test_losses", "test_store", "test_etcd"),
-    *("test_mesh_faults", "test_extension_contract", "test_schedules"),
-    *("test_partitions", "test_ddp", "test_auto", "test_faults", "test_properties", "test_guides"),
-    *("test_from_decent_dp", "test_processes", "test_mesh_errors", "test_lightning"),
-    *("test_transformers", "test_accelerate", "test_coded_rounds", "test_tracking"),
-    *("test_options", "test_launcher_store"),
+    *("test_examples", "test_launcher_store", "test_guides", "test_cifar10", "test_recovery"),
+    *("test_posting", "test_etcd", "test_extension_contract", "test_store", "test_partitions"),
+    *("test_lossy_links", "test_launcher", "test_before_forward", "test_soak", "test_coded_rounds"),
+    *("test_faults", "test_mesh", "test_mesh_checkpoint", "test_data", "test_frameworks"),
+    *("test_after_a_kill", "test_processes", "test_checkpoint", "test_options", "test_gpu"),
+    *("test_losses", "test_properties", "test_from_decent_dp", "test_mesh_faults", "test_auto"),
 )
 
 
