@@ -316,7 +316,8 @@ def come_late_and_hold_the_lock(rank: int, optimizer: DecentOptimWrapper) -> Non
         time.sleep(0.3)
     if rank == 2 and len(optimizer.members) == 2:
         RETURNED.append(optimizer.round)
-    elif RETURNED:
+    elif RETURNED and optimizer.round > RETURNED[-1] + 3:
+        # The others have met it, too.
         RETURNED.clear()
         # As extensions in C may do.
         ctypes.PyDLL(None).sleep(int(3 * STALE_AFTER))
