@@ -52,10 +52,14 @@ def test_all_ranks_are_there_after_many_rounds_over_bad_links(loss: float, delay
     with netlab.lab(RANKS + 1, "400mbit") as where, ranks_on(where, timeout=8.0) as processes:
         processes.all_reach("round 3")
         before = on_host(where, 0, netlab.retransmitted)
-        with netlab.lossy(where, HOSTS, loss, delay, seed=5):
+        relays = [netlab.lose(where, host, loss, delay, seed=5 + host) for host in HOSTS]
+        try:
             processes.all_reach(f"round {ROUNDS}")
             assert on_host(where, 0, round_trip) >= 2 * delay
             assert not loss or on_host(where, 0, netlab.retransmitted) > before
+        finally:
+            for relay in relays:
+                relay.kill()
         processes.wait_for_members(0, (0, 1, 2))
         lives = processes.end()
     agree(lives)

@@ -118,6 +118,7 @@ def test_a_stall_of_a_stopped_rank_does_not_count() -> None:
         (Kind.TWIN, [call.start_twin(1)]),
         (Kind.STORE_STOP, [call.stop_store(0.01)]),
         (Kind.SLOW_LINK, [call.slow_down(1, True), call.slow_down(1, False)]),
+        (Kind.LOSSY_LINK, [call.lose_packets(1, True), call.lose_packets(1, False)]),
         (Kind.CUT, [call.cut(1), call.kill(1), call.mend(1), call.start(1)]),
     ],
 )
@@ -140,7 +141,7 @@ def test_every_kind_of_fault_is_drawn_and_leaves_half_of_the_ranks() -> None:
     assert {len(fault.ranks) for fault in faults if fault.kind is Kind.STORM} == {2, 3}
     assert all(0 < len(set(fault.ranks)) == len(fault.ranks) < 4 for fault in faults)
     assert faults == list(islice(draw_faults(3, 7, 5.0, tuple(Kind)), 300))
-    assert {*HARMLESS} & {*LINKS} == {Kind.SLOW_LINK, Kind.SHORT_CUT}
+    assert {*HARMLESS} & {*LINKS} == {Kind.SLOW_LINK, Kind.LOSSY_LINK, Kind.SHORT_CUT}
 
 
 @contextmanager

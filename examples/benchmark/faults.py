@@ -27,6 +27,7 @@ class Kind(Enum):
     TWIN = "twin"
     STORE_STOP = "store stop"
     SLOW_LINK = "slow link"
+    LOSSY_LINK = "lossy link"
     SHORT_CUT = "short cut"
     LONG_STOP = "long stop"
     KILL = "kill"
@@ -37,10 +38,10 @@ class Kind(Enum):
 # The other ranks give nobody up.
 HARMLESS = (
     *(Kind.DELAY, Kind.SHORT_STOP, Kind.TWIN, Kind.STORE_STOP),
-    *(Kind.SLOW_LINK, Kind.SHORT_CUT),
+    *(Kind.SLOW_LINK, Kind.LOSSY_LINK, Kind.SHORT_CUT),
 )
 # Between network namespaces.
-LINKS = (Kind.SLOW_LINK, Kind.SHORT_CUT, Kind.CUT)
+LINKS = (Kind.SLOW_LINK, Kind.LOSSY_LINK, Kind.SHORT_CUT, Kind.CUT)
 
 
 class Fault(NamedTuple):
@@ -81,6 +82,7 @@ def draw_faults(
         Kind.TWIN: (0.0, 0.0),
         Kind.STORE_STOP: (0.1, 0.7),
         Kind.SLOW_LINK: (0.1, 1.0),
+        Kind.LOSSY_LINK: (0.1, 1.0),
         Kind.SHORT_CUT: (cut / 3, cut),
         Kind.LONG_STOP: (1.2, 1.8),
         Kind.KILL: (0.05, 1.5),
@@ -130,6 +132,9 @@ class Ranks(Protocol):
 
     def slow_down(self, rank: int, is_slow: bool) -> None:
         """Let the rank have a slow link, or no more."""
+
+    def lose_packets(self, rank: int, is_lossy: bool) -> None:
+        """Lose some of the packets that the rank sends, or no more."""
 
     def listen(self, seconds: float) -> set[int]:
         """Return the ranks that report a round within that time."""
@@ -229,6 +234,8 @@ class Injector:
             self._ranks.signal(rank, signal.SIGSTOP)
         elif kind is Kind.SLOW_LINK:
             self._ranks.slow_down(rank, True)
+        elif kind is Kind.LOSSY_LINK:
+            self._ranks.lose_packets(rank, True)
         elif kind in (Kind.SHORT_CUT, Kind.CUT):
             self._ranks.cut(rank)
         else:
@@ -239,6 +246,8 @@ class Injector:
             self._ranks.signal(rank, signal.SIGCONT)
         elif kind is Kind.SLOW_LINK:
             self._ranks.slow_down(rank, False)
+        elif kind is Kind.LOSSY_LINK:
+            self._ranks.lose_packets(rank, False)
         elif kind is Kind.SHORT_CUT:
             self._ranks.mend(rank)
         else:

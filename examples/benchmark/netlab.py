@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -216,36 +216,27 @@ def slow_link(where: Lab, one: int, other: int, rate: str) -> None:
         _sh(f"ip -n {space} route add {address(peer)}/32 dev {device} src {address(own)}")
 
 
-@contextmanager
-def lossy(where: Lab, hosts: Sequence[int], loss: float, delay: float, seed: int) -> Iterator[None]:
-    """Lose and delay what some hosts send to all others; see `lossy_link.py`.
+def lose(where: Lab, host: int, loss: float, delay: float = 0.0, seed: int = 0) -> Any:
+    """Lose and delay what a host sends, until the returned process is killed.
 
     Args:
         where: the lab.
-        hosts: the hosts.
+        host: the host.
         loss: share of the packets that are lost, from 0 to 1.
         delay: seconds by which the others come later.
         seed: of the losses.
+
+    Raises:
+        RuntimeError: this machine cannot make TUN devices.
     """
     script = Path(__file__).with_name("lossy_link.py")
-    relays = []
-    try:
-        for host in hosts:
-            command = (
-                f"ip netns exec {where.hosts[host]} {sys.executable} {script} --seed {seed + host}"
-            )
-            command += f" --loss {loss} --delay {delay} --own {address(host)} --to"
-            others = [address(other) for other in range(len(where.hosts)) if other != host]
-            start = subprocess.Popen([*command.split(), *others], stdout=subprocess.PIPE, text=True)
-            relays.append(start)
-        for each in relays:
-            if each.stdout is None or each.stdout.readline() != "ready\n":
-                raise RuntimeError("expected a lossy link, got no TUN device: see /dev/net/tun")
-        yield
-    finally:
-        for each in relays:
-            each.kill()
-            each.wait()
+    command = f"ip netns exec {where.hosts[host]} {sys.executable} {script} --loss {loss}"
+    command += f" --delay {delay} --seed {seed} --own {address(host)} --to"
+    others = [address(other) for other in range(len(where.hosts)) if other != host]
+    process = subprocess.Popen([*command.split(), *others], stdout=subprocess.PIPE, text=True)
+    if process.stdout is None or process.stdout.readline() != "ready\n":
+        raise RuntimeError("expected a TUN device for a lossy link, got none: see /dev/net/tun")
+    return process
 
 
 def _up(tag: str, hosts: int, rate: str) -> None:

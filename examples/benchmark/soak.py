@@ -10,8 +10,8 @@
 
 Other faults: the process of the store is stopped; a second process with the number of a living
 rank is started, and must be refused; several ranks are killed and come back together. With `--lab`
-links are cut or slowed. In the first quarter of the time no fault takes a rank away. The last line
-shows the seed that repeats the faults.
+links are cut or slowed, or lose packets. In the first quarter of the time no fault takes a rank
+away. The last line shows the seed that repeats the faults.
 
 Ends with an error if a rank is lost for good, if the ranks recover more often than the faults
 explain or take too long, if they do not agree on the average at the end, if their parameters have
@@ -77,6 +77,8 @@ LOOPBACK = netlab.Lab(hosts=(), master="127.0.0.1", interface="lo")
 LINK_RATE = "400mbit"
 # A step takes about 0.15 s then.
 SLOW_RATE = "1mbit"
+# Share of the packets that a lossy link loses.
+LOSS = 0.05
 # What a process may need more at the end than after its warm-up.
 GROWTH = {"MiB of memory": 64, "open files": 8, "threads": 6}
 SLOW_RANK = 1
@@ -400,6 +402,8 @@ class Fleet:
         self._returning: set[int] = set()
         # Ranks that are cut off may end with a PeerError.
         self._cut: set[int] = set()
+        # What loses packets of ranks.
+        self._lossy: dict[int, Any] = {}
         # Ranks that have not trained since they were cut off.
         self._mended: set[int] = set()
         # How often one of these was refused, and started again as a launcher does.
@@ -461,6 +465,15 @@ class Fleet:
     def slow_down(self, rank: int, is_slow: bool) -> None:
         """Limit the rate at which the rank sends, or let it be as at first."""
         netlab.slow_down(self._where, rank, SLOW_RATE if is_slow else LINK_RATE)
+
+    def lose_packets(self, rank: int, is_lossy: bool) -> None:
+        """Lose some of the packets that the rank sends, or no more."""
+        if is_lossy:
+            self._lossy[rank] = netlab.lose(self._where, rank, LOSS)
+        else:
+            relay = self._lossy.pop(rank)
+            relay.kill()
+            relay.wait()
 
     def _note_stop(self, rank: int, ends: bool) -> None:
         if ends:
@@ -579,6 +592,8 @@ class Fleet:
         for process in (*self._processes.values(), *twins, self._keeper):
             process.kill()
             process.join()
+        for rank in [*self._lossy]:
+            self.lose_packets(rank, False)
         self._folder.cleanup()
 
     @property
@@ -856,7 +871,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quiet-rounds", type=int, default=0, help="that many rounds, no faults")
     parser.add_argument(
-        "--lab", action="store_true", help="network namespaces, whose links are cut and slowed"
+        "--lab", action="store_true", help="network namespaces, whose links are cut, slow and lossy"
     )
     parser.add_argument(
         "--store-death", action="store_true", help="kill the store at the end, then a rank"
