@@ -168,7 +168,8 @@ def break_in_the_middle(rank: int, world_size: int, store: Any, report: Report) 
             held.append(optimizer)
 
     try:
-        options: dict[str, Any] = {"topology": "ring", "timeout": PATIENCE}
+        # Nobody looks for its heartbeat as long as that.
+        options: dict[str, Any] = {"topology": "ring", "timeout": 600.0, "stale_after": 600.0}
         return train(rank, world_size, store, report, before=break_it, **options)
     except OutOfMemoryError as error:
         with pytest.raises(RuntimeError, match="this rank failed with OutOfMemoryError"):

@@ -6,7 +6,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Set
 from typing import Any, NamedTuple
 
 from decent_optim_wrapper.comm.background import THREAD_PREFIX
@@ -91,6 +91,8 @@ class Heartbeat:
         # Whether a later process of this rank sends heartbeats.
         self.is_replaced = False
         self._stop = threading.Event()
+        # Whether it stops because this rank has failed.
+        self._leaves = False
 
     def is_taken(self) -> bool:
         """Whether another process sends heartbeats of this rank; takes a second or two if not.
@@ -173,6 +175,15 @@ class Heartbeat:
         """Send no more heartbeats."""
         self._stop.set()
 
+    def leave(self) -> None:
+        """Send no more heartbeats, and tell the members that this rank is dead.
+
+        Otherwise they would look for its heartbeat for `stale_after`. A rank that has made all its
+        steps does not leave: they may still receive what it has sent.
+        """
+        self._leaves = True
+        self.stop()
+
     def _run(self) -> None:
         try:
             # Its own connection, so that no call of the main thread delays the heartbeat.
@@ -187,6 +198,9 @@ class Heartbeat:
                     self._look(store, self._looked)
                 self._store.note_answer()
                 if self._stop.wait(self._pause):
+                    if self._leaves and self._looked is not None:
+                        known = store.get(self._looked.dead_key).decode()
+                        self._tell(store, self._looked, {self._rank}, known)
                     return
         except RuntimeError:
             # The store is gone, and no agreement is possible without it.
@@ -212,7 +226,7 @@ class Heartbeat:
         self._answer_until(int(probes))
         newest, asked = dict(zip(watched, beats, strict=True)), requested.decode() != _NOBODY
         if watch.look(newest, json.loads(dead), asked):
-            self._tell(store, looked, dead.decode())
+            self._tell(store, looked, watch.dead, dead.decode())
 
     def _answer_until(self, last: int) -> None:
         """Answer the probes of newcomers that have come since the last look."""
@@ -221,10 +235,10 @@ class Heartbeat:
             for number in range(first, last + 1):
                 self._answer(number)
 
-    def _tell(self, store: Any, looked: _Looked, known: str) -> None:
+    def _tell(self, store: Any, looked: _Looked, dead: Set[int], known: str) -> None:
         """Add dead ranks to the common list; other ranks may do so at the same time."""
         while True:
-            text = json.dumps(sorted(looked.watch.dead.union(json.loads(known))))
+            text = json.dumps(sorted(dead | {*json.loads(known)}))
             found = store.compare_set(looked.dead_key, known, text).decode()
             if found == text:
                 return

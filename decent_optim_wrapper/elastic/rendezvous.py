@@ -121,8 +121,8 @@ class Rendezvous:
             return {rank: text for rank in others if (text := self._heartbeat.heard(rank))}
 
     def leave(self) -> None:
-        """Send no more heartbeats."""
-        self._heartbeat.stop()
+        """Send no more heartbeats: this rank has failed."""
+        self._heartbeat.leave()
 
     def check_outline(self, lines: Sequence[str]) -> None:
         """Compare what is known before the ranks meet with the description of the training ranks.
