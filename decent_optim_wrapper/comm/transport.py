@@ -219,9 +219,10 @@ class Transport(Connections):
                 send = partial(world.send, [outgoing], peer, 0)
                 receive = partial(world.recv, [incoming], peer, 0)
                 return [self.batches.add(world, device, self.fail, send, receive)]
-            # The receive first: its notice lets the peer's data start.
+            # The receive first: its notice lets the peer's data start. It is also waited for first:
+            # gloo may forget a send whose connection closes, but no receive.
             received = world.recv([incoming], peer, tag + _FIRST_TAG)
-            return [world.send([outgoing], peer, tag + _FIRST_TAG), received]
+            return [received, world.send([outgoing], peer, tag + _FIRST_TAG)]
         except RuntimeError as error:
             # The error holds this frame: to drop the last reference may take long, see `abort`.
             del world
