@@ -10,6 +10,7 @@ from fake_cuda import fake_cuda
 from torch import nn
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError
+from decent_optim_wrapper.comm.batch import Batches
 
 pytestmark = pytest.mark.slow
 
@@ -94,3 +95,17 @@ def test_nothing_of_a_round_that_fails_on_its_way_starts_later() -> None:
         assert "send" not in [call for _, call in group.on_gpu]
         with pytest.raises((RuntimeError, PeerError)):
             optimizer.step()
+
+
+def test_no_thread_waits_for_a_round_that_could_not_start() -> None:
+    with fake_cuda("cpu:gloo,cuda:nccl", 2) as (_, group):
+        batches, device = Batches(), torch.device("cuda:0")
+        failed: list[BaseException] = []
+        batches.collect()
+        works = [batches.add(group, device, failed.append, lambda: 1 // 0) for _ in range(2)]
+        assert not works[0].is_completed()
+        with pytest.raises(ZeroDivisionError):
+            batches.launch(failed.append)
+        assert all(work.is_completed() for work in works)
+        with pytest.raises(RuntimeError, match="to be launched"):
+            works[0].wait()

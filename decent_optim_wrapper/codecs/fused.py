@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from loguru import logger
 from torch import Tensor
+
+from decent_optim_wrapper.codecs.base import wide
 
 # The reciprocal of a smaller scale may overflow, so such a block is coded as zeros.
 SMALLEST_SCALE = 2.0**-126
@@ -30,12 +31,12 @@ def encode(values: Tensor, reference: Tensor | None, codes: Tensor) -> Tensor:
         The scales, float32 of shape (blocks,). To write them, too, torch would have to compile a
         function that changes two views of one tensor with different dtypes, which it does not.
     """
-    wide = torch.promote_types(values.dtype, torch.float32)
-    change = values.to(wide) if reference is None else values - reference
+    dtype = wide(values.dtype)
+    change = values.to(dtype) if reference is None else values - reference
     rows = torch.nn.functional.pad(change, (0, codes.numel() - change.numel())).view(codes.shape)
     scale = (rows.abs().amax(1) / 127).to(torch.float32)
     # The reciprocal of the scale as it is sent, which is rounded.
-    inverse = torch.where(scale < SMALLEST_SCALE, 0, scale.to(wide).reciprocal())
+    inverse = torch.where(scale < SMALLEST_SCALE, 0, scale.to(dtype).reciprocal())
     codes.copy_((rows * inverse.unsqueeze(1)).round())
     return scale
 
@@ -46,7 +47,7 @@ def decode(codes: Tensor, scales: Tensor, values: Tensor) -> Tensor:
 
 
 @cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function as one kernel, for vectors of any length."""
     return torch.compile(function, dynamic=True, fullgraph=True)
 
@@ -71,7 +72,7 @@ class Fused:
         if not isinstance(first, Tensor) or not self.serves(first.device):
             return None
         try:
-            result: Tensor = compiled(function)(*args)
+            return compiled(function)(*args)
         except Exception as error:
             # Some machines have no Triton, or no compiler for C, which it needs.
             self._fails = True
@@ -79,7 +80,6 @@ class Fused:
                 "int8 is coded without fused kernels, which torch cannot make: {}", error
             )
             return None
-        return result
 
     def serves(self, device: torch.device) -> bool:
         """Whether functions are compiled for a device."""

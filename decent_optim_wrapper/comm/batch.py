@@ -102,15 +102,12 @@ class Batch:
         self._work = self._group._end_coalescing(self._device)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> None:
-        """Order the current stream behind everything; any number of times, at once.
-
-        Torch's own wait within a timeout keeps the host busy until the work is done. Without one
-        it orders the stream, and the watchdog of the communicator watches the work's own timeout.
-        """
+        """Order the current stream behind everything, as `OnStream.wait` does."""
         if self._work is None:
             raise RuntimeError("a batch expects to be launched before a stream waits for it")
         self._work.wait()
 
     def is_completed(self) -> bool:
-        """Whether the GPU has finished everything."""
-        return self._work is not None and self._work.is_completed()
+        """Whether the GPU has finished everything, or it could not start."""
+        # Nothing is left of it after a launch that failed, for which no thread must wait.
+        return not self._operations if self._work is None else self._work.is_completed()

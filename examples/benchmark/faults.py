@@ -232,22 +232,22 @@ class Injector:
     def _begin(self, kind: Kind, rank: int) -> None:
         if kind in (Kind.SHORT_STOP, Kind.LONG_STOP):
             self._ranks.signal(rank, signal.SIGSTOP)
-        elif kind is Kind.SLOW_LINK:
-            self._ranks.slow_down(rank, True)
-        elif kind is Kind.LOSSY_LINK:
-            self._ranks.lose_packets(rank, True)
+        elif kind in (Kind.SLOW_LINK, Kind.LOSSY_LINK):
+            self._impair(kind, rank, True)
         elif kind in (Kind.SHORT_CUT, Kind.CUT):
             self._ranks.cut(rank)
         else:
             self._ranks.kill(rank)
 
+    def _impair(self, kind: Kind, rank: int, is_on: bool) -> None:
+        change = self._ranks.slow_down if kind is Kind.SLOW_LINK else self._ranks.lose_packets
+        change(rank, is_on)
+
     def _end(self, kind: Kind, rank: int) -> None:
         if kind in (Kind.SHORT_STOP, Kind.LONG_STOP):
             self._ranks.signal(rank, signal.SIGCONT)
-        elif kind is Kind.SLOW_LINK:
-            self._ranks.slow_down(rank, False)
-        elif kind is Kind.LOSSY_LINK:
-            self._ranks.lose_packets(rank, False)
+        elif kind in (Kind.SLOW_LINK, Kind.LOSSY_LINK):
+            self._impair(kind, rank, False)
         elif kind is Kind.SHORT_CUT:
             self._ranks.mend(rank)
         else:
