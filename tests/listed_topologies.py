@@ -120,14 +120,16 @@ def xor_round(block: range, t: int) -> list[Group]:
 
 def random_matching(n: int, local: int) -> Phases:
     draw = random.Random(0)
-    ranks = list(range(n))
     phases = []
     for _ in range(128):
-        draw.shuffle(ranks)
-        pairs = [ranks[i : i + 2] for i in range(0, n - 1, 2)]
-        # The last one of an odd number.
-        pairs[-1] += ranks[2 * len(pairs) :]
-        phases.append([Group(pair) for pair in pairs])
+        drawn = draw.getrandbits(64)
+        keys = [min(rank, (drawn - rank) % n) for rank in range(n)]
+        alone = [rank for rank in range(n) if (2 * rank - drawn) % n == 0]
+        for rank in alone:
+            # Of two, both have the key of the first; one joins a pair.
+            pair = (rank + 1 + drawn // n % (n // 2)) % n
+            keys[rank] = alone[0] if n % 2 == 0 else keys[pair]
+        phases.append(grouped(keys))
     return phases
 
 

@@ -107,10 +107,16 @@ def test_the_rate_of_a_schedule_that_never_averages_exactly() -> None:
         TopologyFactory.create("ring", 16): pytest.approx(0.923880),
         # Eigenvalues do not converge here.
         TopologyFactory.create("greedy", 48): pytest.approx(math.sqrt(0.5)),
-        # A product of all rounds would vanish.
-        RandomMatching(12, period=400): pytest.approx(math.sqrt(5 / 11), abs=0.05),
         RandomMatching(8, period=1): pytest.approx(1),
     }
+    # A product of all rounds would vanish.
+    long = RandomMatching(12, period=400)
+    left, logarithms = torch.eye(12, dtype=torch.float64) - 1 / 12, []
+    for phase in range(2 * long.period):
+        left = long.mixing_matrix(phase) @ left
+        logarithms.append(left.norm().log().item())
+        left /= left.norm()
+    known[long] = pytest.approx(math.exp(sum(logarithms[400:]) / 400), rel=0.01)
     # Fast contractions are no exact averages.
     for away in (1e-7, -1e-4, 1e-3):
         pair = listed(2, [[Group([0, 1], 0.5 + away)]])
@@ -118,6 +124,15 @@ def test_the_rate_of_a_schedule_that_never_averages_exactly() -> None:
     for topology, rate in known.items():
         assert rounds_to_consensus(topology) is None
         assert consensus_rate(topology) == rate, topology
+
+
+@pytest.mark.parametrize("world_size", [6, 7, 12, 16])
+def test_random_pairs_halve_the_expected_squared_distance(world_size: int) -> None:
+    topology = RandomMatching(world_size, period=2000)
+    matrices = torch.stack([topology.mixing_matrix(phase) for phase in range(topology.period)])
+    # Averages of groups are projections, whose squares are themselves.
+    torch.testing.assert_close(matrices @ matrices, matrices)
+    assert 0.3 < torch.linalg.eigvalsh(matrices.mean(0))[-2] < 0.53
 
 
 def test_steady_errors_and_bytes_of_known_topologies() -> None:

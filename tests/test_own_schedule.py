@@ -64,8 +64,6 @@ LARGE = {
     # Where a group has all ranks, as with a prime, its time and its memory grow with them.
     "complete": [10_000],
     "hypercuboid": [100_000, 9_973],
-    # As those of this one, but not with the period.
-    "random": [1_000],
 }
 
 

@@ -6,7 +6,6 @@ import math
 import operator
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -88,7 +87,12 @@ class Base2(Topology):
 
 
 class RandomMatching(Topology):
-    """Uniform random disjoint pairs in every round; with an odd number of ranks, one triple.
+    """Random disjoint pairs in every round; with an odd number of ranks, one triple.
+
+    Each phase draws a number c, and pairs rank i with rank c - i mod n. Of the ranks with
+    2 i = c mod n, which are their own partners, an even n has none or two, which are paired; an odd
+    n has one, which joins a random pair. Each phase at least halves the expected squared distance
+    from the mean, as uniform pairs would, and a rank need not draw the pairs of the others.
 
     Args:
         world_size: number of ranks.
@@ -101,73 +105,29 @@ class RandomMatching(Topology):
         self, world_size: int, local_world_size: int = 1, *, seed: int = 0, period: int = 128
     ) -> None:
         self._seed = operator.index(seed)
-        self._rounds = period
-        # That of the phase that was asked for last: a schedule is read in order.
-        self._drawn: _Shuffled | None = None
+        draw = random.Random(self._seed)
+        self._drawn = [draw.getrandbits(64) for _ in range(period)]
         super().__init__(world_size, local_world_size)
 
     def _parameters(self) -> dict[str, Any]:
-        return {"seed": self._seed, "period": self._rounds}
+        return {"seed": self._seed, "period": len(self._drawn)}
 
     def phase_count(self) -> int:
         """`period`."""
-        return self._rounds
+        return len(self._drawn)
 
     def own_group(self, rank: int, phase: int) -> Sequence[int]:
-        """The neighbour in the order of a phase; the last of an odd number joins the last pair."""
-        shuffled, n = self._shuffled(phase), self._world_size
-        start = 2 * min(shuffled.places[rank] // 2, n // 2 - 1)
-        return shuffled.ranks[start : start + (3 if start + 3 == n else 2)]
-
-    def release(self) -> None:
-        """Free what is kept of schedules; it is built again when it is needed."""
-        super().release()
-        self._drawn = None
-
-    def _shuffled(self, phase: int) -> _Shuffled:
-        drawn = self._drawn
-        if drawn is None or drawn.phase > phase:
-            drawn = _Shuffled.first(self._seed, self._world_size)
-        while drawn.phase < phase:
-            drawn = drawn.next()
-        self._drawn = drawn
-        return drawn
-
-
-@dataclass(frozen=True)
-class _Shuffled:
-    """The ranks in the order of one phase. Several threads may share it.
-
-    Args:
-        phase: the phase.
-        ranks: the order.
-        places: of each rank in it.
-        state: of the random numbers after it.
-    """
-
-    phase: int
-    ranks: list[int]
-    places: list[int]
-    state: tuple[Any, ...]
-
-    @classmethod
-    def first(cls, seed: int, size: int) -> _Shuffled:
-        """The order of phase 0."""
-        return cls._shuffle(0, list(range(size)), random.Random(seed))
-
-    def next(self) -> _Shuffled:
-        """The order of the next phase."""
-        draw = random.Random()
-        draw.setstate(self.state)
-        return self._shuffle(self.phase + 1, [*self.ranks], draw)
-
-    @classmethod
-    def _shuffle(cls, phase: int, ranks: list[int], draw: random.Random) -> _Shuffled:
-        draw.shuffle(ranks)
-        places = [0] * len(ranks)
-        for place, rank in enumerate(ranks):
-            places[rank] = place
-        return cls(phase=phase, ranks=ranks, places=places, state=draw.getstate())
+        """The rank and its partner, or the triple that it is in."""
+        n = self._world_size
+        total = self._drawn[phase] % n
+        partner = (total - rank) % n
+        if n % 2 == 0:
+            return rank, (rank + n // 2) % n if partner == rank else partner
+        # Twice this rank is `total` modulo n. The pairs are the ranks at equal distances from it.
+        alone = total * (n + 1) // 2 % n
+        distance = 1 + self._drawn[phase] // n % (n // 2)
+        triple = (alone - distance) % n, alone, (alone + distance) % n
+        return triple if rank in triple else (rank, partner)
 
 
 class Hierarchical(Topology):
