@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,14 @@ from unittest import mock
 
 import netlab
 import pytest
-from restartable_processes import Failure, Report, StoreProcess, TrainingProcesses, train_or_tell
+from restartable_processes import (
+    STALE_AFTER,
+    Failure,
+    Report,
+    StoreProcess,
+    TrainingProcesses,
+    train_or_tell,
+)
 
 from decent_optim_wrapper.comm.process_groups import connect_gloo
 
@@ -124,6 +132,22 @@ def test_a_dead_link_costs_one_attempt_to_connect_and_nobody_stops_for_a_rank_be
         processes.wait_for_members(0, (0, 1, 2))
         lives = processes.end()
     assert [len(new) for _, new in lives[0].changes] == [2, 3]
+
+
+def test_a_dead_link_is_found_whatever_the_timeout_is_and_a_slow_rank_is_waited_for() -> None:
+    with training(timeout=600.0) as (where, processes):
+        # All wait for it, and try their links meanwhile.
+        processes.delay(1, 6 * STALE_AFTER)
+        while processes.store.check(["delay 1"]):
+            time.sleep(0.1)
+        processes.wait_for_members(0, (0, 1, 2))
+        assert processes.reports[0, "attempts"] == 1
+        cut_between(where, 0, 2)
+        failure: Failure = processes.wait_for(2, "result")
+        assert "rank 2: this rank and ranks [0] are alive, but cannot connect" in failure.text
+        processes.wait_for_members(0, (0, 1))
+        lives = processes.end(0, 1)
+    assert [life.changes for life in lives] == 2 * [[((0, 1, 2), (0, 1))]]
 
 
 def test_ranks_that_cannot_reach_each_other_raise_at_the_start() -> None:

@@ -54,8 +54,9 @@ class Connections:
         timeout: bound of every wait.
         store: where the ranks meet to connect, and report losses; None if there is none.
         user_group: the same as `world` if that is the user's own, which is never closed here.
-        should_stop: function that returns whether a member is dead, has lost a peer or comes back,
-            so that all members meet again and waiting is useless; None if they never do.
+        watch: begins to watch a wait for other ranks; the function that it returns tells whether
+            to give up, because a member is dead, has lost a peer or comes back, so that all members
+            meet again. It may raise a `WireError`. None if the members never meet again.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Connections:
         store: Any | None = None,
         *,
         user_group: Any | None = None,
-        should_stop: Callable[[], bool] | None = None,
+        watch: Callable[[], Callable[[], bool]] | None = None,
     ) -> None:
         self.rank = rank
         self.members = members
@@ -75,7 +76,7 @@ class Connections:
         # The number of this rank at the start.
         self.initial_rank = members[rank]
         self._timeout = timeout
-        self._should_stop = should_stop
+        self._watch = watch
         # The world that can be used now. Small messages are sent on the CPU: a world without a
         # backend for it is replaced on first use.
         self._ready = world if world is not None and serves(world, CPU) else None
@@ -203,7 +204,7 @@ class Connections:
             silent: as in `WireError`.
         """
         names = [self.members[rank] for rank in suspects]
-        if self._should_stop is not None:
+        if self._watch is not None:
             # All members meet again in any case, and find out there.
             loss = self._reports.error() or PeerLoss(names)
             self.abort(f"{loss} was lost")
@@ -259,7 +260,7 @@ class Connections:
         store = PrefixStore("-".join(map(str, ranks)), self._store)
         place, timeout = ranks.index(self.rank), self._timeout
         try:
-            stop = self._should_stop
+            stop = self._watch and self._watch()
             return new_communicator(self._world, store, place, len(ranks), timeout, stop)
         except (RuntimeError, TimeoutError) as error:
             members = [self.members[rank] for rank in ranks]

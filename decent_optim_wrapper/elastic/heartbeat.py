@@ -20,7 +20,7 @@ _LOOKS = 4
 # For how many pauses a rank looks for another process of its number before its first heartbeat.
 _LOOKS_FOR_OTHERS = 3
 _NOBODY = "nobody"
-# The key of the number of newcomers that have asked the members to try the links to them.
+# The key of how often a rank has asked the members to try their links to it.
 PROBES_KEY = "probes"
 
 
@@ -67,7 +67,7 @@ class Heartbeat:
         stale_after: seconds without a new heartbeat after which a rank counts as dead. Looks are
             counted, not seconds, so time in which the store does not answer or this process is
             stopped does not count.
-        answer: called with the number of each probe of a newcomer, on the thread; must not block.
+        answer: called with the number of each probe of a rank, on the thread; must not block.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Heartbeat:
             self._tell(store, looked, watch.dead, dead.decode())
 
     def _answer_until(self, last: int) -> None:
-        """Answer the probes of newcomers that have come since the last look."""
+        """Answer the probes that have come since the last look."""
         first, self._probed = (self._probed or 0) + 1, last
         if self._answer is not None:
             for number in range(first, last + 1):

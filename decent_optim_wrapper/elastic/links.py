@@ -1,7 +1,8 @@
 """Finds dead links between living ranks, and the ranks to leave out because of them.
 
-A rank that comes back tries its links to the members before it asks to join. They answer on a
-thread and train on meanwhile, so that nobody stops for a rank that cannot connect.
+A rank that comes back tries its links to the members before it asks to join, and one that waits
+long for others tries its links to them. They answer on a thread and train on meanwhile, so that
+nobody stops for a rank that cannot connect, or for one that is only slow.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ from decent_optim_wrapper.errors import PeerError
 MOST_TRIED = 32
 # The longest attempt to connect a pair: TCP sends its first packet after 0, 1, 3 and 7 s.
 _LONGEST_ATTEMPT = timedelta(seconds=8)
-# For how long a newcomer waits at most until the members, who look twice a second, have seen its
-# probe.
+# For how long a rank waits at most until the others, who look twice a second, have seen its probe.
 _ANSWER_SECONDS = 3.0
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.1
 
 
 class Probe(NamedTuple):
-    """What a newcomer has asked the members to answer.
+    """What a rank has asked the members to answer.
 
     Args:
         number: the number of the probe, from 1; 0 if nobody is asked.
@@ -103,10 +103,25 @@ class Links:
             return {rank: PrefixStore(prefix, self._store.clone()) for rank in others}
 
         stores = within(timeout.total_seconds(), connect, stop)
-        return unreachable(stores, self._rank, timeout, stop)
+        attempts = {
+            in_background(partial(_connect, store, self._rank, other, timeout)): other
+            for other, store in stores.items()
+        }
+        missing = {*others}
+        deadline = time.monotonic() + timeout.total_seconds()
+        while attempts and (left := deadline - time.monotonic()) > 0:
+            with suppress(TimeoutError):
+                wait_for_any(attempts, left, stop)
+            if stop():
+                return []
+            for attempt in [each for each in attempts if each.done()]:
+                other = attempts.pop(attempt)
+                if attempt.exception() is None:
+                    missing.discard(other)
+        return sorted(missing)
 
     def announce(self, members: Collection[int]) -> Probe:
-        """Ask the members of the last epoch to connect to this rank, a newcomer.
+        """Ask members to connect to this rank.
 
         Nobody is asked where there are more than can be tried.
         """
@@ -118,20 +133,20 @@ class Links:
         return Probe(number, others, time.monotonic() + self._answer_seconds)
 
     def answer(self, number: int) -> None:
-        """Connect to the newcomer that has announced the probe, on a thread."""
+        """Connect to the rank that has announced the probe, on a thread."""
         # Not in the background: from the thread of the heartbeat, that would be on the first GPU.
         name = f"{THREAD_PREFIX}probe"
         threading.Thread(target=self._answer, args=(number,), daemon=True, name=name).start()
 
     def _answer(self, number: int) -> None:
-        # The newcomer draws the conclusions.
+        # The rank that asks draws the conclusions.
         with suppress(RuntimeError):
             store = PrefixStore(_probe_prefix(number), self._store.clone())
-            newcomer = int(store.get("rank"))
-            if newcomer != self._rank:
+            asking = int(store.get("rank"))
+            if asking != self._rank:
                 store.set(f"answer of {self._rank}", "1")
                 seconds = _ANSWER_SECONDS + _LONGEST_ATTEMPT.total_seconds()
-                _connect(store, self._rank, newcomer, timedelta(seconds=seconds))
+                _connect(store, self._rank, asking, timedelta(seconds=seconds))
 
     def check_probe(self, probe: Probe, heartbeat: Heartbeat) -> None:
         """Check the links of this newcomer to the members that answer.
@@ -139,6 +154,15 @@ class Links:
         Raises:
             PeerError: one of them is alive, but cannot be reached.
         """
+        if dead := self._dead(probe, heartbeat, lambda: False):
+            self._refuse(dead)
+
+    def find_dead_by_probe(self, members: Collection[int], heartbeat: Heartbeat) -> list[int]:
+        """The members that are alive, but cannot be reached; none once the epoch is over."""
+        return self._dead(self.announce(members), heartbeat, lambda: heartbeat.is_over)
+
+    def _dead(self, probe: Probe, heartbeat: Heartbeat, stop: Callable[[], bool]) -> list[int]:
+        """The ranks that answer the probe, and are alive, but cannot be reached."""
         prefix = _probe_prefix(probe.number)
         keys = {rank: f"{prefix}/answer of {rank}" for rank in probe.members}
         while not self._store.check([*keys.values()]) and time.monotonic() < probe.deadline:
@@ -146,12 +170,11 @@ class Links:
         # One that is dead does not answer; nor does one that is too busy, whose link is not tried.
         answered = [rank for rank, key in keys.items() if self._store.check([key])]
         try:
-            missing = self._try_all(prefix, answered, self._timeout, lambda: False)
+            missing = self._try_all(prefix, answered, self._timeout, stop)
         except TimeoutError:
-            return
+            return []
         # One that has ended meanwhile tells nothing about its link.
-        if dead := [rank for rank in missing if heartbeat.hears_members([rank])]:
-            self._refuse(dead)
+        return [rank for rank in missing if heartbeat.hears_members([rank])]
 
     def choose(
         self, epoch: int, present: Collection[int], newcomers: Collection[int]
@@ -179,36 +202,6 @@ class Links:
             f"to each other, and the others go on without this one; repair the link, and "
             f"restart this rank"
         )
-
-
-def unreachable(
-    stores: Mapping[int, Any], rank: int, timeout: timedelta, should_stop: Callable[[], bool]
-) -> list[int]:
-    """The ranks that this one cannot connect to; all ranks try at about the same time.
-
-    Args:
-        stores: by rank, a connection to the store on which to meet it, all under one prefix that
-            nobody has used.
-        rank: this rank.
-        timeout: bound of the attempts, which are made at the same time.
-        should_stop: tells whether to give up earlier; then nothing is known.
-    """
-    pending = {
-        in_background(partial(_connect, store, rank, other, timeout)): other
-        for other, store in stores.items()
-    }
-    missing = set(pending.values())
-    deadline = time.monotonic() + timeout.total_seconds()
-    while pending and (left := deadline - time.monotonic()) > 0:
-        with suppress(TimeoutError):
-            wait_for_any(pending, left, should_stop)
-        if should_stop():
-            return []
-        for attempt in [each for each in pending if each.done()]:
-            other = pending.pop(attempt)
-            if attempt.exception() is None:
-                missing.discard(other)
-    return sorted(missing)
 
 
 def _connect(store: Any, rank: int, other: int, timeout: timedelta) -> None:

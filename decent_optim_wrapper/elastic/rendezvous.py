@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 from loguru import logger
@@ -33,6 +34,7 @@ from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.elastic.epoch import Epoch, Note, doubt_links, with_donor
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat, request_key
 from decent_optim_wrapper.elastic.links import MOST_TRIED, Links
+from decent_optim_wrapper.elastic.long_wait import LongWait
 from decent_optim_wrapper.errors import PeerError, text_of
 
 _POLL_SECONDS = 0.02
@@ -46,6 +48,8 @@ _NEWCOMER_TIMEOUTS = 4
 _LEAST_ATTEMPTS = 2
 # The number of members to ask whether the others are training.
 _ASKED = 8
+# A wait of so many `stale_after` looks for dead links. A rank that is lost is found before.
+_PATIENCE = 2
 # Bound for telling the others of a failure, which must not delay this rank's own error much.
 _TELL = timedelta(seconds=2)
 
@@ -77,6 +81,8 @@ class Rendezvous:
         self._life = 0
         self._links = Links(self._store, rank, timeout)
         self._heartbeat = Heartbeat(self._store, rank, stale_after, self._links.answer)
+        # How long a wait lasts before it asks whether a link is dead.
+        self._patience = _PATIENCE * stale_after
         weakref.finalize(self, self._heartbeat.stop)
 
     @classmethod
@@ -384,9 +390,12 @@ class Rendezvous:
                 return world, store
 
             world, store = within(timeout.total_seconds(), connect, lambda: heartbeat.is_over)
-        return Transport(
-            *(world, place, members, self._timeout, store), should_stop=lambda: heartbeat.is_over
+        # Where all wait for one rank, they do not try their links at the same time.
+        patience = min(self._patience, self._timeout.total_seconds() / 4) * (
+            1 + place / len(members)
         )
+        watch = partial(LongWait, self._links, members, heartbeat, patience)
+        return Transport(*(world, place, members, self._timeout, store), watch=watch)
 
     def _present(self, epoch: int, ranks: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """Those of some ranks that have entered; None for all ranks.
