@@ -322,6 +322,11 @@ class RestartableProcesses:
         ):
             assert time.monotonic() < deadline, f"rank {rank} did not train with {members}"
 
+    def ended(self) -> set[int]:
+        """The ranks that have reported a result."""
+        self._take_all()
+        return {rank for rank, key in self.reports if key == "result"}
+
     def _take_all(self) -> None:
         """Take what has been reported up to now."""
         while any(pipe.poll() for pipe in list(self._pipes)):

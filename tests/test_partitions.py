@@ -6,13 +6,16 @@ import itertools
 import os
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import netlab
 import pytest
+from etcd_servers import EtcdServers, require_etcd
 from restartable_processes import (
     STALE_AFTER,
     Failure,
@@ -22,6 +25,7 @@ from restartable_processes import (
     train_or_tell,
 )
 
+from decent_optim_wrapper import EtcdStore
 from decent_optim_wrapper.comm.process_groups import connect_gloo
 
 pytestmark = [
@@ -55,12 +59,22 @@ def train_on_a_host(
 
 
 @contextmanager
-def ranks_on(where: netlab.Lab, timeout: float) -> Iterator[TrainingProcesses]:
-    """Ranks on hosts of their own, and a store on another one."""
-    with StoreProcess(netlab.address(STORE), netlab.enter, where.hosts[STORE]) as server:
-        options: dict[str, Any] = {"make_store": server.connect, "timeout": timeout}
-        with TrainingProcesses(RANKS, train_on_a_host, where, **options) as processes:
+def ranks_on(
+    where: netlab.Lab, timeout: float, ranks: int = RANKS, servers: EtcdServers | None = None
+) -> Iterator[TrainingProcesses]:
+    """Ranks on hosts of their own, and a store on the next one, or in etcd."""
+    host = where.hosts[ranks]
+    with StoreProcess(netlab.address(ranks), netlab.enter, host) as server, ExitStack() as stack:
+        make_store: Callable[[int], Any] = server.connect
+        if servers is not None:
+            make_store = partial(in_etcd, stack.enter_context(servers).endpoints)
+        options: dict[str, Any] = {"make_store": make_store, "timeout": timeout}
+        with TrainingProcesses(ranks, train_on_a_host, where, **options) as processes:
             yield processes
+
+
+def in_etcd(endpoints: str, rank: int) -> EtcdStore:
+    return EtcdStore(endpoints, "partitions")
 
 
 @contextmanager
@@ -148,6 +162,38 @@ def test_a_dead_link_is_found_whatever_the_timeout_is_and_a_slow_rank_is_waited_
         processes.wait_for_members(0, (0, 1))
         lives = processes.end(0, 1)
     assert [life.changes for life in lives] == 2 * [[((0, 1, 2), (0, 1))]]
+
+
+LEFT, RIGHT = (0, 1), (2, 3)
+
+
+@pytest.mark.parametrize("servers", [0, 3])
+@pytest.mark.parametrize("both_reach_the_store", [False, True])
+def test_of_two_halves_of_a_torn_network_one_goes_on(
+    servers: int, both_reach_the_store: bool
+) -> None:
+    """The left half has the store, or two of the three servers of etcd."""
+    if servers:
+        require_etcd()
+    ranks = len(LEFT + RIGHT)
+    stores = list(range(ranks, ranks + max(1, servers)))
+    with netlab.lab(ranks + len(stores), "400mbit") as where:
+        etcd = EtcdServers(servers, where=where) if servers else None
+        with ranks_on(where, 6.0, ranks, etcd) as processes:
+            processes.all_reach("round 3")
+            left, right = [*LEFT], [*RIGHT]
+            if not both_reach_the_store:
+                left, right = left + stores[:2], right + stores[2:]
+            for one, other in product(left, right):
+                cut_between(where, one, other)
+            while len(ended := processes.ended()) < 2:
+                time.sleep(0.1)
+            assert ended == {*RIGHT} or (both_reach_the_store and ended == {*LEFT})
+            failures: list[Failure] = processes.results(*ended)
+            assert [failure.kind for failure in failures] == 2 * ["PeerError"]
+            kept = LEFT if ended == {*RIGHT} else RIGHT
+            lives = processes.end(*kept)
+    assert [life.members for life in lives] == 2 * [kept]
 
 
 def test_ranks_that_cannot_reach_each_other_raise_at_the_start() -> None:
