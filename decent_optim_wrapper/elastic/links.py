@@ -145,7 +145,8 @@ class Links:
             asking = int(store.get("rank"))
             if asking != self._rank:
                 store.set(f"answer of {self._rank}", "1")
-                seconds = _ANSWER_SECONDS + _LONGEST_ATTEMPT.total_seconds()
+                # As long as that rank may take: one that has given up does not come.
+                seconds = self._answer_seconds + self._timeout.total_seconds()
                 _connect(store, self._rank, asking, timedelta(seconds=seconds))
 
     def check_probe(self, probe: Probe, heartbeat: Heartbeat) -> None:
