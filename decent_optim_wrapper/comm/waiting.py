@@ -68,7 +68,7 @@ class Expected(NamedTuple):
     """Works to wait for, and the bucket and the ranks to name if they fail.
 
     Args:
-        works: the works.
+        works: the works; what arrives comes before what is sent.
         bucket: the position of the bucket that an error names.
         suspects: the ranks, by position.
         on_gpu: whether the works are those of a GPU, which know whether they are done. A wait for
@@ -114,19 +114,28 @@ def _wait_for_each(
     further: Callable[[], Sequence[Expected]] | None,
     begun: list[Expected],
 ) -> None:
+    # First what arrives, of all of them: gloo may forget a send whose connection closes, but no
+    # receive. A thread that waited for the send would keep its connections until the process ends.
     for each in expected:
         begun.append(each)
-        for work in each.works:
-            if each.on_gpu:
-                while not work.is_completed():
-                    time.sleep(_POLL_SECONDS)
-            else:
-                work.wait(LONGEST_WAIT)
-        # A second wait for a work of gloo would last forever.
-        if not each.on_gpu:
-            each.works.clear()
+        _wait_for(each.works[:1], each)
+    for each in expected:
+        begun.append(each)
+        _wait_for(each.works[:], each)
     if further is not None:
         _wait_for_each(further(), None, begun)
+
+
+def _wait_for(works: Sequence[Waitable], expected: Expected) -> None:
+    """Wait for some of the expected works."""
+    for work in works:
+        if expected.on_gpu:
+            while not work.is_completed():
+                time.sleep(_POLL_SECONDS)
+        else:
+            work.wait(LONGEST_WAIT)
+            # A second wait for a work of gloo would last forever.
+            expected.works.remove(work)
 
 
 def wait_for_any(
