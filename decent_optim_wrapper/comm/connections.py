@@ -54,9 +54,10 @@ class Connections:
         timeout: bound of every wait.
         store: where the ranks meet to connect, and report losses; None if there is none.
         user_group: the same as `world` if that is the user's own, which is never closed here.
-        watch: begins to watch a wait for other ranks; the function that it returns tells whether
-            to give up, because a member is dead, has lost a peer or comes back, so that all members
-            meet again. It may raise a `WireError`. None if the members never meet again.
+        begin_wait: called at the start of a wait for other ranks. The result tells, each time that
+            it is called, whether to give up, because a member is dead, has lost a peer or comes
+            back, so that all members meet again; it may raise a `WireError`. None if the members
+            never meet again.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Connections:
         store: Any | None = None,
         *,
         user_group: Any | None = None,
-        watch: Callable[[], Callable[[], bool]] | None = None,
+        begin_wait: Callable[[], Callable[[], bool]] | None = None,
     ) -> None:
         self.rank = rank
         self.members = members
@@ -76,7 +77,7 @@ class Connections:
         # The number of this rank at the start.
         self.initial_rank = members[rank]
         self._timeout = timeout
-        self._watch = watch
+        self._begin_wait = begin_wait
         # The world that can be used now. Small messages are sent on the CPU: a world without a
         # backend for it is replaced on first use.
         self._ready = world if world is not None and serves(world, CPU) else None
@@ -204,7 +205,7 @@ class Connections:
             silent: as in `WireError`.
         """
         names = [self.members[rank] for rank in suspects]
-        if self._watch is not None:
+        if self._begin_wait is not None:
             # All members meet again in any case, and find out there.
             loss = self._reports.error() or PeerLoss(names)
             self.abort(f"{loss} was lost")
@@ -260,7 +261,7 @@ class Connections:
         store = PrefixStore("-".join(map(str, ranks)), self._store)
         place, timeout = ranks.index(self.rank), self._timeout
         try:
-            stop = self._watch and self._watch()
+            stop = self._begin_wait and self._begin_wait()
             return new_communicator(self._world, store, place, len(ranks), timeout, stop)
         except (RuntimeError, TimeoutError) as error:
             members = [self.members[rank] for rank in ranks]

@@ -17,6 +17,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
+from loguru import logger
 from torch.distributed.distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm.background import THREAD_PREFIX, in_background
@@ -30,23 +31,25 @@ from decent_optim_wrapper.errors import PeerError
 MOST_TRIED = 32
 # The longest attempt to connect a pair: TCP sends its first packet after 0, 1, 3 and 7 s.
 _LONGEST_ATTEMPT = timedelta(seconds=8)
-# For how long a rank waits at most until the others, who look twice a second, have seen its probe.
+# For how long a rank waits at most for those that it asks, who look twice a second.
 _ANSWER_SECONDS = 3.0
+# For how long these wait: a newcomer looks for another process of its number before it begins.
+_BEGIN_SECONDS = 6.0
 _POLL_SECONDS = 0.1
+# The key of the rank that asks, written when it begins to try its links.
+_BEGUN = "begun"
 
 
 class Probe(NamedTuple):
-    """What a rank has asked the members to answer.
+    """The ranks that a rank has asked to try their links to it.
 
     Args:
-        number: the number of the probe, from 1; 0 if nobody is asked.
-        members: the ranks that are asked.
-        deadline: until when it waits for them, by the monotonic clock.
+        number: the number of the probe, from 1.
+        members: the ranks that are asked; none where there are more than can be tried.
     """
 
     number: int
     members: tuple[int, ...]
-    deadline: float
 
 
 class Links:
@@ -83,32 +86,37 @@ class Links:
             return
         others = [rank for rank in members if rank != self._rank]
         try:
-            missing = self._try_all(f"{epoch}/links", others, self._timeout, is_dead)
+            stores = self._connections(f"{epoch}/links", others, is_dead)
         except TimeoutError:
             return
+        missing = self._try_all(stores, is_dead)
         self._store.set(_missing_key(epoch, self._rank), json.dumps(missing))
         self._failed = epoch
 
-    def _try_all(
-        self, prefix: str, others: Collection[int], timeout: timedelta, stop: Callable[[], bool]
-    ) -> list[int]:
-        """The ranks that this one cannot connect to.
+    def _connections(
+        self, prefix: str, others: Collection[int], stop: Callable[[], bool]
+    ) -> dict[int, Any]:
+        """A connection to the store for each of these ranks.
+
+        A call that waits for a peer's key delays all other calls over its connection.
 
         Raises:
             TimeoutError: the store does not answer, or `stop` has ended it.
         """
 
         def connect() -> dict[int, Any]:
-            # A call that waits for a peer's key delays all other calls over its connection.
             return {rank: PrefixStore(prefix, self._store.clone()) for rank in others}
 
-        stores = within(timeout.total_seconds(), connect, stop)
+        return within(self._timeout.total_seconds(), connect, stop)
+
+    def _try_all(self, stores: Mapping[int, Any], stop: Callable[[], bool]) -> list[int]:
+        """The ranks that this one cannot connect to; none if `stop` has ended the attempts."""
         attempts = {
-            in_background(partial(_connect, store, self._rank, other, timeout)): other
+            in_background(partial(_connect, store, self._rank, other, self._timeout)): other
             for other, store in stores.items()
         }
-        missing = {*others}
-        deadline = time.monotonic() + timeout.total_seconds()
+        missing = {*stores}
+        deadline = time.monotonic() + self._timeout.total_seconds()
         while attempts and (left := deadline - time.monotonic()) > 0:
             with suppress(TimeoutError):
                 wait_for_any(attempts, left, stop)
@@ -121,19 +129,14 @@ class Links:
         return sorted(missing)
 
     def announce(self, members: Collection[int]) -> Probe:
-        """Ask members to connect to this rank.
-
-        Nobody is asked where there are more than can be tried.
-        """
+        """Ask members to try their links to this rank, once it begins."""
         others = tuple(rank for rank in members if rank != self._rank)
         if not 0 < len(others) < MOST_TRIED:
-            return Probe(0, (), 0.0)
-        number = self._store.add(PROBES_KEY, 1)
-        self._store.set(f"{_probe_prefix(number)}/rank", str(self._rank))
-        return Probe(number, others, time.monotonic() + self._answer_seconds)
+            return Probe(number=0, members=())
+        return Probe(number=self._store.add(PROBES_KEY, 1), members=others)
 
     def answer(self, number: int) -> None:
-        """Connect to the rank that has announced the probe, on a thread."""
+        """Try the link to the rank that has announced the probe, on a thread."""
         # Not in the background: from the thread of the heartbeat, that would be on the first GPU.
         name = f"{THREAD_PREFIX}probe"
         threading.Thread(target=self._answer, args=(number,), daemon=True, name=name).start()
@@ -142,12 +145,14 @@ class Links:
         # The rank that asks draws the conclusions.
         with suppress(RuntimeError):
             store = PrefixStore(_probe_prefix(number), self._store.clone())
-            asking = int(store.get("rank"))
-            if asking != self._rank:
-                store.set(f"answer of {self._rank}", "1")
-                # As long as that rank may take: one that has given up does not come.
-                seconds = self._answer_seconds + self._timeout.total_seconds()
-                _connect(store, self._rank, asking, timedelta(seconds=seconds))
+            # A rank that has given up never begins.
+            if _appear(store, [_BEGUN], _BEGIN_SECONDS):
+                asking = int(store.get(_BEGUN))
+                if asking != self._rank:
+                    store.set(_tries_key(self._rank), "1")
+                    # It may wait for others before it tries this link.
+                    seconds = timedelta(seconds=self._answer_seconds)
+                    _connect(store, self._rank, asking, self._timeout + seconds)
 
     def check_probe(self, probe: Probe, heartbeat: Heartbeat) -> None:
         """Check the links of this newcomer to the members that answer.
@@ -160,20 +165,24 @@ class Links:
 
     def find_dead_by_probe(self, members: Collection[int], heartbeat: Heartbeat) -> list[int]:
         """The members that are alive, but cannot be reached; none once the epoch is over."""
+        logger.info("rank {}: waits for others, and tries its links to them", self._rank)
         return self._dead(self.announce(members), heartbeat, lambda: heartbeat.is_over)
 
     def _dead(self, probe: Probe, heartbeat: Heartbeat, stop: Callable[[], bool]) -> list[int]:
-        """The ranks that answer the probe, and are alive, but cannot be reached."""
+        """The ranks that try the link to this one, too, and are alive, but cannot be reached."""
+        if not probe.members:
+            return []
         prefix = _probe_prefix(probe.number)
-        keys = {rank: f"{prefix}/answer of {rank}" for rank in probe.members}
-        while not self._store.check([*keys.values()]) and time.monotonic() < probe.deadline:
-            time.sleep(_POLL_SECONDS)
-        # One that is dead does not answer; nor does one that is too busy, whose link is not tried.
-        answered = [rank for rank, key in keys.items() if self._store.check([key])]
         try:
-            missing = self._try_all(prefix, answered, self._timeout, stop)
+            stores = self._connections(prefix, probe.members, stop)
         except TimeoutError:
             return []
+        keys = {rank: f"{prefix}/{_tries_key(rank)}" for rank in probe.members}
+        self._store.set(f"{prefix}/{_BEGUN}", str(self._rank))
+        _appear(self._store, [*keys.values()], self._answer_seconds)
+        # One that is dead does not try; nor does one that is too busy.
+        trying = [rank for rank, key in keys.items() if self._store.check([key])]
+        missing = self._try_all({rank: stores[rank] for rank in trying}, stop)
         # One that has ended meanwhile tells nothing about its link.
         return [rank for rank in missing if heartbeat.hears_members([rank])]
 
@@ -235,8 +244,21 @@ def left_out(missing: Mapping[int, Collection[int]], newcomers: Collection[int])
     return out
 
 
+def _appear(store: Any, keys: list[str], seconds: float) -> bool:
+    """Wait for keys, for a limited time; return whether all of them exist."""
+    deadline = time.monotonic() + seconds
+    while not (there := store.check(keys)) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return bool(there)
+
+
 def _probe_prefix(number: int) -> str:
     return f"probe {number}"
+
+
+def _tries_key(rank: int) -> str:
+    """The key under which a rank that is asked tells that it tries the link."""
+    return f"{rank} tries"
 
 
 def _missing_key(epoch: int, rank: int) -> str:

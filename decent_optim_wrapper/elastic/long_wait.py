@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
@@ -12,15 +13,16 @@ from decent_optim_wrapper.elastic.heartbeat import Heartbeat
 from decent_optim_wrapper.elastic.links import Links
 
 
-class LongWait:
-    """Tells one wait for other members whether to give up, each time that it is called.
+class LongWaits:
+    """Tells the waits for other members, in one epoch, whether to give up.
 
     Args:
         links: of this rank.
         members: the ranks that it may wait for.
         heartbeat: knows whether they must meet again.
-        patience: seconds of waiting after which the links are tried; the next trials come after
-            twice as long each, since a rank may also compute that long.
+        patience: seconds of waiting after which the links are tried, for the first time. Each trial
+            doubles it, since a rank may also compute that long: a link that dies later is found
+            after at most twice the longest wait before.
     """
 
     def __init__(
@@ -29,10 +31,14 @@ class LongWait:
         self._heartbeat = heartbeat
         self._find_dead = partial(links.find_dead_by_probe, members, heartbeat)
         self._patience = patience
-        self._next = time.monotonic() + patience
+        # One at a time. If the wait in which it began ends before, the next wait reads it.
         self._trial: Future[list[int]] | None = None
 
-    def __call__(self) -> bool:
+    def begin(self) -> Callable[[], bool]:
+        """Begin a wait; the result tells, each time that it is called, whether to give it up."""
+        return partial(self._should_stop, time.monotonic())
+
+    def _should_stop(self, start: float) -> bool:
         """Whether the members must meet again.
 
         Raises:
@@ -40,12 +46,13 @@ class LongWait:
         """
         if self._heartbeat.is_over:
             return True
-        if self._trial is None and time.monotonic() > self._next:
-            self._trial = in_background(self._find_dead)
-        elif self._trial is not None and self._trial.done():
-            trial, self._trial = self._trial, None
-            self._patience *= 2
-            self._next = time.monotonic() + self._patience
+        trial = self._trial
+        if trial is None:
+            if time.monotonic() - start > self._patience:
+                self._patience *= 2
+                self._trial = in_background(self._find_dead)
+        elif trial.done():
+            self._trial = None
             # Where the store did not answer, nothing is known.
             if trial.exception() is None and (dead := trial.result()):
                 raise WireError(f"the link to ranks {dead} is dead")

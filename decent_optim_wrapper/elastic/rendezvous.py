@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, NoReturn
 
 from loguru import logger
@@ -34,7 +33,7 @@ from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.elastic.epoch import Epoch, Note, doubt_links, with_donor
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat, request_key
 from decent_optim_wrapper.elastic.links import MOST_TRIED, Links
-from decent_optim_wrapper.elastic.long_wait import LongWait
+from decent_optim_wrapper.elastic.long_wait import LongWaits
 from decent_optim_wrapper.errors import PeerError, text_of
 
 _POLL_SECONDS = 0.02
@@ -394,8 +393,8 @@ class Rendezvous:
         patience = min(self._patience, self._timeout.total_seconds() / 4) * (
             1 + place / len(members)
         )
-        watch = partial(LongWait, self._links, members, heartbeat, patience)
-        return Transport(*(world, place, members, self._timeout, store), watch=watch)
+        waits = LongWaits(self._links, members, heartbeat, patience)
+        return Transport(*(world, place, members, self._timeout, store), begin_wait=waits.begin)
 
     def _present(self, epoch: int, ranks: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """Those of some ranks that have entered; None for all ranks.

@@ -1,0 +1,169 @@
+"""Dead links between living ranks are found, and no working link is taken for one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.comm.waiting import WireError
+from decent_optim_wrapper.elastic.heartbeat import PROBES_KEY, Heartbeat
+from decent_optim_wrapper.elastic.links import Links, left_out
+from decent_optim_wrapper.elastic.long_wait import LongWaits
+from decent_optim_wrapper.errors import PeerError
+
+CONNECT = "decent_optim_wrapper.elastic.links.connect_gloo"
+RANKS = (0, 1, 2)
+TIMEOUT = timedelta(seconds=20)
+# For how long a rank that is asked waits for the one that asks, and a little more.
+TOO_LATE = 6.5
+
+
+class Member:
+    """What a rank has for its links: a store, and heartbeats, at which the last rank only looks."""
+
+    def __init__(self, rank: int, port: int) -> None:
+        self.store = BoundedStore(TCPStore("127.0.0.1", port, is_master=False), TIMEOUT)
+        self.links = Links(self.store, rank, TIMEOUT)
+        answer = None if rank == RANKS[-1] else self.links.answer
+        self.heartbeat = Heartbeat(self.store, rank, stale_after=1.0, answer=answer)
+        self.heartbeat.start(life=1)
+
+    def dead(self) -> list[int]:
+        return self.links.find_dead_by_probe(RANKS, self.heartbeat)
+
+
+@pytest.fixture
+def members() -> Iterator[list[Member]]:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    members = [Member(rank, server.port) for rank in RANKS]
+    for member in members:
+        member.heartbeat.watch(RANKS, epoch=1)
+    yield members
+    for member in members:
+        member.heartbeat.stop()
+
+
+def no_route(*_: Any) -> None:
+    raise RuntimeError("no route to host")
+
+
+@pytest.mark.slow
+def test_only_a_living_member_that_tries_its_link_counts_as_unreachable(
+    members: list[Member],
+) -> None:
+    assert members[0].dead() == []
+    assert members[0].store.get(PROBES_KEY) == "1"
+    with mock.patch(CONNECT, no_route):
+        assert members[0].dead() == [1]
+        members[1].heartbeat.stop()
+        # They meet again in any case.
+        assert members[0].dead() == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_asks_late_blames_nobody_and_one_that_gives_up_is_not_met(
+    members: list[Member],
+) -> None:
+    with mock.patch(CONNECT, side_effect=no_route) as connect:
+        late, given_up = (members[0].links.announce(RANKS) for _ in range(2))
+        time.sleep(TOO_LATE)
+        members[0].links.check_probe(late, members[0].heartbeat)
+        assert not connect.called
+        assert (late.number, given_up.number) == (1, 2)
+        in_time = members[0].links.announce(RANKS)
+        with pytest.raises(PeerError, match=r"this rank and ranks \[1\] are alive"):
+            members[0].links.check_probe(in_time, members[0].heartbeat)
+
+
+def test_where_there_are_more_ranks_than_can_be_tried_nobody_is_asked() -> None:
+    store, heartbeat = mock.Mock(spec=BoundedStore), mock.Mock(spec=Heartbeat)
+    links = Links(store, 0, TIMEOUT)
+    for ranks in (range(1), range(33)):
+        assert links.find_dead_by_probe(ranks, heartbeat) == []
+    assert not store.mock_calls
+
+
+@pytest.mark.parametrize(
+    ("missing", "newcomers", "out"),
+    [
+        ({}, [], set()),
+        # Both ends must say so.
+        ({0: [1]}, [], set()),
+        ({0: [1], 1: [0]}, [], {1}),
+        ({0: [1], 1: [0]}, [0], {0}),
+        # One rank with two dead links, even if the others are newcomers.
+        ({0: [1, 2], 1: [0], 2: [0]}, [1, 2], {0}),
+        ({0: [1], 1: [0], 2: [3], 3: [2]}, [2], {1, 2}),
+    ],
+)
+def test_the_fewest_ranks_are_left_out(
+    missing: dict[int, list[int]], newcomers: list[int], out: set[int]
+) -> None:
+    assert left_out(missing, newcomers) == out
+
+
+class Clock:
+    """The time that long waits see, and how often they have tried the links."""
+
+    def __init__(self, dead: Callable[[int], list[int]]) -> None:
+        self.now, self.trials, self._dead = 100.0, 0, dead
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def find_dead_by_probe(self, *_: Any) -> list[int]:
+        self.trials += 1
+        return self._dead(self.trials)
+
+    def wait(self, waits: LongWaits, seconds: float) -> int:
+        """Wait for so long; the number of trials after that."""
+        stop = waits.begin()
+        self.now += seconds
+        # The first call begins a trial, and a later one reads it.
+        for _ in range(100):
+            assert not stop()
+            time.sleep(0.001)
+        return self.trials
+
+
+@pytest.fixture
+def clock() -> Iterator[Callable[[Callable[[int], list[int]]], tuple[Clock, LongWaits, Any]]]:
+    with pytest.MonkeyPatch.context() as patch:
+
+        def start(dead: Callable[[int], list[int]]) -> tuple[Clock, LongWaits, Any]:
+            clock, heartbeat = Clock(dead), SimpleNamespace(is_over=False)
+            patch.setattr("decent_optim_wrapper.elastic.long_wait.time", clock)
+            links: Any = clock
+            return clock, LongWaits(links, RANKS, heartbeat, patience=4.0), heartbeat  # type: ignore[arg-type]
+
+        yield start
+
+
+def test_each_trial_of_the_links_waits_for_twice_as_long_a_wait(clock: Any) -> None:
+    time_, waits, heartbeat = clock(lambda trials: [])
+    # A rank that takes five seconds for each step makes nobody try more than once.
+    assert [time_.wait(waits, seconds) for seconds in (3.9, 4.1, 5, 5, 7.9, 8.1, 9)] == [
+        *(0, 1, 1, 1, 1, 2, 2)
+    ]
+    heartbeat.is_over = True
+    assert waits.begin()()
+
+
+def test_a_dead_link_ends_the_wait_and_a_silent_store_does_not(clock: Any) -> None:
+    def dead(trials: int) -> list[int]:
+        if trials == 1:
+            raise RuntimeError("no answer")
+        return [2]
+
+    time_, waits, _ = clock(dead)
+    assert time_.wait(waits, 5) == 1
+    with pytest.raises(WireError, match=r"the link to ranks \[2\] is dead"):
+        time_.wait(waits, 9)
