@@ -57,10 +57,10 @@ def ends(**changes: Any) -> dict[int, Progress]:
 
 def growth(**changes: Any) -> list[str]:
     """What is said of a rank whose footprint has changed after its warm-up."""
-    last = ends(footprint=FOOTPRINT._replace(**changes))
-    # A rank that was restarted late has not warmed up.
-    assert soak.check_growth({0: FOOTPRINT}, last) == []
-    return soak.check_growth(dict.fromkeys(range(2), FOOTPRINT), last)
+    before, changed = [FOOTPRINT] * 9, [FOOTPRINT._replace(**changes)] * 9
+    # What is under way now and then ends again.
+    assert soak.check_growth({0: [*changed[:3], *before, *changed[:3], *before[:1]]}) == []
+    return soak.check_growth({0: before, 1: before + changed})
 
 
 USUAL = [2.0] * 10

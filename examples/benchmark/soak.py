@@ -81,6 +81,8 @@ SLOW_RATE = "1mbit"
 LOSS = 0.05
 # What a process may need more at the end than after its warm-up.
 GROWTH = {"MiB of memory": 64, "open files": 8, "threads": 6}
+# Reports of how long together show what a process needs when nothing is under way.
+SETTLED_SECONDS = 10.0
 SLOW_RANK = 1
 
 
@@ -393,7 +395,8 @@ class Fleet:
         # One pipe per process: reports of a killed process must not be taken for those of the next.
         self._lives: dict[Connection, Life] = {}
         self.newest: dict[int, Progress] = {}
-        self.warm: dict[int, Footprint] = {}
+        # What each process has needed since its warm-up, by report.
+        self.footprints: dict[int, list[Footprint]] = {}
         self.stalls: list[Stall] = []
         # Median seconds of the steps of each rank, by report.
         self._paces: dict[int, list[float]] = defaultdict(list)
@@ -415,7 +418,7 @@ class Fleet:
 
     def start(self, rank: int) -> None:
         """Start the rank, for the first time or again."""
-        self.warm.pop(rank, None)
+        self.footprints.pop(rank, None)
         self._processes[rank] = self._start(rank, self._stacks_of(rank), is_twin=False)
 
     def start_twin(self, rank: int) -> None:
@@ -670,7 +673,7 @@ class Fleet:
             self.stalls += without_stops(progress.stalls, self._stops[rank])
         self._returning.discard(rank)
         if progress.steps >= WARM_UP:
-            self.warm.setdefault(rank, progress.footprint)
+            self.footprints.setdefault(rank, []).append(progress.footprint)
 
 
 def without_stops(stalls: Iterable[Stall], stops: Sequence[Stop]) -> list[Stall]:
@@ -760,15 +763,25 @@ def check_stalls(stalls: list[float], timeout: float, allowance: float) -> list[
     ]
 
 
-def check_growth(warm: dict[int, Footprint], ends: dict[int, Progress]) -> list[str]:
+def least(footprints: Sequence[Footprint]) -> Footprint:
+    """What a process needs even when nothing is under way, such as a probe of a link."""
+    mib, files, threads = map(min, *footprints) if len(footprints) > 1 else footprints[0]
+    return Footprint(mib, files, threads)
+
+
+def growth(footprints: Sequence[Footprint]) -> tuple[Footprint, Footprint]:
+    """What a process has needed in the first and in the last seconds after its warm-up."""
+    count = max(1, min(round(SETTLED_SECONDS / REPORT_SECONDS), len(footprints) // 2))
+    return least(footprints[:count]), least(footprints[-count:])
+
+
+def check_growth(footprints: dict[int, list[Footprint]]) -> list[str]:
     """A text for everything that a rank has more of at the end than after its warm-up."""
     return [
         f"expected at most {most} more {what} of rank {rank} than after its warm-up, got "
         f"{last:g} after {first:g}"
-        for rank, before in sorted(warm.items())
-        for (what, most), first, last in zip(
-            GROWTH.items(), before, ends[rank].footprint, strict=True
-        )
+        for rank, known in sorted(footprints.items())
+        for (what, most), first, last in zip(GROWTH.items(), *growth(known), strict=True)
         if last > first + most
     ]
 
@@ -806,7 +819,7 @@ def soak(fleet: Fleet, injector: Injector, args: argparse.Namespace) -> list[str
             f"{recoveries}"
         )
     wrong += check_stalls(worst_stalls(fleet.stalls), args.timeout, fleet.allowance)
-    return wrong + check_growth(fleet.warm, fleet.newest)
+    return wrong + check_growth(fleet.footprints)
 
 
 def inject(
@@ -830,7 +843,7 @@ def tell(
     print("| rank | MiB after warm-up | at the end | files | at the end | threads | at the end |")
     print("|---" * 7 + "|")
     for rank, progress in sorted(fleet.newest.items()):
-        pairs = zip(fleet.warm.get(rank, progress.footprint), progress.footprint, strict=True)
+        pairs = zip(*growth(fleet.footprints.get(rank, [progress.footprint])), strict=True)
         cells = [f"{value:.1f}".removesuffix(".0") for pair in pairs for value in pair]
         print(f"| {rank} | " + " | ".join(cells) + " |")
     print(f"losses: {len(fleet.stalls)} rounds in flight dropped, {len(fleet.lost)} ranks for good")
