@@ -167,3 +167,14 @@ def test_a_dead_link_ends_the_wait_and_a_silent_store_does_not(clock: Any) -> No
     assert time_.wait(waits, 5) == 1
     with pytest.raises(WireError, match=r"the link to ranks \[2\] is dead"):
         time_.wait(waits, 9)
+
+
+def test_what_a_trial_has_found_says_nothing_once_its_wait_has_ended(clock: Any) -> None:
+    time_, waits, _ = clock(lambda trials: [2])
+    first = waits.begin()
+    time_.now += 5
+    assert not first()
+    assert time_.wait(waits, 1) == 1
+    with pytest.raises(WireError, match="is dead"):
+        time_.wait(waits, 9)
+    assert time_.trials == 2

@@ -31,8 +31,8 @@ class LongWaits:
         self._heartbeat = heartbeat
         self._find_dead = partial(links.find_dead_by_probe, members, heartbeat)
         self._patience = patience
-        # One at a time. If the wait in which it began ends before, the next wait reads it.
-        self._trial: Future[list[int]] | None = None
+        # One at a time, with the start of the wait in which it began.
+        self._trial: tuple[Future[list[int]], float] | None = None
 
     def begin(self) -> Callable[[], bool]:
         """Begin a wait; the result tells, each time that it is called, whether to give it up."""
@@ -46,14 +46,16 @@ class LongWaits:
         """
         if self._heartbeat.is_over:
             return True
-        trial = self._trial
-        if trial is None:
+        if self._trial is None:
             if time.monotonic() - start > self._patience:
                 self._patience *= 2
-                self._trial = in_background(self._find_dead)
-        elif trial.done():
+                self._trial = in_background(self._find_dead), start
+            return False
+        trial, begun = self._trial
+        if trial.done():
             self._trial = None
-            # Where the store did not answer, nothing is known.
-            if trial.exception() is None and (dead := trial.result()):
+            # If that wait has ended, the link works again: TCP sends late what was lost in a short
+            # cut. Where the store did not answer, nothing is known.
+            if begun == start and trial.exception() is None and (dead := trial.result()):
                 raise WireError(f"the link to ranks {dead} is dead")
         return False
