@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from framework_problem import DELAYED, GOSSIP, RANKS, Plain, assert_same, values
-from framework_ranks import Run, learns_the_digits, ranks_with
+from framework_ranks import Run, accuracy_of, ranks_with
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -51,7 +51,7 @@ def run() -> Iterator[Run]:
     ],
 )
 def test_an_example_learns_the_digits(run: Run, tmp_path: Path, script: str) -> None:
-    assert learns_the_digits(run, script, tmp_path)
+    assert accuracy_of(run, script, tmp_path) > 90
     if script == "accelerate_digits.py":
         average, last = (tmp_path / "runs" / name for name in ("accelerate", "accelerate_model"))
         assert_same(load_file(average / "model.safetensors"), load_file(last / "model.safetensors"))

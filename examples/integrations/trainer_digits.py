@@ -50,6 +50,7 @@ def main() -> None:
         for scan, digit in zip(pixels, labels, strict=True)
     ]
     train, test = torch.utils.data.random_split(rows, [0.8, 0.2], torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
     trainer = GossipTrainer(
         model=Classifier(),
         args=TrainingArguments(
@@ -57,7 +58,7 @@ def main() -> None:
             use_cpu=True,
             num_train_epochs=args.epochs,
             per_device_train_batch_size=32,
-            learning_rate=5e-3,
+            learning_rate=1e-2,
             eval_strategy="epoch",
             save_strategy="epoch",
             load_best_model_at_end=True,
