@@ -247,7 +247,6 @@ class Oracle:
         skips: pairs of replica and step without an update.
         late: how many steps apart the rounds are, and after how many they are mixed.
         rate: how far a round mixes.
-        blocks: of the model.
     """
 
     def __init__(
@@ -262,12 +261,11 @@ class Oracle:
         skips: Collection[tuple[int, int]] = (),
         late: int = 1,
         rate: float = 1.0,
-        blocks: int = BLOCKS,
     ) -> None:
         self._late, self._rate, self._average_every = late, rate, average_every
         self._steps, self._skips = steps, skips
         self._clip, self._clipped = clip, clipped
-        self._models = [make_model(blocks=blocks) for _ in range(replicas)]
+        self._models = [make_model() for _ in range(replicas)]
         self._worlds: list[list[Tensor]] = [[*model.parameters()] for model in self._models]
         self._bases = [make_base(params) for params in self._worlds]
         self._topology = TopologyFactory.create("ring", replicas)

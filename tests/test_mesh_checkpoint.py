@@ -38,8 +38,6 @@ pytestmark = [
 
 GUIDES = Path(__file__).parent.parent / "examples" / "guides"
 STOP, STEPS, RATE = 3, 6, 0.6
-# Two for each of two stages.
-BLOCKS = 4
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # Two replicas, over one, two or four ranks each.
 LAYOUTS = {
@@ -99,7 +97,7 @@ class Run:
     """One replica's part on this rank, in training."""
 
     def __init__(self, layout: Layout, recipe: Recipe, seed: int = 0, rate: float = RATE) -> None:
-        self.spread = Spread(layout, seed, BLOCKS)
+        self.spread = Spread(layout, seed)
         schedule = Schedule(
             gossip_every=recipe.late,
             staleness=recipe.late,
@@ -176,7 +174,6 @@ def oracle(recipe: Recipe) -> Oracle:
         make_outer=OUTERS[recipe.outer],
         late=recipe.late,
         rate=RATE,
-        blocks=BLOCKS,
         steps=[STEPS, STEPS],
     )
     return expected.train(steps=STEPS)
@@ -188,7 +185,7 @@ def ranks_of(layout: str) -> int:
 
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: f"{move.source} to {move.target}")
 def test_what_one_layout_saves_goes_on_in_another(move: Move, tmp_path: Path) -> None:
-    start: dict[str, Tensor] = dict(make_model(blocks=BLOCKS).named_parameters())
+    start: dict[str, Tensor] = dict(make_model().named_parameters())
     expected = oracle(move.recipe)
     run_on_mesh(ranks_of(move.source), save_a_move, tmp_path, move)
     for replica, params in run_on_mesh(ranks_of(move.target), resume_a_move, tmp_path, move):
@@ -299,7 +296,7 @@ def save_and_load(folder: Path, source: str) -> tuple[dict[str, Any], dict[str, 
 
 @pytest.mark.parametrize("source", SMALL)
 def test_a_shard_goes_on_bit_for_bit_in_its_own_layout_only(source: str, tmp_path: Path) -> None:
-    start: dict[str, Tensor] = dict(make_model(blocks=BLOCKS).named_parameters())
+    start: dict[str, Tensor] = dict(make_model().named_parameters())
     for whole, resumed, error in run_on_mesh(4, save_and_load, tmp_path, source):
         assert same(whole, resumed)
         assert difference(whole, start) > 1e-3
