@@ -346,7 +346,7 @@ WAYS = {
     "its gradients, of which some are sharded, are unscaled together": Way(unscale, ["tp inside"]),
     "it mixes before the forward pass what it has sent by a step": Way(
         mix_before_the_forward_pass,
-        [BLOCKS_ONLY, "pipeline 1f1b", "pipeline gpipe"],
+        [BLOCKS_ONLY, "pipeline gpipe"],
         overlap=False,
     ),
     "a closure gathers what is updated": Way(step_with_closure, [BLOCKS_ONLY]),
@@ -355,10 +355,10 @@ WAYS = {
     ),
     "the process group of its stages is enough": Way(step_on_a_process_group, ["pipeline 1f1b"]),
     "it steps in the backward pass of a scaled loss": Way(
-        partial(scale_in_backward, overlap=True), ["tp outside", "fsdp and tp", "hsdp"]
+        partial(scale_in_backward, overlap=True), ["tp outside", "hsdp"]
     ),
     "it mixes before the forward pass what it has sent in the backward pass": Way(
-        partial(scale_in_backward, overlap="forward"), ["fsdp inside", "tp outside"], overlap=False
+        partial(scale_in_backward, overlap="forward"), ["fsdp inside"], overlap=False
     ),
     **{
         f"it steps {name} the backward pass{', and stays gathered' * gathered}": Way(
