@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import cast
 
 import griffe
-from griffe2md import ConfigDict, render_object_docs
+from griffe2md import ConfigDict, prepare_context, prepare_env
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "examples" / "guides" / "api.md"
@@ -63,9 +64,12 @@ CONFIG: ConfigDict = {
     "show_signature_annotations": True,
     "summary": False,
 }
+# For all sections: each would compile the templates again.
+TEMPLATES = prepare_env()
 CROSS_REFERENCE = re.compile(r"\[([^\[\]]+)\]\(#([\w.]+)\)")
 
 
+@cache
 def load() -> griffe.Module:
     """Read the package's source."""
     loader = griffe.GriffeLoader(
@@ -179,7 +183,8 @@ def render(item: Item, documented: set[str]) -> str:
             if not name.startswith("_")
             and member.canonical_path.rpartition(".")[0] not in documented
         ]
-    text = render_object_docs(target, config)
+    template = TEMPLATES.get_template(f"{target.kind.value}.md.jinja")
+    text = template.render(**prepare_context(target, config))
     # Headings have the path of the definition; readers know the name that they import.
     heading = re.compile(rf"^(#+ `){re.escape(target.path)}", re.MULTILINE)
     text = heading.sub(rf"\g<1>{item.name}", text)
