@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import decent_optim_wrapper
 from decent_optim_wrapper.codecs import fused
 from decent_optim_wrapper.comm import connections, streams
 from decent_optim_wrapper.comm.transport import Transport
@@ -35,12 +37,17 @@ from decent_optim_wrapper.wire import bucket, coded, parameters, storage
 from decent_optim_wrapper.wire.bucket import Bucket
 
 aten = torch.ops.aten
-_PACKAGE = "/decent_optim_wrapper/"
-_KNOWN = re.compile(f"{_PACKAGE}|/torch/optim/")
+_PACKAGE = str(Path(decent_optim_wrapper.__file__).parent)
 _READS = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default)
 _COPIES = (aten.copy_.default, aten._foreach_copy_.default)
 # They start no kernel.
 _FREE = re.compile("prim::|view|detach|alias|slice|select|split|unbind|expand|empty")
+
+
+@cache
+def _is_known(path: str) -> bool:
+    """Whether it is a file of the library, or of torch's optimizers."""
+    return path.startswith(_PACKAGE) or "/torch/optim/" in path
 
 
 class Noted(NamedTuple):
@@ -80,12 +87,14 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note(self, kind: str, what: str) -> None:
         """Note something, unless the user's code or the base's update asks for it."""
+        if self.muted:
+            return
         # The innermost first, without their source lines, which would have to be read.
-        codes = [frame.f_code for frame, _ in traceback.walk_stack(None)]
-        known = [code for code in codes if _KNOWN.search(code.co_filename)]
-        ours = [code for code in known if _PACKAGE in code.co_filename]
-        if ours and known[0] is ours[0] and not self.muted:
-            names = (f"{Path(code.co_filename).name}:{code.co_name}" for code in ours[:3])
+        codes = (frame.f_code for frame, _ in traceback.walk_stack(None))
+        known = [code for code in codes if _is_known(code.co_filename)]
+        ours = [code for code in known if code.co_filename.startswith(_PACKAGE)]
+        if ours and known[0] is ours[0]:
+            names = (f"{code.co_filename.rpartition('/')[2]}:{code.co_name}" for code in ours[:3])
             self.noted.append(Noted(kind=kind, where=" < ".join(names), what=what))
 
     def __torch_dispatch__(

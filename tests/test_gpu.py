@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Pacing, PeerError, Schedule
 from decent_optim_wrapper.comm import background, streams
+from decent_optim_wrapper.comm.batch import Batches
 from decent_optim_wrapper.comm.process_groups import abort, backend_of, new_communicator
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
@@ -39,7 +40,7 @@ PARAMETERS = 8
 BUCKETS = 2
 # Steps after which every kind of round was made, and nothing is compared any more to find ranks
 # that are the same: these are rounds of up to two steps, and the host reads one a round later.
-SETTLED = 8
+SETTLED = 6
 # Calls of a round, whatever the number of its buckets.
 PER_ROUND = 8
 SGD = partial(optim.SGD, lr=0.1, momentum=0.9)
@@ -105,12 +106,17 @@ class Setup(NamedTuple):
             self.step()
             time.sleep(0.01)
 
-    def noted(self) -> list[Noted]:
-        """What two settled steps do."""
-        self.step(SETTLED)
+    def noted(self, count: int) -> list[Noted]:
+        """What so many steps do."""
         self.mode.noted.clear()
-        self.step(2)
+        self.step(count)
         return list(self.mode.noted)
+
+    def sent(self) -> list[str]:
+        """What the GPU is asked to send in a step."""
+        self.group.on_gpu.clear()
+        self.step()
+        return [call for _, call in self.group.on_gpu]
 
 
 @contextmanager
@@ -150,11 +156,11 @@ def test_a_step_waits_for_nothing_and_calls_torch_at_most_12_times_for_a_bucket(
     with wrapped(kind, *WORLDS[world], **FORMS[form]) as setup:
         setup.step()
         assert setup.optimizer.stats().buckets == BUCKETS
-        setup.mode.noted.clear()
         # Those that compare what arrives, too.
-        setup.step(SETTLED)
-        assert not waits(setup.mode.noted)
-        calls = [each for each in setup.noted() if each.kind == "call"]
+        assert not waits(setup.noted(SETTLED))
+        noted = setup.noted(2)
+        assert not waits(noted)
+        calls = [each for each in noted if each.kind == "call"]
         assert calls
         sends_more = form in ("tracking", "states", "int8") or world == "large group"
         per_bucket = 14 if (world, form) == ("group", "skip") else 12
@@ -252,16 +258,16 @@ def test_an_average_reads_once_for_all_parameters(kind: str) -> None:
 @pytest.mark.parametrize(
     ("world", "form"),
     [
-        *(("pair", form) for form in ("copies", "bf16", "tracking", "int8")),
+        *(("pair", form) for form in ("bf16", "tracking", "int8")),
         *(("group", form) for form in ("views", "late", "int8")),
     ],
 )
 def test_over_gloo_only_threads_wait_for_the_gpu(world: str, form: str) -> None:
     with wrapped("gloo", *WORLDS[world], **FORMS[form]) as setup:
-        setup.noted()
+        setup.step(2)
         found: list[Noted] = []
         for _ in range(200):
-            setup.step()
+            setup.noted(1)
             # A thread that comes later than the next step finds that the GPU has finished.
             time.sleep(0.01)
             found += waits(setup.mode.noted)
@@ -360,16 +366,15 @@ class Patient(Pacing):
 
 
 @pytest.mark.parametrize(
-    ("options", "minutes"),
+    ("kind", "options", "minutes"),
     [
-        ({}, 2),
-        ({"overlap": False}, 2),
-        ({"overlap": Patient()}, 1001),
-        ({"schedule": Schedule(gossip_every=3, staleness=3)}, 4),
-        ({"schedule": Schedule(gossip_every="auto", max_staleness=5)}, 6),
+        ("nccl", {}, 2),
+        (NCCL, {"overlap": False}, 2),
+        ("nccl", {"overlap": Patient()}, 1001),
+        (NCCL, {"schedule": Schedule(gossip_every=3, staleness=3)}, 4),
+        ("nccl", {"schedule": Schedule(gossip_every="auto", max_staleness=5)}, 6),
     ],
 )
-@pytest.mark.parametrize("kind", ["nccl", NCCL])
 def test_the_watchdog_of_nccl_waits_longer_than_the_steps_of_a_round(
     kind: str, options: dict[str, Any], minutes: int
 ) -> None:
@@ -406,13 +411,13 @@ def test_one_rank_needs_no_communicator() -> None:
 
 def test_flags_travel_to_the_gpu_of_their_bucket() -> None:
     with wrapped(NCCL, devices=("cuda:0", "cuda:1") * 4) as setup:
-        assert not waits(setup.noted())
+        assert not waits(setup.noted(SETTLED))
         assert len(setup.optimizer.buckets) == 2
 
 
 def test_a_default_device_pins_nothing_on_the_gpu() -> None:
     with wrapped(NCCL) as setup, torch.device("cuda"):
-        assert not waits(setup.noted())
+        assert not waits(setup.noted(SETTLED))
 
 
 GPU, CURRENT = torch.device("cuda", 3), torch.device("cuda", 1)
@@ -564,3 +569,67 @@ def test_a_thread_is_on_the_gpu_of_its_caller(monkeypatch: pytest.MonkeyPatch) -
         there, found = background.in_background(look).result(30)
         assert there != here
         assert found == {there: index}
+
+
+MESSAGE = ["send", "recv"]
+
+
+@pytest.mark.parametrize(
+    ("world", "form", "kernel", "others"),
+    [
+        # The flags are one message more.
+        *(("pair", form, MESSAGE * (BUCKETS + 1), []) for form in ("copies", "no-overlap", "int8")),
+        ("pair", "tracking", MESSAGE * (2 * BUCKETS + 1), []),
+        ("pair", "ignore", MESSAGE * BUCKETS, []),
+        ("group", "ignore", ["allreduce"] * BUCKETS, []),
+        ("group", "copies", ["allreduce"] * BUCKETS, ["allgather"]),
+    ],
+)
+def test_a_round_that_step_posts_is_one_kernel(
+    world: str, form: str, kernel: list[str], others: list[str]
+) -> None:
+    with wrapped(NCCL, *WORLDS[world], **FORMS[form]) as setup:
+        setup.step(3)
+        assert setup.sent() == ["coalesced", *kernel, "exchange", *others]
+
+
+def test_a_forward_pass_waits_for_its_own_bucket_only() -> None:
+    with fake_cuda(NCCL) as (_, group):
+        model = nn.Sequential(*(nn.Linear(31, 31, device="cuda") for _ in range(4)))
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        options: dict[str, Any] = {"process_group": group, "bucket_cap_mb": CAP_MB / 2}
+        optimizer = DecentOptimWrapper(
+            SGD(model.parameters()), model=model, overlap="forward", **options
+        )
+        group.on_gpu.clear()
+        optimizer.step()
+        kernels = [call for _, call in group.on_gpu if call == "exchange"]
+        assert len(kernels) >= len(optimizer.buckets) == BUCKETS
+
+
+def test_nothing_of_a_round_that_fails_on_its_way_starts_later() -> None:
+    with wrapped(NCCL) as setup:
+        setup.step()
+        # The base raises.
+        setup.optimizer.param_groups[0]["lr"] = None
+        setup.group.on_gpu.clear()
+        with pytest.raises(TypeError):
+            setup.step()
+        assert "send" not in [call for _, call in setup.group.on_gpu]
+        with pytest.raises((RuntimeError, PeerError)):
+            setup.step()
+
+
+def test_no_thread_waits_for_a_round_that_could_not_start() -> None:
+    with fake_cuda(NCCL) as (_, group):
+        batches, device = Batches(), torch.device("cuda", 0)
+        failed: list[BaseException] = []
+        batches.collect()
+        works = [batches.add(group, device, failed.append, lambda: 1 // 0) for _ in range(2)]
+        assert not works[0].is_completed()
+        with pytest.raises(ZeroDivisionError):
+            batches.launch(failed.append)
+        assert all(work.is_completed() for work in works)
+        with pytest.raises(RuntimeError, match="to be launched"):
+            works[0].wait()
