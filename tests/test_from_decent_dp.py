@@ -26,6 +26,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -33,7 +34,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from covering import named, pairwise
 from decent_dp.ddp import DecentralizedDataParallel as DecentDP
 from decent_dp.topo import TopologyReg
 from loguru import logger
@@ -49,7 +49,7 @@ from decent_optim_wrapper.topo.base import REGISTRY
 
 pytestmark = pytest.mark.slow
 
-RANKS, STEPS = 4, 9
+RANKS, STEPS = 4, 7
 # Several buckets, of one and of several parameters, in both libraries and dtypes.
 CAP_MB = 600 / 2**20
 
@@ -190,7 +190,9 @@ def become_a_rank_of_theirs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "base", "ours"), pairwise(named(*TOPOLOGIES), named(*BASES), named(*OURS))
+    ("name", "base", "ours"),
+    # All of ours with each base: how an update is made does not depend on who mixes.
+    [(name, base, ours) for (base, name), ours in zip(product(BASES, TOPOLOGIES), cycle(OURS))],
 )
 def test_both_libraries_go_the_same_way(
     name: str, base: str, ours: str, four_ranks: KeptRanks
