@@ -31,6 +31,8 @@ pytestmark = [
 
 GUIDE = Path(__file__).parent.parent / "examples" / "guides" / "options.md"
 STEPS = 3
+# Two or three buckets on every rank.
+BUCKET_MB = 1.5 * CAP_MB
 SPREAD = Layout({"gossip": 2, "tp": 2})
 
 # Arguments of the wrapper, and fields of its schedule, as the guide writes them.
@@ -75,11 +77,11 @@ def train(pair: Pair) -> None:
         options |= {"mesh": spread.mesh, "gossip_dim": "gossip"}
     trained: Any = model
     if "module" in pair:
-        trained = DecentralizedDataParallel(model, sgd, bucket_size_in_mb=CAP_MB, **options)
+        trained = DecentralizedDataParallel(model, sgd, bucket_size_in_mb=BUCKET_MB, **options)
         optimizer = trained.optimizer
     else:
         base = sgd(list(model.named_parameters()))
-        optimizer = DecentOptimWrapper(base, model=model, bucket_cap_mb=CAP_MB, **options)
+        optimizer = DecentOptimWrapper(base, model=model, bucket_cap_mb=BUCKET_MB, **options)
     assert len(optimizer.buckets) > 1
     before = flatten([local(param) for param in model.parameters()])
     with Join([optimizer]) if "Join" in pair else nullcontext():
