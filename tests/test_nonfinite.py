@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from itertools import combinations
 
 import pytest
 import torch
@@ -166,11 +165,8 @@ def test_ranks_that_are_left_out_take_the_mean_of_the_others_and_do_not_move_it(
     topology: type[Together],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each rank, some two and all of them; each averages a part of every coded bucket."""
-    left_out: list[tuple[int, ...]] = [*combinations(range(size), 1)]
-    if size > 2:
-        left_out += combinations(range(3), 2)
-    left_out.append(tuple(range(size)))
+    """Each rank, two and all of them; each averages a part of every coded bucket."""
+    left_out = [*((rank,) for rank in range(size)), (0, size - 1), tuple(range(size))]
 
     def main(rank: int, group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
         params = make_long_params(seed=rank)
@@ -227,7 +223,7 @@ def test_a_rank_that_is_left_out_of_every_round_keeps_no_part_of_the_others_from
         options = {"comm_dtype": torch.int8, "on_nonfinite": "skip", "sync_at_start": False}
         base = torch.optim.SGD(params, lr=0.0)
         optimizer = wrap(params, group, base, topology="complete", bucket_cap_mb=CAP_MB, **options)
-        for _ in range(24):
+        for _ in range(12):
             if rank == 1:
                 with torch.no_grad():
                     torch._foreach_copy_(params, [torch.full_like(p, math.nan) for p in params])

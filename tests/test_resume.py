@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from problem import CODED, MODES, adamw, flatten, make_params, nesterov, take_steps, wrap
+from problem import adamw, flatten, make_params, nesterov, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor
 
@@ -177,8 +177,12 @@ def test_a_round_that_fails_while_it_is_dropped_leaves_all_of_the_state_loaded()
 
 @pytest.mark.parametrize(
     "options",
-    [{"schedule": Schedule(outer=nesterov(0.5))}, *MODES.values(), CODED["int8"]],
-    ids=["outer", *MODES, "int8"],
+    [
+        {"schedule": Schedule(outer=nesterov(0.5))},
+        *({"param_as_bucket_view": True, "comm_dtype": each} for each in (None, torch.bfloat16)),
+        {"comm_dtype": torch.int8},
+    ],
+    ids=["outer", "views", "bf16-views", "int8"],
 )
 def test_what_is_mixed_and_loaded_under_inference_mode_is_trained_on(
     options: dict[str, Any],
