@@ -126,7 +126,7 @@ def test_the_rate_of_a_schedule_that_never_averages_exactly() -> None:
         assert consensus_rate(topology) == rate, topology
 
 
-@pytest.mark.parametrize("world_size", [6, 7, 12, 16])
+@pytest.mark.parametrize("world_size", [6, 7, 16])
 def test_random_pairs_halve_the_expected_squared_distance(world_size: int) -> None:
     topology = RandomMatching(world_size, period=2000)
     matrices = torch.stack([topology.mixing_matrix(phase) for phase in range(topology.period)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -51,10 +52,16 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Those of a module."""
+    return [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+
+
 def imports(path: Path, root: Path = ROOT) -> Iterator[tuple[list[str], int]]:
     """What a module imports, anywhere in it, with the lines where it does."""
     package = (PACKAGE, *path.relative_to(root).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name.split("."), node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -127,17 +134,17 @@ def names_of_others(node: ast.AST) -> list[str]:
             return [part for alias in names for part in alias.name.split(".")]
         case ast.ImportFrom(module=module, names=names):
             return [*(module or "").split("."), *(alias.name for alias in names)]
-        case ast.Attribute(value=of, attr=name) if ast.unparse(of) not in OF_THIS_OBJECT:
-            return [name]
-        case ast.Call(func=called, args=[of, *_]) if ast.unparse(of) not in OF_THIS_OBJECT:
-            if ast.unparse(called).split(".")[-1] in BY_NAME:
-                return [str(each.value) for each in node.args if isinstance(each, ast.Constant)]
+        case ast.Attribute(value=of, attr=name) if name.startswith("_"):
+            return [] if ast.unparse(of) in OF_THIS_OBJECT else [name]
+        case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called), args=[of, *others]):
+            if called in BY_NAME and ast.unparse(of) not in OF_THIS_OBJECT:
+                return [str(each.value) for each in others if isinstance(each, ast.Constant)]
     return []
 
 
 def private_uses(path: Path) -> Iterator[str]:
     """Where a module uses a private name of another object or module."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         for name in names_of_others(node):
             private = re.match("_[A-Za-z]", name)
             if private and name not in OTHERS_PRIVATE and not name.startswith("_foreach_"):

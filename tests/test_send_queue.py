@@ -186,9 +186,9 @@ class Recorder:
 
 
 # With pieces of half a MiB of a bucket.
-@pytest.mark.parametrize(("comm", "pieces"), [(None, 3), (torch.int8, 1)])
+@pytest.mark.parametrize(("comm", "width", "pieces"), [(None, 40_000, 3), (torch.int8, 300, 1)])
 def test_a_pair_sends_in_the_order_in_which_the_last_forward_pass_has_read(
-    comm: Any, pieces: int, monkeypatch: pytest.MonkeyPatch
+    comm: Any, width: int, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here everything is posted before anything is sent, or the first ones would come first."""
     recorder = Recorder(monkeypatch)
@@ -216,7 +216,7 @@ def test_a_pair_sends_in_the_order_in_which_the_last_forward_pass_has_read(
     recorder.after(Round, "seal", send_all)
 
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, list[list[int]], list[Any]]:
-        model = Layers(40_000, rank, partial(Random(rank).sample, range(COUNT), COUNT))
+        model = Layers(width, rank, partial(Random(rank).sample, range(COUNT), COUNT))
         wrapped = model.wrapped(group, comm_dtype=comm, sync_at_start=False)
         buckets = wrapped.optimizer.buckets
         layer_of = {id(layer.weight): index for index, layer in enumerate(model.layers)}
