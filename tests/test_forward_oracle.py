@@ -17,7 +17,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from decent_optim_wrapper import Schedule, Topology, TopologyFactory
-from decent_optim_wrapper.optim import AccumAdamW
 
 RANKS, STEPS = 4, 6
 CLIP = 0.3
@@ -31,24 +30,18 @@ def foreach(named: Any) -> Optimizer:
     return torch.optim.AdamW(named, lr=0.02, weight_decay=0.1, eps=EPS, foreach=True)
 
 
-def accum_adamw(named: Any) -> Optimizer:
-    return AccumAdamW(named, lr=0.02, weight_decay=0.1, accum_iter=2, eps=EPS)
-
-
 BASES = {
     "sgd": sgd,
     "adamw": partial(adamw, eps=EPS),
     "foreach": foreach,
     "fused": partial(fused, eps=EPS),
     "accumulating": partial(accum_adam, eps=EPS),
-    "accumulating-w": accum_adamw,
     "quasi-global": quasi_global,
 }
-# By name, with the ranks of a node: pairs, groups of all ranks, and smaller ones of nodes.
+# By name, with the ranks of a node: pairs, groups of all ranks, and both in turn.
 TOPOLOGIES = {
     "ring": ("ring", 1),
     "complete": ("complete", 1),
-    "hierarchical": ("hierarchical", 2),
     "alternating-exp-ring": ("alternating-exp-ring", 2),
 }
 SCHEDULES = {
