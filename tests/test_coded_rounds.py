@@ -48,10 +48,9 @@ CASES = {
 PAIR = Case("ring", 2)
 SCHEDULES = {
     "each step": Schedule(),
-    "late": Schedule(gossip_every=3, staleness=3),
     "averages": Schedule(global_avg_every=5),
     # The outer step needs the parameters of the launch.
-    "late, outer": Schedule(gossip_every=2, staleness=2, outer=nesterov(0.5)),
+    "late, outer": Schedule(gossip_every=3, staleness=3, outer=nesterov(0.5)),
 }
 
 
@@ -139,11 +138,9 @@ def test_codes_without_rounding_give_the_trajectory_without_codes(
     ("case", "code", "views"),
     [
         ("ring", INT4, True),
-        ("complete", torch.int8, False),
-        ("nodes", torch.float8_e4m3fn, True),
         ("complete", TopKCodec(64), True),
+        ("nodes", torch.float8_e4m3fn, False),
         ("ring", torch.bfloat16, False),
-        ("ring", torch.float16, True),
     ],
     ids=str,
 )
@@ -152,7 +149,7 @@ def test_ranks_that_do_not_move_apart_come_to_agree(
 ) -> None:
     rows = train(CASES[case], 24, lr=0.0, comm_dtype=code, param_as_bucket_view=views)
     assert distance(rows[:, 0]) > 1
-    # A few of the smallest steps of float16; bfloat16 rounds values by a hundredth.
+    # Values are rounded by a hundredth in bfloat16.
     assert distance(rows[:, -1]) < 2e-6
     torch.testing.assert_close(rows[:, -1].mean(0), rows[:, 0].mean(0), rtol=0, atol=1e-12)
 
@@ -344,7 +341,7 @@ def test_references_follow_parameters_into_other_buckets() -> None:
         {"one-peer-exp": Case("one-peer-exp", 4), "nodes": CASES["nodes"]},
         VIEWS,
         {"add_param_group": add_group, "rebuild_buckets": DecentOptimWrapper.rebuild_buckets},
-        {"each step": Schedule(), "late": SCHEDULES["late"]},
+        {"each step": Schedule(), "late": SCHEDULES["late, outer"]},
     ),
 )
 def test_replaced_references_are_freed(
