@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 
-STEPS = 6
+STEPS = 5
 PATIENCE = 30.0
 
 BASES = {"sgd": modules.sgd, "adamw": adamw}
@@ -83,7 +83,7 @@ def test_the_trajectory_is_that_without_overlap_bit_for_bit(
     topology: str, base: Any, views: bool, message: Any, feature: Any, way: str
 ) -> None:
     options = {"topology": topology, "param_as_bucket_view": views, **message, **feature}
-    assert_as_without_overlap(4, partial(straight_on, way=way, base=base, **options), True)
+    assert_as_without_overlap(4, partial(straight_on, way=way, base=base, **options))
 
 
 class Branches(nn.Module):
@@ -360,15 +360,15 @@ def test_a_run_with_delayed_mixing_goes_on_before_the_forward_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "options"),
+    ("size", "options", "rounds"),
     [
-        *((2, FEATURES["outer"]), (2, {"comm_dtype": torch.int8}), (3, {"topology": "complete"})),
-        (2, {"on_nonfinite": "skip"}),
+        *((2, FEATURES["outer"], 50), (2, {"comm_dtype": torch.int8}, 15)),
+        *((3, {"topology": "complete"}, 2), (2, {"on_nonfinite": "skip"}, 2)),
     ],
     ids=["outer", "int8", "group", "skip"],
 )
 def test_a_round_that_is_not_finite_is_put_back_or_skipped_and_the_next_one_is_right(
-    size: int, options: dict[str, Any]
+    size: int, options: dict[str, Any], rounds: int
 ) -> None:
     """The NaN is in the bucket that is read last: those before it are mixed already."""
     skips = "on_nonfinite" in options
@@ -403,7 +403,7 @@ def test_a_round_that_is_not_finite_is_put_back_or_skipped_and_the_next_one_is_r
         assert result.isfinite().all()
         # At lr 0 they meet: their references are still the same.
         optimizer.param_groups[0]["lr"] = 0.0
-        training.train(range(STEPS, STEPS + 50))
+        training.train(range(STEPS, STEPS + rounds))
         assert optimizer.consensus_distance() < 1e-9
         return result
 
