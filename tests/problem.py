@@ -92,20 +92,5 @@ def take_steps(
         optimizer.step()
 
 
-def deviations(histories: Sequence[Tensor]) -> Tensor:
-    """How far the ranks are from their mean, which does not move.
-
-    Args:
-        histories: the values of each rank after every round, shape (rounds, number of values).
-
-    Returns:
-        shape (rounds, ranks, number of values).
-    """
-    history = torch.stack(list(histories), dim=1)
-    means = history.mean(dim=1)
-    torch.testing.assert_close(means, means[:1].expand_as(means), rtol=0, atol=1e-13)
-    return history - means.unsqueeze(1)
-
-
 def flatten(params: Sequence[Tensor]) -> Tensor:
     return torch.cat([param.detach().reshape(-1).double() for param in params])
