@@ -102,7 +102,7 @@ CASES = [
     *(("plain", "ring", True), ("bf16, skip", "complete", False), ("int8", "ring", True)),
     *(("int8", "complete", False), ("int4, late", "ring", False), ("late, skip", "complete", True)),
     *(("exact", "ring", False), ("tracking", "complete", True), ("int8, tracking", "ring", False)),
-    ("int8, whole", "complete", True),
+    ("int8, whole", "ring", True),
 ]
 
 
