@@ -219,8 +219,11 @@ def test_the_sum_of_the_estimates_is_that_of_the_gradients_in_every_step() -> No
         check_that_the_sums_agree(results)
 
 
+@pytest.mark.parametrize("is_saved_again", [True, False])
 @pytest.mark.parametrize("takes", [1, 3])
-def test_the_state_of_another_rank_starts_the_estimates_again_on_all_ranks(takes: int) -> None:
+def test_the_state_of_another_rank_starts_the_estimates_again_on_all_ranks(
+    takes: int, is_saved_again: bool
+) -> None:
     """The corrections would sum to something else than zero, and bias all gradients for good."""
     states: dict[int, Any] = {}
 
@@ -231,6 +234,8 @@ def test_the_state_of_another_rank_starts_the_estimates_again_on_all_ranks(takes
         states[rank] = copy.deepcopy(optimizer.state_dict())
         optimizer.all_gather(torch.zeros(1))
         optimizer.load_state_dict(states[0 if rank < takes else rank])
+        if is_saved_again:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         take_steps(optimizer, params, rank, range(3))
         optimizer.synchronize()
         return sums(tracked_of(optimizer))

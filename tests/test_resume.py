@@ -86,7 +86,7 @@ def test_saving_and_loading_communicate_nothing_and_drop_what_was_there(tmp_path
             assert optimizer.round == 3
             load(params, optimizer, tmp_path / "average.pt")
             gossip = optimizer.state_dict()["gossip"]
-            assert gossip == {**rates, "round": STEPS, "in_flight": False}
+            assert gossip == {**rates, "round": STEPS, "in_flight": False, "kept": True}
         else:
             optimizer.load_state_dict(fresh)
             assert optimizer.round == 0
@@ -202,3 +202,33 @@ def test_what_is_mixed_and_loaded_under_inference_mode_is_trained_on(
     inside, outside = (run_threads(2, partial(main, infers=each)) for each in (True, False))
     assert all(map(torch.equal, inside, outside))
     assert not torch.equal(inside[0], flatten(make_params()))
+
+
+def test_an_average_that_was_loaded_is_saved_as_one_until_the_next_step() -> None:
+    """That step is where the outer optimizer starts again from the average."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+        params, optimizer = start(group, schedule=Schedule(gossip_every=2, outer=nesterov(0.5)))
+        take_steps(optimizer, params, rank, range(3))
+        own = flatten(params)
+        optimizer.global_avg()
+        assert not torch.equal(flatten(params), own)
+        rows = []
+        for times in (1, 2, 3):
+            state = copy.deepcopy(optimizer.state_dict())
+            others, resumed = start(group, schedule=Schedule(gossip_every=2, outer=nesterov(0.5)))
+            for _ in range(times):
+                resumed.load_state_dict(copy.deepcopy(state))
+                state = resumed.state_dict()
+                assert state["gossip"]["kept"]
+            with torch.no_grad():
+                torch._foreach_copy_(others, params)
+            take_steps(resumed, others, rank, range(3, STEPS))
+            assert "kept" not in resumed.state_dict()["gossip"]
+            resumed.synchronize()
+            rows.append(flatten(others))
+        return rows
+
+    for once, *again in run_threads(2, main):
+        assert all(torch.equal(once, row) for row in again)
+        assert not torch.equal(once, flatten(make_params()))

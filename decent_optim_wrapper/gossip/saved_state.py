@@ -39,7 +39,7 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
     gossip.settle()
     state = gossip.pipeline.state._asdict()
     age = state.pop("age")
-    if gossip.average.snapshot is not None:
+    if gossip.holds_average:
         # The next step() would keep the average, which is what is saved now.
         state |= {"in_flight": False, "kept": True}
     if not gossip.pipeline.policy.pacing.synchronous:
@@ -51,7 +51,11 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
     if extensions := {
         each.name: each.state_dict() for each in gossip.pipeline.extensions.all if each.name
     }:
-        state |= {"extensions": extensions, "saved_by": _saved_by(gossip)}
+        saved_by = _saved_by(gossip)
+        if gossip.loaded.source == "other":
+            # The next step() resets on all ranks what belongs to a rank.
+            saved_by[0] = -1
+        state |= {"extensions": extensions, "saved_by": saved_by}
     if params := _referring(gossip):
         session = gossip.pipeline.session
         state["references"] = session.references.state(params, session.transport.members)
