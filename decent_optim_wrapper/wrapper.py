@@ -692,7 +692,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """One round without a local update."""
         if self._gossip.replica.may_gather:
             self._gossip.replica.reshard()
-        with Step(self._gossip) as step:
+        with Step(self._gossip, in_backward=False) as step:
             step.advance(step.buckets, lambda: None)
         self._notify_change()
 

@@ -179,7 +179,7 @@ class Extensions:
         ValueError: two of them have the same name.
     """
 
-    def __init__(self, extensions: Sequence[Extension] = ()) -> None:
+    def __init__(self, extensions: Sequence[Extension]) -> None:
         # An attribute, so that a step without extensions makes no call for them.
         self.all = tuple(extensions)
         names = [each.name for each in self.all if each.name]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
+from enum import IntEnum, unique
 from typing import NamedTuple
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import CallOrderError
 
 
+@unique
 class CollectiveCall(IntEnum):
     """The collective methods."""
 
@@ -50,9 +51,7 @@ class RoundHeader(NamedTuple):
     mixing_rate: float
     coded_rounds: int = 0
 
-    def check(
-        self, message: Sequence[float], rank: int, own_rank: int, same_rate: bool = True
-    ) -> None:
+    def check(self, message: Sequence[float], rank: int, own_rank: int, same_rate: bool) -> None:
         """Compare with the message of another rank.
 
         Args:

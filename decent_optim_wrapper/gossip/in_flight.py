@@ -26,9 +26,9 @@ class GossipState(NamedTuple):
 
     round: int
     in_flight: bool
-    mixing_rate: float = 1.0
-    last_rate: float = 1.0
-    age: int = 1
+    mixing_rate: float
+    last_rate: float
+    age: int
 
 
 class InFlight:

@@ -79,12 +79,12 @@ class LocalUpdate:
 
     Args:
         optimizer: the base.
-        extensions: extensions, which may change the gradients; None for none.
+        extensions: extensions, which may change the gradients.
     """
 
-    def __init__(self, optimizer: Optimizer, extensions: Extensions | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, extensions: Extensions) -> None:
         self._optimizer: Any = optimizer
-        self._extensions = extensions or Extensions()
+        self._extensions = extensions
         self._partition: _Partition | None = None
         # The names, for errors, of the parameters in the base when the buckets were planned.
         self._names_of: dict[int, str] = {}

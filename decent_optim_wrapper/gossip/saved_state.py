@@ -51,10 +51,9 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
     if extensions := {
         each.name: each.state_dict() for each in gossip.pipeline.extensions.all if each.name
     }:
-        saved_by = _saved_by(gossip)
-        if gossip.loaded.source == "other":
-            # The next step() resets on all ranks what belongs to a rank.
-            saved_by[0] = -1
+        own = _saved_by(gossip)
+        # What belongs to another rank is reset by the next step() on all ranks.
+        saved_by = [None] * len(own) if gossip.loaded.source == "other" else own
         state |= {"extensions": extensions, "saved_by": saved_by}
     if params := _referring(gossip):
         session = gossip.pipeline.session

@@ -39,8 +39,8 @@ class Intervals(NamedTuple):
             be due; None for none.
     """
 
-    gossip_every: int = 1
-    global_avg_every: int | None = None
+    gossip_every: int
+    global_avg_every: int | None
 
 
 class RoundSchedule(NamedTuple):
@@ -58,8 +58,8 @@ class RoundSchedule(NamedTuple):
     phases: tuple[Group, ...]
     rank: int
     world_size: int
-    intervals: Intervals = Intervals()
-    first_round: int = 0
+    intervals: Intervals
+    first_round: int
 
     def kind(self, round: int) -> RoundKind:
         """The kind of a round, counted from 0."""

@@ -42,7 +42,7 @@ class Step:
         in_backward: whether the parts come during a backward pass, and not right after each other.
     """
 
-    def __init__(self, gossip: Gossip, in_backward: bool = False) -> None:
+    def __init__(self, gossip: Gossip, in_backward: bool) -> None:
         self._gossip = gossip
         self._pipeline = gossip.pipeline
         self._in_backward = in_backward

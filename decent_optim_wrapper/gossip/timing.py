@@ -99,11 +99,7 @@ class Meter:
         self.mix = Clock("decent::mix")
         self.update = Clock("decent::update")
         self.launch = Clock("decent::launch")
-        self.bytes_sent = self.staleness = 0
-        # Whether an overflow has skipped the local update; perhaps as a tensor.
-        self.skipped: Tensor | int = False
-        # The clocks at the beginning of the step: waiting, mixing and packing, updating.
-        self._before = 0.0, 0.0, 0.0
+        self.reset()
         self._last = StepStats(0, 0.0, 0.0, 0.0, 0, 0)
         self._skipped: Tensor | int = False
         # The end and the cost of each of the last steps.
@@ -117,9 +113,11 @@ class Meter:
     def reset(self) -> None:
         """Start a new step."""
         mix = self.mix.seconds + self.launch.seconds
+        # The clocks at the beginning of the step: waiting, mixing and packing, updating.
         self._before = self.wait.seconds, mix, self.update.seconds
         self.bytes_sent = self.staleness = 0
-        self.skipped = False
+        # Whether an overflow has skipped the local update; perhaps as a tensor.
+        self.skipped: Tensor | int = False
 
     def count_bytes(self, count: int) -> None:
         """Count bytes that are sent."""
