@@ -5,9 +5,11 @@
     python tests/mutants.py run lines.json --rooms   # of the whole package; or name some rooms
 
 The map needs pytest-cov. A mutant is one changed operator, constant, condition, result or call. It
-is killed if one of the tests that run its line fails or hangs. The quickest of these run, as many
-as take `--seconds` together; for lines that no thread of the tests runs, those that start processes
-for the room.
+is killed if one of the tests that run its line fails or hangs. As many of these run as take
+`--seconds` together, from as many files as possible. If none of them notices, or if no thread of
+the tests runs the line, those run that start processes for the room.
+
+A hang is printed, too: on a busy machine a test that only takes long would count as one.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import accumulate
+from enum import Enum
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -39,11 +42,14 @@ ROOMS = ("gossip", "comm", "wire", "codecs", "topo", "elastic", "checkpoint", "e
 TOP = "top"
 EVERY_ROOM = (*sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")), TOP)
 # Tests that run a room's lines in processes, which the map does not see.
-BY_PROCESSES = {
+BY_PROCESSES: dict[str, tuple[str, ...]] = {
     "checkpoint": ("tests/test_checkpoint.py", "tests/test_mesh_checkpoint.py"),
     "elastic": ("tests/test_recovery.py", "tests/test_losses.py", "tests/test_store.py"),
     "comm": ("tests/test_processes.py", "tests/test_faults.py", "tests/test_recovery.py"),
-    "gossip": ("tests/test_processes.py", "tests/test_recovery.py"),
+    "gossip": (
+        *("tests/test_processes.py", "tests/test_recovery.py", "tests/test_mesh.py"),
+        *("tests/test_mesh_checkpoint.py", "tests/test_mesh_faults.py"),
+    ),
     "integrations": ("tests/test_accelerate.py", "tests/test_lightning.py"),
     "launcher": ("tests/test_launcher.py", "tests/test_launcher_store.py"),
     "mesh": ("tests/test_mesh.py", "tests/test_mesh_faults.py"),
@@ -159,15 +165,21 @@ def draw(count: int, seed: int, rooms: Sequence[str] = ROOMS) -> list[Mutant]:
 
 
 def make_map(target: Path, tests: Sequence[str]) -> None:
-    """Run all tests, and note which of them run each line, and for how long."""
+    """Run all tests, and note which of them run each line, for how long, and which are slow."""
     with tempfile.TemporaryDirectory() as folder:
         data, report = Path(folder) / "data", Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", f"--cov={PACKAGE.name}", "--cov-context=test"]
         command += ["--cov-report=", f"--junitxml={report}", *tests]
         subprocess.run(command, cwd=ROOT, env={**os.environ, "COVERAGE_FILE": str(data)})
-        lines = dict(_lines(data))
-        seconds = dict(_seconds(report))
-    target.write_text(json.dumps({"lines": lines, "seconds": seconds}))
+        known = {"lines": dict(_lines(data)), "seconds": dict(_seconds(report))}
+    target.write_text(json.dumps({**known, "slow": collected("-m", "slow", *tests)}))
+
+
+def collected(*options: str) -> list[str]:
+    """The tests that there are."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--collect-only", *options]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return [line for line in found.stdout.splitlines() if "::" in line]
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[int, list[str]]]]:
@@ -186,11 +198,22 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[int, list[str]]]]:
 
 
 def _seconds(report: Path) -> Iterator[tuple[str, float]]:
+    """How long each test has taken that has passed."""
     from xml.etree import ElementTree
 
     for case in ElementTree.parse(report).iter("testcase"):
-        module = case.attrib["classname"].replace(".", "/") + ".py"
-        yield f"{module}::{case.attrib['name']}", float(case.attrib["time"])
+        if not len(case):
+            module = case.attrib["classname"].replace(".", "/") + ".py"
+            yield f"{module}::{case.attrib['name']}", float(case.attrib["time"])
+
+
+class Verdict(Enum):
+    """What the tests say of a mutant."""
+
+    KILLED = "killed"
+    HANGS = "hangs"
+    SURVIVES = "survives"
+    NO_TEST = "no test"
 
 
 class Runner:
@@ -203,41 +226,64 @@ class Runner:
 
     def __init__(self, known: dict[str, Any], seconds: float) -> None:
         self._lines, self._durations = known["lines"], known["seconds"]
+        self._slow = set(known["slow"])
         self._seconds = seconds
+        # A test that is no longer there would fail.
+        self._collected = dict.fromkeys(collected())
 
-    def tests_of(self, mutant: Mutant) -> list[str]:
-        """The tests that run its line, the quickest first."""
+    def tests_of(self, mutant: Mutant) -> Iterator[list[str]]:
+        """Some tests that run its line, and some that may run it in processes."""
         found = self._lines.get(mutant.path, {}).get(str(mutant.line), [])
-        if not found:
-            files = BY_PROCESSES.get(mutant.room, ())
-            found = [test for test in self._durations if test.startswith(files)]
-        quickest = sorted(found, key=self._seconds_of)
-        ends = accumulate(map(self._seconds_of, quickest))
-        chosen = [test for test, end in zip(quickest, ends, strict=True) if end <= self._seconds]
-        return chosen or quickest[:1]
+        yield self._choose([each for each in found if each in self._collected])
+        files = BY_PROCESSES.get(mutant.room, ())
+        yield self._choose([each for each in self._collected if each.startswith(files)])
+
+    def _choose(self, found: Collection[str]) -> list[str]:
+        """As many tests as there is time for, as different ones as possible first.
+
+        The cases of one function, and the functions of one file, mostly notice the same.
+        """
+        cases: Counter[str] = Counter()
+        functions: Counter[str] = Counter()
+        order: dict[str, tuple[int, int]] = {}
+        for test in sorted(found, key=self._seconds_of):
+            function, file = test.partition("[")[0], test.partition("::")[0]
+            functions[file] += not cases[function]
+            cases[function] += 1
+            order[test] = (cases[function] + (test in self._slow), functions[file])
+        chosen, left = [], self._seconds
+        for test in sorted(order, key=order.__getitem__):
+            if self._seconds_of(test) <= left or not chosen:
+                chosen.append(test)
+                left -= self._seconds_of(test)
+        return chosen
 
     def _seconds_of(self, test: str) -> float:
         return float(self._durations.get(test, 1.0))
 
-    def kills(self, mutant: Mutant) -> bool | None:
-        """Whether a test notices it; None if there is no test to ask."""
-        tests = self.tests_of(mutant)
-        if not tests:
-            return None
+    def verdict(self, mutant: Mutant) -> Verdict:
+        """Whether a test notices it."""
+        verdict = Verdict.NO_TEST
         with tempfile.TemporaryDirectory() as folder:
             shutil.copytree(PACKAGE, Path(folder) / PACKAGE.name)
             (Path(folder) / PACKAGE.name / mutant.path).write_text(mutant.source)
-            return not self._pass(tests, Path(folder))
+            for tests in self.tests_of(mutant):
+                if tests and verdict in (Verdict.NO_TEST, Verdict.SURVIVES):
+                    verdict = self._run(tests, Path(folder))
+        return verdict
 
-    def _pass(self, tests: list[str], folder: Path) -> bool:
+    def _run(self, tests: list[str], folder: Path) -> Verdict:
         process = get_context("fork").Process(target=_run_tests, args=(tests, folder))
         process.start()
-        process.join(4 * self._seconds + 60)
+        process.join(10 * self._seconds + 120)
+        hangs = process.exitcode is None
         if process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.join()
-        return process.exitcode == 0
+        if hangs:
+            return Verdict.HANGS
+        return Verdict.KILLED if process.exitcode else Verdict.SURVIVES
 
 
 _RUNNER: list[Runner] = []
@@ -247,13 +293,14 @@ def _begin(runner: Runner) -> None:
     """In a process that runs mutants: import what all of them need."""
     import torch
 
-    importlib.import_module("torch._dynamo")
+    for module in ("torch._dynamo", "torch.distributed.checkpoint", "pytest", "_pytest.debugging"):
+        importlib.import_module(module)
     torch.set_num_threads(1)
     _RUNNER.append(runner)
 
 
-def _kills(mutant: Mutant) -> bool | None:
-    return _RUNNER[0].kills(mutant)
+def _verdict(mutant: Mutant) -> Verdict:
+    return _RUNNER[0].verdict(mutant)
 
 
 def _run_tests(tests: list[str], folder: Path) -> NoReturn:
@@ -279,15 +326,16 @@ def run(args: argparse.Namespace) -> None:
     mutants = draw(args.mutants, args.seed, rooms)
     with ProcessPoolExecutor(args.jobs, get_context("fork"), _begin, (runner,)) as pool:
         outcomes = []
-        for mutant, killed in zip(mutants, pool.map(_kills, mutants), strict=True):
-            outcomes.append((mutant, killed))
-            if not killed:
-                print(f"{mutant.path}:{mutant.line} {mutant.what}: {killed}", flush=True)
-    print("\n| room | mutants | killed | survived | no test |\n|---|---|---|---|---|")
+        for mutant, verdict in zip(mutants, pool.map(_verdict, mutants), strict=True):
+            outcomes.append((mutant, verdict))
+            if verdict is not Verdict.KILLED:
+                print(f"{mutant.path}:{mutant.line} {mutant.what}: {verdict.value}", flush=True)
+    print("\n| room | mutants | " + " | ".join(each.value for each in Verdict) + " |")
+    print("|---|---|" + "---|" * len(Verdict))
     for room in (*rooms, "all"):
-        verdicts = [killed for mutant, killed in outcomes if room in (mutant.room, "all")]
-        counts = [verdicts.count(True), verdicts.count(False), verdicts.count(None)]
-        print(f"| {room} | {len(verdicts)} | " + " | ".join(map(str, counts)) + " |")
+        verdicts = [verdict for mutant, verdict in outcomes if room in (mutant.room, "all")]
+        counts = [len(verdicts), *map(verdicts.count, Verdict)]
+        print(f"| {room} | " + " | ".join(map(str, counts)) + " |")
 
 
 def main() -> None:
