@@ -358,3 +358,21 @@ def test_without_the_check_nan_spreads() -> None:
 
     # To its partner of the first round.
     assert run_threads(4, main) == [True, True, False, False]
+
+
+def test_without_the_check_an_average_is_that_of_all_ranks() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        params = make_params(seed=rank)
+        optimizer = wrap(params, group, on_nonfinite="ignore", sync_at_start=False)
+        own = flatten(params)
+        with optimizer.averaged():
+            average = flatten(params)
+        if rank == BAD:
+            spoil(params)
+        with optimizer.averaged():
+            assert not flatten(params).isfinite().all()
+        return own, average
+
+    rows, averages = map(torch.stack, zip(*run_threads(4, main), strict=True))
+    torch.testing.assert_close(averages, rows.mean(0).expand_as(averages), rtol=0, atol=1e-14)
+    assert distance(rows) > 1

@@ -232,3 +232,22 @@ def test_an_average_that_was_loaded_is_saved_as_one_until_the_next_step() -> Non
     for once, *again in run_threads(2, main):
         assert all(torch.equal(once, row) for row in again)
         assert not torch.equal(once, flatten(make_params()))
+
+
+def test_a_rank_alone_loads_a_state_whatever_is_in_flight() -> None:
+    """With automatic rounds, several ranks must have brought all of them to the same round."""
+    schedule = Schedule(gossip_every="auto", max_staleness=3)
+    params = make_params()
+    optimizer = wrap(params, schedule=schedule)
+    take_steps(optimizer, params, 0, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    saved, start = flatten(params), [param.detach().clone() for param in params]
+    rows = []
+    for _ in range(2):
+        take_steps(optimizer, params, 0, range(2, STEPS))
+        rows.append(flatten(params))
+        optimizer.load_state_dict(copy.deepcopy(state))
+        with torch.no_grad():
+            torch._foreach_copy_(params, start)
+    assert torch.equal(*rows)
+    assert not torch.equal(rows[0], saved)

@@ -330,9 +330,10 @@ class Round:
         Raises:
             PeerError: the data of a peer did not arrive.
         """
-        if self._watch is not None:
-            self._waits.wait_for(self._watch, other)
-        return self.has_arrived()
+        if self._watch is None:
+            return True
+        self._waits.wait_for(self._watch, other)
+        return self._watch.future.done()
 
     def sent(self, bucket: Bucket) -> Flat | None:
         """A copy of a bucket as it was posted; None if there is none."""
