@@ -228,13 +228,14 @@ class Runner:
         self._lines, self._durations = known["lines"], known["seconds"]
         self._slow = set(known["slow"])
         self._seconds = seconds
-        # A test that is no longer there would fail.
-        self._collected = dict.fromkeys(collected())
+        self._collected = collected()
+        # Of those that are no longer there, or failed without a mutant, each would seem to notice.
+        self._passing = [each for each in self._collected if each in self._durations]
 
     def tests_of(self, mutant: Mutant) -> Iterator[list[str]]:
         """Some tests that run its line, and some that may run it in processes."""
-        found = self._lines.get(mutant.path, {}).get(str(mutant.line), [])
-        yield self._choose([each for each in found if each in self._collected])
+        found = {*self._lines.get(mutant.path, {}).get(str(mutant.line), ())}
+        yield self._choose([each for each in self._passing if each in found])
         files = BY_PROCESSES.get(mutant.room, ())
         yield self._choose([each for each in self._collected if each.startswith(files)])
 

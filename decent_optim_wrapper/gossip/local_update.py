@@ -228,9 +228,9 @@ class LocalUpdate:
 
     def _note_overflow(self, found: Tensor | int | None) -> None:
         """Note the overflow that a fused base sees on the GPU; a number without gradients."""
-        if isinstance(found, Tensor) and self.skipped is not True:
-            known = self.skipped if isinstance(self.skipped, Tensor) else found
-            self.skipped = torch.maximum(known, found)
+        if isinstance(found, Tensor):
+            # Both may be 0 or not: a GPU need not have found out yet.
+            self.skipped = self.skipped + found
 
     def _correcting(self, params: Sequence[Tensor]) -> AbstractContextManager[Any]:
         return self._extensions.updating(params) if self._extensions.all else nullcontext()
