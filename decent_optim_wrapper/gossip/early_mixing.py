@@ -34,11 +34,6 @@ class EarlyMixing:
         # Memory for these values, if the sent copy cannot be used.
         self._copies: WeakKeyDictionary[Bucket, Flat] = WeakKeyDictionary()
 
-    @property
-    def is_torn(self) -> bool:
-        """Whether some buckets of a dropped round were mixed."""
-        return bool(self._before) and self.pipeline.in_flight.round is None
-
     def mix(self, params: Iterable[Tensor] | None = None) -> None:
         """Mix the buckets of some parameters, unless they are mixed already.
 

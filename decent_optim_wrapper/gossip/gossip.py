@@ -149,8 +149,7 @@ class Gossip:
         Do not call it in the forward pass: the backward pass may need the mixed values.
         """
         self.mix_early()
-        if self.early.is_torn:
-            self.early.undo()
+        self.early.undo()
 
     def synchronize(self) -> None:
         """Finish and mix the round in flight."""
