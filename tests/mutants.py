@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from enum import Enum
 from multiprocessing import get_context
@@ -234,15 +234,21 @@ class Runner:
 
     def tests_of(self, mutant: Mutant) -> Iterator[list[str]]:
         """Some tests that run its line, and some that may run it in processes."""
-        found = {*self._lines.get(mutant.path, {}).get(str(mutant.line), ())}
-        yield self._choose([each for each in self._passing if each in found])
+        lines = {int(line): set(found) for line, found in self._lines.get(mutant.path, {}).items()}
+        found = lines.get(mutant.line, set())
+        if mutant.line in lines and not found:
+            # It runs at the import.
+            found = set().union(*lines.values())
+        near = [lines.get(mutant.line + away, set()) for away in range(-3, 9)]
+        yield self._choose([each for each in self._passing if each in found], near)
         files = BY_PROCESSES.get(mutant.room, ())
         yield self._choose([each for each in self._collected if each.startswith(files)])
 
-    def _choose(self, found: Collection[str]) -> list[str]:
+    def _choose(self, found: Sequence[str], near: Sequence[set[str]] = ()) -> list[str]:
         """As many tests as there is time for, as different ones as possible first.
 
-        The cases of one function, and the functions of one file, mostly notice the same.
+        The cases of one function, and the functions of one file, mostly notice the same. Two tests
+        of each line near to the mutant come before all others, so that both branches are taken.
         """
         cases: Counter[str] = Counter()
         functions: Counter[str] = Counter()
@@ -252,8 +258,10 @@ class Runner:
             functions[file] += not cases[function]
             cases[function] += 1
             order[test] = (cases[function] + (test in self._slow), functions[file])
+        spread = sorted(order, key=order.__getitem__)
+        first = [test for line in near for test in [each for each in spread if each in line][:2]]
         chosen, left = [], self._seconds
-        for test in sorted(order, key=order.__getitem__):
+        for test in dict.fromkeys([*first, *spread]):
             if self._seconds_of(test) <= left or not chosen:
                 chosen.append(test)
                 left -= self._seconds_of(test)
