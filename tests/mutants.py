@@ -260,7 +260,8 @@ class Runner:
             order[test] = (cases[function] + (test in self._slow), functions[file])
         spread = sorted(order, key=order.__getitem__)
         first = [test for line in near for test in [each for each in spread if each in line][:2]]
-        chosen, left = [], self._seconds
+        chosen: list[str] = []
+        left = self._seconds
         for test in dict.fromkeys([*first, *spread]):
             if self._seconds_of(test) <= left or not chosen:
                 chosen.append(test)

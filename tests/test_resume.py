@@ -234,11 +234,12 @@ def test_an_average_that_was_loaded_is_saved_as_one_until_the_next_step() -> Non
         assert not torch.equal(once, flatten(make_params()))
 
 
+AUTOMATIC = Schedule(gossip_every="auto", max_staleness=3)
+
+
 def test_a_rank_alone_loads_a_state_whatever_is_in_flight() -> None:
-    """With automatic rounds, several ranks must have brought all of them to the same round."""
-    schedule = Schedule(gossip_every="auto", max_staleness=3)
     params = make_params()
-    optimizer = wrap(params, schedule=schedule)
+    optimizer = wrap(params, schedule=AUTOMATIC)
     take_steps(optimizer, params, 0, range(2))
     state = copy.deepcopy(optimizer.state_dict())
     saved, start = flatten(params), [param.detach().clone() for param in params]
@@ -251,3 +252,20 @@ def test_a_rank_alone_loads_a_state_whatever_is_in_flight() -> None:
             torch._foreach_copy_(params, start)
     assert torch.equal(*rows)
     assert not torch.equal(rows[0], saved)
+
+
+def test_two_ranks_load_a_state_when_automatic_rounds_are_synchronised() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params()
+        optimizer = wrap(params, group, schedule=AUTOMATIC)
+        take_steps(optimizer, params, rank, range(2))
+        with pytest.raises(RuntimeError, match=r"call synchronize\(\) on all ranks before"):
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.synchronize()
+        before = flatten(params)
+        optimizer.load_state_dict(optimizer.state_dict())
+        take_steps(optimizer, params, rank, range(2, STEPS))
+        optimizer.synchronize()
+        assert not torch.equal(flatten(params), before)
+
+    run_threads(2, main)
