@@ -19,7 +19,7 @@ import torch.distributed as dist
 from covering import VIEWS, named, pairwise
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from problem import MODES, flatten, make_params
+from problem import MODES, flatten, make_params, take_steps
 from ranks import run_threads
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
@@ -437,3 +437,17 @@ def test_a_model_in_ddp_is_refused() -> None:
             wrap_model(model, dist.group.WORLD, schedule=AUTO)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_round_that_a_call_has_launched_is_as_old_as_if_the_last_step_had() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params()
+        schedule = Schedule(gossip_every="auto", max_staleness=1)
+        optimizer = wrap(params, group, schedule=schedule)
+        for step in range(3):
+            optimizer.all_gather(torch.zeros(1))
+            take_steps(optimizer, params, rank, [step])
+            assert optimizer.stats().staleness == 1
+        optimizer.synchronize()
+
+    run_threads(2, main)
