@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from launched import Launched, Launcher, children, is_alive, ours
+from launched import Launched, Launcher, children, is_alive, ours, with_own_store
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import run as torch_run
 
@@ -161,7 +161,7 @@ def test_nobody_outlives_a_launcher_that_is_killed_alone_or_with_its_guard(
 ) -> None:
     # Only the guard finds a daemon.
     script = LONG.replace("DAEMON", str(not with_guard))
-    with Launched(tmp_path, script, *TWO) as launcher:
+    with Launched(tmp_path, script, *TWO, launcher=with_own_store) as launcher:
         ranks = {int(pid) for rank in (0, 1) for pid in launcher.told(f"pids {rank}").split()}
         own = children(launcher.pid)
         # The ranks, the store and the guard.
@@ -234,16 +234,18 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def hurried(pause: float, silent_seconds: float, command: Sequence[str]) -> int:
+def hurried(
+    command: Sequence[str], pause: float = 0.1, seconds: float = 90.0, launcher: Launcher = ours
+) -> int:
     """Run a launcher that looks after others every `pause` seconds, and waits for a store."""
-    patched: dict[str, Any] = {"_PAUSE": pause, "_SILENT_SECONDS": silent_seconds}
+    patched: dict[str, Any] = {"_PAUSE": pause, "_SILENT_SECONDS": seconds}
     with mock.patch.multiple(nodes, **patched):
-        return ours(command)
+        return launcher(command)
 
 
 @contextmanager
 def node(
-    folder: Path, number: int, port: int, launcher: Launcher = ours, backoff: str = "0.1"
+    folder: Path, number: int, port: int, launcher: Launcher = hurried, backoff: str = "0.1"
 ) -> Iterator[Launched]:
     """The launcher of one of two nodes, with two ranks, which have started."""
     options = (*TWO, "--nnodes", "2", "--node-rank", str(number), "--backoff", backoff)
@@ -255,8 +257,8 @@ def node(
 
 
 def test_a_node_goes_on_without_another_that_is_killed(tmp_path: Path) -> None:
-    port, hasty = free_port(), partial(hurried, 0.1, 30.0)
-    with node(tmp_path, 0, port, hasty) as first, node(tmp_path, 1, port) as second:
+    port = free_port()
+    with node(tmp_path, 0, port) as first, node(tmp_path, 1, port) as second:
         second.kill()
         end(first, "sys.exit(1)", 1)
         first.told("life 1 1")
@@ -265,11 +267,11 @@ def test_a_node_goes_on_without_another_that_is_killed(tmp_path: Path) -> None:
         assert first.end() == 0
 
 
-@pytest.mark.parametrize(("seconds", "comes_back"), [(3.0, False), (90.0, True)])
+@pytest.mark.parametrize(("seconds", "comes_back"), [(1.0, False), (90.0, True)])
 def test_ranks_are_started_again_once_the_node_with_the_store_has_come_back(
     seconds: float, comes_back: bool, tmp_path: Path
 ) -> None:
-    port, waiting = free_port(), partial(hurried, 1.0, seconds)
+    port, waiting = free_port(), partial(hurried, seconds=seconds)
     with node(tmp_path, 0, port) as first, node(tmp_path, 1, port, waiting) as second:
         # The launcher of node 1 has found the store.
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
@@ -280,7 +282,7 @@ def test_ranks_are_started_again_once_the_node_with_the_store_has_come_back(
         first.wait_until_ended(*started)
         end(second, "sys.exit(5)", 2)
         if not comes_back:
-            second.wait_until_printed("the store of node 0 has not answered for 3 s")
+            second.wait_until_printed("the store of node 0 has not answered for 1 s")
             end(second, WELL, 3)
             assert second.end() == 5
             # In vain it would wait for the store.
@@ -299,7 +301,10 @@ def test_a_node_with_the_store_ends_last_and_no_rank_starts_after_another_has_en
 ) -> None:
     port = free_port()
     # The other node hears of it within a second, or so.
-    with node(tmp_path, 0, port) as first, node(tmp_path, 1, port, backoff="2") as second:
+    with (
+        node(tmp_path, 0, port, with_own_store) as first,
+        node(tmp_path, 1, port, with_own_store, backoff="2") as second,
+    ):
         end(first, WELL, 0, 1)
         for life in range(4):
             end(first, "sys.exit(5)", 2, life=life)
