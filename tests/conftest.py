@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -83,16 +84,23 @@ def four_ranks() -> Iterator[KeptRanks]:
 STARTERS = {
     "KeptRanks",
     "Launched",
+    "start_process",
+    "start_server",
     "run_on_mesh",
     "run_processes",
     "run_script",
     "run_script_on_ranks",
     "RestartableProcesses",
+    "TrainingProcesses",
+    "ranks_on",
 }
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Import what ranks are forked with before the time of a test runs."""
+    # What is imported stays: each full collection looks at it for a third of a second, those of
+    # tests and the five with which pytest ends.
+    gc.freeze()
     if session.config.option.collectonly:
         return
     slow = (item for item in session.items if item.get_closest_marker("slow"))
