@@ -6,7 +6,6 @@ import gc
 import importlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,12 +15,14 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from etcd_servers import EtcdServers, free_ports, require_etcd
-from ranks import PROCESSES, start_process
+from ranks import PROCESSES, begin_process, end_interpreter, start_process
 from restartable_processes import Failure, StoreProcess, TrainingProcesses, train_or_tell
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
@@ -235,13 +236,8 @@ def test_a_forked_process_may_use_it_and_its_parent_goes_on(servers: EtcdServers
     assert process.exitcode == 0
 
 
-GROUP = """
-import os, sys
-from datetime import timedelta
-import torch, torch.distributed as dist
-from decent_optim_wrapper import EtcdStore
-
-def main(endpoints, rank):
+def sum_in_a_group(endpoints: str, rank: int) -> NoReturn:
+    begin_process()
     store, patience = EtcdStore(endpoints, "group"), timedelta(seconds=40)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=patience)
     total = torch.tensor([rank + 1.0])
@@ -249,21 +245,14 @@ def main(endpoints, rank):
     dist.barrier()
     dist.destroy_process_group()
     assert total.item() == 3.0
-
-children = []
-for rank in range(2):
-    children.append(os.fork())
-    if not children[-1]:
-        main(sys.argv[1], rank)
-        sys.exit()
-sys.exit(sum(os.waitpid(child, 0)[1] != 0 for child in children))
-"""
+    end_interpreter()
 
 
 def test_torch_starts_a_process_group_over_it_and_the_processes_end(servers: EtcdServers) -> None:
-    command = [sys.executable, "-c", GROUP, servers.endpoints]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
-    assert done.returncode == 0, done.stderr
+    ranks = [start_process(sum_in_a_group, servers.endpoints, rank) for rank in range(2)]
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
 # What the table of the guide says of a fault.

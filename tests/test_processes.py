@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
+import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
 import pytest
@@ -19,7 +21,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dense import oracle
 from problem import flatten, make_params, sgd, take_steps, wrap
-from ranks import KeptRanks, environment, launcher_store
+from ranks import (
+    PROCESSES,
+    KeptRanks,
+    begin_process,
+    end_interpreter,
+    environment,
+    launcher_store,
+    start_process,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -29,8 +39,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, TopologyFactory
 from decent_optim_wrapper.comm import connections
+from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.process_groups import new_communicator
 
 pytestmark = pytest.mark.slow
@@ -298,92 +309,81 @@ def test_what_is_saved_with_equal_keys_is_warned_of_outside_of_averages(
         assert seen["own loaded"] == ranks[0]["own loaded"] != seen["average"]
 
 
-SCRIPT = """
-import gc, os, signal, sys, time
-from datetime import timedelta
-import torch, torch.distributed as dist
-import torch._dynamo  # which the first step would import, on every rank
-from decent_optim_wrapper import DecentOptimWrapper, Elastic
-from decent_optim_wrapper.comm.background import in_background
+# An interrupted rank is gone within 5 s; the rest is for a busy machine.
+SECONDS_TO_END = 5 + 8
+# What a shell shows of the end by this signal.
+INTERRUPTED = 128 + signal.SIGINT
 
-def main(topology, lag, end, ready):
+
+def end_in_flight(
+    topology: str, end: str, env: dict[str, str], rank: int, ready: Connection
+) -> NoReturn:
+    """End as a script whose optimizer is there until the interpreter ends."""
+    os.environ.update(env, RANK=str(rank))
+    begin_process()
+    # It is ignored where the tests were started in the background of a shell.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     dist.init_process_group("gloo")
     params = [torch.zeros(100_000, requires_grad=True) for _ in range(3)]
     base = torch.optim.SGD(params, lr=0.1)
-    options = dict(topology=topology, local_world_size=1, bucket_cap_mb=0.5)
     elastic = Elastic() if end == "interrupt-elastic" else None
+    options: dict[str, Any] = {"topology": topology, "local_world_size": 1, "bucket_cap_mb": 0.5}
     optimizer = DecentOptimWrapper(base, elastic=elastic, **options)
-    for step in range(9 if "interrupt" in end else 2):
-        if step == 1 and "interrupt" in end:
-            os.write(ready, b".")
-        if step and dist.get_rank() == 1:
-            time.sleep(lag)
-        optimizer.step()
+    try:
+        for step in range(9 if "interrupt" in end else 2):
+            if step == 1:
+                ready.send(None)
+            if step and rank == 1:
+                time.sleep(7)
+            optimizer.step()
+    except KeyboardInterrupt:
+        end_interpreter(INTERRUPTED)
     if end == "threads":
         # They return from C++ one after the other, also while Python is finalised.
         store = dist.distributed_c10d._get_default_store()
         for number in range(20):
-            asked, bound = store.clone(), timedelta(seconds=0.02 + 0.04 * number)
-            in_background(lambda asked=asked, bound=bound: asked.wait(["never"], bound))
+            bound = timedelta(seconds=0.02 + 0.04 * number)
+            in_background(partial(store.clone().wait, ["never"], bound))
     assert optimizer.state_dict()["gossip"]["in_flight"]
     if end == "destroy":
         dist.destroy_process_group()
-    return optimizer
-
-# It is ignored where the tests were started in the background of a shell.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-lag, seconds_to_end, *worlds = sys.argv[1:]
-# The collector would copy what is imported into every rank, for seconds.
-gc.freeze()
-ends = {}
-is_ready, ready = os.pipe()
-for world in worlds:
-    topology, end, size, port = world.split(":")
-    for rank in range(int(size)):
-        child = os.fork()
-        if not child:
-            os.environ |= {"RANK": str(rank), "WORLD_SIZE": size, "MASTER_PORT": port}
-            # Until the interpreter itself ends.
-            kept = main(topology, float(lag), end, ready)
-            sys.exit()
-        ends[child] = f"{topology}, {end}, rank {rank}"
-interrupted = [child for child, where in ends.items() if "interrupt" in where]
-for child in interrupted:
-    os.read(is_ready, 1)
-# Rank 0 waits for rank 1, which sleeps.
-time.sleep(0.2)
-began = time.monotonic()
-for child in interrupted:
-    os.kill(child, signal.SIGINT)
-for child in sorted(ends, key=interrupted.count, reverse=True):
-    status = os.waitpid(child, 0)[1]
-    # A shell shows the end by this signal as 130.
-    if status != (signal.SIGINT if child in interrupted else 0):
-        print(ends[child], "with", os.waitstatus_to_exitcode(status))
-    seconds = time.monotonic() - began
-    if child in interrupted and seconds > float(seconds_to_end):
-        print(ends[child], f"after {seconds:.1f} s")
-"""
-# An interrupted rank is gone within 5 s; the rest is for a busy machine.
-SECONDS_TO_END = 5 + 8
+    end_interpreter()
 
 
-def test_a_script_that_ends_with_a_round_in_flight_exits_cleanly() -> None:
+@pytest.mark.parametrize(
+    "worlds",
+    [
+        [("ring", "threads", 2), ("complete", "destroy", 3)],
+        [("ring", "interrupt", 2), ("complete", "interrupt-elastic", 3)],
+    ],
+    ids=["end", "interrupt"],
+)
+def test_a_script_that_ends_with_a_round_in_flight_exits_cleanly(
+    worlds: list[tuple[str, str, int]],
+) -> None:
     """Rank 1 takes its last step long after the others have ended, unless it is interrupted.
 
     All ranks that are interrupted, elastic ones, too, are gone soon.
     """
-    # Pairs, and a larger group: the end of each interpreter takes half a second of CPU time.
-    cases = ["ring:leave:2", "complete:destroy:3", "ring:threads:2"]
-    cases += ["ring:interrupt:2", "complete:interrupt-elastic:3"]
-    stores = [launcher_store() for _ in cases]
-    worlds = [f"{case}:{store.port}" for case, store in zip(cases, stores, strict=True)]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, "7", str(SECONDS_TO_END), *worlds],
-        env={**os.environ, **environment(stores[0], 1, 1)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    assert not done.stdout, f"{done.stdout} did not exit cleanly or in time:\n{done.stderr}"
+    stores, ranks, ready = [], {}, []
+    for topology, end, size in worlds:
+        stores.append(launcher_store())
+        env = environment(stores[-1], size, 1)
+        for rank in range(size):
+            ours, theirs = PROCESSES.Pipe(duplex=False)
+            ranks[topology, end, rank] = start_process(
+                end_in_flight, topology, end, env, rank, theirs
+            )
+            theirs.close()
+            ready.append(ours)
+    assert all(pipe.poll(60) for pipe in ready)
+    # Rank 0 waits for rank 1, which sleeps.
+    time.sleep(0.2)
+    interrupted = {where for where in ranks if "interrupt" in where[1]}
+    for where in interrupted:
+        os.kill(ranks[where].pid or 0, signal.SIGINT)
+    deadline = time.monotonic() + (SECONDS_TO_END if interrupted else 60)
+    for process in ranks.values():
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = {where: process.exitcode for where, process in ranks.items()}
+    assert codes == {where: INTERRUPTED if where in interrupted else 0 for where in ranks}
