@@ -167,8 +167,7 @@ def test_a_dead_link_is_found_whatever_the_timeout_is_and_a_slow_rank_is_waited_
 LEFT, RIGHT = (0, 1), (2, 3)
 
 
-@pytest.mark.parametrize("servers", [0, 3])
-@pytest.mark.parametrize("both_reach_the_store", [False, True])
+@pytest.mark.parametrize(("servers", "both_reach_the_store"), [(0, True), (3, False)])
 def test_of_two_halves_of_a_torn_network_one_goes_on(
     servers: int, both_reach_the_store: bool
 ) -> None:
