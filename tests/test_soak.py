@@ -6,18 +6,16 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
 import soak
 from faults import HARMLESS, LINKS, Fault, Injector, Kind, draw_faults
-from ranks import run_script
+from ranks import start_server
 from soak import Failure, Fleet, Footprint, Job, Pace, Progress, Stall, Stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-SOAK = Path(__file__).parents[1] / "examples" / "benchmark" / "soak.py"
 FOOTPRINT = Footprint(mib=1.0, files=1, threads=1)
 END = Progress(9, (0, 1), 9, FOOTPRINT, stalls=(), pace=0.01, average=(1.0, 2.0), moved=0.5)
 
@@ -26,13 +24,19 @@ KINDS = (("--codes", "int8", "--tracking"), ("--auto", "--jitter", "0.06", "--sl
 
 
 @pytest.mark.soak
-def test_faults_are_survived_by_all_ranks(tmp_path: Path) -> None:
+def test_faults_are_survived_by_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     seed = os.environ["SOAK_SEED"]
     # Steps that mostly wait leave the cores to the tests on the other workers.
     command = ("--minutes", "0.12", "--timeout", "3", "--step", "0.06", "--seed", seed)
     command = (*command, *KINDS[int(seed) % 2])
-    report = run_script(SOAK, *command, cwd=tmp_path, seconds=280)
+    start_server()
+    monkeypatch.setattr("sys.argv", ["soak.py", *command])
+    code = soak.main()
+    report = capsys.readouterr().out
     print(*command, report, sep="\n")
+    assert code == 0
     assert "0 ranks for good" in report
     assert "faults: none" not in report
     assert report.rstrip().splitlines()[-1].startswith(f"seed {seed}: ")
@@ -146,6 +150,7 @@ def test_every_kind_of_fault_is_drawn_and_leaves_half_of_the_ranks() -> None:
 
 @contextmanager
 def trained_fleet(timeout: float) -> Iterator[Fleet]:
+    start_server()
     options: dict[str, Any] = {"step": 0.02, "slow": 0.0, "jitter": 0.0, "auto": False}
     fleet = Fleet(Job(world_size=3, topology="complete", timeout=timeout, **options))
     try:
