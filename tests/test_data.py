@@ -21,7 +21,7 @@ import torch.distributed as dist
 from problem import make_params, take_steps
 from problem import wrap as wrap_params
 from ranks import run_threads
-from restartable_processes import RestartableProcesses, wrap_elastic
+from restartable_processes import STEP, RestartableProcesses, wrap_elastic
 from torch.utils.data import DataLoader, TensorDataset
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
@@ -416,7 +416,7 @@ def train_on(
                 file.write(json.dumps([len(state["changes"]), state["steps"], batch]) + "\n")
                 take_steps(optimizer, params, rank, [optimizer.round])
                 report(f"round {sampler.epoch}", optimizer.members)
-                time.sleep(0.01)
+                time.sleep(STEP)
     return sampler.epoch, sampler.repeated, now(sampler)
 
 
