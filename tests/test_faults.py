@@ -29,19 +29,19 @@ LONG = 60.0
 # What two busy cores and the roll call of a large group may add to the timeout.
 SLACK = 12.0
 FAULTY, FAULTY_STEP = 1, 3
-COLLECTIVE = named("global_avg", "consensus_distance")
+COLLECTIVE = ("global_avg", "consensus_distance")
 OVERLAPS: dict[str, Any] = {**OVERLAP, "forward": "forward"}
 # Fault, topology, `overlap`, `comm_dtype`, and the call before which the rank fails.
 CASES = [
     *pairwise(
         *(named("kill", "kill mid-round", "end"), named("ring", "complete"), OVERLAPS),
         {"exact": None, "int8": torch.int8},
-        {**named("step", "synchronize"), **COLLECTIVE},
+        named("step", "synchronize", "global_avg"),
     ),
     # Each takes the timeout.
     ("stop mid-round", "ring", True, None, "step"),
     ("stop mid-round", "ring", False, torch.int8, "synchronize"),
-    ("stop mid-round", "complete", "forward", None, "global_avg"),
+    ("stop mid-round", "complete", "forward", None, "consensus_distance"),
 ]
 
 
