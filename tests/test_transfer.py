@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.profiler import ProfilerActivity, profile
 
 from decent_optim_wrapper import DecentOptimWrapper, Group, Topology
+from decent_optim_wrapper.gossip.extension import Extensions
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 
@@ -64,15 +65,15 @@ def test_only_listed_types_without_hooks_are_split() -> None:
     params = make_params()
     base = sgd(params)
     wrap(params, base=base)
-    assert LocalUpdate(base).splits
+    assert LocalUpdate(base, Extensions(())).splits
     handle = base.register_step_post_hook(lambda *_: None)
-    assert not LocalUpdate(base).splits
+    assert not LocalUpdate(base, Extensions(())).splits
     handle.remove()
-    assert not LocalUpdate(Coupled(params, lr=0.1)).splits
+    assert not LocalUpdate(Coupled(params, lr=0.1), Extensions(())).splits
     StepLR(base, 1)
-    assert LocalUpdate(base).splits
+    assert LocalUpdate(base, Extensions(())).splits
     base.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
-    assert not LocalUpdate(base).splits
+    assert not LocalUpdate(base, Extensions(())).splits
 
 
 def test_a_parameter_in_no_bucket_is_still_updated() -> None:

@@ -59,11 +59,6 @@ class Gossip:
         """All parameters of the base, in the order of its groups."""
         return self._local_update.params
 
-    @property
-    def holds_average(self) -> bool:
-        """Whether the parameters are an average that the next step keeps, also as loaded."""
-        return self.average.snapshot is not None or self.loaded.is_average
-
     def resume_at(self, round: int) -> None:
         """Continue with this round, as all other ranks do; none is in flight."""
         self.loaded.end()
@@ -79,7 +74,7 @@ class Gossip:
             pipeline.policy.meter.reset()
         pipeline.session.transport.check_open()
         self.check_parameters()
-        if self.holds_average:
+        if self.loaded.is_average or self.average.snapshot is not None:
             self.keep_average()
         if self.members:
             self.members.begin_step()

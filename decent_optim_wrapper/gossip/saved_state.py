@@ -39,7 +39,7 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
     gossip.settle()
     state = gossip.pipeline.state._asdict()
     age = state.pop("age")
-    if gossip.holds_average:
+    if gossip.loaded.is_average or gossip.average.snapshot is not None:
         # The next step() would keep the average, which is what is saved now.
         state |= {"in_flight": False, "kept": True}
     if not gossip.pipeline.policy.pacing.synchronous:
