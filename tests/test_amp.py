@@ -127,3 +127,15 @@ def test_float16_gradients_are_refused_as_torch_refuses_them() -> None:
     backward(scaler.scale(param.sum()))
     with pytest.raises(ValueError, match="float16"):
         scaler.step(optimizer)
+
+
+def test_a_fused_update_counts_as_a_change_of_the_parameters() -> None:
+    """Its kernels do not count it, and a graph that still needs the old values would not notice."""
+    params = make_params(dtype=torch.float32)
+    optimizer = wrap(params, base=torch.optim.SGD(params, lr=0.1, fused=True))
+    assert len(optimizer.buckets) > 1
+    backward(torch.stack([param.square().sum() for param in params]).sum())
+    before, versions = flatten(params), [param._version for param in params]
+    optimizer.step()
+    assert not torch.equal(flatten(params), before)
+    assert all(param._version > old for param, old in zip(params, versions, strict=True))
