@@ -121,8 +121,11 @@ class Ranks(Protocol):
     def twins(self) -> int:
         """Number of second processes that have not been refused yet."""
 
-    def stop_store(self, seconds: float) -> None:
-        """Stop the process of the store, and let it continue after that time."""
+    def stop_store(self) -> None:
+        """Stop the process of the store."""
+
+    def continue_store(self) -> None:
+        """Let it continue."""
 
     def cut(self, rank: int) -> None:
         """Lose all that the rank sends."""
@@ -174,7 +177,10 @@ class Injector:
             self._ranks.start_twin(fault.ranks[0])
             self._listen_until(lambda: not self._ranks.twins)
         elif fault.kind is Kind.STORE_STOP:
-            self._ranks.stop_store(fault.seconds)
+            self._ranks.stop_store()
+            # Ranks that are due meanwhile come back: a short cut would become a long one.
+            self._listen_for(fault.seconds)
+            self._ranks.continue_store()
         else:
             self._take_away(fault)
         self._listen_for(fault.pause)

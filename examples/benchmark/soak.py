@@ -486,10 +486,12 @@ class Fleet:
         else:
             self._stops[rank].append(Stop(time.monotonic()))
 
-    def stop_store(self, seconds: float) -> None:
-        """Stop the process of the store, and let it continue after that time."""
+    def stop_store(self) -> None:
+        """Stop the process of the store."""
         os.kill(self._keeper.pid, signal.SIGSTOP)
-        time.sleep(seconds)
+
+    def continue_store(self) -> None:
+        """Let it continue."""
         os.kill(self._keeper.pid, signal.SIGCONT)
 
     def delay(self, rank: int, seconds: float) -> None:
