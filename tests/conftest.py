@@ -80,6 +80,11 @@ def four_ranks() -> Iterator[KeptRanks]:
     kept.end()
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter end as usual: nanobind lists what it cannot free then, after the dots."""
+    gc.unfreeze()
+
+
 # What a test that starts processes has imported.
 STARTERS = {
     "KeptRanks",
@@ -99,7 +104,7 @@ STARTERS = {
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Import what ranks are forked with before the time of a test runs."""
     # What is imported stays: each full collection looks at it for a third of a second, those of
-    # tests and the five with which pytest ends.
+    # tests and the five at the end of the session.
     gc.freeze()
     if session.config.option.collectonly:
         return

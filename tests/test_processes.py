@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, TopologyFactory
 from decent_optim_wrapper.comm import connections
 from decent_optim_wrapper.comm.background import in_background
-from decent_optim_wrapper.comm.process_groups import new_communicator
+from decent_optim_wrapper.comm.process_groups import new_communicator, store_of
 
 pytestmark = pytest.mark.slow
 
@@ -340,7 +340,7 @@ def end_in_flight(
         end_interpreter(INTERRUPTED)
     if end == "threads":
         # They return from C++ one after the other, also while Python is finalised.
-        store = dist.distributed_c10d._get_default_store()
+        store: Any = store_of(dist.group.WORLD)
         for number in range(20):
             bound = timedelta(seconds=0.02 + 0.04 * number)
             in_background(partial(store.clone().wait, ["never"], bound))
