@@ -122,14 +122,15 @@ def random_matching(n: int, local: int) -> Phases:
     draw = random.Random(0)
     phases = []
     for _ in range(128):
-        drawn = draw.getrandbits(64)
-        keys = [min(rank, (drawn - rank) % n) for rank in range(n)]
-        alone = [rank for rank in range(n) if (2 * rank - drawn) % n == 0]
-        for rank in alone:
-            # Of two, both have the key of the first; one joins a pair.
-            pair = (rank + 1 + drawn // n % (n // 2)) % n
-            keys[rank] = alone[0] if n % 2 == 0 else keys[pair]
-        phases.append(grouped(keys))
+        order = [*range(n)]
+        for _ in range(2 * n.bit_length() + 8):
+            total, key = draw.randrange(n), draw.getrandbits(64)
+            for high in range(n):
+                low = (total - high) % n
+                if low < high and key * (high + 1) // 2**63 % 2:
+                    order[low], order[high] = order[high], order[low]
+        places = {rank: place for place, rank in enumerate(order)}
+        phases.append(grouped(min(places[rank] // 2, n // 2 - 1) for rank in range(n)))
     return phases
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import reduce
 
 import pytest
@@ -114,6 +115,8 @@ def test_the_rate_of_a_schedule_that_never_averages_exactly() -> None:
     left, logarithms = torch.eye(12, dtype=torch.float64) - 1 / 12, []
     for phase in range(2 * long.period):
         left = long.mixing_matrix(phase) @ left
+        # What rounding leaves of the mean does not shrink.
+        left -= left.mean(0)
         logarithms.append(left.norm().log().item())
         left /= left.norm()
     known[long] = pytest.approx(math.exp(sum(logarithms[400:]) / 400), rel=0.01)
@@ -133,6 +136,19 @@ def test_random_pairs_halve_the_expected_squared_distance(world_size: int) -> No
     # Averages of groups are projections, whose squares are themselves.
     torch.testing.assert_close(matrices @ matrices, matrices)
     assert 0.3 < torch.linalg.eigvalsh(matrices.mean(0))[-2] < 0.53
+
+
+def test_random_pairs_are_uniform_and_independent_of_each_other() -> None:
+    topology, count = RandomMatching(8, seed=3, period=6000), 0
+    pairs: Counter[tuple[int, ...]] = Counter()
+    for phase in range(topology.period):
+        groups = {group.ranks for group in topology.groups(phase)}
+        pairs.update(groups)
+        count += {(0, 1), (2, 3)} <= groups
+    assert len(pairs) == 28
+    # Each pair in one of 7 phases, and another one in one of 5 of these; within 4 deviations.
+    assert all(pairs[pair] == pytest.approx(6000 / 7, abs=110) for pair in pairs)
+    assert count == pytest.approx(6000 / 35, abs=52)
 
 
 def test_steady_errors_and_bytes_of_known_topologies() -> None:

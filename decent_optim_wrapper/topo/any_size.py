@@ -87,12 +87,12 @@ class Base2(Topology):
 
 
 class RandomMatching(Topology):
-    """Random disjoint pairs in every round; with an odd number of ranks, one triple.
+    """Uniform random disjoint pairs in every round; with an odd number of ranks, one triple.
 
-    Each phase draws a number c, and pairs rank i with rank c - i mod n. Of the ranks with
-    2 i = c mod n, which are their own partners, an even n has none or two, which are paired; an odd
-    n has one, which joins a random pair. Each phase at least halves the expected squared distance
-    from the mean, as uniform pairs would, and a rank need not draw the pairs of the others.
+    Each phase shuffles the ranks, and pairs those at places 2 k and 2 k + 1; the last of an odd
+    number joins the last pair. The shuffle is swap-or-not (Hoang, Morris and Rogaway, 2012), in
+    which a rank finds its place and its partner without those of the others: in each of its rounds,
+    ranks at the places p and c - p mod n are swapped, or not, with random c and random choices.
 
     Args:
         world_size: number of ranks.
@@ -106,28 +106,39 @@ class RandomMatching(Topology):
     ) -> None:
         self._seed = operator.index(seed)
         draw = random.Random(self._seed)
-        self._drawn = [draw.getrandbits(64) for _ in range(period)]
+        # For each phase, c and the key of the choices of each round of its shuffle. With fewer
+        # rounds, pairs of 8 ranks depend on each other.
+        count = 2 * world_size.bit_length() + 8
+        self._shuffles = [
+            [(draw.randrange(world_size), draw.getrandbits(64)) for _ in range(count)]
+            for _ in range(period)
+        ]
         super().__init__(world_size, local_world_size)
 
     def _parameters(self) -> dict[str, Any]:
-        return {"seed": self._seed, "period": len(self._drawn)}
+        return {"seed": self._seed, "period": len(self._shuffles)}
 
     def phase_count(self) -> int:
         """`period`."""
-        return len(self._drawn)
+        return len(self._shuffles)
 
     def own_group(self, rank: int, phase: int) -> Sequence[int]:
-        """The rank and its partner, or the triple that it is in."""
-        n = self._world_size
-        total = self._drawn[phase] % n
-        partner = (total - rank) % n
-        if n % 2 == 0:
-            return rank, (rank + n // 2) % n if partner == rank else partner
-        # Twice this rank is `total` modulo n. The pairs are the ranks at equal distances from it.
-        alone = total * (n + 1) // 2 % n
-        distance = 1 + self._drawn[phase] // n % (n // 2)
-        triple = (alone - distance) % n, alone, (alone + distance) % n
-        return triple if rank in triple else (rank, partner)
+        """The ranks that are shuffled to the places of a pair, or of the triple."""
+        rounds, n = self._shuffles[phase], self._world_size
+        start = 2 * min(_shuffled(rank, rounds, n) // 2, n // 2 - 1)
+        size = 3 if start + 3 == n else 2
+        # Each round undoes itself.
+        return [_shuffled(place, rounds[::-1], n) for place in range(start, start + size)]
+
+
+def _shuffled(place: int, rounds: Sequence[tuple[int, int]], size: int) -> int:
+    """The place of what was at `place`, after some rounds of swap-or-not."""
+    for total, key in rounds:
+        other = (total - place) % size
+        # The same bit for both places.
+        if key * (max(place, other) + 1) >> 63 & 1:
+            place = other
+    return place
 
 
 class Hierarchical(Topology):
