@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
 from decent_optim_wrapper.optim import mixing_rate_from_lr
+from decent_optim_wrapper.topo import RandomMatching
 from decent_optim_wrapper.utils import init_distributed
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -114,9 +115,11 @@ def _train(row: Row, epochs: int, seed: int, model: nn.Module, group: Any) -> li
     if row.topology is None and group is dist.group.WORLD:
         network = DistributedDataParallel(model)
     elif row.topology is not None:
+        # Other pairs with each seed: those of one schedule may suit the shards.
+        is_random = row.topology == "random"
         optimizer = DecentOptimWrapper(
             base,
-            topology=row.topology,
+            topology=RandomMatching(group.size(), seed=seed) if is_random else row.topology,
             schedule=row.schedule,
             process_group=group,
             **(row.options or {}),
