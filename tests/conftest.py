@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -114,4 +114,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     ):
         from ranks import start_process
 
+        # What ranks print belongs to a test, and not between the dots.
+        capture: Any = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()
         start_process(os.getpid).join()
+        capture.suspend_global_capture()

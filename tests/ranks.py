@@ -75,10 +75,14 @@ def run_threads(world_size: int, main: Callable[[int, dist.ProcessGroup], Result
     store = HashStore()
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
+    # One that ends early would close the connections to a rank that still connects.
+    connected = threading.Barrier(world_size, timeout=TIMEOUT.total_seconds())
 
     def run(rank: int) -> None:
         try:
-            results[rank] = main(rank, process_group(store, rank, world_size))
+            group = process_group(store, rank, world_size)
+            connected.wait()
+            results[rank] = main(rank, group)
         except BaseException as error:
             errors[rank] = error
 
