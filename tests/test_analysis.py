@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from functools import reduce
 
+import numpy as np
 import pytest
 import torch
 from listed_topologies import listed
@@ -149,6 +150,13 @@ def test_random_pairs_are_uniform_and_independent_of_each_other() -> None:
     # Each pair in one of 7 phases, and another one in one of 5 of these; within 4 deviations.
     assert all(pairs[pair] == pytest.approx(6000 / 7, abs=110) for pair in pairs)
     assert count == pytest.approx(6000 / 35, abs=52)
+
+
+def test_random_pairs_take_any_whole_number_of_ranks_and_name_what_is_none() -> None:
+    assert RandomMatching(np.int64(7)).digest == RandomMatching(7).digest  # type: ignore[arg-type]
+    assert RandomMatching(7).digest != RandomMatching(8).digest
+    with pytest.raises(ValueError, match="world_size must be 1 or more, got 0"):
+        RandomMatching(0)
 
 
 def test_steady_errors_and_bytes_of_known_topologies() -> None:

@@ -6,7 +6,7 @@ import math
 import operator
 import random
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -105,22 +105,26 @@ class RandomMatching(Topology):
         self, world_size: int, local_world_size: int = 1, *, seed: int = 0, period: int = 128
     ) -> None:
         self._seed = operator.index(seed)
-        draw = random.Random(self._seed)
-        # For each phase, c and the key of the choices of each round of its shuffle. With fewer
-        # rounds, pairs of 8 ranks depend on each other.
-        count = 2 * world_size.bit_length() + 8
-        self._shuffles = [
-            [(draw.randrange(world_size), draw.getrandbits(64)) for _ in range(count)]
-            for _ in range(period)
-        ]
+        self._period = operator.index(period)
         super().__init__(world_size, local_world_size)
 
+    @cached_property
+    def _shuffles(self) -> list[list[tuple[int, int]]]:
+        """For each phase, c and the key of the choices of each round of its shuffle."""
+        draw, n = random.Random(self._seed), self._world_size
+        # With fewer rounds, pairs of 8 ranks depend on each other.
+        count = 2 * n.bit_length() + 8
+        return [
+            [(draw.randrange(n), draw.getrandbits(64)) for _ in range(count)]
+            for _ in range(self._period)
+        ]
+
     def _parameters(self) -> dict[str, Any]:
-        return {"seed": self._seed, "period": len(self._shuffles)}
+        return {"seed": self._seed, "period": self._period}
 
     def phase_count(self) -> int:
         """`period`."""
-        return len(self._shuffles)
+        return self._period
 
     def own_group(self, rank: int, phase: int) -> Sequence[int]:
         """The ranks that are shuffled to the places of a pair, or of the triple."""
