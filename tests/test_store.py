@@ -138,6 +138,27 @@ def test_a_stopped_store_is_not_waited_for_for_ever_and_answers_later_calls() ->
         assert store.get("old") == "old"
 
 
+def test_only_waits_for_an_answer_count_as_silence_of_the_store() -> None:
+    now = time.monotonic
+
+    def later() -> float:
+        return now() + 100
+
+    with StoreProcess() as server:
+        store = BoundedStore(server.connect(0), timedelta(seconds=8.0))
+        store.set("key", "value")
+        assert store.get("key") == "value"
+        # This process seems to have been stopped between the calls, for longer than the timeout.
+        with mock.patch("time.monotonic", later), ThreadPoolExecutor() as pool:
+            server.signal(signal.SIGSTOP)
+            answer, start = pool.submit(store.get, "key"), now()
+            # More than the least wait.
+            time.sleep(2.5)
+            server.signal(signal.SIGCONT)
+            assert answer.result() == "value"
+            assert now() - start >= 2.5
+
+
 def test_calls_to_a_store_whose_server_has_ended_end_at_once_and_write_no_stack(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

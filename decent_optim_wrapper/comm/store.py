@@ -7,7 +7,6 @@ the store has. Here such calls run on separate threads and are abandoned after a
 from __future__ import annotations
 
 import socket
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -68,7 +67,8 @@ class BoundedStore:
 
     Args:
         store: the store; it is cloned, not used itself.
-        timeout: how long the store may be silent.
+        timeout: how long the store may be silent. Only waits for an answer count: between two calls
+            the store owes none, and time in which this process is stopped is not its silence.
         ours: whether only this object uses the store, so that it is cloned only after a failure.
     """
 
@@ -79,7 +79,8 @@ class BoundedStore:
         self._lifeline: socket.socket | None = None
         self._reached = False
         self._timeout = timeout.total_seconds()
-        self._answered = time.monotonic()
+        # Seconds of the waits since the last answer.
+        self._silent = 0.0
 
     def connect(self) -> None:
         """Connect before the first call, with more time than for an answer.
@@ -91,9 +92,9 @@ class BoundedStore:
 
     def set(self, key: str, value: str) -> None:
         """Write a value; sending it does not count as an answer of the store."""
-        answered = self._answered
+        silent = self._silent
         self._call(lambda store: store.set(key, value))
-        self._answered = answered
+        self._silent = silent
 
     def get(self, key: str) -> str:
         """The value of an existing key."""
@@ -155,7 +156,7 @@ class BoundedStore:
 
     def note_answer(self) -> None:
         """Note that the store has answered over another connection."""
-        self._answered = time.monotonic()
+        self._silent = 0.0
 
     def _call(self, ask: Callable[[Any], Any], least: float = _LEAST_SECONDS) -> Any:
         """Ask the store, and wait at least `least` seconds for an answer.
@@ -170,14 +171,14 @@ class BoundedStore:
             connection = cloned(self._store) if known is None else known
             return connection, ask(connection)
 
-        silent = time.monotonic() - self._answered
+        bound = max(least, self._timeout - self._silent)
         try:
             # After a failure the connection is not used again: a late answer would be read as the
             # answer to the next call.
-            self._connection, answer = within(max(least, self._timeout - silent), connect_and_ask)
+            self._connection, answer = within(bound, connect_and_ask)
         except TimeoutError as error:
-            silent = time.monotonic() - self._answered
-            raise DistStoreError(f"no answer for {silent:.1f} s") from error
+            self._silent += bound
+            raise DistStoreError(f"no answer for {self._silent:.1f} s") from error
         self.note_answer()
         return answer
 
