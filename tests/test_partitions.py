@@ -167,27 +167,26 @@ def test_a_dead_link_is_found_whatever_the_timeout_is_and_a_slow_rank_is_waited_
 LEFT, RIGHT = (0, 1), (2, 3)
 
 
-@pytest.mark.parametrize(("servers", "both_reach_the_store"), [(0, True), (3, False)])
-def test_of_two_halves_of_a_torn_network_one_goes_on(
-    servers: int, both_reach_the_store: bool
-) -> None:
-    """The left half has the store, or two of the three servers of etcd."""
-    if servers:
+@pytest.mark.parametrize("store", ["TCPStore", "etcd"])
+def test_of_two_halves_of_a_torn_network_one_goes_on(store: str) -> None:
+    """Both halves reach the `TCPStore`; the left one keeps two of the three servers of etcd."""
+    uses_etcd = store == "etcd"
+    if uses_etcd:
         require_etcd()
     ranks = len(LEFT + RIGHT)
-    stores = list(range(ranks, ranks + max(1, servers)))
+    stores = [*range(ranks, ranks + (3 if uses_etcd else 1))]
     with netlab.lab(ranks + len(stores), "400mbit") as where:
-        etcd = EtcdServers(servers, where=where) if servers else None
+        etcd = EtcdServers(len(stores), where=where) if uses_etcd else None
         with ranks_on(where, 6.0, ranks, etcd) as processes:
             processes.all_reach("round 3")
             left, right = [*LEFT], [*RIGHT]
-            if not both_reach_the_store:
+            if uses_etcd:
                 left, right = left + stores[:2], right + stores[2:]
             for one, other in product(left, right):
                 cut_between(where, one, other)
             while len(ended := processes.ended()) < 2:
                 time.sleep(0.1)
-            assert ended == {*RIGHT} or (both_reach_the_store and ended == {*LEFT})
+            assert ended == {*RIGHT} or (not uses_etcd and ended == {*LEFT})
             failures: list[Failure] = processes.results(*ended)
             assert [failure.kind for failure in failures] == 2 * ["PeerError"]
             kept = LEFT if ended == {*RIGHT} else RIGHT
