@@ -15,7 +15,7 @@ from unittest import mock
 from ranks import print_to, start_process
 
 from decent_optim_wrapper.cli import main
-from decent_optim_wrapper.launcher import meeting
+from decent_optim_wrapper.launcher import meeting, nodes
 from decent_optim_wrapper.launcher.bound import bind
 from decent_optim_wrapper.launcher.store_process import serve
 
@@ -71,6 +71,14 @@ def ours(command: Sequence[str]) -> int:
     """Run our launcher, with a store that is there sooner."""
     with mock.patch.object(meeting, "StoreProcess", ForkedStore):
         return with_own_store(command)
+
+
+def hurried(
+    command: Sequence[str], pause: float = 0.1, seconds: float = 90.0, launcher: Launcher = ours
+) -> int:
+    """Run a launcher that looks after others every `pause` seconds, and waits for a store."""
+    with mock.patch.multiple(nodes, PAUSE=pause, SILENT_SECONDS=seconds):
+        return launcher(command)
 
 
 class Launched:

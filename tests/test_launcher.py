@@ -18,12 +18,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from launched import Launched, Launcher, children, is_alive, ours, with_own_store
+from launched import Launched, Launcher, children, hurried, is_alive, with_own_store
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import run as torch_run
 
 from decent_optim_wrapper.cli import main
-from decent_optim_wrapper.launcher import nodes
 from decent_optim_wrapper.start.launched_store import find_launched_store
 
 pytestmark = [
@@ -232,15 +231,6 @@ def test_signals_reach_the_ranks_and_a_second_one_of_those_that_end_them_kills_t
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
-
-
-def hurried(
-    command: Sequence[str], pause: float = 0.1, seconds: float = 90.0, launcher: Launcher = ours
-) -> int:
-    """Run a launcher that looks after others every `pause` seconds, and waits for a store."""
-    patched: dict[str, Any] = {"_PAUSE": pause, "_SILENT_SECONDS": seconds}
-    with mock.patch.multiple(nodes, **patched):
-        return launcher(command)
 
 
 @contextmanager

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from etcd_servers import EtcdServers, free_ports, require_etcd
-from launched import Launched, children, is_alive, ours
+from launched import Launched, children, hurried, is_alive, ours
 
 from decent_optim_wrapper.comm.store_url import StoreUrl
 from decent_optim_wrapper.start.launched_store import find_launched_store
@@ -25,15 +25,17 @@ pytestmark = [
 ]
 
 
-# Trains until a file says up to which round, and tells where it is and with whom.
+# Trains until a file says up to which round, and tells where it is and with whom, and after exact
+# averages what it has.
 TRAINING = """
 import torch
-from decent_optim_wrapper import DecentOptimWrapper, Elastic
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule
 
 params = [torch.nn.Parameter(torch.full((50,), float(each))) for each in range(3)]
 optimizer = DecentOptimWrapper(
     torch.optim.SGD(params, lr=0.1),
-    topology="greedy",
+    topology="ring",
+    schedule=Schedule(global_avg_every=10),
     timeout=20,
     bucket_cap_mb=1e-4,
     elastic=Elastic(stale_after=1.0),
@@ -45,6 +47,9 @@ while not last.exists() or optimizer.round < int(last.read_text()):
         param.grad = torch.full_like(param, (rank + 1.0) / (optimizer.round + 1))
     optimizer.step()
     tell(f"at {rank}", f"{optimizer.round} {optimizer.members}")
+    if optimizer.round % 10 == 0:
+        optimizer.synchronize()
+        tell(f"values {rank}", f"{optimizer.round} {[param.sum().item() for param in params]}")
     time.sleep(0.02)
 optimizer.global_avg(may_revert=False)
 """
@@ -53,13 +58,20 @@ optimizer.global_avg(may_revert=False)
 def test_training_goes_on_without_a_server_a_rank_and_a_node(tmp_path: Path) -> None:
     require_etcd()
 
-    def wait_for_members(*ranks: int) -> None:
-        places = [tmp_path / f"at {rank}" for rank in ranks]
+    def wait_for_new(name: str, ranks: Sequence[int], done: Callable[[list[str]], bool]) -> None:
+        """Wait for what ranks tell from now on: a process that has ended has told something."""
+        places = [tmp_path / f"{name} {rank}" for rank in ranks]
         for place in places:
             place.unlink(missing_ok=True)
         nodes[0].wait_until(
-            lambda: all(at.exists() and at.read_text().endswith(f" {ranks}") for at in places)
+            lambda: (
+                all(place.exists() for place in places)
+                and done([place.read_text() for place in places])
+            )
         )
+
+    def wait_for_members(*ranks: int) -> None:
+        wait_for_new("at", ranks, lambda told: all(text.endswith(f" {ranks}") for text in told))
 
     # Two ranks: each of their processes spends four seconds of CPU time on imports.
     with EtcdServers(3) as cluster, ExitStack() as stack:
@@ -72,6 +84,7 @@ def test_training_goes_on_without_a_server_a_rank_and_a_node(tmp_path: Path) -> 
         # Comes back, and the other one trains with it.
         nodes[0].told("pid 0 1")
         wait_for_members(0, 1)
+        wait_for_new("values", (0, 1), lambda told: told[0] == told[1])
         nodes[1].kill()
         wait_for_members(0)
         round_of_rank_0 = int(nodes[0].told("at 0").split()[0])
@@ -93,15 +106,6 @@ def in_memory(command: Sequence[str]) -> int:
     if Path("/dev/shm").is_dir():
         tempfile.tempdir = "/dev/shm"
     return ours(command)
-
-
-NODES = "decent_optim_wrapper.launcher.nodes"
-
-
-def in_memory_hurried(command: Sequence[str]) -> int:
-    """The same, looking after the other nodes in less time."""
-    with mock.patch.multiple(NODES, _PAUSE=0.5, _SILENT_SECONDS=10.0):
-        return in_memory(command)
 
 
 def servers(launcher: Launched) -> list[tuple[int, Path]]:
@@ -156,11 +160,10 @@ def test_the_servers_of_three_nodes_outlive_one_of_them(tmp_path: Path) -> None:
     ports = free_ports(3)
     url = f"etcd://{','.join(f'127.0.0.1:{port}' for port in ports)}/run"
     options = ("--with-etcd", "--nnodes", "3", "--store", url, "--node-rank")
+    launcher = partial(hurried, pause=0.5, seconds=10.0, launcher=in_memory)
     with ExitStack() as stack:
         nodes = [
-            stack.enter_context(
-                Launched(tmp_path, HOLDING, *options, node, launcher=in_memory_hurried)
-            )
+            stack.enter_context(Launched(tmp_path, HOLDING, *options, node, launcher=launcher))
             for node in "012"
         ]
         for rank, node in enumerate(nodes):

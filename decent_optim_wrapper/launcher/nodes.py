@@ -17,10 +17,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from decent_optim_wrapper.comm.background import THREAD_PREFIX
 from decent_optim_wrapper.launcher.output import say
 
-_PAUSE = 1.0
+PAUSE = 1.0
 # Looks without a new beat after which a node has died, and seconds without a look after which the
 # store has. Kubernetes needs some of them to start the pod of node 0 again.
-_LOOKS, _SILENT_SECONDS = 10, 30.0
+_LOOKS, SILENT_SECONDS = 10, 30.0
 _ENDED = "ended"
 
 
@@ -71,7 +71,7 @@ class Nodes:
         if self._keeper is not None and time.monotonic() > self._deadline:
             return (
                 f"the store of node {self._keeper} has not answered for "
-                f"{_SILENT_SECONDS:g} s: look at the launcher there"
+                f"{SILENT_SECONDS:g} s: look at the launcher there"
             )
         return ""
 
@@ -84,14 +84,14 @@ class Nodes:
         self._looked = time.monotonic()
         self._ended = True
         while self._holds and self._silent and self._thread.is_alive() and not should_stop():
-            if time.monotonic() > self._looked + _SILENT_SECONDS:
+            if time.monotonic() > self._looked + SILENT_SECONDS:
                 break
             time.sleep(0.1)
         if self._holds and not self._alone:
             # The other holders look once more, and need most of the servers for that.
-            time.sleep(2 * _PAUSE)
+            time.sleep(2 * PAUSE)
         self._stop.set()
-        self._thread.join(2 * _PAUSE)
+        self._thread.join(2 * PAUSE)
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -105,14 +105,14 @@ class Nodes:
                     f"the store of node {self._keeper} does not answer: no rank is started again "
                     f"before it does"
                 )
-                self._deadline = min(self._deadline, time.monotonic() + _SILENT_SECONDS)
-                self._stop.wait(_PAUSE)
+                self._deadline = min(self._deadline, time.monotonic() + SILENT_SECONDS)
+                self._stop.wait(PAUSE)
 
     def _beat(self, store: Any) -> None:
         for number in count():
             store.set(_beat_key(self._node), _ENDED if self._ended else str(number))
             self._look(store)
-            if self._stop.wait(_PAUSE):
+            if self._stop.wait(PAUSE):
                 store.set(_beat_key(self._node), _ENDED)
                 return
 
@@ -124,7 +124,7 @@ class Nodes:
             for other in list(self._silent):
                 self._look_at(other, store)
         self._looked = time.monotonic()
-        self._deadline = self._looked + _SILENT_SECONDS
+        self._deadline = self._looked + SILENT_SECONDS
 
     def _look_at(self, other: int, store: Any) -> None:
         key = _beat_key(other)
