@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from ranks import (
     end_interpreter,
     environment,
     launcher_store,
+    print_to,
     start_process,
 )
 from torch import Tensor, nn
@@ -313,12 +315,14 @@ def test_what_is_saved_with_equal_keys_is_warned_of_outside_of_averages(
 SECONDS_TO_END = 5 + 8
 # What a shell shows of the end by this signal.
 INTERRUPTED = 128 + signal.SIGINT
+# The end and the rank of a process that imports torch, for three seconds of CPU time.
+SCRIPT = ("interrupt", 0)
 
 
-def end_in_flight(
+def train_in_flight(
     topology: str, end: str, env: dict[str, str], rank: int, ready: Connection
-) -> NoReturn:
-    """End as a script whose optimizer is there until the interpreter ends."""
+) -> DecentOptimWrapper:
+    """Take steps until one is interrupted, or two; the wrapper, with a round in flight."""
     os.environ.update(env, RANK=str(rank))
     begin_process()
     # It is ignored where the tests were started in the background of a shell.
@@ -329,13 +333,19 @@ def end_in_flight(
     elastic = Elastic() if end == "interrupt-elastic" else None
     options: dict[str, Any] = {"topology": topology, "local_world_size": 1, "bucket_cap_mb": 0.5}
     optimizer = DecentOptimWrapper(base, elastic=elastic, **options)
+    for step in range(9 if "interrupt" in end else 2):
+        if step == 1:
+            ready.send(None)
+        if step and rank == 1:
+            time.sleep(7)
+        optimizer.step()
+    return optimizer
+
+
+def end_in_flight(topology: str, end: str, *args: Any) -> NoReturn:
+    """End as a script whose optimizer is there until the interpreter ends."""
     try:
-        for step in range(9 if "interrupt" in end else 2):
-            if step == 1:
-                ready.send(None)
-            if step and rank == 1:
-                time.sleep(7)
-            optimizer.step()
+        optimizer = train_in_flight(topology, end, *args)
     except KeyboardInterrupt:
         end_interpreter(INTERRUPTED)
     if end == "threads":
@@ -348,6 +358,20 @@ def end_in_flight(
     if end == "destroy":
         dist.destroy_process_group()
     end_interpreter()
+
+
+def be_interrupted_in_a_script(*args: Any) -> NoReturn:
+    """As `end_in_flight`, but an interpreter of its own meets the error that nobody catches."""
+    *others, ready = args
+    os.set_inheritable(ready.fileno(), True)
+    script = f"""
+from multiprocessing.connection import Connection
+from test_processes import train_in_flight
+train_in_flight(*{others}, Connection({ready.fileno()}))
+"""
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    print_to(Path(os.devnull))
+    os.execv(sys.executable, [sys.executable, "-c", script])
 
 
 @pytest.mark.parametrize(
@@ -371,9 +395,9 @@ def test_a_script_that_ends_with_a_round_in_flight_exits_cleanly(
         env = environment(stores[-1], size, 1)
         for rank in range(size):
             ours, theirs = PROCESSES.Pipe(duplex=False)
-            ranks[topology, end, rank] = start_process(
-                end_in_flight, topology, end, env, rank, theirs
-            )
+            is_script = (end, rank) == SCRIPT
+            main = be_interrupted_in_a_script if is_script else end_in_flight
+            ranks[topology, end, rank] = start_process(main, topology, end, env, rank, theirs)
             theirs.close()
             ready.append(ours)
     assert all(pipe.poll(60) for pipe in ready)
@@ -386,4 +410,7 @@ def test_a_script_that_ends_with_a_round_in_flight_exits_cleanly(
     for process in ranks.values():
         process.join(max(0.0, deadline - time.monotonic()))
     codes = {where: process.exitcode for where, process in ranks.items()}
-    assert codes == {where: INTERRUPTED if where in interrupted else 0 for where in ranks}
+    expected = {where: INTERRUPTED if where in interrupted else 0 for where in ranks}
+    # The interpreter ends itself by the signal.
+    expected.update({where: -signal.SIGINT for where in ranks if where[1:] == SCRIPT})
+    assert codes == expected
