@@ -184,15 +184,15 @@ class FakeEvent:
 
 
 class FakeWork:
-    """A work that is done."""
+    """A work that is done, under the name of its call."""
 
-    def __init__(self, mode: FakeCuda, nccl: bool) -> None:
-        self._mode, self._nccl = mode, nccl
+    def __init__(self, mode: FakeCuda, nccl: bool, name: str) -> None:
+        self._mode, self._nccl, self._name = mode, nccl, name
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """ProcessGroupNCCL keeps the host busy if there is a timeout."""
         if self._nccl:
-            self._mode.note("order" if timeout is None else "spin", "work.wait")
+            self._mode.note("order" if timeout is None else "spin", self._name)
         return True
 
     def is_completed(self) -> bool:
@@ -270,7 +270,8 @@ class FakeGroup(dist.ProcessGroup):
         self.calls.append((call, device.type))
         if device.type == "cuda":
             self.on_gpu.append((self._number, call))
-        return FakeWork(self._mode, backend.name() == self._nccl)
+        count = sum(each == call for _, each in self.on_gpu)
+        return FakeWork(self._mode, backend.name() == self._nccl, f"{call} {count}")
 
     def _play(self, target: Tensor, source: Tensor) -> None:
         self._mode.muted = True

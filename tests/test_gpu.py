@@ -595,18 +595,35 @@ def test_a_round_that_step_posts_is_one_kernel(
 
 
 def test_a_forward_pass_waits_for_its_own_bucket_only() -> None:
-    with fake_cuda(NCCL) as (_, group):
-        model = nn.Sequential(*(nn.Linear(31, 31, device="cuda") for _ in range(4)))
+    with fake_cuda(NCCL) as (mode, group):
+        model = nn.Sequential(*(Detached(31, 31, device="cuda") for _ in range(4)))
         for param in model.parameters():
             param.grad = torch.zeros_like(param)
         options: dict[str, Any] = {"process_group": group, "bucket_cap_mb": CAP_MB / 2}
         optimizer = DecentOptimWrapper(
             SGD(model.parameters()), model=model, overlap="forward", **options
         )
-        group.on_gpu.clear()
-        optimizer.step()
-        kernels = [call for _, call in group.on_gpu if call == "exchange"]
-        assert len(kernels) >= len(optimizer.buckets) == BUCKETS
+        waited: list[set[str]] = []
+
+        def look(*_: object) -> None:
+            waited.append({each.what for each in mode.noted if each.kind == "order"})
+
+        for module in model:
+            module.register_forward_hook(look)
+        # The first pass shows which modules are called, and waits for all.
+        for _ in range(2):
+            mode.step += 1
+            group.on_gpu.clear()
+            optimizer.step()
+            mode.noted.clear()
+            waited.clear()
+            model(torch.empty(3, 31, device="cuda"))
+        first, second = optimizer.buckets
+        assert [each.members[0] for each in (first, second)] == [model[0].weight, model[2].weight]
+        # A bucket and its flags are an exchange each.
+        of_first = {"exchange 1", "exchange 2"}
+        of_both = {*of_first, "exchange 3", "exchange 4"}
+        assert waited == [of_first, of_first, of_both, of_both]
 
 
 def test_nothing_of_a_round_that_fails_on_its_way_starts_later() -> None:
