@@ -81,7 +81,7 @@ def four_ranks() -> Iterator[KeptRanks]:
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter end as usual: nanobind lists what it cannot free then, after the dots."""
+    """Let the interpreter end as usual: Triton would list what cannot be freed, after the dots."""
     gc.unfreeze()
 
 

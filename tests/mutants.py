@@ -50,11 +50,12 @@ BY_PROCESSES: dict[str, tuple[str, ...]] = {
         *("tests/test_processes.py", "tests/test_recovery.py", "tests/test_mesh.py"),
         *("tests/test_mesh_checkpoint.py", "tests/test_mesh_faults.py"),
     ),
-    "integrations": ("tests/test_accelerate.py", "tests/test_lightning.py"),
+    "integrations": ("tests/test_frameworks.py",),
     "launcher": ("tests/test_launcher.py", "tests/test_launcher_store.py"),
     "mesh": ("tests/test_mesh.py", "tests/test_mesh_faults.py"),
     "start": ("tests/test_processes.py", "tests/test_mesh.py"),
 }
+assert all((ROOT / test).is_file() for tests in BY_PROCESSES.values() for test in tests)
 # Each changes into the other.
 COMPARISONS: list[tuple[type[ast.cmpop], type[ast.cmpop]]] = [
     *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq)),

@@ -313,7 +313,7 @@ def begin_process() -> None:
 
 def end_interpreter(code: int = 0) -> NoReturn:
     """End as a script does: a process of multiprocessing ends without finalising Python."""
-    # Triton says in fifty lines what it leaks.
+    # Triton would list what cannot be freed.
     print_to(Path(os.devnull))
     ctypes.pythonapi.Py_Exit(code)
     raise AssertionError("it does not return")

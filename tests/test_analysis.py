@@ -130,13 +130,17 @@ def test_the_rate_of_a_schedule_that_never_averages_exactly() -> None:
         assert consensus_rate(topology) == rate, topology
 
 
-@pytest.mark.parametrize("world_size", [6, 7, 16])
-def test_random_pairs_halve_the_expected_squared_distance(world_size: int) -> None:
+# Of n ranks in g groups.
+@pytest.mark.parametrize(("world_size", "groups"), [(6, 3), (7, 3), (16, 8)])
+def test_random_pairs_leave_a_known_share_of_the_squared_distance(
+    world_size: int, groups: int
+) -> None:
     topology = RandomMatching(world_size, period=2000)
     matrices = torch.stack([topology.mixing_matrix(phase) for phase in range(topology.period)])
     # Averages of groups are projections, whose squares are themselves.
     torch.testing.assert_close(matrices @ matrices, matrices)
-    assert 0.3 < torch.linalg.eigvalsh(matrices.mean(0))[-2] < 0.53
+    left = torch.linalg.eigvalsh(matrices.mean(0))[-2].item()
+    assert left == pytest.approx((groups - 1) / (world_size - 1), abs=0.06)
 
 
 def test_random_pairs_are_uniform_and_independent_of_each_other() -> None:

@@ -105,7 +105,9 @@ EXTENSIONS: dict[str, dict[str, Any]] = {
     "state gossip": {"average_state": ("momentum_buffer",)},
 }
 # Whose momentum is replaced.
-OF_ADAM: dict[str, dict[str, Any]] = {"tracking of adam": {"gradient_tracking": True, "adam": True}}
+TRACKING_OF_ADAM: dict[str, dict[str, Any]] = {
+    "tracking of adam": {"gradient_tracking": True, "adam": True}
+}
 PACES: dict[str, dict[str, Any]] = {
     "each step": {"overlap": True},
     "rare": {"overlap": False, "gossip_every": 2},
@@ -261,7 +263,7 @@ LATER = ["grow", "step", "step", "reload", "step", "step"]
     ("options", "first"),
     [
         *cases(EXTENSIONS, PACES, WIRES, VIEWED, {"first": 0, "second": 1, "third": 2}),
-        *cases(OF_ADAM, {name: PACES[name] for name in ("rare", "late")}, {"second": 1}),
+        *cases(TRACKING_OF_ADAM, {name: PACES[name] for name in ("rare", "late")}, {"second": 1}),
     ],
 )
 def test_a_run_keeps_the_mean_and_is_resumed_between_any_two_calls_bit_for_bit(
@@ -449,7 +451,7 @@ def test_a_step_inside_the_backward_pass_does_the_same_as_one_behind_it(
 
 
 # Those that save something.
-SAVED = {**OF_ADAM, "outer": EXTENSIONS["outer"], "own": {"own": Pull}}
+SAVED = {**TRACKING_OF_ADAM, "outer": EXTENSIONS["outer"], "own": {"own": Pull}}
 EACH_SAVED = pytest.mark.parametrize("extension", SAVED.values(), ids=SAVED)
 
 

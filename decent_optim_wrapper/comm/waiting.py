@@ -68,7 +68,7 @@ class Expected(NamedTuple):
     """Works to wait for, and the bucket and the ranks to name if they fail.
 
     Args:
-        works: the works; what arrives comes before what is sent.
+        works: the works, those that receive first.
         bucket: the position of the bucket that an error names.
         suspects: the ranks, by position.
         on_gpu: whether the works are those of a GPU, which know whether they are done. A wait for
@@ -114,8 +114,8 @@ def _wait_for_each(
     further: Callable[[], Sequence[Expected]] | None,
     begun: list[Expected],
 ) -> None:
-    # First what arrives, of all of them: gloo may forget a send whose connection closes, but no
-    # receive. A thread that waited for the send would keep its connections until the process ends.
+    # First one receive of each: gloo may forget a send whose connection closes, but no receive. A
+    # thread that waited for the send would keep its connections until the process ends.
     for each in expected:
         begun.append(each)
         _wait_for(each.works[:1], each)

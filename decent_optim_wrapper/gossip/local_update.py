@@ -229,7 +229,7 @@ class LocalUpdate:
     def _note_overflow(self, found: Tensor | int | None) -> None:
         """Note the overflow that a fused base sees on the GPU; a number without gradients."""
         if isinstance(found, Tensor):
-            # Both may be 0 or not: a GPU need not have found out yet.
+            # Added, not compared: the GPU may not have computed either yet.
             self.skipped = self.skipped + found
 
     def _correcting(self, params: Sequence[Tensor]) -> AbstractContextManager[Any]:

@@ -81,7 +81,7 @@ SLOW_RATE = "1mbit"
 LOSS = 0.05
 # What a process may need more at the end than after its warm-up.
 GROWTH = {"MiB of memory": 64, "open files": 8, "threads": 6}
-# Reports of how long together show what a process needs when nothing is under way.
+# The least of the reports of so many seconds is what a process needs when nothing is under way.
 SETTLED_SECONDS = 10.0
 SLOW_RANK = 1
 
@@ -767,8 +767,7 @@ def check_stalls(stalls: list[float], timeout: float, allowance: float) -> list[
 
 def least(footprints: Sequence[Footprint]) -> Footprint:
     """What a process needs even when nothing is under way, such as a probe of a link."""
-    mib, files, threads = map(min, *footprints) if len(footprints) > 1 else footprints[0]
-    return Footprint(mib, files, threads)
+    return Footprint(*map(min, zip(*footprints, strict=True)))
 
 
 def growth(footprints: Sequence[Footprint]) -> tuple[Footprint, Footprint]:
