@@ -312,6 +312,16 @@ class RestartableProcesses:
             self._take(remaining)
         return self.reports.pop((rank, key))
 
+    def wait_for_round(self, rank: int, number: int, seconds: float = 60) -> None:
+        """Return once the rank has reported this round or a later one: while left out, it skips."""
+        deadline = time.monotonic() + seconds
+        while not any(
+            teller == rank and key.startswith("round ") and int(key.split()[1]) >= number
+            for teller, key in self.reports
+        ):
+            assert time.monotonic() < deadline, f"rank {rank} did not reach round {number}"
+            self._take(max(0.0, deadline - time.monotonic()))
+
     def wait_for_members(self, rank: int, members: Members, seconds: float = 60) -> None:
         """Return once the rank reports a round, from now on, with these members."""
         deadline = time.monotonic() + seconds

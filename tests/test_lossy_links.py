@@ -57,7 +57,7 @@ def test_all_ranks_are_there_after_many_rounds_over_bad_links(loss: float, delay
         relays = [netlab.lose(where, host, loss, delay, seed=5 + host) for host in HOSTS]
         try:
             for rank in range(RANKS):
-                processes.wait_for(rank, f"round {ROUNDS - ROUNDS % 3}", PATIENCE)
+                processes.wait_for_round(rank, ROUNDS, PATIENCE)
             assert on_host(where, 0, round_trip) >= 2 * delay
             assert not loss or on_host(where, 0, netlab.retransmitted) > before
         finally:
