@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from decent_optim_wrapper.comm.background import in_background
+from decent_optim_wrapper.comm.process_groups import connect_gloo
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.waiting import WireError
 from decent_optim_wrapper.elastic import long_wait
@@ -68,6 +69,18 @@ def no_route(*_: Any) -> None:
     raise RuntimeError("no route to host")
 
 
+def lose_first(store: BoundedStore, prefix: str) -> Callable[..., None]:
+    """In place of `connect_gloo`: the first attempt on a link fails at both of its ends."""
+
+    def connect(pair: Any, end: int, size: int, timeout: timedelta) -> None:
+        pair.set(f"end {end}", str(id(pair)))
+        if store.find(f"{prefix}/0/0-1/end {end}") == str(id(pair)):
+            no_route()
+        connect_gloo(pair, end, size, timeout)
+
+    return connect
+
+
 def wait_until(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not done():
@@ -106,6 +119,21 @@ def test_a_rank_that_asks_late_blames_nobody_and_one_that_gives_up_is_not_met(
         in_time = members[0].links.announce(RANKS)
         with pytest.raises(PeerError, match=r"this rank and ranks \[1\] are alive"):
             members[0].links.check_probe(in_time, members[0].heartbeat)
+
+
+def test_a_link_over_which_only_one_attempt_fails_works(members: list[Member]) -> None:
+    store = members[0].store
+    with mock.patch(CONNECT, side_effect=lose_first(store, "probe 1")) as connect:
+        assert members[0].dead() == []
+        # Two attempts at each of two ends.
+        wait_until(nobody_waits_to_answer)
+        assert connect.call_count == 4
+    for lost, missing in ((lose_first(store, "1/links"), "[]"), (no_route, "[1]")):
+        with mock.patch(CONNECT, side_effect=lost), ThreadPoolExecutor() as pool:
+            for member in members[:2]:
+                pool.submit(member.links.find_dead, 1, RANKS[:2], member.heartbeat)
+        assert store.get("1/missing/0") == missing
+    assert store.get("1/missing/1") == "[0]"
 
 
 def test_a_rank_alone_or_among_more_than_can_be_tried_asks_nobody() -> None:

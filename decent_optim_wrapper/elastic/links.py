@@ -31,6 +31,8 @@ from decent_optim_wrapper.errors import PeerError
 MOST_TRIED = 32
 # The longest attempt to connect a pair: TCP sends its first packet after 0, 1, 3 and 7 s.
 _LONGEST_ATTEMPT = timedelta(seconds=8)
+# A link is dead if this many attempts at once have failed: lost packets may cost one its seconds.
+_ATTEMPTS = 2
 # For how long a rank waits at most for those that it asks, who look twice a second.
 _ANSWER_SECONDS = 3.0
 # For how long these wait: a newcomer looks for another process of its number before it begins.
@@ -95,8 +97,8 @@ class Links:
 
     def _connections(
         self, prefix: str, others: Collection[int], stop: Callable[[], bool]
-    ) -> dict[int, Any]:
-        """A connection to the store for each of these ranks.
+    ) -> dict[int, list[Any]]:
+        """A connection to the store for each attempt to connect to one of these ranks.
 
         A call that waits for a peer's key delays all other calls over its connection.
 
@@ -104,20 +106,27 @@ class Links:
             TimeoutError: the store does not answer, or `stop` has ended it.
         """
 
-        def connect() -> dict[int, Any]:
-            return {rank: PrefixStore(prefix, self._store.clone()) for rank in others}
+        def connect() -> dict[int, list[Any]]:
+            return {rank: self._for_attempts(prefix) for rank in others}
 
         return within(self._timeout.total_seconds(), connect, stop)
 
-    def _try_all(self, stores: Mapping[int, Any], stop: Callable[[], bool]) -> list[int]:
+    def _for_attempts(self, prefix: str) -> list[Any]:
+        """A connection to the store for each attempt to connect to a rank."""
+        return [
+            PrefixStore(f"{prefix}/{number}", self._store.clone()) for number in range(_ATTEMPTS)
+        ]
+
+    def _try_all(self, stores: Mapping[int, list[Any]], stop: Callable[[], bool]) -> list[int]:
         """The ranks that this one cannot connect to; none if `stop` has ended the attempts."""
         attempts = {
             in_background(partial(_connect, store, self._rank, other, self._timeout)): other
-            for other, store in stores.items()
+            for other, each in stores.items()
+            for store in each
         }
         missing = {*stores}
         deadline = time.monotonic() + self._timeout.total_seconds()
-        while attempts and (left := deadline - time.monotonic()) > 0:
+        while attempts and missing and (left := deadline - time.monotonic()) > 0:
             with suppress(TimeoutError):
                 wait_for_any(attempts, left, stop)
             if stop():
@@ -137,22 +146,23 @@ class Links:
 
     def answer(self, number: int) -> None:
         """Try the link to the rank that has announced the probe, on a thread."""
-        # Not in the background: from the thread of the heartbeat, that would be on the first GPU.
-        name = f"{THREAD_PREFIX}probe"
-        threading.Thread(target=self._answer, args=(number,), daemon=True, name=name).start()
+        _on_a_thread(self._answer, number)
 
     def _answer(self, number: int) -> None:
-        # The rank that asks draws the conclusions.
-        with suppress(RuntimeError):
-            store = PrefixStore(_probe_prefix(number), self._store.clone())
-            # A rank that has given up never begins.
-            if _appear(store, [_BEGUN], _BEGIN_SECONDS):
-                asking = int(store.get(_BEGUN))
-                if asking != self._rank:
-                    store.set(_tries_key(self._rank), "1")
-                    # It may wait for others before it tries this link.
-                    seconds = timedelta(seconds=self._answer_seconds)
-                    _connect(store, self._rank, asking, self._timeout + seconds)
+        prefix = _probe_prefix(number)
+        store = PrefixStore(prefix, self._store.clone())
+        # A rank that has given up never begins.
+        if not _appear(store, [_BEGUN], _BEGIN_SECONDS):
+            return
+        asking = int(store.get(_BEGUN))
+        if asking == self._rank:
+            return
+        stores = self._for_attempts(prefix)
+        store.set(_tries_key(self._rank), "1")
+        # It may wait for others before it tries this link.
+        seconds = self._timeout + timedelta(seconds=self._answer_seconds)
+        for each in stores:
+            _on_a_thread(_connect, each, self._rank, asking, seconds)
 
     def check_probe(self, probe: Probe, heartbeat: Heartbeat) -> None:
         """Check the links of this newcomer to the members that answer.
@@ -212,6 +222,20 @@ class Links:
             f"to each other, and the others go on without this one; repair the link, and "
             f"restart this rank"
         )
+
+
+def _on_a_thread(action: Callable[..., None], *args: Any) -> None:
+    """Run a part of an answer to a probe; the rank that asks draws the conclusions.
+
+    It does not run in the background: from the thread of the heartbeat, that would be on the first
+    GPU.
+    """
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            action(*args)
+
+    threading.Thread(target=run, daemon=True, name=f"{THREAD_PREFIX}probe").start()
 
 
 def _connect(store: Any, rank: int, other: int, timeout: timedelta) -> None:
