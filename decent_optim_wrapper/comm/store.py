@@ -92,9 +92,7 @@ class BoundedStore:
 
     def set(self, key: str, value: str) -> None:
         """Write a value; sending it does not count as an answer of the store."""
-        silent = self._silent
-        self._call(lambda store: store.set(key, value))
-        self._silent = silent
+        self._call(lambda store: store.set(key, value), answers=False)
 
     def get(self, key: str) -> str:
         """The value of an existing key."""
@@ -158,8 +156,15 @@ class BoundedStore:
         """Note that the store has answered over another connection."""
         self._silent = 0.0
 
-    def _call(self, ask: Callable[[Any], Any], least: float = _LEAST_SECONDS) -> Any:
+    def _call(
+        self, ask: Callable[[Any], Any], least: float = _LEAST_SECONDS, answers: bool = True
+    ) -> Any:
         """Ask the store, and wait at least `least` seconds for an answer.
+
+        Args:
+            ask: the call.
+            least: in seconds.
+            answers: whether the store has answered once the call returns.
 
         Raises:
             DistError: the store is gone, or does not answer.
@@ -179,7 +184,8 @@ class BoundedStore:
         except TimeoutError as error:
             self._silent += bound
             raise DistStoreError(f"no answer for {self._silent:.1f} s") from error
-        self.note_answer()
+        if answers:
+            self.note_answer()
         return answer
 
 
