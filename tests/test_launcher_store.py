@@ -6,16 +6,20 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from etcd_servers import EtcdServers, free_ports, require_etcd
 from launched import Launched, children, hurried, is_alive, ours
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from decent_optim_wrapper.comm.store_url import StoreUrl
+from decent_optim_wrapper.launcher.nodes import Nodes
 from decent_optim_wrapper.start.launched_store import find_launched_store
 
 pytestmark = [
@@ -193,3 +197,16 @@ def test_variables_of_a_store_that_are_wrong_are_named(url: str, rank: str, word
     environ = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     with pytest.raises(ValueError, match=words):
         find_launched_store({**environ, "DECENT_STORE": url}, None)
+
+
+def test_a_holder_that_finds_a_node_dead_tells_the_other_holders() -> None:
+    store = HashStore()
+    with (
+        mock.patch("decent_optim_wrapper.launcher.nodes.PAUSE", 0.02),
+        ThreadPoolExecutor() as pool,
+    ):
+        holders = [Nodes(lambda: store, each, 3, holders=range(3)) for each in (0, 1)]
+        for ending in [pool.submit(each.leave, lambda: False) for each in holders]:
+            ending.result()
+    beats = PrefixStore("decent_optim_wrapper/launcher", store)
+    assert beats.get("beat/2") == b"ended"

@@ -131,7 +131,11 @@ class Nodes:
         beat = store.get(key).decode() if store.check([key]) else ""
         self._silent[other] = self._silent[other] + 1 if beat == self._beats.get(other) else 0
         self._beats[other] = beat
-        if beat == _ENDED or self._silent[other] >= _LOOKS:
+        if self._silent[other] >= _LOOKS:
+            # The other holders need not look as often before the servers go.
+            store.set(key, _ENDED)
+            beat = _ENDED
+        if beat == _ENDED:
             del self._silent[other]
 
 
