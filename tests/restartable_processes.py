@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -249,8 +250,8 @@ class RestartableProcesses:
         # A pipe for each life: a shared queue would stay locked by a rank that is killed.
         self._pipes: dict[Connection, int] = {}
         self.reports: dict[tuple[int, str], Any] = {}
-        # The last round that a rank has reported.
-        self._reached = 0
+        # The last round that each rank has reported.
+        self._reached: Counter[int] = Counter()
 
     def __enter__(self) -> Self:
         for rank in range(self.world_size):
@@ -289,7 +290,7 @@ class RestartableProcesses:
     def finish(self, margin: int = 30) -> None:
         """Let the ranks end some rounds after the last that one of them has reported."""
         self._take_all()
-        self.store.set("finish", str(self._reached + margin))
+        self.store.set("finish", str(max(self._reached.values(), default=0) + margin))
 
     def epoch(self) -> int:
         """How often the ranks of the first wrapper have agreed on their members."""
@@ -315,10 +316,7 @@ class RestartableProcesses:
     def wait_for_round(self, rank: int, number: int, seconds: float = 60) -> None:
         """Return once the rank has reported this round or a later one: while left out, it skips."""
         deadline = time.monotonic() + seconds
-        while not any(
-            teller == rank and key.startswith("round ") and int(key.split()[1]) >= number
-            for teller, key in self.reports
-        ):
+        while self._reached[rank] < number:
             assert time.monotonic() < deadline, f"rank {rank} did not reach round {number}"
             self._take(max(0.0, deadline - time.monotonic()))
 
@@ -356,7 +354,7 @@ class RestartableProcesses:
                 continue
             assert key != "error", f"rank {rank} raised:\n{value}"
             if key.startswith("round "):
-                self._reached = max(self._reached, int(key.split()[1]))
+                self._reached[rank] = max(self._reached[rank], int(key.split()[1]))
             self.reports[rank, key] = value
             taken.add((rank, key))
         return taken
