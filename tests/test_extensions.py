@@ -134,11 +134,13 @@ def test_the_rate_follows_the_learning_rate(
 def test_what_is_not_finite_heals_under_outer_momentum_too() -> None:
     schedule = Schedule(outer=nesterov(0.5))
 
-    def main(rank: int, group: dist.ProcessGroup) -> list[bool]:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[list[bool], list[int]]:
         params = make_params()
         options: Any = {"schedule": schedule, "on_nonfinite": "skip", "topology": "ring"}
         optimizer = wrap(params, group, SGD(params, lr=0.01), **options)
-        finite = []
+        finite: list[bool] = []
+        # In which steps the momentum of a parameter has begun anew.
+        anew: list[int] = []
         for step in range(8):
             backward(params, rank, step)
             for param in params:
@@ -148,12 +150,16 @@ def test_what_is_not_finite_heals_under_outer_momentum_too() -> None:
                     param.data.fill_(float("nan"))
             optimizer.step()
             finite.append(bool(flatten(params).isfinite().all()))
+            rows = optimizer.state_dict()["gossip"]["extensions"]["outer_optimizer"]["params"]
+            anew += [step] * any(not row["started"] for row in rows)
         optimizer.synchronize()
-        return finite
+        return finite, anew
 
-    for rank, finite in enumerate(run_threads(4, main)):
+    for rank, (finite, anew) in enumerate(run_threads(4, main)):
         assert finite[:3] == [True, True, rank > 1]
         assert all(finite[-2:])
+        # While the mean of two bad neighbours was what they had.
+        assert anew == ([2, 3] if rank < 2 else [])
 
 
 def test_an_exact_average_of_two_ranks_is_not_rounded() -> None:
