@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import signal
 import threading
 import time
@@ -424,6 +425,18 @@ def test_of_two_halves_that_both_decide_to_go_on_only_one_does(quick: tuple[int,
         for rank in slow:
             text = f"waited 0:00:01 for the other ranks, of which {[*quick]}"
             assert text in str(ends[rank].result(40)), f"{slow} train beside {quick}"
+
+
+def test_a_rank_that_comes_back_when_the_others_have_finished_waits_for_one_timeout() -> None:
+    """They may be started again, too, but need no time to notice this one."""
+    store = HashStore()
+    ranks = rendezvous(store, 3, timeout=2.0)
+    assert gather(ranks, FIRST_NOTE) == [(0, 1, 2)] * 3
+    # Their heartbeats end with them.
+    ranks.clear()
+    came_back = rendezvous_of(store, 2, 3, timeout=2.0)
+    text = r"rank 2: waited 0:00:02 for .* of which \[0, 1\] did not come; .* have finished"
+    assert re.match(text, str(enter(came_back, FIRST_NOTE)))
 
 
 def test_an_error_of_another_thread_does_not_come_to_hold_the_frames_that_wait() -> None:

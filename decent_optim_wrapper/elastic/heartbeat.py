@@ -114,7 +114,7 @@ class Heartbeat:
         last = {key: self._store.find(key) for key in map(_key, ranks)}
         heard = set[str]()
         deadline = time.monotonic() + _LOOKS_FOR_OTHERS * self._pause
-        while time.monotonic() < deadline:
+        while last and time.monotonic() < deadline:
             time.sleep(self._pause / 5)
             for key, old in last.items():
                 beat = self._store.find(key)

@@ -42,7 +42,8 @@ _POLL_SECONDS_PER_RANK = 1e-4
 # Members are alive when a group is made: they connect soon, or one of them has just died.
 _CONNECT = timedelta(seconds=10)
 # Before the others notice a rank that comes back, they may wait for a lost rank, for each other,
-# for the connections of an epoch and for its first collective, each up to the timeout.
+# for the connections of an epoch and for its first collective, each up to the timeout. If they send
+# no heartbeats, they may have finished.
 _NEWCOMER_TIMEOUTS = 4
 _LEAST_ATTEMPTS = 2
 # The number of members to ask whether the others are training.
@@ -75,8 +76,8 @@ class Rendezvous:
         self._everyone = self._members = tuple(range(world_size))
         self._timeout = timeout
         self._epoch = 0
-        # Whether this rank has been a member, and whether any epoch is known to have had members.
-        self._took_part = self._founded = False
+        # Whether this rank has been a member.
+        self._took_part = False
         self._life = 0
         self._links = Links(self._store, rank, timeout)
         self._heartbeat = Heartbeat(self._store, rank, stale_after, self._links.answer)
@@ -142,14 +143,13 @@ class Rendezvous:
         """
         with _store_errors(self.rank):
             self._store.connect()
-            epoch, theirs = self._store.find("epoch"), self._store.find("agreement")
-            if epoch is None or theirs is None:
+            theirs = self._store.find("agreement")
+            if theirs is None:
                 return
             text, published = "\n".join(lines), "\n".join(theirs.split("\n")[: len(lines)])
             if text == published:
                 return
-            members = json.loads(self._store.get(_members_key(int(epoch))))
-            if self._heartbeat.hears_members(members[:_ASKED]):
+            if self._heartbeat.hears_members(_asked(self._store, self.rank)):
                 self._refuse(text, published)
 
     def _refuse(self, text: str, theirs: str) -> NoReturn:
@@ -222,10 +222,8 @@ class Rendezvous:
             ValueError: another process that is alive has this rank number.
         """
         self._store.connect()
-        epoch = self._store.find("epoch")
-        members = json.loads(self._store.get(_members_key(int(epoch)))) if epoch else ()
         # The members answer while this rank looks for another process of its number.
-        probe = self._links.announce(members)
+        probe = self._links.announce(_last_members(self._store))
         if self._store.check([_starts_key(self.rank)]) and self._heartbeat.is_taken():
             raise ValueError(
                 f"rank {self.rank}: another process with this rank number is alive on the same "
@@ -276,7 +274,6 @@ class Rendezvous:
     def _skip_to_open(self) -> None:
         """Skip the epochs whose members have been written."""
         if self._store.check(["epoch"]):
-            self._founded = True
             self._epoch = max(self._epoch, int(self._store.get("epoch")))
         while self._store.check([_members_key(self._epoch + 1)]):
             self._epoch += 1
@@ -284,13 +281,20 @@ class Rendezvous:
 
     def _agree_on_members(self, epoch: int, needs_state: bool) -> tuple[int, ...]:
         """Wait until the members of the epoch are written, or write them."""
-        comes_back = needs_state and self._founded
-        timeout = self._timeout * (_NEWCOMER_TIMEOUTS if comes_back else 1)
-        deadline = time.monotonic() + timeout.total_seconds()
+        begun, timeouts = time.monotonic(), 1
         while not self._store.check([_members_key(epoch)]):
             if self._heartbeat.is_replaced:
                 self._give_way()
-            late = time.monotonic() > deadline
+            timeout = self._timeout * timeouts
+            late = time.monotonic() > begun + timeout.total_seconds()
+            if (
+                late
+                and needs_state
+                and timeouts < _NEWCOMER_TIMEOUTS
+                and self._heartbeat.hears_members(_asked(self._store, self.rank))
+            ):
+                timeouts += 1
+                continue
             if present := self._founders(epoch) if needs_state else self._survivors(epoch, late):
                 self._store.claim(_members_key(epoch), json.dumps(present))
             elif late and needs_state:
@@ -298,7 +302,8 @@ class Rendezvous:
                 absent = sorted({*self._everyone}.difference(here))
                 raise PeerError(
                     f"rank {self.rank}: waited {timeout} for the other ranks, of which {absent} "
-                    f"did not come; start every rank, with the same store"
+                    f"did not come; start every rank, with the same store, unless they have "
+                    f"finished"
                 )
             elif late:
                 self.leave()
@@ -433,6 +438,17 @@ def _starts_key(rank: int) -> str:
 
 def _note_key(epoch: int, rank: int) -> str:
     return f"{epoch}/note/{rank}"
+
+
+def _last_members(store: BoundedStore) -> list[int]:
+    """The members of the last epoch that was connected; none before the first one."""
+    epoch = store.find("epoch")
+    return [] if epoch is None else list(json.loads(store.get(_members_key(int(epoch)))))
+
+
+def _asked(store: BoundedStore, rank: int) -> list[int]:
+    """Those of the last members that this rank asks whether they are training."""
+    return [member for member in _last_members(store) if member != rank][:_ASKED]
 
 
 @contextmanager
