@@ -148,10 +148,10 @@ class Supervisor:
         """Why a rank that has died is not started again; empty if it is."""
         if self._passed_on:
             return f"of {self._surroundings.received[0].name}"
-        if rank.starts > self._restarts.most:
-            return f"--max-restarts is {self._restarts.most}"
         if self._failed_early:
             return f"all ranks of this node failed within {_EARLY_SECONDS:g} s of their first start"
+        if rank.starts > self._restarts.most:
+            return f"--max-restarts is {self._restarts.most}"
         return self._surroundings.why_no_restart()
 
     def _start_again(self) -> None:
@@ -200,7 +200,7 @@ class Supervisor:
                 rank.signal(signal.SIGKILL)
 
     def _sum_up(self) -> None:
-        """Say in the order of time which ranks have failed first, and which were lost."""
+        """Say in the order of their ends which ranks have failed, and which were lost."""
         for rank, end in self._first.items():
             outcome = "; it was given up" if rank in self._lost else ""
             say(f"first error: {end}{outcome}; see {end.log}", f"rank {rank.rank}")
