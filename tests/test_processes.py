@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dense import oracle
-from problem import flatten, make_params, sgd, take_steps, wrap
+from problem import flatten, make_params, nesterov, sgd, take_steps, wrap
 from ranks import (
     PROCESSES,
     KeptRanks,
@@ -41,7 +43,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from decent_optim_wrapper import DecentOptimWrapper, Elastic, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule, TopologyFactory
 from decent_optim_wrapper.comm import connections
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.process_groups import new_communicator, store_of
@@ -165,11 +167,11 @@ class Trained(NamedTuple):
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-def fresh(seed: int, steps: int = 0) -> Trained:
+def fresh(seed: int, steps: int = 0, **options: Any) -> Trained:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     base = torch.optim.AdamW(model.parameters(), lr=0.05)
-    run = Trained(model, wrap([], base=base, topology="ring"))
+    run = Trained(model, wrap([], base=base, topology="ring", **options))
     run.take_steps(range(steps))
     return run
 
@@ -201,6 +203,39 @@ def test_distributed_checkpoint_resumes_every_rank_bit_for_bit(
     for whole, ends in rows:
         assert ends == [whole] * 2
     assert len({tuple(whole) for whole, _ in rows}) == 4
+
+
+def resume_an_average_by_distributed_checkpoint(folder: str) -> tuple[list[float], ...]:
+    """What follows an average that is loaded by `load_state_dict`, and by torch's functions."""
+    key, schedule = f"rank_{dist.get_rank()}", Schedule(outer=nesterov(0.5))
+    run, ends = fresh(seed=0, steps=3, schedule=schedule), []
+    own = run.values()
+    with run.optimizer.averaged():
+        assert run.values() != own
+        state = copy.deepcopy(run.state_dict())
+        dcp.state_dict_saver.save({key: run}, checkpoint_id=folder)
+    dcp.state_dict_saver.save({key: run}, checkpoint_id=f"{folder}/own")
+    for source in (None, folder, f"{folder}/own"):
+        resumed = fresh(seed=1, schedule=schedule)
+        get_optimizer_state_dict(resumed.model, resumed.optimizer.optimizer)
+        # Also a rank that has an average in place loads what was saved without one.
+        with resumed.optimizer.averaged() if source != folder else nullcontext():
+            if source is None:
+                resumed.load_state_dict(state)
+            else:
+                dcp.state_dict_loader.load({key: resumed}, checkpoint_id=source)
+        resumed.take_steps(range(3, 6))
+        resumed.optimizer.synchronize()
+        ends.append(resumed.values())
+    return tuple(ends)
+
+
+def test_distributed_checkpoint_resumes_from_an_average_as_load_state_dict_does(
+    tmp_path: Path, four_ranks: KeptRanks
+) -> None:
+    rows = four_ranks.run(resume_an_average_by_distributed_checkpoint, str(tmp_path))
+    for by_itself, by_torch, own in rows:
+        assert by_torch == by_itself != own
 
 
 NO_ROUND = r"get_state_dict\(\) leaves out .* starts at round 0.*gossip_state_dict"

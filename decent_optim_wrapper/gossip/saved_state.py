@@ -39,6 +39,8 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
     gossip.settle()
     state = gossip.pipeline.state._asdict()
     age = state.pop("age")
+    # Even outside of an average: torch.distributed.checkpoint loads into existing entries.
+    state["kept"] = False
     if gossip.loaded.is_average or gossip.average.snapshot is not None:
         # The next step() would keep the average, which is what is saved now.
         state |= {"in_flight": False, "kept": True}
@@ -46,7 +48,7 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
         # Others may have mixed it, or not have launched it yet.
         state["in_flight"] = False
     elif gossip.pipeline.policy.pacing.needs_snapshot:
-        # Even if no round is in flight: torch.distributed.checkpoint loads into existing entries.
+        # Even if no round is in flight.
         state |= {"age": age, "launch_snapshot": gossip.pipeline.in_flight.values(gossip.params)}
     if extensions := {
         each.name: each.state_dict() for each in gossip.pipeline.extensions.all if each.name
@@ -67,7 +69,7 @@ def named_state(gossip: Gossip) -> dict[str, Any]:
     Raises:
         ValueError: something is saved of each parameter, and their names are not known.
     """
-    state = {"kept": False, **gossip_state(gossip)}
+    state = gossip_state(gossip)
 
     def named(rows: list[Any], params: list[Tensor]) -> dict[str, Any]:
         return dict(zip(gossip.replica.names_of(params), rows, strict=True))
