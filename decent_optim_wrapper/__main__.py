@@ -1,7 +1,13 @@
 """``python -m decent_optim_wrapper``."""
 
+import os
 import sys
 
 from decent_optim_wrapper.cli import main
 
-sys.exit(main())
+code = main()
+# Not sys.exit: a thread of a launcher may still wait for a store that has lost its majority, and
+# would abort the process while Python is finalised.
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(code)

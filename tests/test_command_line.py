@@ -9,6 +9,8 @@ import os
 import re
 import runpy
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from unittest import mock
 import netlab
 import pytest
 import torch
-from ranks import run_processes
+from ranks import print_to, run_processes, start_process
 
 from decent_optim_wrapper import Group, Topology
 from decent_optim_wrapper.cli import main
@@ -192,9 +194,32 @@ def test_bad_arguments_give_one_line_and_exit_2_before_the_ranks_meet(
 def run_module(rank: int, command: str) -> tuple[object, str]:
     """``python -m decent_optim_wrapper`` with these arguments; its exit status and output."""
     sys.argv[1:] = command.split()
-    with contextlib.redirect_stdout(io.StringIO()) as output, pytest.raises(SystemExit) as caught:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as output,
+        mock.patch("os._exit", side_effect=sys.exit),
+        pytest.raises(SystemExit) as caught,
+    ):
         runpy.run_module("decent_optim_wrapper", run_name="__main__")
     return caught.value.code, output.getvalue()
+
+
+def run_beside_a_busy_thread(command: str, output: Path) -> None:
+    print_to(output)
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    sys.argv[1:] = command.split()
+    runpy.run_module("decent_optim_wrapper", run_name="__main__")
+
+
+def test_a_thread_in_a_call_does_not_delay_or_abort_the_end(tmp_path: Path) -> None:
+    """As that of a launcher whose store has lost its majority."""
+    output = tmp_path / "output"
+    process = start_process(run_beside_a_busy_thread, "topologies --world-size 4", output)
+    process.join(40)
+    try:
+        assert process.exitcode == 0
+        assert "ring" in output.read_text()
+    finally:
+        process.kill()
 
 
 def measured(ranks: int, options: str) -> str:
