@@ -67,9 +67,9 @@ class CountingStore(BoundedStore):
         self.keys += len(keys)
         return super().get_all(keys)
 
-    def _call(self, ask: Callable[[Any], Any], *least: float) -> Any:
+    def _call(self, ask: Callable[[Any], Any], *least: float, **options: bool) -> Any:
         self.calls += 1
-        return super()._call(ask, *least)
+        return super()._call(ask, *least, **options)
 
 
 class Rank(Rendezvous):
