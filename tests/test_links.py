@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.process_groups import connect_gloo
@@ -69,10 +69,17 @@ def no_route(*_: Any) -> None:
     raise RuntimeError("no route to host")
 
 
-def lose_first(store: BoundedStore, prefix: str) -> Callable[..., None]:
-    """In place of `connect_gloo`: the first attempt on a link fails at both of its ends."""
+def lose_first(store: BoundedStore, prefix: str, ends: list[int]) -> Callable[..., None]:
+    """In place of `connect_gloo`: the first attempt on a link fails at both of its ends.
+
+    Args:
+        store: the store.
+        prefix: of the keys of the trial.
+        ends: the end of each attempt, 0 or 1, is added.
+    """
 
     def connect(pair: Any, end: int, size: int, timeout: timedelta) -> None:
+        ends.append(end)
         pair.set(f"end {end}", str(id(pair)))
         if store.find(f"{prefix}/0/0-1/end {end}") == str(id(pair)):
             no_route()
@@ -121,19 +128,36 @@ def test_a_rank_that_asks_late_blames_nobody_and_one_that_gives_up_is_not_met(
             members[0].links.check_probe(in_time, members[0].heartbeat)
 
 
+@pytest.mark.slow
 def test_a_link_over_which_only_one_attempt_fails_works(members: list[Member]) -> None:
-    store = members[0].store
-    with mock.patch(CONNECT, side_effect=lose_first(store, "probe 1")) as connect:
+    store, ends = members[0].store, list[int]()
+    with mock.patch(CONNECT, lose_first(store, "probe 1", ends)):
         assert members[0].dead() == []
-        # Two attempts at each of two ends.
-        wait_until(nobody_waits_to_answer)
-        assert connect.call_count == 4
-    for lost, missing in ((lose_first(store, "1/links"), "[]"), (no_route, "[1]")):
-        with mock.patch(CONNECT, side_effect=lost), ThreadPoolExecutor() as pool:
-            for member in members[:2]:
+        wait_until(lambda: sorted(ends) == [0, 0, 1, 1])
+    for lost, missing in ((lose_first(store, "1/links", ends), "[]"), (no_route, "[1]")):
+        with mock.patch(CONNECT, lost), ThreadPoolExecutor() as pool:
+            trials = [
                 pool.submit(member.links.find_dead, 1, RANKS[:2], member.heartbeat)
+                for member in members[:2]
+            ]
+            assert [trial.result(PATIENCE) for trial in trials] == [None] * 2
         assert store.get("1/missing/0") == missing
     assert store.get("1/missing/1") == "[0]"
+
+
+def test_links_of_many_ranks_are_tried_once() -> None:
+    """Else the process that holds the store might run out of open files."""
+    store, heartbeat = mock.Mock(spec=BoundedStore), mock.Mock(spec=Heartbeat)
+    heartbeat.hears_members.return_value = False
+    store.clone.side_effect = HashStore
+    for size, attempts in ((16, 2), (17, 1)):
+        store.clone.reset_mock()
+        with mock.patch("decent_optim_wrapper.elastic.links._ANSWER_SECONDS", 0.0):
+            links = Links(store, 0, TIMEOUT)
+        store.check.return_value = False
+        store.add.return_value = 5
+        assert links.find_dead_by_probe(range(size), heartbeat) == []
+        assert store.clone.call_count == attempts * (size - 1)
 
 
 def test_a_rank_alone_or_among_more_than_can_be_tried_asks_nobody() -> None:

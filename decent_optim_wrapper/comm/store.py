@@ -163,7 +163,7 @@ class BoundedStore:
 
         Args:
             ask: the call.
-            least: in seconds.
+            least: seconds to wait at least.
             answers: whether the store has answered once the call returns.
 
         Raises:

@@ -27,18 +27,20 @@ from decent_optim_wrapper.comm.waiting import wait_for_any, within
 from decent_optim_wrapper.elastic.heartbeat import PROBES_KEY, Heartbeat
 from decent_optim_wrapper.errors import PeerError
 
-# Every pair needs its own connection and threads.
+# Every attempt on a pair needs its own connection and threads.
 MOST_TRIED = 32
 # The longest attempt to connect a pair: TCP sends its first packet after 0, 1, 3 and 7 s.
 _LONGEST_ATTEMPT = timedelta(seconds=8)
-# A link is dead if this many attempts at once have failed: lost packets may cost one its seconds.
-_ATTEMPTS = 2
+# A link of up to so many ranks is dead if two attempts at once have failed: lost packets may use up
+# the time of one. Among more ranks, the store's process might run out of open files.
+_MOST_TRIED_TWICE = 16
 # For how long a rank waits at most for those that it asks, who look twice a second.
 _ANSWER_SECONDS = 3.0
 # For how long these wait: a newcomer looks for another process of its number before it begins.
 _BEGIN_SECONDS = 6.0
 _POLL_SECONDS = 0.1
-# The key of the rank that asks, written when it begins to try its links.
+# The key of the rank that asks and the number of its attempts, written when it begins to try its
+# links.
 _BEGUN = "begun"
 
 
@@ -98,7 +100,7 @@ class Links:
     def _connections(
         self, prefix: str, others: Collection[int], stop: Callable[[], bool]
     ) -> dict[int, list[Any]]:
-        """A connection to the store for each attempt to connect to one of these ranks.
+        """Connections to the store, one for each attempt to connect to one of these ranks.
 
         A call that waits for a peer's key delays all other calls over its connection.
 
@@ -107,15 +109,17 @@ class Links:
         """
 
         def connect() -> dict[int, list[Any]]:
-            return {rank: self._for_attempts(prefix) for rank in others}
+            attempts = range(_attempts(others))
+            begun = {
+                rank: [in_background(partial(self._connection, prefix, each)) for each in attempts]
+                for rank in others
+            }
+            return {rank: [each.result() for each in found] for rank, found in begun.items()}
 
         return within(self._timeout.total_seconds(), connect, stop)
 
-    def _for_attempts(self, prefix: str) -> list[Any]:
-        """A connection to the store for each attempt to connect to a rank."""
-        return [
-            PrefixStore(f"{prefix}/{number}", self._store.clone()) for number in range(_ATTEMPTS)
-        ]
+    def _connection(self, prefix: str, attempt: int) -> Any:
+        return PrefixStore(f"{prefix}/{attempt}", self._store.clone())
 
     def _try_all(self, stores: Mapping[int, list[Any]], stop: Callable[[], bool]) -> list[int]:
         """The ranks that this one cannot connect to; none if `stop` has ended the attempts."""
@@ -154,14 +158,14 @@ class Links:
         # A rank that has given up never begins.
         if not _appear(store, [_BEGUN], _BEGIN_SECONDS):
             return
-        asking = int(store.get(_BEGUN))
+        asking, attempts = json.loads(store.get(_BEGUN))
         if asking == self._rank:
             return
-        stores = self._for_attempts(prefix)
         store.set(_tries_key(self._rank), "1")
+        others = [self._connection(prefix, attempt) for attempt in range(1, attempts)]
         # It may wait for others before it tries this link.
         seconds = self._timeout + timedelta(seconds=self._answer_seconds)
-        for each in stores:
+        for each in (PrefixStore("0", store), *others):
             _on_a_thread(_connect, each, self._rank, asking, seconds)
 
     def check_probe(self, probe: Probe, heartbeat: Heartbeat) -> None:
@@ -188,7 +192,8 @@ class Links:
         except TimeoutError:
             return []
         keys = {rank: f"{prefix}/{_tries_key(rank)}" for rank in probe.members}
-        self._store.set(f"{prefix}/{_BEGUN}", str(self._rank))
+        begun = json.dumps([self._rank, _attempts(stores)])
+        self._store.set(f"{prefix}/{_BEGUN}", begun)
         _appear(self._store, [*keys.values()], self._answer_seconds)
         # One that is dead does not try; nor does one that is too busy.
         trying = [rank for rank, key in keys.items() if self._store.check([key])]
@@ -222,6 +227,11 @@ class Links:
             f"to each other, and the others go on without this one; repair the link, and "
             f"restart this rank"
         )
+
+
+def _attempts(others: Collection[int]) -> int:
+    """How many attempts are made at once on the link to each of these ranks."""
+    return 2 if len(others) < _MOST_TRIED_TWICE else 1
 
 
 def _on_a_thread(action: Callable[..., None], *args: Any) -> None:
