@@ -101,11 +101,22 @@ class Heartbeat:
         """
         return self._hears([self._rank], lambda beat: True)
 
-    def hears_members(self, ranks: Iterable[int]) -> bool:
-        """Whether one of these ranks is alive and in an epoch; takes a second or two if not."""
-        return self._hears(ranks, lambda beat: beat.split(" ")[2] != "0")
+    def hears_members(self, ranks: Iterable[int], patiently: bool = False) -> bool:
+        """Whether one of these ranks is alive and in an epoch.
 
-    def _hears(self, ranks: Iterable[int], counts: Callable[[str], bool]) -> bool:
+        Args:
+            ranks: the ranks.
+            patiently: whether the answer no takes `stale_after`, and not only a second or two.
+        """
+        looks = max(self._looks, _LOOKS_FOR_OTHERS) if patiently else _LOOKS_FOR_OTHERS
+        return self._hears(ranks, lambda beat: beat.split(" ")[2] != "0", looks)
+
+    def _hears(
+        self,
+        ranks: Iterable[int],
+        counts: Callable[[str], bool],
+        looks: int = _LOOKS_FOR_OTHERS,
+    ) -> bool:
         """Whether one of these ranks sends two new heartbeats that count.
 
         One may be the last one of a process that has ended: once a link is back, the kernel sends
@@ -113,7 +124,7 @@ class Heartbeat:
         """
         last = {key: self._store.find(key) for key in map(_key, ranks)}
         heard = set[str]()
-        deadline = time.monotonic() + _LOOKS_FOR_OTHERS * self._pause
+        deadline = time.monotonic() + looks * self._pause
         while last and time.monotonic() < deadline:
             time.sleep(self._pause / 5)
             for key, old in last.items():
@@ -124,7 +135,7 @@ class Heartbeat:
                     return True
                 heard.add(key)
                 last[key] = beat
-                deadline = time.monotonic() + _LOOKS_FOR_OTHERS * self._pause
+                deadline = time.monotonic() + looks * self._pause
         return False
 
     def start(self, life: int) -> None:

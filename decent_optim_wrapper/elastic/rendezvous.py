@@ -42,8 +42,8 @@ _POLL_SECONDS_PER_RANK = 1e-4
 # Members are alive when a group is made: they connect soon, or one of them has just died.
 _CONNECT = timedelta(seconds=10)
 # Before the others notice a rank that comes back, they may wait for a lost rank, for each other,
-# for the connections of an epoch and for its first collective, each up to the timeout. If they send
-# no heartbeats, they may have finished.
+# for the connections of an epoch and for its first collective, each up to the timeout. Members that
+# send no heartbeats may have finished: then one timeout is enough.
 _NEWCOMER_TIMEOUTS = 4
 _LEAST_ATTEMPTS = 2
 # The number of members to ask whether the others are training.
@@ -281,19 +281,16 @@ class Rendezvous:
 
     def _agree_on_members(self, epoch: int, needs_state: bool) -> tuple[int, ...]:
         """Wait until the members of the epoch are written, or write them."""
-        begun, timeouts = time.monotonic(), 1
+        begun, timeouts, hears = time.monotonic(), 1, True
         while not self._store.check([_members_key(epoch)]):
             if self._heartbeat.is_replaced:
                 self._give_way()
             timeout = self._timeout * timeouts
             late = time.monotonic() > begun + timeout.total_seconds()
-            if (
-                late
-                and needs_state
-                and timeouts < _NEWCOMER_TIMEOUTS
-                and self._heartbeat.hears_members(_asked(self._store, self.rank))
-            ):
-                timeouts += 1
+            if late and needs_state and hears and timeouts < _NEWCOMER_TIMEOUTS:
+                asked = _asked(self._store, self.rank)
+                hears = self._heartbeat.hears_members(asked, patiently=True)
+                timeouts += hears
                 continue
             if present := self._founders(epoch) if needs_state else self._survivors(epoch, late):
                 self._store.claim(_members_key(epoch), json.dumps(present))
@@ -302,7 +299,7 @@ class Rendezvous:
                 absent = sorted({*self._everyone}.difference(here))
                 raise PeerError(
                     f"rank {self.rank}: waited {timeout} for the other ranks, of which {absent} "
-                    f"did not come; start every rank, with the same store, unless they have "
+                    f"did not come; start every rank with the same store, unless the others have "
                     f"finished"
                 )
             elif late:
@@ -448,7 +445,9 @@ def _last_members(store: BoundedStore) -> list[int]:
 
 def _asked(store: BoundedStore, rank: int) -> list[int]:
     """Those of the last members that this rank asks whether they are training."""
-    return [member for member in _last_members(store) if member != rank][:_ASKED]
+    others = [member for member in _last_members(store) if member != rank]
+    # Those of one node may be lost together.
+    return others[:: max(1, len(others) // _ASKED)][:_ASKED]
 
 
 @contextmanager
