@@ -209,4 +209,5 @@ def test_a_holder_that_finds_a_node_dead_tells_the_other_holders() -> None:
         for ending in [pool.submit(each.leave, lambda: False) for each in holders]:
             ending.result()
     beats = PrefixStore("decent_optim_wrapper/launcher", store)
+    assert beats.check(["beat/2"])
     assert beats.get("beat/2") == b"ended"

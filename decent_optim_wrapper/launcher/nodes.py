@@ -133,8 +133,7 @@ class Nodes:
         self._beats[other] = beat
         if self._silent[other] >= _LOOKS:
             # The other holders need not look as often before the servers go.
-            store.set(key, _ENDED)
-            beat = _ENDED
+            beat = store.compare_set(key, beat, _ENDED).decode()
         if beat == _ENDED:
             del self._silent[other]
 
