@@ -395,8 +395,10 @@ class TornRendezvous(Rendezvous):
         found = super()._survivors(epoch, late)
         if found:
             self._wait()
-            # Nobody answers those that ask to join: they need not wait for long.
+            # Nobody answers those that ask to join: they need not wait for long, but for as long
+            # as for ranks that train, also where a busy machine delays heartbeats.
             self._timeout = timedelta(seconds=0.25)
+            self._heartbeat.hears_members = lambda *_, **__: True  # type: ignore[method-assign]
         return found
 
 
@@ -423,9 +425,8 @@ def test_of_two_halves_that_both_decide_to_go_on_only_one_does(quick: tuple[int,
         assert [ends[rank].result(40) for rank in quick] == [quick] * 2
         written.set()
         for rank in slow:
-            # How long depends on whether it hears those that train.
-            text = rf"waited 0:00:0\S+ for the other ranks, of which \{[*quick]}"
-            assert re.search(text, str(ends[rank].result(40))), f"{slow} train beside {quick}"
+            text = f"waited 0:00:01 for the other ranks, of which {[*quick]}"
+            assert text in str(ends[rank].result(40)), f"{slow} train beside {quick}"
 
 
 def test_a_rank_that_comes_back_when_the_others_have_finished_waits_for_one_timeout() -> None:

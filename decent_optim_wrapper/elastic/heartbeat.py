@@ -106,7 +106,8 @@ class Heartbeat:
 
         Args:
             ranks: the ranks.
-            patiently: whether the answer no takes `stale_after`, and not only a second or two.
+            patiently: whether to listen for `stale_after`, after which members call each other
+                dead, and not only for a second or two.
         """
         looks = max(self._looks, _LOOKS_FOR_OTHERS) if patiently else _LOOKS_FOR_OTHERS
         return self._hears(ranks, lambda beat: beat.split(" ")[2] != "0", looks)

@@ -273,24 +273,25 @@ class Rendezvous:
 
     def _skip_to_open(self) -> None:
         """Skip the epochs whose members have been written."""
-        if self._store.check(["epoch"]):
-            self._epoch = max(self._epoch, int(self._store.get("epoch")))
+        self._epoch = max(self._epoch, int(self._store.find("epoch") or 0))
         while self._store.check([_members_key(self._epoch + 1)]):
             self._epoch += 1
             self._read_members(self._epoch)
 
     def _agree_on_members(self, epoch: int, needs_state: bool) -> tuple[int, ...]:
         """Wait until the members of the epoch are written, or write them."""
-        begun, timeouts, hears = time.monotonic(), 1, True
+        begun, timeout = time.monotonic(), self._timeout
+        # How often a rank that comes back may wait for as long again.
+        more = _NEWCOMER_TIMEOUTS - 1 if needs_state else 0
         while not self._store.check([_members_key(epoch)]):
             if self._heartbeat.is_replaced:
                 self._give_way()
-            timeout = self._timeout * timeouts
             late = time.monotonic() > begun + timeout.total_seconds()
-            if late and needs_state and hears and timeouts < _NEWCOMER_TIMEOUTS:
+            if late and more:
                 asked = _asked(self._store, self.rank)
                 hears = self._heartbeat.hears_members(asked, patiently=True)
-                timeouts += hears
+                timeout, more = (timeout + self._timeout, more - 1) if hears else (timeout, 0)
+                # The members may have been written meanwhile.
                 continue
             if present := self._founders(epoch) if needs_state else self._survivors(epoch, late):
                 self._store.claim(_members_key(epoch), json.dumps(present))
