@@ -53,7 +53,6 @@ from decent_optim_wrapper.optim.delegating import DelegatingOptimizer, check_sta
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.report import Report, build_report, print_at_exit
 from decent_optim_wrapper.start.arguments import Arguments
-from decent_optim_wrapper.start.dcp_warning import warn_of_checkpoints
 from decent_optim_wrapper.start.session import Inputs, ModuleExtras, open_session
 from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.start.summary import log_summary
@@ -215,7 +214,6 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         # proxy of the wrapper has copies of the attributes, and steps read this one.
         self._join: dict[str, Any] = {}
         Joinable.__init__(self)
-        warn_of_checkpoints(self, self._gossip)
         if os.environ.get("DECENT_REPORT", "0") != "0":
             print_at_exit(self, DecentOptimWrapper.report, self.rank)
         if self.rank == 0 and (mesh is None or dist.get_rank() == 0):

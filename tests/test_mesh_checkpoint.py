@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -151,9 +150,7 @@ class Run:
 def save_a_move(folder: Path, move: Move) -> None:
     run = Run(LAYOUTS[move.source], move.recipe)
     run.advance(STOP)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "(?s).*torch.distributed.checkpoint")
-        run.save(folder)
+    run.save(folder)
     assert run.optimizer.gossip_state_dict()["in_flight"]
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import signal
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -38,10 +36,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
-from torch.optim import Optimizer
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule, TopologyFactory
 from decent_optim_wrapper.comm import connections
@@ -179,20 +175,18 @@ def fresh(seed: int, steps: int = 0, **options: Any) -> Trained:
 def resume_by_distributed_checkpoint(folder: str) -> tuple[list[float], list[list[float]]]:
     """As in the guide to checkpoints, but with an object that has a state: a key per rank."""
     key, ends = f"rank_{dist.get_rank()}", []
-    # Loading is not warned of while a round is in flight, either.
-    with warnings.catch_warnings(action="error"):
-        run = fresh(seed=0, steps=3)
-        dcp.state_dict_saver.save({key: run}, checkpoint_id=folder)
-        run.take_steps(range(3, 6))
-        whole = run.values()
-        for resumed in (run, fresh(seed=1)):
-            get_optimizer_state_dict(resumed.model, resumed.optimizer.optimizer)
-            dcp.state_dict_loader.load({key: resumed}, checkpoint_id=folder)
-            assert resumed.optimizer.round == 3
-            assert resumed.optimizer.state_dict()["gossip"]["in_flight"]
-            assert resumed.values() != whole
-            resumed.take_steps(range(3, 6))
-            ends.append(resumed.values())
+    run = fresh(seed=0, steps=3)
+    dcp.state_dict_saver.save({key: run}, checkpoint_id=folder)
+    run.take_steps(range(3, 6))
+    whole = run.values()
+    for resumed in (run, fresh(seed=1)):
+        get_optimizer_state_dict(resumed.model, resumed.optimizer.optimizer)
+        dcp.state_dict_loader.load({key: resumed}, checkpoint_id=folder)
+        assert resumed.optimizer.round == 3
+        assert resumed.optimizer.state_dict()["gossip"]["in_flight"]
+        assert resumed.values() != whole
+        resumed.take_steps(range(3, 6))
+        ends.append(resumed.values())
     return whole, ends
 
 
@@ -238,44 +232,18 @@ def test_distributed_checkpoint_resumes_from_an_average_as_load_state_dict_does(
         assert by_torch == by_itself != own
 
 
-NO_ROUND = r"get_state_dict\(\) leaves out .* starts at round 0.*gossip_state_dict"
+def states(run: Trained) -> dict[str, Any]:
+    """The state by torch's functions, and the gossip's part beside it."""
+    model, optim = get_state_dict(run.model, run.optimizer.optimizer)
+    return {"model": model, "optim": optim, "gossip": run.optimizer.gossip_state_dict()}
 
 
-class ByTorch(NamedTuple):
-    """The object with a state that torch's tutorial saves; of the base or of the wrapper."""
-
-    model: nn.Module
-    optimizer: Optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        model, optim = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optim": optim}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_model_state_dict(self.model, state["model"])
-
-
-def with_the_round(run: Trained) -> dict[str, Any]:
-    state = ByTorch(run.model, run.optimizer.optimizer).state_dict()
-    return {**state, "gossip": run.optimizer.gossip_state_dict()}
-
-
-def save_without_the_round(folder: str) -> int:
-    """The round at which a run continues that loads what torch's function finds, and the round."""
-    run, key = fresh(seed=0, steps=3), f"rank_{dist.get_rank()}"
-    app = ByTorch(run.model, run.optimizer)
-    with pytest.warns(UserWarning, match=NO_ROUND) as caught:
-        app.state_dict()
-    assert {Path(each.filename).name for each in caught} == {Path(__file__).name}
-    with pytest.warns(UserWarning, match=NO_ROUND):
-        # Also in an object that is saved.
-        dcp.state_dict_saver.save({key: app}, checkpoint_id=f"{folder}/object")
-    resumed = fresh(seed=1)
-    get_optimizer_state_dict(resumed.model, resumed.optimizer.optimizer)
-    with warnings.catch_warnings(action="error"):
-        dcp.state_dict_saver.save({key: with_the_round(run)}, checkpoint_id=f"{folder}/round")
-        state = with_the_round(resumed)
-    dcp.state_dict_loader.load({key: state}, checkpoint_id=f"{folder}/round")
+def save_the_round_beside(folder: str) -> int:
+    """The round at which a run continues, with the values of the saved run."""
+    run, resumed, key = fresh(seed=0, steps=3), fresh(seed=1), f"rank_{dist.get_rank()}"
+    dcp.state_dict_saver.save({key: states(run)}, checkpoint_id=folder)
+    state = states(resumed)
+    dcp.state_dict_loader.load({key: state}, checkpoint_id=folder)
     model, optim = state["model"], state["optim"]
     set_state_dict(resumed.model, resumed.optimizer, model_state_dict=model, optim_state_dict=optim)
     assert resumed.optimizer.round == 0
@@ -284,59 +252,35 @@ def save_without_the_round(folder: str) -> int:
     return resumed.optimizer.round
 
 
-def test_a_state_without_the_round_is_warned_of(tmp_path: Path, four_ranks: KeptRanks) -> None:
-    assert four_ranks.run(save_without_the_round, str(tmp_path)) == [3] * 4
-
-
-def save_with_equal_keys(folder: str) -> tuple[list[str], dict[str, list[float]]]:
-    """Which saves are warned of, and the values of this rank, also after loading them."""
-    rank, run, names = dist.get_rank(), fresh(seed=0), []
-
-    def save(name: str, state: dict[str, Any] | Callable[[], dict[str, Any]]) -> None:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            made = state() if callable(state) else state
-            dcp.state_dict_saver.save(made, checkpoint_id=f"{folder}/{name}")
-        if any("inside `with" in str(e.message) and "a mixture" in str(e.message) for e in caught):
-            names.append(name)
-
-    save("before the first step", {"optim": run.optimizer})
-    run.take_steps(range(3))
-    save("optimizer", {"optim": run.optimizer})
-    save("optimizer by rank", {f"optim_{rank}": run.optimizer})
-    save("optimizer of a second model", {"optim9": run.optimizer})
-    app = ByTorch(run.model, run.optimizer.optimizer)
-    save("own", {"app": app})
-    save("own as a dict", app.state_dict)
-    save("object by rank", {f"app_{rank}": app})
-    seen = {"own": run.values()}
-    with run.optimizer.averaged():
-        save("optimizer on the average", {"optim": run.optimizer})
-        save("average", {"app": app})
-        seen["average"] = run.values()
-    for name in ("own", "average"):
-        loaded = fresh(seed=1)
-        place = ByTorch(loaded.model, loaded.optimizer.optimizer)
-        dcp.state_dict_loader.load({"app": place}, checkpoint_id=f"{folder}/{name}")
-        seen[f"{name} loaded"] = loaded.values()
-    run.optimizer.global_avg(may_revert=False)
-    save("optimizer on an average that stays", {"optim": run.optimizer})
-    with warnings.catch_warnings(action="error"):
-        torch.save(run.optimizer.state_dict(), f"{folder}/{rank}.pt")
-    base = app.optimizer
-    hooks = len(base._optimizer_state_dict_pre_hooks)
-    del run
-    gc.collect()
-    assert len(base._optimizer_state_dict_pre_hooks) == hooks - 1
-    return names, seen
-
-
-def test_what_is_saved_with_equal_keys_is_warned_of_outside_of_averages(
+def test_torchs_functions_resume_with_the_round_saved_beside(
     tmp_path: Path, four_ranks: KeptRanks
 ) -> None:
-    names, ranks = zip(*four_ranks.run(save_with_equal_keys, str(tmp_path)), strict=True)
-    warned = ["optimizer", "optimizer of a second model", "own", "own as a dict"]
-    assert list(names) == [warned] * 4
+    assert four_ranks.run(save_the_round_beside, str(tmp_path)) == [3] * 4
+
+
+def save_with_equal_keys(folder: str) -> dict[str, list[float]]:
+    """The values of this rank: its own and the average, as saved and as loaded."""
+    run, seen = fresh(seed=0, steps=3), {}
+
+    def save_and_load(name: str) -> None:
+        path = f"{folder}/{name}"
+        dcp.state_dict_saver.save({"model": run.model.state_dict()}, checkpoint_id=path)
+        loaded = fresh(seed=1)
+        state = {"model": loaded.model.state_dict()}
+        dcp.state_dict_loader.load(state, checkpoint_id=path)
+        loaded.model.load_state_dict(state["model"])
+        seen.update({name: run.values(), f"{name} loaded": loaded.values()})
+
+    save_and_load("own")
+    with run.optimizer.averaged():
+        save_and_load("average")
+    return seen
+
+
+def test_equal_keys_keep_an_average_but_not_the_values_of_each_rank(
+    tmp_path: Path, four_ranks: KeptRanks
+) -> None:
+    ranks = four_ranks.run(save_with_equal_keys, str(tmp_path))
     own = [seen["own"] for seen in ranks]
     assert len({tuple(row) for row in own}) == 4
     for seen in ranks:
