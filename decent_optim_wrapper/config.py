@@ -26,7 +26,6 @@ from decent_optim_wrapper.checks import (
 from decent_optim_wrapper.codecs import Codec, codec_of
 from decent_optim_wrapper.extensions import (
     GradientTracking,
-    IdenticalRanks,
     OuterOptimizer,
     StateAverage,
     StateGossip,
@@ -332,7 +331,7 @@ def build_extensions(settings: Settings, own: Sequence[Extension]) -> Extensions
         built.append(OuterOptimizer(schedule.outer))
     if schedule.average_state == "average":
         built.append(StateAverage())
-    return Extensions([*built, *own, IdenticalRanks()])
+    return Extensions([*built, *own])
 
 
 def check_base(optimizer: Any, pacing: Pacing) -> None:

@@ -92,8 +92,7 @@ class Pull(Extension):
             self.mean_of(param).copy_(row["mean"])
 
 
-# Arguments of the wrapper and fields of its schedule; under "own" are classes of extensions. What
-# warns of identical ranks takes part in all of them.
+# Arguments of the wrapper and fields of its schedule; under "own" are classes of extensions.
 EXTENSIONS: dict[str, dict[str, Any]] = {
     "tracking and own": {"gradient_tracking": True, "own": Pull},
     "outer": {"outer": nesterov(0.5)},

@@ -29,7 +29,6 @@ from decent_optim_wrapper.comm.batch import Batches
 from decent_optim_wrapper.comm.process_groups import abort, backend_of, new_communicator
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
-from decent_optim_wrapper.extensions import identical_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -38,18 +37,12 @@ NCCL = "cpu:gloo,cuda:nccl"
 CAP_MB = 0.016
 PARAMETERS = 8
 BUCKETS = 2
-# Steps after which every kind of round was made, and nothing is compared any more to find ranks
-# that are the same: these are rounds of up to two steps, and the host reads one a round later.
+# Steps after which every kind of round was made.
 SETTLED = 6
 # Calls of a round, whatever the number of its buckets.
 PER_ROUND = 8
 SGD = partial(optim.SGD, lr=0.1, momentum=0.9)
 WAITS = ("read", "copy", "spin", "wait")
-
-
-@pytest.fixture(autouse=True)
-def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identical_ranks, "LONGEST_SEARCH", SETTLED // 2 - 2)
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -156,7 +149,6 @@ def test_a_step_waits_for_nothing_and_calls_torch_at_most_12_times_for_a_bucket(
     with wrapped(kind, *WORLDS[world], **FORMS[form]) as setup:
         setup.step()
         assert setup.optimizer.stats().buckets == BUCKETS
-        # Those that compare what arrives, too.
         assert not waits(setup.noted(SETTLED))
         noted = setup.noted(2)
         assert not waits(noted)
@@ -207,7 +199,6 @@ def test_a_backward_pass_waits_for_nothing(
 
         for module in model:
             module.register_forward_hook(look)
-        # In the last one nothing is compared any more.
         for step in range(4):
             mode.step += 1
             mode.noted.clear()

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule, TopologyFactory
 from decent_optim_wrapper.comm import connections
@@ -137,6 +138,29 @@ def test_communicators_keep_the_users_timeout_and_go_with_their_wrapper(ranks: K
     for freed, distance in ranks.run(two_wrappers_with_communicators):
         assert freed
         assert distance < 1e-12
+
+
+def distance_after_training(ddp: bool) -> float:
+    """The distance between ranks that train on data of their own, perhaps with DDP left on."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    if ddp:
+        model = DistributedDataParallel(model)
+    start = flatten(list(model.parameters())).clone()
+    optimizer = wrap([], base=torch.optim.SGD(model.parameters(), lr=0.1), topology="ring")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(20):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3, generator=generator)).square().mean().backward()
+        optimizer.step()
+    optimizer.synchronize()
+    assert not torch.equal(flatten(list(model.parameters())), start)
+    return optimizer.consensus_distance()
+
+
+def test_a_distance_of_zero_shows_that_ddp_is_still_on(four_ranks: KeptRanks) -> None:
+    assert max(four_ranks.run(distance_after_training, True)) < 1e-6
+    assert min(four_ranks.run(distance_after_training, False)) > 1e-3
 
 
 class Trained(NamedTuple):

@@ -181,9 +181,9 @@ def test_a_step_of_pairs_makes_few_calls(overlap: bool) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> list[str]:
         params = make_params(seed=rank)
         optimizer = wrap(params, group, topology="ring", overlap=overlap, bucket_cap_mb=25)
-        # The first steps compare the ranks, and make the buffers.
-        take_steps(optimizer, params, rank, range(24))
-        backward(params, rank, 24)
+        # The first steps make the buffers.
+        take_steps(optimizer, params, rank, range(4))
+        backward(params, rank, 4)
         files = calls_of_a_step(optimizer)
         assert len(optimizer.buckets) == 1
         assert optimizer.stats().bytes_sent > 0

@@ -33,7 +33,6 @@ class ExtensionContext(NamedTuple):
         nonfinite: what happens to values that are not finite.
         replica: the ranks that together hold one copy of the model.
         meter: counts the bytes sent.
-        detach: function that removes the extension from this rank, before it has sent anything.
     """
 
     rank: int
@@ -44,7 +43,6 @@ class ExtensionContext(NamedTuple):
     nonfinite: NonFinitePolicy
     replica: Replica
     meter: Meter
-    detach: Callable[[], None]
 
 
 class ReceivedBucket(NamedTuple):
@@ -55,14 +53,11 @@ class ReceivedBucket(NamedTuple):
         bucket: the bucket, whose members the mixing changes in place.
         snapshot: function that returns the values at the launch; it returns None if they cannot
             have changed since.
-        compare: function that returns whether the received values equal this rank's, a tensor of
-            shape (), and the values that this rank has sent; it returns None if that is not known.
     """
 
     kind: RoundKind
     bucket: Bucket
     snapshot: Callable[[], Flat | None]
-    compare: Callable[[], tuple[Tensor, Tensor] | None]
 
 
 class Extension:

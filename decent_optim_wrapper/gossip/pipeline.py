@@ -343,7 +343,6 @@ class Pipeline:
             kind=kind,
             bucket=bucket,
             snapshot=partial(arrived.snapshot_of, bucket),
-            compare=partial(arrived.compare, bucket),
         )
         with self.extensions.mixing(received):
             arrived.mix(bucket)

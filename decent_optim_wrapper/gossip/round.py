@@ -305,18 +305,6 @@ class Round:
         if present:
             exchange.mix(rate, present)
 
-    def compare(self, bucket: Bucket) -> tuple[Tensor, Tensor] | None:
-        """Compare the received values of a bucket with this rank's.
-
-        Returns:
-            Whether they are equal, of shape (), and the values that this rank has sent. None if
-            that is not known, as when a rank is left out.
-        """
-        exchange = self._exchanges.get(bucket)
-        if exchange is None or self._wire.group.size == 1 or self.flags.left_out(exchange):
-            return None
-        return exchange.compare()
-
     def snapshot_of(self, bucket: Bucket) -> Flat | None:
         """The bucket's parameters when the round was launched, if they may have changed since."""
         if self.sender.thread:

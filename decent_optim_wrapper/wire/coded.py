@@ -125,22 +125,6 @@ class CodedExchange(Exchange):
             message.masked_fill_(refused, 0)
         self.mix(rate, self._wire.group.ranks)
 
-    def compare(self) -> tuple[Tensor, Tensor] | None:
-        """Compare the received values with this rank's.
-
-        Codes are not compared: those of equal values differ from round to round while a reference
-        follows.
-
-        Returns:
-            Whether they are equal, of shape (), and the values that this rank has coded. None if a
-            mean has its own scales, with which equal values do not arrive as the same bits.
-        """
-        if self._wire.group.size > 2 and self._codec.block > 1:
-            return None
-        pairs = zip(self._arrived, self._outgoing, strict=True)
-        equal = _all([(theirs == ours).all() for theirs, ours in pairs])
-        return equal, self._values.data
-
     @abstractmethod
     def _send(self) -> None:
         """Start the exchange of the messages."""

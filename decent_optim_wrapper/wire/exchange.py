@@ -181,15 +181,6 @@ class Exchange(ABC):
     def mix_usable(self, rate: float, usable: MixMask) -> None:
         """Mix in what has arrived if it may be, which only the GPU knows."""
 
-    @abstractmethod
-    def compare(self) -> tuple[Tensor, Tensor] | None:
-        """Compare the received values with this rank's.
-
-        Returns:
-            Whether they are equal, of shape (), and the values that this rank has sent. None if
-            that is not known.
-        """
-
     def _check(self, data: Tensor) -> None:
         if self._wire.checks:
             self.finite = is_finite_on_device(data) if self.on_gpu else is_finite(data)
@@ -222,9 +213,6 @@ class LaunchSnapshot(Exchange):
 
     def mix_usable(self, rate: float, usable: MixMask) -> None:
         """Mix nothing."""
-
-    def compare(self) -> None:
-        """Compare nothing."""
 
 
 class PlainExchange(Exchange):
@@ -263,11 +251,6 @@ class PlainExchange(Exchange):
         keeps = usable.own.logical_or(refused)
         torch.where(keeps, moved, arrived.data.to(bucket.dtype), out=now.data)
         bucket.unpack_(now)
-
-    def compare(self) -> tuple[Tensor, Tensor]:
-        """Whether this rank has what has arrived, of shape (), and what it has sent."""
-        sent = self._sent().data
-        return (self._arriving.data == sent).all(), sent
 
     def _move(self, arrived: Flat, rate: float) -> None:
         if self.snapshot is None:
@@ -384,13 +367,6 @@ class PlainGroup(PlainExchange):
             self._move(mean, rate)
         else:
             self._bucket.unpack_(mean)
-
-    def compare(self) -> tuple[Tensor, Tensor]:
-        """Whether this rank has what has arrived, of shape (), and what it has sent."""
-        sent, size = self._sent().data, self._wire.group.size
-        # A sum of more than two values is rounded.
-        slack = size * torch.finfo(sent.dtype).eps if size > 2 else 0.0
-        return torch.isclose(self._arriving.data / size, sent, rtol=slack, atol=0.0).all(), sent
 
     def _leave_out(self, summed: Tensor) -> None:
         if isinstance(self.finite, Tensor):
