@@ -561,6 +561,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         ``gossip_every="auto"`` call `synchronize()` on all ranks first. The state dict holds no
         round in flight, and without one the mean over the ranks would move.
         """
+        self._gossip.settle()
         return {**self._base.state_dict(), _STATE_KEY: gossip_state(self._gossip)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

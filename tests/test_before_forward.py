@@ -28,8 +28,10 @@ from problem import flatten, nesterov
 from ranks import run_processes, run_threads
 from restartable_processes import STALE_AFTER, RestartableProcesses
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule
+from decent_optim_wrapper.elastic.rendezvous import key_prefix
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 
 STEPS = 5
@@ -501,6 +503,81 @@ def test_with_elastic_the_forward_pass_goes_on_and_the_mean_of_the_members_stays
     launched, now = results.unbind(1)
     torch.testing.assert_close(now.mean(0), launched.mean(0), rtol=0, atol=1e-12)
     assert (now - launched).abs().max() > 1e-3
+
+
+def spread(model: nn.Module) -> float:
+    return float(flat(model).max() - flat(model).min())
+
+
+def meet_in_a_forward_pass(
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], away: str
+) -> list[float]:
+    """Train a model whose values are all one number, and note how far apart they are.
+
+    Rank 2 goes away. Rank 1 sends its last bucket only after the members have to meet again: in the
+    middle of a forward pass, in which rank 0 has read the first buckets.
+    """
+    model = make_model()
+    for param in model.parameters():
+        nn.init.constant_(param, 1.0)
+        param.register_hook(lambda grad: torch.full_like(grad, rank + 1.0))  # type: ignore[no-untyped-call]
+    base, elastic = partial(torch.optim.SGD, lr=0.05), Elastic(store=store, stale_after=STALE_AFTER)
+    options: dict[str, Any] = {"topology": "complete", "timeout": PATIENCE, "elastic": elastic}
+    training = Training(
+        *(rank, None), model=model, base=base, rank=rank, world_size=world_size, **options
+    )
+    optimizer, waits = training.optimizer, threading.Event()
+    spreads, keys = [spread(model)], PrefixStore(key_prefix(0), store)
+    awaited = (0, 1) if away == "restarted" else (0, 1, 2)
+
+    def stand_still(*_: object) -> None:
+        if optimizer.round == 4:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def pack_late(*args: Any, **options: Any) -> Any:
+        if not waits.is_set() and optimizer.members == awaited and optimizer.round >= 3:
+            epoch = int(keys.get("epoch"))
+            dead, asked = f"{epoch}/dead", f"{epoch + 1}/join_request"
+            waits.set()
+            report("waits", epoch)
+            while (keys.get(dead), keys.get(asked)) == (b"[]", b"nobody"):
+                time.sleep(0.05)
+            # The others notice it, too.
+            time.sleep(1.5)
+        return pack(*args, **options)
+
+    if optimizer.round == 0:
+        training.train(range(2))
+        if rank == 1:
+            pack = optimizer.buckets[-1].pack
+            optimizer.buckets[-1].pack = pack_late  # type: ignore[method-assign]
+        if rank == 2 and away == "restarted":
+            os._exit(1)
+        if rank == 2:
+            model[2].register_forward_pre_hook(stand_still)
+    while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
+        training.train([optimizer.round])
+        report(f"round {optimizer.round}", optimizer.members)
+        spreads.append(spread(model))
+        time.sleep(0.02)
+    training.end()
+    return [*spreads, spread(model)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("away", ["restarted", "stopped"])
+def test_a_rank_that_comes_back_in_a_forward_pass_receives_no_half_mixed_values(away: str) -> None:
+    with RestartableProcesses(3, meet_in_a_forward_pass, away) as processes:
+        processes.wait_for(1, "waits")
+        if away == "restarted":
+            processes.start(2)
+        else:
+            processes.wait_for_members(0, (0, 1))
+            processes.signal(2, signal.SIGCONT)
+        processes.wait_for_members(2, (0, 1, 2))
+        processes.finish()
+        assert max(map(max, processes.results())) < 1e-12
 
 
 MISTAKES = {

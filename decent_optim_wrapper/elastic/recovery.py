@@ -61,7 +61,11 @@ class HandOver:
         pipeline = self.gossip.pipeline
         transport, extensions = pipeline.session.transport, pipeline.extensions
         named = [*named_parameters(self.optimizer.param_groups), *self.others]
-        broadcast([each.tensor for each in named], transport, self.layout, donor, keep=not takes)
+        tensors = [each.tensor for each in named]
+        if transport.rank == donor:
+            # The members may meet in the middle of its forward pass.
+            tensors = self.gossip.early.restored(tensors)
+        broadcast(tensors, transport, self.layout, donor, keep=not takes)
         if transport.rank == donor:
             send_state(self._state(), transport)
             return

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decent_optim_wrapper.gossip.pacing import Pacing
 from decent_optim_wrapper.gossip.round import Round
-from decent_optim_wrapper.wire.bucket import as_real
+from decent_optim_wrapper.wire.bucket import fill_copies
 
 
 class GossipState(NamedTuple):
@@ -118,8 +118,5 @@ class InFlight:
             return [*copies.values()]
         for bucket in self.round.unmixed:
             if launched := self.round.snapshot_of(bucket):
-                for member, part in zip(bucket.members, bucket.parts(launched), strict=True):
-                    # A member may have left the optimizer.
-                    if member in copies:
-                        as_real(copies[member]).copy_(part)
+                fill_copies(copies, bucket, launched)
         return [*copies.values()]

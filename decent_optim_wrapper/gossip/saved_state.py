@@ -35,8 +35,7 @@ class SavedState(NamedTuple):
 
 
 def gossip_state(gossip: Gossip) -> dict[str, Any]:
-    """The state of the gossip, to save now; a round in flight is mixed if that is allowed."""
-    gossip.settle()
+    """The state of the gossip, to save now, with parameters that are settled."""
     state = gossip.pipeline.state._asdict()
     age = state.pop("age")
     # Even outside of an average: torch.distributed.checkpoint loads into existing entries.
@@ -69,6 +68,7 @@ def named_state(gossip: Gossip) -> dict[str, Any]:
     Raises:
         ValueError: something is saved of each parameter, and their names are not known.
     """
+    gossip.settle()
     state = gossip_state(gossip)
 
     def named(rows: list[Any], params: list[Tensor]) -> dict[str, Any]:

@@ -386,6 +386,13 @@ def members_of(buckets: Iterable[Bucket]) -> list[Tensor]:
     return [member for bucket in buckets for member in bucket.members]
 
 
+def fill_copies(copies: Mapping[Tensor, Tensor], bucket: Bucket, flat: Flat) -> None:
+    """Copy a flat vector into copies of a bucket's members, some of which may have none."""
+    for member, part in zip(bucket.members, bucket.parts(flat), strict=True):
+        if member in copies:
+            as_real(copies[member]).copy_(part)
+
+
 def as_real(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds, as reals; it shares the tensor's memory."""
     tensor = local(tensor).detach()
