@@ -262,6 +262,64 @@ def test_averages_over_time_are_averaged_over_the_ranks(run: Run, tmp_path: Path
     run(fit_with_swa, tmp_path)
 
 
+def fit_with_swapped_weights(rank: int, folder: Path, gossip: dict[str, Any]) -> None:
+    from lightning.pytorch.callbacks import Callback
+
+    class Recorder(Callback):
+        def __init__(self) -> None:
+            self.trained: list[Tensor] = []
+            self.validated: list[Tensor] = []
+
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            module.state_dict()  # This mixes the round in flight, which a forward pass would mix.
+            self.trained.append(parameters_to_vector(module.parameters()).detach().clone())
+
+        def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
+            self.validated.append(parameters_to_vector(module.parameters()).detach().clone())
+
+    class SwappedEma(Callback):
+        """Validates with an average over time of this rank's weights, as many EMA callbacks do."""
+
+        def __init__(self) -> None:
+            self.rows: list[Tensor] = []
+
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            self.ema = [param.detach().clone() for param in module.parameters()]
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            torch._foreach_lerp_(self.ema, [*module.parameters()], 0.5)
+
+        def swap(self, module: Any) -> None:
+            own = [param.detach().clone() for param in module.parameters()]
+            with torch.no_grad():
+                torch._foreach_copy_([*module.parameters()], self.ema)
+            self.ema = own
+
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            self.rows.append(parameters_to_vector(self.ema))
+            self.swap(module)
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            self.swap(module)
+
+    swapped, plain, ema = Recorder(), Recorder(), SwappedEma()
+    fit(make_module(), folder, max_epochs=3, gossip=gossip, callbacks=[ema, swapped])
+    fit(make_module(), folder, max_epochs=3, gossip=gossip, callbacks=[plain])
+    assert_same(swapped.trained, plain.trained)
+    assert len({row.sum().item() for row in plain.trained}) == 3
+    means = torch.stack(ema.rows)
+    dist.all_reduce(means)
+    torch.testing.assert_close(torch.stack(swapped.validated), means / RANKS)
+
+
+@LIGHTNING
+@pytest.mark.parametrize("gossip", [task.GOSSIP, DELAYED], ids=["forward", "delayed"])
+def test_weights_that_a_callback_swaps_for_validation_do_not_change_the_training(
+    run: Run, tmp_path: Path, gossip: dict[str, Any]
+) -> None:
+    run(fit_with_swapped_weights, tmp_path, gossip)
+
+
 def train_with_fabric(rank: int, folder: Path) -> None:
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import MixedPrecision

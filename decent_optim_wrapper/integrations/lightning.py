@@ -20,6 +20,7 @@ import lightning.pytorch as pl  # noqa: E402
 from lightning.fabric import plugins as fabric_plugins  # noqa: E402
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy  # noqa: E402
 from lightning.pytorch import plugins  # noqa: E402
+from lightning.pytorch.callbacks import LambdaCallback  # noqa: E402
 from lightning.pytorch.plugins import Precision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
@@ -42,6 +43,12 @@ class GossipStrategy(DDPStrategy):
         super().__init__(**(ddp or {}))
         self._wrapping = Wrapping(gossip)
         self._validation = ExitStack()
+        # Lightning calls callbacks before the strategy in both hooks. This one comes first, so that
+        # others swap weights in when no bucket waits to be mixed, and get them back from the end.
+        self._around_swaps = LambdaCallback(
+            on_validation_start=lambda *_: self._wrapping.mix_early(),
+            on_validation_end=lambda *_: self._validation.close(),
+        )
 
     @property
     def precision_plugin(self) -> Precision:
@@ -64,14 +71,12 @@ class GossipStrategy(DDPStrategy):
         if self.lightning_module is not None:
             self._wrapping.models = [self.lightning_module]
         self.optimizers = [self._wrapping.wrap(optimizer) for optimizer in self.optimizers]
+        if self._around_swaps not in trainer.callbacks:
+            trainer.callbacks.insert(0, self._around_swaps)
 
     def on_validation_start(self) -> None:
-        """Put the average in place; collective."""
+        """Put the average in place, of the weights that callbacks have swapped in; collective."""
         self._validation.enter_context(self._wrapping.averaged())
-
-    def on_validation_end(self) -> None:
-        """Restore this rank's parameters."""
-        self._validation.close()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The averaged module, for a checkpoint; collective."""

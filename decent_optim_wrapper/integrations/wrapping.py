@@ -47,6 +47,12 @@ class Wrapping:
         params = {*_params_of(optimizer)}
         return [model for model in self.models if not params.isdisjoint(model.parameters())]
 
+    def mix_early(self) -> None:
+        """Mix the rounds in flight that the next forward pass would mix."""
+        for wrapper in self.wrappers:
+            if wrapper.pacing.mixes_early:
+                wrapper.synchronize()
+
     @property
     def is_averaged(self) -> bool:
         """Whether the averages of all wrappers are in place."""
