@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -484,6 +486,32 @@ def test_ddp_cannot_be_left_on(run: Run) -> None:
     run(prepare_late)
 
 
+def prepare_again(rank: int) -> None:
+    from accelerate import Accelerator
+
+    from decent_optim_wrapper.integrations.accelerate import prepare_for_gossip
+
+    accelerator = Accelerator(cpu=True)
+    gossip = prepare_for_gossip(accelerator, **GOSSIP)
+    held: list[weakref.ref[Any]] = []
+    for _ in range(3):
+        model = task.make_model()
+        model, optimizer = accelerator.prepare(model, task.make_base(model))
+        accelerator.backward(task.loss_of(model, task.data()[:]))
+        optimizer.step()
+        with gossip.averaged():
+            assert optimizer.is_averaged
+        held += [weakref.ref(model), weakref.ref(optimizer.optimizer)]
+        model, optimizer = accelerator.free_memory(model, optimizer)
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 6
+
+
+@ACCELERATE
+def test_free_memory_frees_models_and_wrappers(run: Run) -> None:
+    run(prepare_again)
+
+
 STEPS = 6
 # An epoch: it is evaluated and saved after each.
 EVERY = 2
@@ -502,7 +530,7 @@ class Regressor(nn.Module):
         return {"loss": nn.functional.mse_loss(out, labels), "logits": out}
 
 
-def make_hugging_face_trainer(folder: Path, **options: Any) -> Any:
+def make_hugging_face_trainer(folder: Path, model_init: Any = None, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     from decent_optim_wrapper.integrations.transformers import GossipMixin
@@ -537,7 +565,12 @@ def make_hugging_face_trainer(folder: Path, **options: Any) -> Any:
         **options,
     )
     return GossipTrainer(
-        model=Regressor(), args=args, train_dataset=rows, eval_dataset=rows, gossip=task.GOSSIP
+        model=None if model_init else Regressor(),
+        model_init=model_init,
+        args=args,
+        train_dataset=rows,
+        eval_dataset=rows,
+        gossip=task.GOSSIP,
     )
 
 
@@ -615,3 +648,33 @@ def test_hugging_faces_trainer_evaluates_saves_and_resumes_as_plain_torch(
     run: Run, tmp_path: Path
 ) -> None:
     run(train_with_the_trainer, tmp_path)
+
+
+def search_and_train(rank: int, folder: Path) -> None:
+    made: list[weakref.ref[nn.Module]] = []
+
+    def model_init() -> nn.Module:
+        made.append(weakref.ref(model := Regressor()))
+        return model
+
+    trainer = make_hugging_face_trainer(folder, model_init, save_strategy="no")
+    trainer.train()
+    # Each trial of `hyperparameter_search` begins with another accelerator.
+    trainer.create_accelerator_and_postprocess()
+    for _ in range(2):
+        trainer.train()
+    trainer.save_model(folder)  # Rank 0 does.
+    dist.barrier()
+    saved = load_file(folder / "model.safetensors")
+    assert_same(saved, dict(trainer.model.state_dict()))
+    assert not torch.equal(saved["model.0.weight"], task.make_model()[0].weight)
+    gc.collect()
+    assert [ref() is not None for ref in made] == [False] * (len(made) - 1) + [True]
+    assert len(made) > 3
+
+
+@TRANSFORMERS
+def test_the_average_of_the_last_training_is_kept_and_earlier_models_are_freed(
+    run: Run, tmp_path: Path
+) -> None:
+    run(search_and_train, tmp_path)

@@ -47,7 +47,7 @@ def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> Wrapping:
         )
     wrapping = Wrapping(gossip)
     prepare_model, prepare_optimizer = accelerator.prepare_model, accelerator.prepare_optimizer
-    save_state = accelerator.save_state
+    save_state, free_memory = accelerator.save_state, accelerator.free_memory
 
     def model_without_ddp(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         wrapping.models.append(model)
@@ -71,9 +71,14 @@ def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> Wrapping:
         with wrapping.averaged():
             return save_state(*args, **kwargs)
 
+    def free_all(*objects: Any) -> Any:
+        wrapping.release()
+        return free_memory(*objects)
+
     accelerator.prepare_model = model_without_ddp
     accelerator.prepare_optimizer = wrapped_optimizer
     accelerator.save_state = save_average
+    accelerator.free_memory = free_all
     return wrapping
 
 

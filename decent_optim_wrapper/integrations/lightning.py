@@ -71,8 +71,9 @@ class GossipStrategy(DDPStrategy):
         if self.lightning_module is not None:
             self._wrapping.models = [self.lightning_module]
         self.optimizers = [self._wrapping.wrap(optimizer) for optimizer in self.optimizers]
-        if self._around_swaps not in trainer.callbacks:
-            trainer.callbacks.insert(0, self._around_swaps)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if self._around_swaps not in callbacks:
+            callbacks.insert(0, self._around_swaps)
 
     def on_validation_start(self) -> None:
         """Put the average in place, of the weights that callbacks have swapped in; collective."""

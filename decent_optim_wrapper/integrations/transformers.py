@@ -44,7 +44,10 @@ class GossipMixin(_Trainer):
     def __init__(self, *args: Any, gossip: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._gossip = dict(gossip or {})
         super().__init__(*args, **kwargs)
-        self.callback_handler.callbacks.insert(0, _KeepAverage(self._wrapping.keep_average))
+        # Every trial of a search has another accelerator.
+        self.callback_handler.callbacks.insert(
+            0, _KeepAverage(lambda: self._wrapping.keep_average())
+        )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let the accelerator prepare for gossip."""
