@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decent_optim_wrapper import Schedule, TopologyFactory
 from decent_optim_wrapper.checkpoint import Checkpoints
-from decent_optim_wrapper.planning import consensus_rate, simulate, steady_error, suggest
+from decent_optim_wrapper.planning import consensus_rate, steady_error, suggest
 
 
 @pytest.mark.parametrize("topology", ["ring", "complete"])
@@ -54,7 +54,6 @@ def test_plans_are_made_on_the_cpu_whatever_the_default_device() -> None:
             [topology.mixing_matrix(0).tolist() for topology in topologies],
             [(steady_error(topology), consensus_rate(topology)) for topology in topologies],
             suggest(7),
-            simulate(topologies[0], 0.3, 0.1, 50e6, 0.0, 20e6, 20),
         ]
 
     usual = plans()

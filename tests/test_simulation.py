@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import simulated
 import torch
+from simulation import Simulation, compute_times, parse_arguments, rows, simulate, slow_ranks
 
 from decent_optim_wrapper import Group, TopologyFactory
-from decent_optim_wrapper.planning import Pace, Simulation, simulate
-from decent_optim_wrapper.planning.simulation import compute_times, slow_ranks
 from decent_optim_wrapper.topo import Topology
 
 CLUSTER: dict[str, Any] = {
@@ -207,50 +207,16 @@ def test_compute_times_have_the_mean_and_the_deviation_asked_for() -> None:
     assert compute_times(3, 2, 0.0, 0.0, torch.Generator()).tolist() == [[0.0] * 3] * 2
 
 
-@pytest.mark.parametrize(
-    ("share", "number"), [(0, 0), (0.001, 1), (0.01, 10), (0.5, 512), (1, 1024)]
-)
-def test_a_share_of_the_ranks_is_slow_and_at_least_one(share: float, number: int) -> None:
-    slow = slow_ranks(1024, share, torch.Generator().manual_seed(0)).tolist()
-    assert len(set(slow)) == len(slow) == number
-    assert set(slow) <= set(range(1024))
-
-
-def out_of_range(*names: str) -> list[tuple[dict[str, float], type[Exception], str]]:
-    values = [(name, value) for name in names for value in (math.nan, math.inf, -1.0)]
-    return [({name: value}, ValueError, f"{name}={value}") for name, value in values]
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        *out_of_range("compute_time", "jitter", "bandwidth", "parameter_bytes", "bucket_cap_mb"),
-        ({"bandwidth": 0}, ValueError, "bandwidth=0"),
-        ({"steps": 0}, ValueError, "steps=0"),
-        ({"slow_share": 1.5}, ValueError, "slow_share=1.5"),
-        ({"slow_factor": 0.5}, ValueError, "slow_factor=0.5"),
-        ({"compute_time": 0.0, "jitter": 0.1}, ValueError, "no jitter without compute_time"),
-        ({"compute_time": 1e308, "gossip_every": "auto"}, ValueError, "an infinite sum"),
-        ({"gossip_every": 0}, ValueError, "gossip_every=0"),
-        ({"staleness": 0}, ValueError, "staleness=0"),
-        ({"gossip_every": 2, "staleness": 3}, ValueError, "staleness from 1 to gossip_every"),
-        ({"gossip_every": "auto", "staleness": 2}, ValueError, "staleness from 1 to gossip_every"),
-        ({"gossip_every": "auto", "max_staleness": 0}, ValueError, "max_staleness=0"),
-        ({"gossip_every": "often"}, TypeError, "numbers of steps"),
-        ({"staleness": 1.0}, TypeError, "numbers of steps"),
-    ],
-)
-def test_what_cannot_be_is_refused(
-    options: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=f"expect.*{text}"):
-        run(TopologyFactory.create("ring", 4), **options)
-
-
-def test_nothing_to_do_takes_no_time_and_is_no_faster() -> None:
-    idle = run(TopologyFactory.create("ring", 4), compute_time=0, parameter_bytes=0)
-    assert idle.speedup == 1
-    assert idle.overlap == Pace(0, 0)
-    none, some = Pace(0, 0), Pace(2, 0)
-    assert Simulation(none, none, some).speedup == math.inf
-    assert Simulation(some, none, some).speedup == 1
+def test_the_simulations_of_the_guide_print_its_rows() -> None:
+    guide = (README.parent.parent / "guides" / "topologies.md").read_text(encoding="utf-8")
+    start = "python examples/benchmark/simulation.py "
+    lines = guide.replace("\\\n", " ").splitlines()
+    commands = [line.removeprefix(start) for line in lines if line.startswith(start)]
+    assert len(commands) == 3
+    # The last --steps counts.
+    options = [parse_arguments(f"{command} --steps 3".split()) for command in commands]
+    printed = [row for each in options for row in rows(each)]
+    told = re.findall(r"^\| (8|64|1024) \| `([\w=,-]+)` \| \d\.\d{3}", guide, re.MULTILINE)
+    assert len(told) == 8 + 9
+    keys = ("topology", "schedule")
+    assert {*told} <= {(str(row["world_size"]), row[key]) for row in printed for key in keys}

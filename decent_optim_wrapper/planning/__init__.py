@@ -1,4 +1,4 @@
-"""Plan a run: compare topologies, the bytes that they send, and simulated step times."""
+"""Plan a run: compare topologies and the bytes that they send, and test the links."""
 
 from decent_optim_wrapper.planning.analysis import (
     BytesSent,
@@ -8,16 +8,12 @@ from decent_optim_wrapper.planning.analysis import (
     steady_error,
     suggest,
 )
-from decent_optim_wrapper.planning.simulation import Pace, Simulation, simulate
 
 __all__ = [
     "BytesSent",
-    "Pace",
-    "Simulation",
     "bytes_per_round",
     "consensus_rate",
     "rounds_to_consensus",
-    "simulate",
     "steady_error",
     "suggest",
 ]

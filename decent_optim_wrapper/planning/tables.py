@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from decent_optim_wrapper.planning.analysis import (
@@ -12,8 +12,7 @@ from decent_optim_wrapper.planning.analysis import (
     rounds_to_consensus,
     steady_error,
 )
-from decent_optim_wrapper.planning.simulation import simulate
-from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
+from decent_optim_wrapper.topo import Topology, TopologyFactory
 
 # A row of a table: its values by the names of the columns.
 Row = dict[str, Any]
@@ -61,50 +60,6 @@ def topologies(
     return Report("\n".join([*lines, *map(_reason, misfits)]), data)
 
 
-def phases(topology: Topology, name: str) -> Report:
-    """The groups of every phase."""
-    listed = [topology.groups(phase) for phase in range(topology.period)]
-    lines = [f"{name}, {topology.world_size} ranks, period {topology.period}"]
-    lines += [
-        f"phase {number}: {'  '.join(map(_group_text, phase))}"
-        for number, phase in enumerate(listed)
-    ]
-    data = [
-        [{"ranks": group.ranks, "self_weight": group.self_weight} for group in phase]
-        for phase in listed
-    ]
-    return Report("\n".join(lines), {"name": name, "phases": data})
-
-
-def simulations(
-    world_sizes: Sequence[int],
-    local_world_size: int,
-    cluster: Mapping[str, Any],
-    names: Sequence[str] | None = None,
-    schedules: Sequence[Mapping[str, Any]] = ({},),
-) -> Report:
-    """Step times of every topology that fits, and the speed-up over all-reduce.
-
-    Args:
-        world_sizes: numbers of ranks.
-        local_world_size: ranks per node.
-        cluster: the arguments of `simulate` that describe the machines.
-        names: as in `topologies`.
-        schedules: the arguments of `simulate` that say when a round is launched and mixed.
-    """
-    rows: list[Row] = []
-    for world_size in world_sizes:
-        fitting, misfits = _choose(world_size, local_world_size, names)
-        if not fitting:
-            raise ValueError("; ".join(map(_reason, misfits)))
-        rows += [
-            _step_times(name, topology, cluster, schedule)
-            for name, topology in fitting.items()
-            for schedule in schedules
-        ]
-    return Report(table(rows), {"cluster": cluster, "rows": _finite(rows)})
-
-
 def table(rows: Sequence[Row]) -> str:
     """Align rows under the names of their columns."""
     cells = [[*rows[0]], *([_cell(value) for value in row.values()] for row in rows)]
@@ -147,23 +102,6 @@ def _figures(name: str, topology: Topology) -> Row:
     }
 
 
-def _step_times(
-    name: str, topology: Topology, cluster: Mapping[str, Any], schedule: Mapping[str, Any]
-) -> Row:
-    simulation = simulate(topology, **cluster, **schedule)
-    return {
-        "world_size": topology.world_size,
-        "topology": name,
-        "schedule": ",".join(f"{option}={value}" for option, value in schedule.items()) or "-",
-        "steps_per_round": simulation.steps_per_round,
-        "overlap_seconds": simulation.overlap.step_time,
-        "overlap_waiting": simulation.overlap.waiting_share,
-        "no_overlap_seconds": simulation.no_overlap.step_time,
-        "all_reduce_seconds": simulation.all_reduce.step_time,
-        "speedup": simulation.speedup,
-    }
-
-
 def _finite(rows: Sequence[Row]) -> list[Row]:
     """The rows for JSON, which has no infinity."""
     return [{name: None if v == math.inf else v for name, v in row.items()} for row in rows]
@@ -175,9 +113,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _group_text(group: Group) -> str:
-    ranks = "-".join(map(str, group.ranks))
-    is_mean = math.isclose(group.self_weight, 1 / group.size)
-    return ranks if is_mean else f"{ranks} (self_weight {group.self_weight:.4g})"

@@ -10,7 +10,7 @@ figures without gloo say what more ranks would take. All ranks share the cores a
 which delays them. A name server that loses answers adds 5 s for some of the connections: without
 network, as under `unshare -n sh -c "ip link set lo up; python ..."`, no name is asked for. It takes
 31 s of CPU time in 2.5 minutes. With `--wan` it measures nothing, and prints what 1,000 ranks send
-over a slow network, and how long the library's simulator says that a step takes: 7 s of CPU time.
+over a slow network, and how long a step takes by simulation.py: 7 s of CPU time.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from heartbeats import Server, server
 from loguru import logger
 from simulated import INT8, MIB
+from simulation import simulate
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from decent_optim_wrapper import TopologyFactory
@@ -38,7 +39,6 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.elastic.epoch import FIRST_NOTE, Epoch, Note
 from decent_optim_wrapper.elastic.heartbeat import pace
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous, key_prefix
-from decent_optim_wrapper.planning import simulate
 from decent_optim_wrapper.topo import Topology
 
 TIMEOUT = timedelta(seconds=120)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from simulation import simulate
+
 from decent_optim_wrapper import TopologyFactory
-from decent_optim_wrapper.planning import simulate
 
 MIB = 1024 * 1024
 

@@ -1,36 +1,27 @@
-"""Pictures of topologies; they need matplotlib, from the extra `plot`."""
+"""Prints the groups of every phase of a topology, and draws them.
+
+    python examples/benchmark/show_topology.py hypercuboid --world-size 12 --out picture.png
+
+A picture needs matplotlib, from the extra `plot`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from itertools import combinations
 from pathlib import Path
 
-from decent_optim_wrapper.topo import Topology
+from matplotlib.figure import Figure
+
+from decent_optim_wrapper.topo import Topology, TopologyFactory
 
 _MOST_PHASES = 8
 _PER_ROW = 4
 
 
-def phases(topology: Topology, name: str, path: Path) -> None:
-    """Draw the phases side by side: ranks on a circle, a line between ranks that mix.
-
-    Args:
-        topology: the topology whose phases are drawn.
-        name: its name, for the title.
-        path: the file to write, in any format of matplotlib.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is missing.
-        ValueError: matplotlib does not know the format.
-        OSError: the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "pictures need matplotlib: pip install '.[plot]' in a clone of decent_optim_wrapper"
-        ) from error
+def draw(topology: Topology, name: str, path: Path) -> None:
+    """Draw the phases side by side: ranks on a circle, a line between ranks that mix."""
     n = topology.world_size
     angles = [math.pi / 2 - 2 * math.pi * rank / n for rank in range(n)]
     places = [(math.cos(angle), math.sin(angle)) for angle in angles]
@@ -53,3 +44,22 @@ def phases(topology: Topology, name: str, path: Path) -> None:
     more = f", the first {shown} of {topology.period} phases" if topology.period > shown else ""
     figure.suptitle(f"{name}, {n} ranks{more}")
     figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("name", choices=TopologyFactory.names())
+    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--local-world-size", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="a picture")
+    args = parser.parse_args()
+    topology = TopologyFactory.create(args.name, args.world_size, args.local_world_size)
+    for phase in range(topology.period):
+        groups = ("-".join(map(str, group.ranks)) for group in topology.groups(phase))
+        print(f"phase {phase}: {'  '.join(groups)}")
+    if args.out is not None:
+        draw(topology, args.name, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,18 @@
-"""Measures the links along each dimension of a mesh, to choose the one for gossip."""
+"""Measures the links along each dimension of a mesh, to choose the one for gossip.
+
+    torchrun --nproc-per-node 8 examples/benchmark/mesh_links.py data=2,pipe=2,tensor=2
+
+All groups of a dimension exchange at once. The names and sizes are of the dimensions, outermost
+first.
+"""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Sequence
 from functools import partial
 from itertools import combinations
-from math import prod
 from typing import Any
 
 import torch
@@ -15,51 +21,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.planning.stopwatch import median_seconds, pair_seconds
-from decent_optim_wrapper.planning.tables import Report, table
+from decent_optim_wrapper.planning.link_probe import exchange_once, median_seconds
+from decent_optim_wrapper.planning.tables import table
+from decent_optim_wrapper.utils import init_distributed
 
 # Two dimensions count as equally fast if the slower one has at least this share of the bandwidth
 # of the other.
 _SLOW = 0.7
 
 
-def parse_mesh(text: str, world_size: int) -> dict[str, int]:
-    """Read the names and sizes of the dimensions, outermost first.
-
-    Args:
-        text: such as ``data=2,pipe=2,tensor=2``.
-        world_size: number of ranks.
-
-    Raises:
-        ValueError: the text is not a mesh, or has another number of ranks.
-    """
-    sizes: dict[str, int] = {}
-    for item in text.split(","):
-        name, _, size = (part.strip() for part in item.partition("="))
-        if not name or not size.isdecimal() or int(size) < 2:
-            raise ValueError(
-                f"--mesh expects NAME=SIZE,... with sizes of 2 or more, such as data=2,tensor=4, "
-                f"got {item!r} in {text!r}; leave dimensions of one rank out"
-            )
-        if name in sizes:
-            raise ValueError(
-                f"--mesh expects a name for every dimension, but {name!r} is twice in {text!r}"
-            )
-        sizes[name] = int(size)
-    if prod(sizes.values()) != world_size:
-        raise ValueError(
-            f"--mesh expects sizes whose product is the number of ranks, {world_size}, got "
-            f"{text!r} with a product of {prod(sizes.values())}"
-        )
-    return sizes
-
-
-def measure(sizes: dict[str, int], mib: float, repeats: int, device: torch.device) -> Report | None:
+def measure(sizes: dict[str, int], mib: float, repeats: int, device: torch.device) -> str | None:
     """Time messages along each dimension of the mesh, in all its groups at once; collective.
 
     Args:
         sizes: of the dimensions by name.
-        mib: size of the large message in MiB; latency is that of 8 bytes.
+        mib: size of the large message in MiB; latency is measured with 8 bytes.
         repeats: number of measurements, of which the median counts.
         device: of the messages.
 
@@ -76,7 +52,7 @@ def measure(sizes: dict[str, int], mib: float, repeats: int, device: torch.devic
         # The ranks of each group in a row.
         groups = mesh.mesh.movedim(at, -1).reshape(-1, sizes[name]).tolist()
         found[name] = [_group(everyone[ranks], ranks, messages[1].nbytes) for ranks in groups]
-    return None if world.rank else _report(sizes, found)
+    return None if world.rank else report(sizes, found)
 
 
 def _measure_group(transport: Transport, messages: Sequence[Tensor], repeats: int) -> Tensor:
@@ -89,9 +65,11 @@ def _measure_group(transport: Transport, messages: Sequence[Tensor], repeats: in
     seconds = torch.zeros(2, n + 1, dtype=torch.float64, device="cpu")
     for of_size, message in zip(seconds, messages, strict=True):
         for peers in pairings(n):
-            of_size[peers[transport.rank]] = pair_seconds(
-                transport, message, peers[transport.rank], repeats
-            )
+            peer = peers[transport.rank]
+            if peer != transport.rank:
+                exchange = partial(exchange_once, transport, message, peer)
+                of_size[peer] = median_seconds(exchange, repeats)
+            dist.barrier()
         of_size[n] = median_seconds(partial(transport.sum_, message), repeats)
         dist.barrier()
     return seconds
@@ -130,7 +108,8 @@ def _group(seconds: Tensor, ranks: list[int], nbytes: int) -> dict[str, Any]:
     }
 
 
-def _report(sizes: dict[str, int], found: dict[str, list[dict[str, Any]]]) -> Report:
+def report(sizes: dict[str, int], found: dict[str, list[dict[str, Any]]]) -> str:
+    """A table for each dimension, and the slowest dimension."""
     # A step waits for the slowest link of a dimension.
     speeds = {name: min(g["slowest_bandwidth"] for g in groups) for name, groups in found.items()}
     order = sorted(speeds, key=speeds.__getitem__)
@@ -143,7 +122,7 @@ def _report(sizes: dict[str, int], found: dict[str, list[dict[str, Any]]]) -> Re
     if len(order) > 1 and speeds[slowest] > _SLOW * speeds[order[1]]:
         lines.append(f"{order[1]} is about as fast, {speeds[order[1]] / 1e6:.0f} MB/s")
     lines.append(f'gossip on it: DecentOptimWrapper(..., mesh=mesh, gossip_dim="{slowest}")')
-    return Report("\n".join(lines), {"mesh": sizes, "dimensions": found, "slowest": slowest})
+    return "\n".join(lines)
 
 
 def _row(group: dict[str, Any]) -> dict[str, Any]:
@@ -156,3 +135,22 @@ def _row(group: dict[str, Any]) -> dict[str, Any]:
         "latency in us": f"{group['latency'] * 1e6:.0f}",
         "all-reduce MB/s": f"{group['all_reduce_bytes_per_second'] / 1e6:.0f}",
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("mesh", metavar="NAME=SIZE,...")
+    parser.add_argument("--mib", type=float, default=8, help="size of the large message")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    parts = [part.partition("=") for part in args.mesh.split(",")]
+    sizes = {name: int(size) for name, _, size in parts}
+    _, _, _, device, _ = init_distributed()
+    text = measure(sizes, args.mib, args.repeats, device)
+    if text is not None:
+        print(text)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

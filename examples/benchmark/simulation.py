@@ -1,16 +1,24 @@
-"""Simulated step times: a clock for every rank of a topology."""
+"""Simulates how long a step takes, with a clock for every rank of a topology.
+
+    python examples/benchmark/simulation.py --world-size 8 64 --parameters 25e6 --bandwidth 125e6
+
+It prints a row for each topology that fits and each schedule: seconds per step of overlapped
+gossip, the share of them in which a rank waits, seconds per step without overlap and with an
+all-reduce of all gradients (DDP), and how many times as fast as that overlapped gossip is.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
-from numbers import Integral
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.topo import Group, Topology
+from decent_optim_wrapper.planning.tables import table
+from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
 
 # Backward takes twice as long as forward.
 _FORWARD_SHARE = 1 / 3
@@ -45,14 +53,6 @@ class Simulation(NamedTuple):
     no_overlap: Pace
     all_reduce: Pace
     steps_per_round: float = 1.0
-
-    @property
-    def speedup(self) -> float:
-        """Speed-up of overlapped gossip over all-reduce; 1 if neither takes any time."""
-        ours, theirs = self.overlap.step_time, self.all_reduce.step_time
-        if ours:
-            return theirs / ours
-        return math.inf if theirs else 1.0
 
 
 class _Phase(NamedTuple):
@@ -112,22 +112,9 @@ def simulate(
 
     Returns:
         Step times in seconds and shares of waiting.
-
-    Raises:
-        ValueError: an argument is out of range, infinite or not a number.
     """
-    _check_cluster(
-        compute_time=compute_time,
-        jitter=jitter,
-        bandwidth=bandwidth,
-        latency=latency,
-        parameter_bytes=parameter_bytes,
-        steps=steps,
-        slow_share=slow_share,
-        slow_factor=slow_factor,
-        bucket_cap_mb=bucket_cap_mb,
-    )
-    _check_schedule(gossip_every, staleness, max_staleness)
+    if gossip_every != "auto" and staleness > gossip_every:
+        raise ValueError(f"expected staleness <= gossip_every, got {staleness=}, {gossip_every=}")
     n = topology.world_size
     generator = torch.Generator(device="cpu").manual_seed(seed)
     compute = compute_times(n, steps, compute_time, jitter, generator)
@@ -153,43 +140,6 @@ def simulate(
         all_reduce=_pace(all_reduce, compute),
         steps_per_round=steps_per_round,
     )
-
-
-def _check_cluster(**figures: float) -> None:
-    above_0 = ("bandwidth", "steps", "bucket_cap_mb")
-    in_range = (
-        all(map(math.isfinite, figures.values()))
-        and min(figures.values()) >= 0
-        and min(figures[name] for name in above_0) > 0
-        and figures["slow_share"] <= 1
-        and figures["slow_factor"] >= 1
-        and (figures["compute_time"] > 0 or figures["jitter"] == 0)
-    )
-    if not in_range:
-        got = ", ".join(f"{name}={figure}" for name, figure in figures.items())
-        raise ValueError(
-            f"simulate expects times and bytes of 0 or more, no jitter without compute_time, "
-            f"{', '.join(above_0)} above 0, slow_share in [0, 1] and slow_factor of 1 or more, all "
-            f"finite, got {got}"
-        )
-
-
-def _check_schedule(
-    gossip_every: int | Literal["auto"], staleness: int, max_staleness: int
-) -> None:
-    longest = 1 if gossip_every == "auto" else gossip_every
-    counts = (longest, staleness, max_staleness)
-    if not all(isinstance(count, Integral) for count in counts):
-        raise TypeError(
-            f"simulate expects numbers of steps, and gossip_every may be 'auto', got "
-            f"{gossip_every=}, {staleness=}, {max_staleness=}"
-        )
-    if min(counts) < 1 or staleness > longest:
-        raise ValueError(
-            f"simulate expects a staleness from 1 to gossip_every (1 with 'auto', which has a "
-            f"max_staleness), and all numbers of steps to be 1 or more, got {gossip_every=}, "
-            f"{staleness=}, {max_staleness=}"
-        )
 
 
 def compute_times(
@@ -293,10 +243,6 @@ def _all_reduce(compute: Tensor, buckets: float, bucket_seconds: float) -> Tenso
 
 def _pace(clock: Tensor, compute: Tensor) -> Pace:
     end = clock.mean().item()
-    if not math.isfinite(end):
-        raise ValueError(
-            "expected times whose sum a float can hold, got an infinite sum; make the times shorter"
-        )
     waiting = 1 - compute.sum(0).mean().item() / end if end else 0.0
     # Without any waiting the two sums may differ in their last digits.
     return Pace(step_time=end / len(compute), waiting_share=max(0.0, waiting))
@@ -327,3 +273,65 @@ def _exchanged(launched: Tensor, phase: _Phase) -> Tensor:
     """The time at which every rank has the bytes of its group, whose last member launches last."""
     last = torch.zeros_like(launched).scatter_reduce(0, phase.group_of, launched, "amax")
     return last[phase.group_of] + phase.seconds
+
+
+def schedule(text: str) -> dict[str, Any]:
+    """Read the arguments of `simulate` that say when a round is launched and mixed."""
+    items = [item.partition("=") for item in text.split(",")]
+    return {name: value if value == "auto" else int(value) for name, _, value in items}
+
+
+def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of the table, by the names of their columns."""
+    found = []
+    fitting = [
+        (size, name)
+        for size in args.world_size
+        for name, kind in TopologyFactory.registered()
+        if name in (args.topology or TopologyFactory.names()) and kind.accepts(size, 1)
+    ]
+    for size, name in fitting:
+        for text in args.schedule:
+            result = simulate(
+                TopologyFactory.create(name, size),
+                compute_time=args.compute_time,
+                jitter=args.jitter,
+                bandwidth=args.bandwidth,
+                latency=args.latency,
+                parameter_bytes=4 * args.parameters,
+                steps=args.steps,
+                slow_share=args.slow_share,
+                **schedule(text),
+            )
+            row = {
+                "world_size": size,
+                "topology": name,
+                "schedule": text,
+                "steps_per_round": result.steps_per_round,
+                "overlap_seconds": result.overlap.step_time,
+                "overlap_waiting": result.overlap.waiting_share,
+                "no_overlap_seconds": result.no_overlap.step_time,
+                "all_reduce_seconds": result.all_reduce.step_time,
+                "speedup": result.all_reduce.step_time / result.overlap.step_time,
+            }
+            found.append(row)
+    return found
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--world-size", type=int, nargs="+", default=[8])
+    parser.add_argument("--topology", nargs="+", help="names; all that fit by default")
+    parser.add_argument("--schedule", nargs="+", default=["gossip_every=1"], help="a row for each")
+    parser.add_argument("--compute-time", type=float, default=0.3, help="seconds per step")
+    parser.add_argument("--jitter", type=float, default=0.03, help="standard deviation, seconds")
+    parser.add_argument("--slow-share", type=float, default=0, help="ranks three times as slow")
+    parser.add_argument("--bandwidth", type=float, default=125e6, help="bytes per second")
+    parser.add_argument("--latency", type=float, default=1e-4, help="seconds per message")
+    parser.add_argument("--parameters", type=float, default=25e6, help="number of float32 values")
+    parser.add_argument("--steps", type=int, default=500)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    print(table(rows(parse_arguments())))
