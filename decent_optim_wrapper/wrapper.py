@@ -336,6 +336,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             CallOrderError: a peer is in another method or round.
             NonFiniteError: a rank of the group has NaN or infinity in its parameters. No bucket of
                 the round was mixed, and the round is dropped.
+            RuntimeError: a parameter that is not gossiped has a gradient; see `rebuild_buckets()`.
         """
         splits = self._local_update.splits
         loss = None
@@ -391,8 +392,15 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             raise
 
     def rebuild_buckets(self) -> None:
-        """Gossip parameters that were unfrozen, too, from the next round on; collective."""
-        self._regroup(named_parameters(self.param_groups), [])
+        """Gossip all parameters of the base that require a gradient; collective.
+
+        Call it after parameters were unfrozen, or added to the base without `add_param_group()`. A
+        step in which such a parameter has a gradient raises an error otherwise. The ranks' own
+        values are mixed from the next round on.
+        """
+        parameters = named_parameters(self.param_groups)
+        self._regroup(parameters, [])
+        self._local_update.know(parameters)
 
     def global_avg(self, may_revert: bool = True) -> None:
         """Replace the parameters by their average over all ranks; collective.

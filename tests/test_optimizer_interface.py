@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from covering import OVERLAP, pairwise
 from dense import oracle
-from problem import backward, flatten, make_params, sgd, take_steps, wrap
+from problem import backward, flatten, in_one_call, make_params, sgd, take_steps, wrap
 from ranks import KeptRanks, run_threads
 from scripted_ranks import table_topology
 from torch import Tensor, nn
@@ -308,6 +308,51 @@ def test_frozen_parameters_are_broadcast_and_gossiped_once_rebuilt() -> None:
         assert means_of_a_step() == [0.5, 0.5], "freezing later changes nothing"
 
     run_threads(2, main)
+
+
+def assign_groups(base: torch.optim.Optimizer, late: list[Tensor]) -> None:
+    base.param_groups = [*base.param_groups, {**base.param_groups[0], "params": late}]
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda base, late: base.add_param_group({"params": late}),
+        lambda base, late: base.param_groups[0]["params"].extend(late),
+        assign_groups,
+        lambda base, late: [param.requires_grad_(True) for param in base.param_groups[0]["params"]],
+    ],
+    ids=["base", "append", "assign", "unfreeze"],
+)
+@pytest.mark.parametrize("in_one", [False, True])
+def test_parameters_that_only_the_base_knows_are_named_before_they_are_trained(
+    add: Any, in_one: bool
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+        params, late = make_params(), make_params(seed=1)
+        params[1].requires_grad_(False)
+        base = in_one_call(sgd(params)) if in_one else sgd(params)
+        wrapper = wrap(params, group, base, topology="complete", overlap=False)
+        live = [param for param in params if param.requires_grad]
+        take_steps(wrapper, live, rank, [0])
+        add(base, late)
+        take_steps(wrapper, live, rank, [1])
+        live = [param for each in base.param_groups for param in each["params"]]
+        live = [param for param in live if param.requires_grad]
+        assert len(live) >= len(params)
+        before = flatten(live)
+        name = r"0\.1 " if len(live) == len(params) else r"(0\.5|1\.0), .*"
+        error = rf"rank {rank}: .* gossiped, but {name}.*rebuild_buckets\(\) on all ranks"
+        with pytest.raises(RuntimeError, match=error):
+            take_steps(wrapper, live, rank, [2])
+        assert torch.equal(flatten(live), before)
+        wrapper.rebuild_buckets()
+        wrapper.step()
+        take_steps(wrapper, live, rank, [3])
+        assert not torch.equal(flatten(live), before)
+        return flatten(live)
+
+    torch.testing.assert_close(*run_threads(2, main))
 
 
 def test_a_state_dict_loads_into_a_bare_base_and_back() -> None:

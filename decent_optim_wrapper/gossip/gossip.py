@@ -74,6 +74,7 @@ class Gossip:
             pipeline.policy.meter.reset()
         pipeline.session.transport.check_open()
         self.check_parameters()
+        self._local_update.check_outside(pipeline.session.transport.initial_rank)
         if self.loaded.is_average or self.average.snapshot is not None:
             self.keep_average()
         if self.members:

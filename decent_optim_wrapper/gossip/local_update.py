@@ -17,7 +17,7 @@ from decent_optim_wrapper.gossip.extension import Extensions
 from decent_optim_wrapper.optim.gradients import unscale_
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.wire.bucket import Bucket
-from decent_optim_wrapper.wire.parameters import Named, sparse_gradient_error
+from decent_optim_wrapper.wire.parameters import Named, named_parameters, sparse_gradient_error
 
 # Decides whether the update of some parameters, the second argument, is made.
 Apply = Callable[[Sequence[Tensor], Callable[[], None]], None]
@@ -49,12 +49,14 @@ class _Partition(NamedTuple):
         buckets: the buckets of the gossip.
         parts: for the id of each bucket, its parameters of each group; parameters in no bucket are
             under the id of None.
+        outside: the parameters in no bucket.
         gone: members of buckets that are no longer in the base.
     """
 
     ids: list[int]
     buckets: Sequence[Bucket]
     parts: dict[int, list[list[Tensor]]]
+    outside: list[Tensor]
     gone: list[Tensor]
 
     @classmethod
@@ -71,7 +73,8 @@ class _Partition(NamedTuple):
                 parts[key][index].append(param)
         here = set(ids)
         gone = [m for bucket in buckets for m in bucket.members if id(m) not in here]
-        return cls(ids=ids, buckets=buckets, parts=parts, gone=gone)
+        outside = [*chain.from_iterable(parts.get(id(None), ()))]
+        return cls(ids=ids, buckets=buckets, parts=parts, outside=outside, gone=gone)
 
 
 class LocalUpdate:
@@ -156,6 +159,24 @@ class LocalUpdate:
                 f"{self._names(gone)} was replaced by another Parameter, which no other rank would "
                 f"get; change values in place (param.copy_() under torch.no_grad()), or build the "
                 f"optimizer and the wrapper again"
+            )
+
+    def check_outside(self, rank: int) -> None:
+        """Check that no parameter in no bucket is about to be updated; call it after `check`.
+
+        Raises:
+            RuntimeError: such a parameter has a gradient.
+        """
+        outside = self._partition.outside if self._partition else []
+        if trained := {id(param) for param in outside if param.grad is not None}:
+            named = named_parameters(self._optimizer.param_groups)
+            names = ", ".join(each.name for each in named if id(each.tensor) in trained)
+            raise RuntimeError(
+                f"rank {rank}: expected gradients only of parameters that are gossiped, but "
+                f"{names} was unfrozen, or added to the base optimizer, without the wrapper, and "
+                f"each rank would train it by itself; call rebuild_buckets() on all ranks before "
+                f"step(), and add groups with the wrapper's add_param_group(). Give parameters "
+                f"that each rank trains by itself an optimizer of their own"
             )
 
     def _partition_of(self, buckets: Sequence[Bucket]) -> _Partition:
