@@ -56,7 +56,8 @@ class Noted(NamedTuple):
     Args:
         kind: "read" (of a CUDA value on the host), "copy" (between devices; the host waits), "spin"
             (a wait for a work of NCCL that keeps the host busy), "order" (the same by the present
-            stream), "wait" (for an event of this step) or "call" (of a kernel).
+            stream), "wait" (for an event of this step), "call" (of a kernel) or "overwrite" (of the
+            host's memory, from which a GPU may still copy).
         where: the function of the library, and who called it.
         what: the operation.
     """
@@ -80,6 +81,9 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.noted: list[Noted] = []
         # The host's memory to and from which a GPU copies by itself.
         self._pinned: list[Tensor] = []
+        # What it copies from there, in this order, and how many of these copies are over for sure.
+        self.copied: list[Tensor] = []
+        self.over = 0
         # While the peers are played.
         self.muted = False
         # Counts the steps: an event of an earlier one is over by now.
@@ -152,10 +156,19 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Torch cannot copy to and from other memory while the host goes on.
         waits = waits or not self.is_pinned(there)
         self.note("copy" if waits else "call", "copy_")
+        if is_cuda(target) and not waits:
+            self.copied.append(source)
         if not is_cuda(target):
             with unset_fake_temporarily():
                 target.fill_(1)
         return target
+
+    def check_unread(self, target: Tensor) -> None:
+        """Note memory that is overwritten while a GPU may still copy it."""
+        start, end = target.data_ptr(), target.data_ptr() + target.nbytes
+        for each in self.copied[self.over :]:
+            if each.data_ptr() < end and start < each.data_ptr() + each.nbytes:
+                self.note("overwrite", f"{target.nbytes} bytes")
 
     @staticmethod
     def _changes_device(source: Tensor, device: Any) -> bool:
@@ -164,6 +177,8 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _move(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
         free = kwargs.get("non_blocking") and not is_cuda(source) and self.is_pinned(source)
         self.note("call" if free else "copy", "to")
+        if free:
+            self.copied.append(source)
         dtype = kwargs.get("dtype") or source.dtype
         if is_cuda(source):
             with unset_fake_temporarily():
@@ -175,10 +190,11 @@ class FakeEvent:
     """An event behind the work of the present step."""
 
     def __init__(self, mode: FakeCuda) -> None:
-        self._mode, self._step = mode, mode.step
+        self._mode, self._step, self._copied = mode, mode.step, len(mode.copied)
 
     def synchronize(self) -> None:
         """Wait for it; only the wait of the same step makes the host wait for the GPU."""
+        self._mode.over = max(self._mode.over, self._copied)
         if self._step == self._mode.step:
             self._mode.note("wait", "event")
 
@@ -296,6 +312,8 @@ class FakeGroup(dist.ProcessGroup):
 
     def recv(self, data: list[Tensor], peer: int, tag: int) -> FakeWork:  # type: ignore[override]
         """The peer sends what this rank does."""
+        if not is_cuda(data[0]):
+            self._mode.check_unread(data[0])
         self._receives[peer, tag].append(data[0])
         return self._called("recv", data[0].device)
 

@@ -219,6 +219,27 @@ def test_a_backward_pass_waits_for_nothing(
         assert not waits(mode.noted)
 
 
+@pytest.mark.parametrize("form", ["copies", "views", "int8", "ignore"])
+def test_over_gloo_nothing_is_received_where_the_gpu_may_still_read(form: str) -> None:
+    with fake_cuda("gloo") as (mode, group):
+        model = nn.Sequential(*(Detached(31, 31, device="cuda") for _ in range(PARAMETERS)))
+        options: dict[str, Any] = {"bucket_cap_mb": CAP_MB, "overlap": "forward", **FORMS[form]}
+        optimizer = BackwardOptimizer(
+            SGD(model.parameters()), model, average_buffers=False, process_group=group, **options
+        )
+        for _ in range(SETTLED):
+            mode.step += 1
+            model(torch.empty(3, 31, device="cuda"))
+            for param in model.parameters():
+                param.grad = torch.empty_like(param)
+            with optimizer.in_parts(lambda *_: True) as advance:
+                for bucket in optimizer.buckets:
+                    advance(bucket)
+        assert len(optimizer.buckets) >= BUCKETS
+        assert mode.copied
+        assert not [each for each in mode.noted if each.kind == "overwrite"]
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_scaled_step_reads_at_most_once_whether_there_was_an_overflow(fused: bool) -> None:
     with wrapped(NCCL, base=partial(optim.AdamW, lr=0.1, fused=fused)) as setup:

@@ -15,7 +15,7 @@ from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.exchange import Exchange, Wire
-from decent_optim_wrapper.wire.pack import receive_ahead
+from decent_optim_wrapper.wire.pack import receiving_ahead
 
 
 class Sender:
@@ -75,8 +75,17 @@ class Sender:
 
     def receive_ahead(self, bucket: Bucket, position: int) -> None:
         """Start receiving a bucket that is posted later."""
+        action = partial(self._receive, receiving_ahead(self._wire, bucket, position), position)
+        if bucket.via_cpu:
+            # A GPU may still copy what was received in this memory before.
+            thread = self.thread or self._start_thread()
+            thread.add(action, bucket.device)
+        else:
+            action()
+
+    def _receive(self, start: Action, position: int) -> None:
         try:
-            receive_ahead(self._wire, bucket, position)
+            start()
         except WireError as error:
             self._note(error, position)
 

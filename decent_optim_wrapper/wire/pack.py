@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -46,8 +46,8 @@ def pack(wire: Wire, bucket: Bucket, snapshot: Mapping[Tensor, Tensor], position
     return PlainPair(wire, bucket, snapshot, position, tag)
 
 
-def receive_ahead(wire: Wire, bucket: Bucket, position: int) -> None:
-    """Start receiving a bucket that is packed later, if a pair sends in the order of need.
+def receiving_ahead(wire: Wire, bucket: Bucket, position: int) -> Callable[[], None]:
+    """What starts to receive a bucket that is packed later, if a pair sends in the order of need.
 
     A peer sends only what this rank has begun to receive. If this rank began when it has packed the
     bucket, its notice would wait behind other data on the wire.
@@ -58,13 +58,18 @@ def receive_ahead(wire: Wire, bucket: Bucket, position: int) -> None:
         position: as in `pack`.
     """
     if wire.sends is None or wire.is_average or not wire.transport.sends_alone(bucket.wire_device):
-        return
+        return lambda: None
     codec = _codec_of(wire, bucket)
     if codec is None:
         incoming = bucket.pair(wire.needs_snapshot).incoming.data
     else:
         _, incoming = bucket.messages(codec.nbytes(bucket.flat_numel))
-    wire.sends.received[position] = wire.receive(incoming, _FIRST_BUCKET_TAG + position)
+    received = wire.sends.received
+
+    def start() -> None:
+        received[position] = wire.receive(incoming, _FIRST_BUCKET_TAG + position)
+
+    return start
 
 
 def _codec_of(wire: Wire, bucket: Bucket) -> Codec | None:
