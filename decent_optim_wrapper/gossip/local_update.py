@@ -17,7 +17,7 @@ from decent_optim_wrapper.gossip.extension import Extensions
 from decent_optim_wrapper.optim.gradients import unscale_
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.wire.bucket import Bucket
-from decent_optim_wrapper.wire.parameters import Named, named_parameters, sparse_gradient_error
+from decent_optim_wrapper.wire.parameters import Named, refuse_outside, sparse_gradient_error
 
 # Decides whether the update of some parameters, the second argument, is made.
 Apply = Callable[[Sequence[Tensor], Callable[[], None]], None]
@@ -132,7 +132,9 @@ class LocalUpdate:
                 # Each access of `grad` makes a call.
                 if (grad := param.grad) is not None and grad.layout is not strided:
                     raise sparse_gradient_error(self._optimizer, param, rank)
-        self._check_replaced(self._partition_of(buckets), rank)
+        known = self._partition_of(buckets)
+        if known.gone:
+            self._check_replaced(known, rank)
         if relocated := [tensor for bucket in buckets for tensor in bucket.relocated()]:
             raise RuntimeError(
                 f"rank {rank}: expected the parameters as they were when the wrapper was built, "
@@ -151,12 +153,11 @@ class LocalUpdate:
             )
 
     def _check_replaced(self, partition: _Partition, rank: int) -> None:
-        gone = partition.gone
         # Parameters of a group that was only removed are still gossiped, as frozen ones are.
-        if gone and set(partition.ids) - self._names_of.keys():
+        if set(partition.ids) - self._names_of.keys():
             raise RuntimeError(
                 f"rank {rank}: expected in param_groups the parameters that the wrapper knows, but "
-                f"{self._names(gone)} was replaced by another Parameter, which no other rank would "
+                f"{self._names(partition.gone)} was replaced by another Parameter, which no other rank would "
                 f"get; change values in place (param.copy_() under torch.no_grad()), or build the "
                 f"optimizer and the wrapper again"
             )
@@ -167,17 +168,8 @@ class LocalUpdate:
         Raises:
             RuntimeError: such a parameter has a gradient.
         """
-        outside = self._partition.outside if self._partition else []
-        if trained := {id(param) for param in outside if param.grad is not None}:
-            named = named_parameters(self._optimizer.param_groups)
-            names = ", ".join(each.name for each in named if id(each.tensor) in trained)
-            raise RuntimeError(
-                f"rank {rank}: expected gradients only of parameters that are gossiped, but "
-                f"{names} was unfrozen, or added to the base optimizer, without the wrapper, and "
-                f"each rank would train it by itself; call rebuild_buckets() on all ranks before "
-                f"step(), and add groups with the wrapper's add_param_group(). Give parameters "
-                f"that each rank trains by itself an optimizer of their own"
-            )
+        if self._partition and self._partition.outside:
+            refuse_outside(self._optimizer, self._partition.outside, rank)
 
     def _partition_of(self, buckets: Sequence[Bucket]) -> _Partition:
         """The parameters by bucket; made again only if buckets or parameters have changed."""

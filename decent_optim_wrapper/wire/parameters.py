@@ -185,3 +185,21 @@ def sparse_gradient_error(optimizer: Any, param: Tensor, rank: int) -> RuntimeEr
         f"rank {rank}: expected dense gradients, but that of {name} is {layout}; gossip exchanges "
         f"whole parameters: build the module with sparse=False"
     )
+
+
+def refuse_outside(optimizer: Any, outside: Sequence[Tensor], rank: int) -> None:
+    """Check that the parameters in no bucket have no gradients.
+
+    Raises:
+        RuntimeError: one has.
+    """
+    trained = {id(param) for param in outside if param.grad is not None}
+    named = named_parameters(optimizer.param_groups)
+    if names := ", ".join(each.name for each in named if id(each.tensor) in trained):
+        raise RuntimeError(
+            f"rank {rank}: expected gradients only of parameters that are gossiped, but {names} "
+            f"was unfrozen, or added to the base optimizer, without the wrapper, and each rank "
+            f"would train it by itself; call rebuild_buckets() on all ranks before step(), and "
+            f"add groups with the wrapper's add_param_group(). Give parameters that each rank "
+            f"trains by itself an optimizer of their own"
+        )
