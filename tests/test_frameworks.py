@@ -322,6 +322,39 @@ def test_weights_that_a_callback_swaps_for_validation_do_not_change_the_training
     run(fit_with_swapped_weights, tmp_path, gossip)
 
 
+def finetune(rank: int, folder: Path, trainable: bool) -> None:
+    from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+
+    def start(epochs: int, *callbacks: Any, resume: str | None = None) -> nn.Module:
+        module = make_module(
+            configure_optimizers=lambda self: torch.optim.SGD(
+                [p for p in self.model.parameters() if p.requires_grad or not trainable], lr=0.1
+            )
+        )
+        module.backbone = module.model[0]
+        thawing = BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_lr=0.05)
+        callbacks = (thawing, *callbacks)
+        fit(module, folder, resume, max_epochs=epochs, gossip=task.GOSSIP, callbacks=[*callbacks])
+        return module
+
+    saving = ModelCheckpoint(folder, save_last=True)
+    start(1, saving)
+    for module in (start(4), start(4, resume=saving.last_model_path)):
+        own = parameters_to_vector(module.parameters()).detach()
+        mean = own.clone()
+        dist.all_reduce(mean)
+        assert_same(own, mean / RANKS)
+        assert not torch.equal(module.backbone.weight, task.make_model()[0].weight)
+
+
+@LIGHTNING
+@pytest.mark.parametrize("trainable", [True, False], ids=["added", "thawed"])
+def test_parameters_that_a_callback_adds_or_thaws_are_gossiped(
+    run: Run, tmp_path: Path, trainable: bool
+) -> None:
+    run(finetune, tmp_path, trainable)
+
+
 def train_with_fabric(rank: int, folder: Path) -> None:
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import MixedPrecision
@@ -667,7 +700,7 @@ def search_and_train(rank: int, folder: Path) -> None:
     dist.barrier()
     saved = load_file(folder / "model.safetensors")
     assert_same(saved, dict(trainer.model.state_dict()))
-    assert not torch.equal(saved["model.0.weight"], task.make_model()[0].weight)
+    assert not torch.equal(saved["model.0.weight"], Regressor().model[0].get_parameter("weight"))
     gc.collect()
     assert [ref() is not None for ref in made] == [False] * (len(made) - 1) + [True]
     assert len(made) > 3

@@ -75,6 +75,11 @@ class GossipStrategy(DDPStrategy):
         if self._around_swaps not in callbacks:
             callbacks.insert(0, self._around_swaps)
 
+    def on_train_batch_start(self, *args: Any) -> None:
+        """Gossip parameters that a callback has added or thawed since the last batch."""
+        super().on_train_batch_start(*args)
+        self._wrapping.gossip_added()
+
     def on_validation_start(self) -> None:
         """Put the average in place, of the weights that callbacks have swapped in; collective."""
         self._validation.enter_context(self._wrapping.averaged())

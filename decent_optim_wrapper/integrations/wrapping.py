@@ -53,6 +53,14 @@ class Wrapping:
             if wrapper.pacing.mixes_early:
                 wrapper.synchronize()
 
+    def gossip_added(self) -> None:
+        """Gossip trainable parameters that only the base optimizers know; collective if any."""
+        for wrapper in self.wrappers:
+            gossiped = {id(param) for bucket in wrapper.buckets for param in bucket.members}
+            trained = {id(param) for param in _params_of(wrapper) if param.requires_grad}
+            if trained - gossiped:
+                wrapper.rebuild_buckets()
+
     @property
     def is_averaged(self) -> bool:
         """Whether the averages of all wrappers are in place."""
