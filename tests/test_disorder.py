@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +16,12 @@ from covering import named, pairwise
 from problem import backward, flatten, make_params, take_steps
 from ranks import run_threads
 
-from decent_optim_wrapper import CallOrderError, PeerError
+from decent_optim_wrapper import CallOrderError, PeerError, Schedule
+from decent_optim_wrapper.comm.state_transfer import receive_state, share_text
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.comm.waiting import PendingMessage
+from decent_optim_wrapper.gossip.header import RoundHeader
+from decent_optim_wrapper.wire.messages import Sender
 
 wrap = partial(problem.wrap, timeout=3.0)
 
@@ -55,6 +62,66 @@ def test_a_rank_in_another_method_is_found_within_the_round(topology: str, call:
     # A rank that rank 1 closes before it has read rank 1's header quotes what rank 1 raises.
     ways = ("expected rank 1 in step()", "but it is in step()")
     assert all(any(way in text for way in ways) for text in theirs)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e300])
+@pytest.mark.parametrize("field", RoundHeader._fields)
+@pytest.mark.parametrize("every", [1, "auto"])
+def test_numbers_that_no_rank_sends_are_an_error_that_names_the_peer(
+    monkeypatch: pytest.MonkeyPatch, every: Any, field: str, value: float
+) -> None:
+    send = Sender.send
+
+    def send_wrong(self: Sender, numbers: Any, tag: int, bucket: int) -> list[PendingMessage]:
+        errs = self._wire.transport.rank == 1 and isinstance(numbers, RoundHeader)
+        if errs and numbers.round >= 2:
+            numbers = numbers._replace(**{field: value})
+        return send(self, numbers, tag, bucket)
+
+    monkeypatch.setattr(Sender, "send", send_wrong)
+
+    def main(rank: int, group: dist.ProcessGroup) -> str:
+        params = make_params()
+        schedule = Schedule(gossip_every=every)
+        optimizer = wrap(params, group, schedule=schedule, comm_dtype=torch.int8)
+
+        def train() -> None:
+            while optimizer.round < 200:
+                take_steps(optimizer, params, rank, [optimizer.round])
+
+        return error_of(train)
+
+    text, _ = run_threads(2, main)
+    assert text.startswith("CallOrderError: rank 0: expected rank 1 ")
+
+
+TEXTS = {
+    "no text": "}",
+    "another kind": json.dumps({"list": [1]}),
+    "two kinds": json.dumps({"tuple": [], "dict": []}),
+    "no shape": json.dumps({"tensor": ["float32"]}),
+    "no dtype": json.dumps({"tensor": ["nn", [2]]}),
+    "unknown dtype": json.dumps({"tensor": ["float33", [2]]}),
+    "negative shape": json.dumps({"tensor": ["float32", [-2]]}),
+    "shape beyond all": json.dumps({"tensor": ["float32", [10**30]]}),
+    "no pairs": json.dumps({"dict": 3}),
+    "too deep": "[" * 100_000 + "]" * 100_000,
+    "a number": "7",
+    "two parts": "[1, 2]",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_a_text_that_is_no_state_is_an_error_that_names_the_peer(text: str) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        transport = Transport.over(group, members=(4, 7))
+        if rank == 1:
+            share_text(text, transport, 1)
+            return
+        with pytest.raises(ValueError, match="rank 4: expected a text of a wrapper from rank 7"):
+            receive_state(transport, 1, parts=3)
+
+    run_threads(2, main)
 
 
 @pytest.mark.parametrize("topology", ["ring", "complete"])

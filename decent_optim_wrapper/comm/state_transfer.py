@@ -37,8 +37,18 @@ def sendable(state: Any) -> bool:
     return True
 
 
-def receive_state(transport: Transport, source: int) -> Any:
-    """Receive the state that rank `source` sends; collective. Tensors are on the CPU."""
+def receive_state(transport: Transport, source: int, parts: int) -> list[Any]:
+    """Receive the state that rank `source` sends; collective. Tensors are on the CPU.
+
+    Args:
+        transport: connects the ranks.
+        source: the position of the sender among the members.
+        parts: the length of the list that it sends.
+
+    Raises:
+        ValueError: the rank has sent something else.
+    """
+    tensors: list[Tensor] = []
 
     # Called at the end of each object: the tensors arrive in the order of the text.
     def rebuild(described: dict[str, Any]) -> Any:
@@ -47,10 +57,19 @@ def receive_state(transport: Transport, source: int) -> Any:
             return tuple(content) if kind == "tuple" else dict(content)
         dtype, shape = content
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-        transport.broadcast(tensor.view(-1), source)
+        tensors.append(tensor)
         return tensor
 
-    return json.loads(share_text("", transport, source), object_hook=rebuild)
+    text = share_text("", transport, source)
+    try:
+        state = json.loads(text, object_hook=rebuild)
+        if len(state) != parts:
+            raise ValueError(f"{len(state)} parts")
+    except (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise _unreadable(transport, source, f"{type(error).__name__}: {error}") from error
+    for tensor in tensors:
+        transport.broadcast(tensor.view(-1), source)
+    return list(state)
 
 
 def share_text(text: str, transport: Transport, source: int) -> str:
@@ -64,15 +83,20 @@ def share_text(text: str, transport: Transport, source: int) -> str:
     transport.broadcast(announced, source)
     size = int(announced.item())
     if not 0 <= size <= _LONGEST_TEXT:
-        raise ValueError(
-            f"rank {transport.initial_rank}: rank {source} announced a text of {size} bytes, which "
-            f"cannot be the state of a wrapper; make sure that nothing else communicates on this "
-            f"process group at the same time, and that all ranks run the same version"
-        )
+        raise _unreadable(transport, source, f"a text of {size} bytes")
     if transport.rank != source:
         data = torch.empty(size, dtype=torch.uint8, device=CPU)
     transport.broadcast(data, source)
     return bytes(data.tolist()).decode(errors="replace")
+
+
+def _unreadable(transport: Transport, source: int, what: str) -> ValueError:
+    return ValueError(
+        f"rank {transport.initial_rank}: expected a text of a wrapper from rank "
+        f"{transport.members[source]}, which has sent something else ({what}); make sure that "
+        f"nothing else communicates on this process group at the same time, and that all ranks run "
+        f"the same version"
+    )
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Any:

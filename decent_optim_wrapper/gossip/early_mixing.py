@@ -50,8 +50,7 @@ class EarlyMixing:
         """
         pipeline = self.pipeline
         flying = pipeline.in_flight.round
-        wanted = [] if flying is None else self._wanted(flying, params)
-        if flying is None or not wanted:
+        if flying is None or not (wanted := self._wanted(flying, params)):
             return
         if changed := flying.changed_in_flight():
             rank = pipeline.session.transport.initial_rank

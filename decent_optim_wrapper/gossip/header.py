@@ -25,15 +25,20 @@ class CollectiveCall(IntEnum):
     LOADED = 9
 
     def __str__(self) -> str:
-        if self is CollectiveCall.REGROUP:
-            return "add_param_group() or rebuild_buckets()"
-        if self is CollectiveCall.DROP_EXTENSION:
-            return "gradient_tracking = False"
-        if self is CollectiveCall.KEEP_AVERAGE:
-            return "step() after an average"
-        if self is CollectiveCall.LOADED:
-            return "step() after load_state_dict()"
-        return f"{self.name.lower()}()"
+        return _TEXTS.get(self, f"{self.name.lower()}()")
+
+
+_TEXTS = {
+    CollectiveCall.REGROUP: "add_param_group() or rebuild_buckets()",
+    CollectiveCall.DROP_EXTENSION: "gradient_tracking = False",
+    CollectiveCall.KEEP_AVERAGE: "step() after an average",
+    CollectiveCall.LOADED: "step() after load_state_dict()",
+}
+
+
+def text_of_call(number: float) -> str:
+    """The method of which a rank has sent the number, which may be any number."""
+    return {float(call): str(call) for call in CollectiveCall}.get(number, "something unknown")
 
 
 class RoundHeader(NamedTuple):
@@ -69,8 +74,6 @@ class RoundHeader(NamedTuple):
         # Each rank may have loaded its own round.
         any_round = not same_rate and self.call is CollectiveCall.LOADED
         if call != self.call or (round != self.round and not any_round):
-            known = {int(call): str(call) for call in CollectiveCall}
-            theirs = f"{known.get(int(call), 'something unknown')} at round {int(round)}"
             remedy = (
                 "call the same methods in the same order on every rank, and step() equally often "
                 "(torch.distributed.algorithms.Join for uneven data)"
@@ -79,10 +82,10 @@ class RoundHeader(NamedTuple):
                 remedy = "load states of the same step on all ranks, or on none"
             raise CallOrderError(
                 f"rank {own_rank}: expected rank {rank} in {self.call} at round {self.round}, as "
-                f"here, but it is in {theirs}; {remedy}. Is one of the calls inside an "
-                f"`if rank == 0` branch?"
+                f"here, but it is in {text_of_call(call)} at round {round:.0f}; {remedy}. Is one "
+                f"of the calls inside an `if rank == 0` branch?"
             )
-        if same_rate and rate != self.mixing_rate:
+        if rate != self.mixing_rate and (same_rate or not 0 < rate <= 1):
             raise CallOrderError(
                 f"rank {own_rank}: expected rank {rank} to mix round {self.round} with "
                 f"mixing_rate={self.mixing_rate}, as here, but it has {rate}; set the same "
@@ -92,7 +95,7 @@ class RoundHeader(NamedTuple):
             raise CallOrderError(
                 f"rank {own_rank}: expected rank {rank} to share the reference of "
                 f"{self.coded_rounds} coded rounds, as here, but it has that of "
-                f"{int(coded_rounds)}, and would decode other values than are sent; load "
+                f"{coded_rounds:.0f}, and would decode other values than are sent; load "
                 f"checkpoints of the same step on all ranks, or on none"
             )
 
@@ -108,15 +111,13 @@ def check_calls(own: CollectiveCall, calls: dict[int, list[int]], transport: Tra
     Raises:
         CallOrderError: on all ranks, if one is in another method.
     """
-    others = {
-        transport.members[rank]: CollectiveCall(call)
-        for rank, (call,) in calls.items()
-        if call != own
-    }
+    others = {rank: text_of_call(call) for rank, (call,) in calls.items() if call != own}
     if others:
         error = CallOrderError(
             f"rank {transport.initial_rank}: expected all ranks in {own}, as here, but "
-            + ", ".join(f"rank {rank} is in {call}" for rank, call in others.items())
+            + ", ".join(
+                f"rank {transport.members[rank]} is in {call}" for rank, call in others.items()
+            )
             + "; call the same methods in the same order and equally often on every rank, whatever "
             "the numbers of their steps. Is one of the calls inside an `if rank == 0` branch?"
         )

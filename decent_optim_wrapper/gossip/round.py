@@ -164,7 +164,7 @@ class Round:
         posted = [] if thread else self._expected()
 
         def further() -> list[Expected]:
-            if any(int(each.message[0]) != self._header.call for each in headers):
+            if any(each.message[0].item() != self._header.call for each in headers):
                 # That rank sends no buckets, and `receive` raises.
                 return []
             if thread is None:
@@ -272,8 +272,7 @@ class Round:
             message = each.message.tolist()
             if message != [*self._header]:
                 self._compare(message, each.rank)
-                _, _, rate, _ = message
-                self._rate = min(self._rate, rate)
+                self._rate = min(self._rate, RoundHeader(*message).mixing_rate)
         self._headers = []
 
     def changed_in_flight(self) -> list[Tensor]:
