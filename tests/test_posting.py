@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import VIEWS, named, pairwise
-from fake_cuda import WAYS, Way, post_by_a_thread
+from fake_cuda import WAYS, LateEvent, post_by_a_thread
 from problem import backward, flatten, make_params, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor
@@ -24,12 +24,10 @@ from decent_optim_wrapper import DecentOptimWrapper, PeerError, Schedule
 from decent_optim_wrapper.codecs import INT4, Codec
 from decent_optim_wrapper.comm import streams
 from decent_optim_wrapper.comm.streams import PostingThread
-from decent_optim_wrapper.gossip.timing import SpareTime
 from decent_optim_wrapper.wire.bucket import Bucket
 
 pytestmark = pytest.mark.slow
 
-CODER = "decent-background"
 INT8 = {"topology": "ring", "comm_dtype": torch.int8}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -83,15 +81,12 @@ def train(
     return torch.cat([*rows, flatten(params)]), [state for state, _ in saved.values()]
 
 
-def patch_encode(
-    monkeypatch: pytest.MonkeyPatch, run: Callable[[], object], only: str = CODER
-) -> None:
-    """Run this before every coding on threads of that name."""
+def patch_encode(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> None:
+    """Run this before every coding."""
     encode = Codec.encode
 
     def patched(self: Codec, *args: Any) -> None:
-        if only in threading.current_thread().name:
-            run()
+        run()
         encode(self, *args)
 
     monkeypatch.setattr(Codec, "encode", patched)
@@ -111,18 +106,14 @@ def test_what_is_sent_in_another_way_is_mixed_and_saved_as_what_is_posted_at_onc
     form: str, topology: str, views: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {**FORMS[form], "topology": topology, "param_as_bucket_view": views}
-    draws, coders = random.Random(0), set[str]()
+    draws = random.Random(0)
 
     def run(loads: bool) -> list[tuple[Tensor, list[Any]]]:
         size = 4 if topology == "ring" else 3
         return run_threads(size, lambda rank, group: train(rank, group, loads, **options))
 
     def code_late(patch: pytest.MonkeyPatch) -> None:
-        def wait() -> None:
-            coders.add(threading.current_thread().name)
-            time.sleep(draws.choice((0.0, 0.002, 0.01)))
-
-        patch_encode(patch, wait, only="")
+        patch_encode(patch, lambda: time.sleep(draws.choice((0.0, 0.002, 0.01))))
 
     ways = {name: way for name, way in WAYS.items() if name != "at once"}
     if "int" in form:
@@ -142,10 +133,6 @@ def test_what_is_sent_in_another_way_is_mixed_and_saved_as_what_is_posted_at_onc
             torch.testing.assert_close(
                 one, expected, rtol=rtol, atol=atol, msg=f"{name}: {{}}".format
             )
-    if "coded late" in ways:
-        # With estimates, and where the step waits for its own round, nobody has time but for means.
-        has_time = form in ("int8", "int4, late") or topology == "complete"
-        assert (CODER in coders) == has_time
 
 
 @pytest.mark.parametrize(
@@ -220,11 +207,6 @@ def test_sums_come_in_the_same_order_whatever_a_thread_posts(
     assert not torch.equal(expected[0], flatten(make_params(dtype=torch.float32) + make_params()))
 
 
-def code_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on a busy machine, where rounds that are coded late are waited for."""
-    monkeypatch.setattr(SpareTime, "begin_round", lambda self: True)
-
-
 def first_error(
     rank: int,
     group: dist.ProcessGroup,
@@ -244,16 +226,9 @@ def first_error(
     return ""
 
 
-@pytest.mark.parametrize(
-    ("way", "options"),
-    [
-        (post_by_a_thread, {"topology": "ring"}),
-        (post_by_a_thread, {"topology": "complete"}),
-        (code_by_a_thread, INT8),
-    ],
-)
-def test_the_round_of_a_lost_peer_is_dropped_with_what_is_not_posted_or_coded_yet(
-    way: Way, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_the_round_of_a_lost_peer_is_dropped_with_what_is_not_posted_yet(
+    topology: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped: list[PostingThread] = []
     drop = PostingThread.drop
@@ -262,10 +237,12 @@ def test_the_round_of_a_lost_peer_is_dropped_with_what_is_not_posted_or_coded_ye
         drop(self)
         dropped.append(self)
 
-    way(monkeypatch)
+    post_by_a_thread(monkeypatch)
     monkeypatch.setattr(PostingThread, "drop", noted)
     steps = {0: 20, 1: 3}
-    lost, _ = run_threads(2, lambda rank, group: first_error(rank, group, steps[rank], **options))
+    lost, _ = run_threads(
+        2, lambda rank, group: first_error(rank, group, steps[rank], topology=topology)
+    )
     # As soon as the peer has closed its connections.
     assert lost.startswith("PeerError")
     assert "no answer within" not in lost
@@ -288,7 +265,6 @@ def test_what_fails_in_the_coding_of_a_rank_is_its_own_error(
 
         return first_error(rank, group, 10, let_fail, **INT8)
 
-    code_by_a_thread(monkeypatch)
     patch_encode(monkeypatch, fail)
     own, peer = sorted(run_threads(2, main), reverse=True)
     assert own == "ValueError: no memory for codes"
@@ -296,30 +272,10 @@ def test_what_fails_in_the_coding_of_a_rank_is_its_own_error(
     assert "ValueError: no memory for codes" in peer
 
 
-def test_a_collective_does_not_wait_longer_for_codes_than_for_a_peer(
+def test_a_wrapper_that_is_collected_by_the_thread_that_posts_still_sends_its_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    go_on = threading.Event()
-
-    def main(rank: int, group: dist.ProcessGroup) -> str:
-        wrapper, params = make(group, timeout=2.0, **INT8)
-        take_steps(wrapper, params, rank, range(1))
-        try:
-            with pytest.raises(PeerError) as caught:
-                wrapper.all_gather(torch.zeros(1))
-        finally:
-            go_on.set()
-        return str(caught.value)
-
-    code_by_a_thread(monkeypatch)
-    patch_encode(monkeypatch, lambda: go_on.wait(60))
-    assert any("no answer within 0:00:02" in text for text in run_threads(2, main))
-
-
-def test_a_wrapper_that_is_collected_by_the_thread_that_codes_still_sends_its_round(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    last, dropped = threading.Event(), threading.Event()
+    last, dropped, collected = threading.Event(), threading.Event(), threading.Event()
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
         wrapper, params = make(group, timeout=20.0, **INT8)
@@ -337,23 +293,16 @@ def test_a_wrapper_that_is_collected_by_the_thread_that_codes_still_sends_its_ro
         del wrapper, cycle
         dropped.set()
 
-    def collect() -> None:
-        if last.is_set() and dropped.wait(10):
-            gc.collect()
+    class Collecting(LateEvent):
+        def synchronize(self) -> None:
+            if last.is_set() and dropped.wait(10):
+                gc.collect()
+                collected.set()
 
-    code_by_a_thread(monkeypatch)
-    patch_encode(monkeypatch, collect)
+    post_by_a_thread(monkeypatch)
+    monkeypatch.setattr(streams, "mark", lambda device: Collecting())
     run_threads(2, main)
-
-
-def test_rounds_leave_at_once_for_longer_and_longer_after_one_was_waited_for() -> None:
-    spare = SpareTime()
-    held: list[int] = []
-    for step in range(40):
-        if spare.begin_round():
-            held.append(step)
-            spare.note(0.02 if step else 0.001)
-    assert held == [0, 1, 10, 27]
+    assert collected.is_set()
 
 
 class Gate:

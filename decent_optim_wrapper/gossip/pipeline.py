@@ -18,7 +18,6 @@ from decent_optim_wrapper.gossip.in_flight import GossipState, InFlight
 from decent_optim_wrapper.gossip.round import Round, RoundPolicy
 from decent_optim_wrapper.gossip.schedule import RoundKind, RoundPlan
 from decent_optim_wrapper.gossip.session import Session
-from decent_optim_wrapper.gossip.timing import SpareTime
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.references import SavedReference
 
@@ -62,7 +61,6 @@ class Pipeline:
         self._connected = _Connected(session, self.in_flight)
         self.policy = policy
         self.extensions = extensions
-        self._spare_time = SpareTime()
         # In the order in which they are exchanged.
         self.buckets: tuple[Bucket, ...] = ()
         # The bucket of each member, by its id.
@@ -180,19 +178,9 @@ class Pipeline:
 
     def post_in_a_row(self, launched: Round) -> None:
         """Choose how to send a round whose buckets are posted one right after the other."""
-        pacing = self.policy.pacing
-        if self.session.transport.gpus and not pacing.mixes_early:
+        if self.session.transport.gpus and not self.policy.pacing.mixes_early:
             # One kernel for all. A forward pass would wait for all buckets before the first module.
             launched.sender.launch_together()
-        # With the buckets of extensions the wire has no time to spare.
-        for each in self.extensions.all:
-            if each.sends:
-                return
-        if pacing.mixes_in_step(self.round):
-            return
-        # A forward pass waits for the first bucket only.
-        if pacing.mixes_early or self._spare_time.begin_round():
-            launched.sender.defer_encoding()
 
     def post(
         self, launched: Round, bucket: Bucket, snapshot: Mapping[Tensor, Tensor] | None = None
@@ -304,10 +292,7 @@ class Pipeline:
         """
         taken = self.in_flight.take()
         if taken is not None:
-            before = self.policy.meter.wait.seconds
             taken.receive()
-            if taken.sender.defers:
-                self._spare_time.note(self.policy.meter.wait.seconds - before)
         return taken
 
     def forget(self) -> None:

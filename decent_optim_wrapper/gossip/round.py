@@ -150,7 +150,7 @@ class Round:
                 self.sender.post(exchange)
 
     def seal(self) -> None:
-        """Post the deferred buckets, and tell the group which buckets had finite values."""
+        """Tell the group which buckets had finite values, once all of them are posted."""
         if self._policy.pacing.mixes_early:
             # Each bucket has told it already.
             self.sender.seal()

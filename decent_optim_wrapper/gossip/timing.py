@@ -10,9 +10,7 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
-# A shorter wait does not count as one.
-_SHORT_WAIT_SECONDS = 0.01
-_MOST_AT_ONCE, _KEPT_STEPS = 1024, 100
+_KEPT_STEPS = 100
 
 
 class StepStats(NamedTuple):
@@ -24,8 +22,7 @@ class StepStats(NamedTuple):
     Args:
         bytes_sent: number of bytes sent; an all-reduce counts as a ring all-reduce.
         wait_seconds: time spent waiting for communication.
-        mix_seconds: time to mix what has arrived, and to pack and code what is sent, unless another
-            thread codes it.
+        mix_seconds: time to mix what has arrived, and to pack and code what is sent.
         update_seconds: time of the base optimizer's local update.
         buckets: number of buckets.
         rounds: number of rounds so far, including idle ones.
@@ -70,25 +67,6 @@ class Clock:
         if self._range is not None:
             self._range.__exit__(*error)
             self._range = None
-
-
-class SpareTime:
-    """Finds out whether rounds may be sent later without making a step wait."""
-
-    def __init__(self) -> None:
-        # Rounds that are sent at once before a late one is tried again; doubles with each failure.
-        self._at_once = 0
-        self._next = 8
-
-    def begin_round(self) -> bool:
-        """Whether this round may be sent later."""
-        self._at_once -= 1
-        return self._at_once < 0
-
-    def note(self, wait: float) -> None:
-        """Note how many seconds a step has waited for a round that was sent later."""
-        if wait > _SHORT_WAIT_SECONDS:
-            self._at_once, self._next = self._next, min(2 * self._next, _MOST_AT_ONCE)
 
 
 class Meter:

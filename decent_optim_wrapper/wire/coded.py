@@ -63,14 +63,8 @@ class CodedExchange(Exchange):
         self._messages, self._room = bucket.messages(room)
         places = (slice(*map(codec.nbytes, (chunk.start, chunk.stop))) for chunk in chunks)
         self._outgoing = [self._messages[place] for place in places]
-        if not self.codes_late:
-            # On the stream that has computed the values.
-            self._encode()
-
-    @property
-    def codes_late(self) -> bool:
-        """Whether the values are coded in `post`, as they are on the CPU."""
-        return self.device.type == "cpu"
+        # Here, and not in `post`: on the stream that has computed the values.
+        self._encode()
 
     def _encode(self) -> None:
         for chunk, message in zip(self._chunks, self._outgoing, strict=True):
@@ -81,9 +75,7 @@ class CodedExchange(Exchange):
                 message.copy_(near, non_blocking=True)
 
     def post(self) -> None:
-        """Code the values on the CPU, check them and start the exchange."""
-        if self.codes_late:
-            self._encode()
+        """Check the codes and start the exchange."""
         if self._wire.checks:
             finite = _all([self._codec.is_finite(each) for each in self._outgoing])
             self.finite = finite if self.on_gpu else bool(finite)

@@ -148,11 +148,6 @@ class Exchange(ABC):
         self.bytes_sent = 0
 
     @property
-    def codes_late(self) -> bool:
-        """Whether the values are coded in `post`, which then takes long."""
-        return False
-
-    @property
     def launched(self) -> Flat | None:
         """This rank's values as they were packed; None if they are not kept."""
         return None

@@ -33,23 +33,13 @@ class Sender:
         # Why the round cannot arrive, and the position of the bucket that could not be sent.
         self.failure: WireError | None = None
         self.failed_bucket = 0
-        # Whether a thread codes all buckets but the first.
-        self.defers = False
         # Whether all exchanges on a GPU start when the round is sealed.
         self._collects = False
-        self._deferred: list[Action] = []
         # For each exchange that a thread posts, a future that is done when it is posted.
         self._posted: dict[Exchange, Future[None]] = {}
-        # Posts exchanges whose values must first be copied to the CPU, or be coded there.
-        # None if everything was posted at once.
+        # Posts exchanges whose values must first be copied to the CPU; None if everything was
+        # posted at once.
         self.thread: PostingThread | None = None
-
-    def defer_encoding(self) -> None:
-        """Let a thread code all buckets but the first, once the round is sealed.
-
-        For buckets that are posted one right after the other.
-        """
-        self.defers = True
 
     def launch_together(self) -> None:
         """Start all exchanges on a GPU as one kernel, once the round is sealed."""
@@ -96,9 +86,8 @@ class Sender:
         if self.thread is not None:
             # Later ones, too: sums must have the same order on all ranks.
             device = exchange.device if exchange.via_cpu else None
-            self.thread.add(self._later(exchange, then), device)
-        elif self.defers and exchange.codes_late and exchange.position > 0:
-            self._deferred.append(self._later(exchange, then))
+            self._posted[exchange] = Future()
+            self.thread.add(partial(self._start, exchange, then), device)
         else:
             self._start(exchange, then)
 
@@ -108,20 +97,11 @@ class Sender:
         self.failure = WireError(str(error), error.silent)
         self.failed_bucket = bucket
 
-    def _later(self, exchange: Exchange, then: Action | None) -> Action:
-        self._posted[exchange] = Future()
-        return partial(self._start, exchange, then)
-
     def seal(self, last: Action | None = None) -> None:
-        """Post the deferred exchanges, and then run an action."""
+        """Run an action once everything is posted; nothing is posted after it."""
         if self._collects and self._wire.group.size > 2:
             # Before the flags, which are a collective: these have the same order on all ranks.
             self._launch()
-        if self._deferred:
-            thread = self._start_thread()
-            for action in self._deferred:
-                thread.add(action)
-            self._deferred = []
         if self.thread is not None:
             self.thread.end(last)
         elif last is not None:
@@ -156,11 +136,10 @@ class Sender:
 
     def drop(self) -> None:
         """Post nothing more."""
-        self._deferred = []
         if self._collects:
             self._wire.transport.batches.drop()
         if self.thread is not None:
-            # The thread may still be coding in memory that the next round uses.
+            # The thread may still use memory that the next round uses.
             self.thread.drop()
 
     def _start_thread(self) -> PostingThread:
