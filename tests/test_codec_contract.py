@@ -11,6 +11,7 @@ from covering import named, pairwise
 from torch import Tensor
 
 from decent_optim_wrapper.codecs import INT4, CastCodec, Codec, TopKCodec, codec_of, wide
+from decent_optim_wrapper.wire.layout import saving
 
 # Elements that are coded at once.
 SLICE = 1 << 17
@@ -128,6 +129,23 @@ def test_a_message_tells_of_one_value_that_is_not_finite(codec: Codec) -> None:
         assert found.shape == ()
         assert not found, (place, value)
         values[place] = 1.0
+
+
+@pytest.mark.parametrize(("codec", "dtype"), pairwise(CODECS, DTYPES))
+def test_what_counts_as_finite_is_decoded_as_finite(codec: Codec, dtype: torch.dtype) -> None:
+    largest, seen = torch.finfo(dtype).max, set()
+    # Up to the last value below, whose scale may be rounded up.
+    for size in (1.0, 1e4, *(largest * (1 - 2.0**-place) for place in range(1, 26)), largest):
+        values = torch.full((300,), size, dtype=torch.float64).to(dtype)
+        values[::2] *= -1
+        message = coded(codec, values)
+        seen.add(bool(codec.is_finite(message)))
+        if codec.is_finite(message):
+            read = decoded(codec, message, values)
+            assert read.isfinite().all(), size
+            # Where it would not save anything, it is not used.
+            assert saving(codec, dtype) is None or read.to(dtype).isfinite().all(), size
+    assert True in seen
 
 
 @EACH

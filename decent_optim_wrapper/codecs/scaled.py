@@ -50,8 +50,9 @@ class ScaledCodec(Codec):
         return -(-numel // _BLOCK) * (self._code_bytes + torch.float32.itemsize)
 
     def is_finite(self, message: Tensor) -> Tensor:
-        """Whether all scales are finite; a block that is not finite has a scale that is not."""
-        return is_finite_on_device(self._split(message)[1])
+        """Whether all blocks are finite; one that is not has a scale that is not."""
+        # Of the largest code: a scale that was rounded up may be finite, and its values infinite.
+        return is_finite_on_device(self._split(message)[1] * self.largest)
 
     def write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:
         """Scale a slice, and code it."""
