@@ -27,6 +27,7 @@ from decent_optim_wrapper.codecs import Codec, codec_of
 from decent_optim_wrapper.extensions import (
     GradientTracking,
     OuterOptimizer,
+    OwnCopyCheck,
     StateAverage,
     StateGossip,
 )
@@ -44,6 +45,7 @@ from decent_optim_wrapper.gossip.schedule import Intervals
 from decent_optim_wrapper.optim.closures import evaluates_inside_step
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
+from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.wire.nonfinite import OnNonfinite as OnNonfinite
 
 # Called with the old and the new members.
@@ -305,8 +307,10 @@ class Settings:
         return [f"{k}={v!r}" for k, v in options.items() if k not in ("schedule", "outer")]
 
 
-def build_extensions(settings: Settings, own: Sequence[Extension]) -> Extensions:
-    """Build the extensions for these settings, followed by the user's own.
+def build_extensions(
+    settings: Settings, own: Sequence[Extension], optimizer: Optimizer
+) -> Extensions:
+    """Build the extensions for these settings and this base, followed by the user's own.
 
     Raises:
         TypeError: one of the user's own is not an `Extension`.
@@ -327,6 +331,8 @@ def build_extensions(settings: Settings, own: Sequence[Extension]) -> Extensions
         built.append(GradientTracking())
     if isinstance(schedule.average_state, tuple):
         built.append(StateGossip(schedule.average_state))
+    elif type(optimizer) not in SPLITTABLE:
+        built.append(OwnCopyCheck())
     if schedule.outer is not None:
         built.append(OuterOptimizer(schedule.outer))
     if schedule.average_state == "average":

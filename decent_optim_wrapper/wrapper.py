@@ -188,7 +188,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             settings = take_fields(Settings, options)
             check_base(optimizer, settings.pacing)
             super().__init__(optimizer)
-            parts = build_extensions(settings, extensions)
+            parts = build_extensions(settings, extensions, optimizer)
             self._local_update = LocalUpdate(optimizer, parts)
         self._settings = settings
         self._gossip, self._setup, self._hand_over = open_session(

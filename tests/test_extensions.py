@@ -16,7 +16,7 @@ from covering import named, pairwise
 from problem import MODES, adamw, backward, flatten, make_params, nesterov, sgd, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor
-from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch.optim import ASGD, LBFGS, SGD, AdamW, Optimizer
 from warned import warned_texts
 
 from decent_optim_wrapper import (
@@ -27,6 +27,7 @@ from decent_optim_wrapper import (
     Schedule,
 )
 from decent_optim_wrapper.config import AverageState, OnNonfinite
+from decent_optim_wrapper.extensions import OwnCopyCheck
 from decent_optim_wrapper.optim import mixing_rate_from_lr
 
 
@@ -442,6 +443,94 @@ def test_an_iterate_that_is_not_mixed_is_warned_of() -> None:
         wrap(params, None, sgd(params))
     (text,) = texts
     assert 'average_state=("z",)' in text
+
+
+class Masters(SGD):
+    """Updates float32 masters in its state, and copies them into the parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state.setdefault("master", param.detach().float().clone())
+                if param.grad is not None:
+                    state["master"].sub_(param.grad.float(), alpha=group["lr"])
+                param.copy_(state["master"])
+
+
+class Offloads(SGD):
+    """Updates copies beside its state; `reads` says when it copies the parameters to them."""
+
+    reads = "backward"
+
+    def __init__(self, params: list[Tensor], lr: float) -> None:
+        super().__init__(params, lr)
+        self.host = [param.detach().clone() for param in params]
+        if self.reads == "backward":
+            for index, param in enumerate(params):
+                hook = partial(self.read, index)
+                param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def read(self, index: int, param: Tensor) -> None:
+        self.host[index] = param.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        for index, (copied, param) in enumerate(zip(self.host, group["params"], strict=True)):
+            if self.reads == "step":
+                self.read(index, param)
+                copied = self.host[index]
+            if param.grad is not None:
+                copied.sub_(param.grad, alpha=group["lr"])
+            param.copy_(copied)
+
+
+class OffloadsInStep(Offloads):
+    reads = "step"
+
+
+class Averages(ASGD):
+    """Keeps a copy that it never reads."""
+
+
+TEXT = {"state": 'average_state=("master",)', "beside": 'overlap="forward" or False'}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (Masters, {}, "state"),
+        (Masters, {"overlap": False}, "state"),
+        (Masters, {"schedule": Schedule(average_state=("master",))}, None),
+        (Offloads, {}, "beside"),
+        (Offloads, {"overlap": False}, None),
+        (OffloadsInStep, {}, None),
+        (Averages, {}, None),
+        (SGD, {}, None),
+    ],
+)
+@pytest.mark.parametrize("views", [False, True])
+def test_a_base_that_overwrites_what_was_mixed_is_warned_of_and_no_other(
+    kind: Any, options: dict[str, Any], said: str | None, views: bool
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> float:
+        params = make_params(dtype=torch.float32)
+        base = kind(params, lr=0.005)
+        wrapper = wrap(params, group, base, topology="ring", param_as_bucket_view=views, **options)
+        take_steps(wrapper, params, rank, range(60))
+        assert not any(isinstance(each, OwnCopyCheck) for each in wrapper.extensions)
+        return wrapper.consensus_distance()
+
+    with warned_texts() as texts:
+        distance = max(run_threads(4, main))
+    wrong = [text for text in texts if "keeps its own copy of the weights" in text]
+    assert len(wrong) == 4 * bool(said), texts
+    assert all(TEXT[str(said)] in text and kind.__name__ in text for text in wrong)
+    assert distance > 0
+    # Of random shards: without mixing it grows with the steps.
+    assert (distance > 0.1) == (said is not None), distance
 
 
 def trained(

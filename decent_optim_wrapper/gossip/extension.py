@@ -33,6 +33,7 @@ class ExtensionContext(NamedTuple):
         nonfinite: what happens to values that are not finite.
         replica: the ranks that together hold one copy of the model.
         meter: counts the bytes sent.
+        detach: function that removes the extension, which must not have sent anything.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class ExtensionContext(NamedTuple):
     nonfinite: NonFinitePolicy
     replica: Replica
     meter: Meter
+    detach: Callable[[], None]
 
 
 class ReceivedBucket(NamedTuple):

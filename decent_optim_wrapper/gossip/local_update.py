@@ -157,9 +157,9 @@ class LocalUpdate:
         if set(partition.ids) - self._names_of.keys():
             raise RuntimeError(
                 f"rank {rank}: expected in param_groups the parameters that the wrapper knows, but "
-                f"{self._names(partition.gone)} was replaced by another Parameter, which no other rank would "
-                f"get; change values in place (param.copy_() under torch.no_grad()), or build the "
-                f"optimizer and the wrapper again"
+                f"{self._names(partition.gone)} was replaced by another Parameter, which no other "
+                f"rank would get; change values in place (param.copy_() under torch.no_grad()), or "
+                f"build the optimizer and the wrapper again"
             )
 
     def check_outside(self, rank: int) -> None:

@@ -236,6 +236,7 @@ class Setup:
                     nonfinite=self._nonfinite,
                     replica=self.replica,
                     meter=self._meter,
+                    detach=partial(self._inputs.extensions.drop, each),
                 )
             )
 
