@@ -15,7 +15,7 @@ from unittest import mock
 from ranks import print_to, start_process
 
 from decent_optim_wrapper.cli import main
-from decent_optim_wrapper.launcher import meeting, nodes
+from decent_optim_wrapper.launcher import nodes, store_process
 from decent_optim_wrapper.launcher.bound import bind
 from decent_optim_wrapper.launcher.store_process import serve
 
@@ -39,27 +39,33 @@ Launcher = Callable[[Sequence[str]], int]
 
 
 class ForkedStore:
-    """Takes the place of `StoreProcess`, without its two seconds of CPU time for imports."""
+    """A process that holds a store, without the two seconds of CPU time for imports."""
 
-    def __init__(self, listening: socket.socket, environ: dict[str, str]) -> None:
+    def __init__(self, listening: socket.socket) -> None:
         launcher = os.getpid()
-        self._has_ended = False
+        self._code: int | None = None
         self._pid = os.fork()
         if self._pid == 0:
             bind(launcher)
             serve(_only(listening), listening.getsockname()[1])
         listening.close()
 
-    @property
-    def has_ended(self) -> bool:
+    def poll(self, options: int = os.WNOHANG) -> int | None:
         # The system tells the end of a process only once.
-        if not self._has_ended:
-            self._has_ended = os.waitpid(self._pid, os.WNOHANG) != (0, 0)
-        return self._has_ended
+        if self._code is None and os.waitpid(self._pid, options) != (0, 0):
+            self._code = -signal.SIGKILL
+        return self._code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        self.poll(0)
 
 
 def _only(listening: socket.socket) -> int:
-    """Close all other files: the guard would wait for the end of its pipe."""
+    """Close all other files, as a process does that is not forked."""
     kept = listening.fileno()
     os.closerange(3, kept)
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
@@ -73,7 +79,7 @@ def with_own_store(command: Sequence[str]) -> int:
 
 def ours(command: Sequence[str]) -> int:
     """Run our launcher, with a store that is there sooner."""
-    with mock.patch.object(meeting, "StoreProcess", ForkedStore):
+    with mock.patch.object(store_process, "start", ForkedStore):
         return with_own_store(command)
 
 

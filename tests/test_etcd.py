@@ -180,8 +180,8 @@ def test_every_call_has_a_deadline_and_password_and_tls_are_passed_on() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"endpoints": "host"}, "expected the servers as .*, got 'host'"),
-        ({"endpoints": "http://host:1"}, "expected the servers as"),
+        ({"endpoints": "host"}, "expected host:port, .*, got 'host'"),
+        ({"endpoints": "http://host:1"}, "expected host:port"),
         ({"endpoints": "host:1,"}, "got ''"),
         ({"prefix": ""}, "expected a prefix"),
         ({"user": "me"}, "both user and password"),

@@ -9,16 +9,15 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
-from launched import Launched, Launcher, children, hurried, is_alive, with_own_store
+from launched import Launched, Launcher, children, hurried, ours, with_own_store
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import run as torch_run
 
@@ -107,25 +106,89 @@ def test_the_launcher_ends_as_the_rank_that_was_given_up(
     assert text in launcher.printed
 
 
-@pytest.mark.parametrize("one_is_killed", [False, True])
-def test_ranks_that_all_fail_at_their_first_start_are_not_started_again(
-    one_is_killed: bool, tmp_path: Path
+# An error that differs between the ranks only in numbers.
+SAME = 'raise ValueError(f"no shard {rank}")'
+
+
+@pytest.mark.parametrize(
+    ("fate", "comes_back"),
+    [(SAME, False), (KILLED, True), ('raise LookupError("a file")', True)],
+    ids=["same", "killed", "unrelated"],
+)
+def test_ranks_that_all_fail_alike_at_their_first_start_are_not_started_again(
+    fate: str, comes_back: bool, tmp_path: Path
 ) -> None:
-    """As of a wrong argument; a kill says nothing about the next start."""
+    """As of a wrong argument; a kill or another error says nothing about the next start."""
     with Launched(tmp_path, OBEDIENT, *THREE, "--backoff", "0.1") as launcher:
-        end(launcher, "sys.exit(7)", 0)
-        # It waits for the others now.
-        launcher.told("life 0 1")
-        end(launcher, KILLED if one_is_killed else "sys.exit(7)", 1)
-        end(launcher, "sys.exit(7)", 2)
-        if one_is_killed:
-            for rank in range(3):
-                launcher.told(f"life {rank} 1")
+        # Each is back before the next one fails: which rank fails last decides who is started.
+        for rank, own in enumerate((SAME, fate)):
+            end(launcher, own, rank)
+            launcher.told(f"life {rank} 1")
+        end(launcher, SAME, 2)
+        if comes_back:
+            launcher.told("life 2 1")
             end(launcher, WELL, 0, 1, 2, life=1)
-        assert launcher.end() == (0 if one_is_killed else 7)
+        assert launcher.end() == (0 if comes_back else 1)
     reason = "all ranks of this node failed within 60 s of their first start"
-    assert (reason in launcher.printed) != one_is_killed
-    assert (tmp_path / "life 2 1").exists() == one_is_killed
+    assert (reason in launcher.printed) != comes_back
+    assert (tmp_path / "life 2 1").exists() == comes_back
+
+
+def test_a_rank_whose_log_cannot_be_opened_is_tried_again_and_ends_no_other(tmp_path: Path) -> None:
+    options = (*TWO, "--backoff", "0.2", "--max-restarts", "9", "--log-dir", "logs")
+    logs = tmp_path / "logs" / "rank_0"
+    with Launched(tmp_path, OBEDIENT, *options) as launcher:
+        launcher.told("life 0 0")
+        logs.rename(tmp_path / "elsewhere")
+        logs.write_text("in the way")
+        end(launcher, KILLED, 0)
+        launcher.wait_until_printed("cannot be started")
+        logs.unlink()
+        for life in range(1, 10):
+            end(launcher, WELL, 0, life=life)
+        launcher.wait_until(lambda: len(list(tmp_path.glob("life 0 ?"))) == 2)
+        end(launcher, WELL, 1)
+        assert launcher.end() == 0
+    assert list(logs.glob("*.stderr.log"))
+
+
+# Prints more than a pipe holds, and what not every console can show.
+SHOUTING = """
+sys.stderr.buffer.write("é".encode() * 100_000 + b"\\n")
+tell(f"life {rank} {life}")
+if life == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+wait_for("end")
+"""
+
+
+def to_a_pipe(command: Sequence[str], is_read: bool) -> int:
+    """Run our launcher on a console that nobody empties, or that has gone."""
+    reading, writing = os.pipe()
+    if not is_read:
+        os.close(reading)
+    for stream in (1, 2):
+        os.dup2(writing, stream)
+    return ours(command)
+
+
+def to_ascii(command: Sequence[str]) -> int:
+    """Run our launcher with PYTHONIOENCODING=ascii."""
+    out, errors = (open(stream, "w", 1, "ascii") for stream in (1, 2))  # noqa: PTH123, SIM115
+    with mock.patch.object(sys, "stdout", out), mock.patch.object(sys, "stderr", errors):
+        return ours(command)
+
+
+@pytest.mark.parametrize(
+    "console",
+    [partial(to_a_pipe, is_read=True), partial(to_a_pipe, is_read=False), to_ascii],
+    ids=["full", "gone", "ascii"],
+)
+def test_no_console_stops_restarts_or_signals(console: Launcher, tmp_path: Path) -> None:
+    with Launched(tmp_path, SHOUTING, "--backoff", "0.1", launcher=console) as launcher:
+        launcher.told("life 0 1")
+        launcher.signal(signal.SIGTERM)
+        assert launcher.end() == 128 + signal.SIGTERM
 
 
 # Ends, while what it has started still waits.
@@ -145,35 +208,22 @@ def test_what_a_rank_has_started_may_go_on_after_a_good_end(tmp_path: Path) -> N
     assert (tmp_path / "uploaded").exists()
 
 
-# What it has started leaves its session, as a daemon does, and would go on for an hour.
 LONG = """
-child = subprocess.Popen(["sleep", "3600"], start_new_session=True) if DAEMON else None
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-tell(f"pids {rank}", f"{os.getpid()} {child.pid if child else ''}")
+tell(f"pid {rank}", os.getpid())
 time.sleep(3600)
 """
 
 
-@pytest.mark.parametrize("with_guard", [False, True])
-def test_nobody_outlives_a_launcher_that_is_killed_alone_or_with_its_guard(
-    with_guard: bool, tmp_path: Path
-) -> None:
-    # Only the guard finds a daemon.
-    script = LONG.replace("DAEMON", str(not with_guard))
-    with Launched(tmp_path, script, *TWO, launcher=with_own_store) as launcher:
-        ranks = {int(pid) for rank in (0, 1) for pid in launcher.told(f"pids {rank}").split()}
+def test_ranks_and_store_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with Launched(tmp_path, LONG, *TWO, launcher=with_own_store) as launcher:
+        ranks = {int(launcher.told(f"pid {rank}")) for rank in (0, 1)}
         own = children(launcher.pid)
-        # The ranks, the store and the guard.
-        assert len(own) == 4
-        (guard,) = (pid for pid in own if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
-        assert all(map(is_alive, ranks))
-        if with_guard:
-            # To it, both are killed at the same moment.
-            os.kill(guard, signal.SIGSTOP)
+        # The ranks and the store.
+        assert ranks < own
+        assert len(own) == 3
         launcher.kill()
-        if with_guard:
-            os.kill(guard, signal.SIGKILL)
-        launcher.wait_until_ended(*ranks, *own)
+        launcher.wait_until_ended(*own)
 
 
 # Rank 1 expects no signal that is for the script, and neither does what they have started.
@@ -337,20 +387,18 @@ ETCD = "etcd://host:2379/run"
 REFUSED = [
     ("--nnodes 2 train.py", "--nnodes 2 needs --endpoint host:port"),
     ("--nnodes 2 --node-rank 2 x.py", "--node-rank must be from 0 to 1"),
-    ("--endpoint 29500 train.py", "expected host:port, got '29500'"),
+    ("--endpoint 29500 train.py", "expected host:port, with a port from 1 to 65535, got '29500'"),
+    ("--endpoint host:99999 train.py", "a port from 1 to 65535, got 'host:99999'"),
     ("--nproc-per-node 0 train.py", "--nproc-per-node must be at least 1, got 0"),
     ("--max-restarts -1 train.py", "--max-restarts must be at least 0, got -1"),
     ("--backoff inf train.py", "--backoff must be a number of seconds from 0"),
     ("--store host1:2379 train.py", "expected a store as 'etcd://host1:2379,host2"),
     ("--store etcd://host1:2379 train.py", "/my-run', got 'etcd://host1:2379'"),
-    ("--store etcd://host1/run train.py", "expected the servers as"),
+    ("--store etcd://host1/run train.py", "expected host:port"),
+    ("--store etcd://a:1,host:99999/run x.py", "a port from 1 to 65535, got 'host:99999'"),
     (f"--store {ETCD}?colour=red train.py", "unknown options ['colour']"),
     (f"--store {ETCD}?user=me train.py", "expected both user and password"),
-    (f"--store {ETCD} --endpoint host:1 train.py", "leave it out, or the others"),
-    ("--with-etcd --endpoint host:1 train.py", "leave it out, or the others"),
-    ("--with-etcd --nnodes 2 train.py", "needs --store etcd://host0:2379"),
-    (f"--with-etcd --nnodes 2 --store {ETCD} x.py", "got 1 for --nnodes 2"),
-    (f"--with-etcd --store {ETCD}?ca_cert=a x.py", "take no ca_cert"),
+    (f"--store {ETCD} --endpoint host:1 train.py", "leave one of them out"),
     ("", "expected a script"),
 ]
 
@@ -373,19 +421,11 @@ def test_options_that_cannot_be_are_refused_in_one_line(
     assert text in refusal(arguments, capsys)
 
 
-@pytest.mark.parametrize(
-    ("patched", "words"),
-    [
-        (mock.patch.dict(sys.modules, {"pyetcd": None}), "pip install '.[etcd]'"),
-        (mock.patch.dict(os.environ, PATH="/nowhere"), "apt-get install etcd-server"),
-    ],
-    ids=["client", "server"],
-)
-def test_what_is_not_installed_is_an_error_before_any_rank_is_started(
-    patched: AbstractContextManager[Any], words: str, capsys: pytest.CaptureFixture[str]
+def test_a_client_that_is_not_installed_is_an_error_before_any_rank_is_started(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with patched:
-        assert words in refusal("--with-etcd train.py", capsys)
+    with mock.patch.dict(sys.modules, {"pyetcd": None}):
+        assert "pip install '.[etcd]'" in refusal(f"--store {ETCD} train.py", capsys)
 
 
 def test_a_port_that_is_taken_is_an_error_before_anything_is_started(

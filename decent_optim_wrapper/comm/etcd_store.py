@@ -408,15 +408,18 @@ def read_endpoints(text: str) -> list[tuple[str, int]]:
     Raises:
         ValueError: it has another form.
     """
-    return [_address(each) for each in text.split(",")]
+    return [read_endpoint(each) for each in text.split(",")]
 
 
-def _address(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.strip().rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
-        raise ValueError(
-            f"expected the servers as 'host1:2379,host2:2379,host3:2379', got {endpoint!r}"
-        )
+def read_endpoint(text: str) -> tuple[str, int]:
+    """Host and port of a server.
+
+    Raises:
+        ValueError: it has another form than host:port, or there is no such port.
+    """
+    host, _, port = text.strip().rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"expected host:port, with a port from 1 to 65535, got {text!r}")
     return host, int(port)
 
 

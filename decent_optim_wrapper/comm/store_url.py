@@ -7,10 +7,13 @@ from datetime import timedelta
 from typing import NamedTuple
 from urllib.parse import parse_qsl
 
-from decent_optim_wrapper.comm.etcd_store import EtcdStore, read_endpoints
+from decent_optim_wrapper.comm.etcd_store import EtcdStore, read_endpoint, read_endpoints
+
+__all__ = ["EXAMPLE", "STORE_VARIABLE", "StoreUrl", "read_endpoint"]
 
 # The environment variable that holds it.
 STORE_VARIABLE = "DECENT_STORE"
+EXAMPLE = "etcd://host1:2379,host2:2379,host3:2379/my-run"
 _OPTIONS = {"user", "password", "ca_cert", "client_cert", "client_key"}
 
 
@@ -41,10 +44,7 @@ class StoreUrl(NamedTuple):
         endpoints, _, prefix = place.partition("/")
         if scheme != "etcd" or not prefix:
             # Without the query, which may hold a password.
-            raise ValueError(
-                f"expected a store as 'etcd://host1:2379,host2:2379,host3:2379/my-run', got "
-                f"{text.partition('?')[0]!r}"
-            )
+            raise ValueError(f"expected a store as {EXAMPLE!r}, got {text.partition('?')[0]!r}")
         read_endpoints(endpoints)
         options = dict(parse_qsl(query, keep_blank_values=True))
         if unknown := options.keys() - _OPTIONS:

@@ -1,4 +1,4 @@
-"""Starts the ranks of a node, and what they need: a store, logs, and a guard."""
+"""Starts the ranks of a node, and what they need: a store, logs, and the other nodes."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import os
 import shutil
 import signal
 import tempfile
-import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from decent_optim_wrapper.launcher.guard import MARK, Guard
-from decent_optim_wrapper.launcher.meeting import Meeting, find_meeting
+from decent_optim_wrapper.launcher.console import Console
+from decent_optim_wrapper.launcher.meeting import find_meeting
 from decent_optim_wrapper.launcher.nodes import Nodes
 from decent_optim_wrapper.launcher.options import LaunchOptions
 from decent_optim_wrapper.launcher.rank_process import RankProcess
-from decent_optim_wrapper.launcher.signals import ReceivedSignals
-from decent_optim_wrapper.launcher.supervisor import Restarts, Supervisor
+from decent_optim_wrapper.launcher.supervisor import ENDING, Supervisor
+
+# How long the launcher waits at its end for a console that nobody empties, after a signal.
+_CONSOLE_SECONDS = 4.0
 
 
 def launch(options: LaunchOptions) -> int:
     """Start the ranks of this node, and return when all of them have ended for good.
 
-    A rank that ends with an error, or is killed, is restarted. All processes of the launcher end
-    with it, even if it is killed.
+    A rank that ends with an error, or is killed, is restarted. If the launcher is killed, so are
+    its ranks and its store (on Linux), but not what the ranks have started.
 
     Args:
         options: what to start, where, and how often.
@@ -36,98 +38,62 @@ def launch(options: LaunchOptions) -> int:
 
     Raises:
         ModuleNotFoundError: the client of etcd is needed and not installed.
-        OSError: the port of the store or a log cannot be opened, or etcd is not installed.
-        ValueError: the options of the store contradict each other.
+        OSError: the port of the store or a log cannot be opened.
+        ValueError: one of a pair of the store's options is missing.
     """
     with ExitStack() as stack:
         # From now on: a signal before the ranks are started ends them, too.
-        signals = stack.enter_context(ReceivedSignals())
-        guard = Guard(Path(tempfile.gettempdir()) / f"decent_optim_wrapper_{uuid.uuid4().hex}")
-        stack.callback(guard.end)
-        restarts = Restarts(most=options.max_restarts, backoff=options.backoff)
-        meeting = find_meeting(options, restarts, guard)
+        signals = stack.enter_context(_received_signals())
+        meeting = find_meeting(options)
+        if meeting.process is not None:
+            stack.callback(meeting.process.wait)
+            stack.callback(meeting.process.kill)
+        logs = options.log_dir or Path(tempfile.mkdtemp(prefix="decent_optim_wrapper_"))
+        console = Console()
         nodes = None
         if options.nnodes > 1:
-            nodes = Nodes(meeting.connect, options.node_rank, options.nnodes, meeting.holders)
-        logs = options.log_dir or Path(tempfile.mkdtemp(prefix="decent_optim_wrapper_"))
-        surroundings = _Surroundings(signals, guard, meeting, nodes)
-        environ = {**meeting.environ, MARK: guard.mark}
-        supervisor = Supervisor(_ranks(options, environ, logs), restarts, surroundings)
+            where = (options.node_rank, options.nnodes, meeting.keeper)
+            nodes = Nodes(meeting.connect, *where, console.say)
+        ranks = _ranks(options, meeting.environ, logs, console)
+        supervisor = Supervisor(ranks, options, signals, console, meeting.process, nodes)
         code = supervisor.run()
         if nodes is not None:
-            waited_for = len(signals.received)
-            nodes.leave(lambda: len(signals.received) > waited_for)
+            waited_for = len(signals)
+            nodes.leave(lambda: len(signals) > waited_for)
+        deadline = time.monotonic() + _CONSOLE_SECONDS
+        console.close(lambda: bool(signals) and time.monotonic() > deadline)
         if options.log_dir is None and not supervisor.had_failures:
             shutil.rmtree(logs, ignore_errors=True)
         return code
 
 
-class _Surroundings:
-    """The launcher's other processes, and the signals that it receives.
-
-    Args:
-        signals: those that the launcher receives.
-        guard: ends what is left.
-        meeting: where the ranks meet.
-        nodes: the other nodes, if there are any.
-    """
-
-    def __init__(
-        self,
-        signals: ReceivedSignals,
-        guard: Guard,
-        meeting: Meeting,
-        nodes: Nodes | None,
-    ) -> None:
-        self._signals = signals
-        self._guard = guard
-        self._meeting = meeting
-        self._nodes = nodes
-        self._finished = False
-
-    @property
-    def received(self) -> Sequence[signal.Signals]:
-        """The signals that the launcher has received and that end it; it grows."""
-        return self._signals.received
-
-    @property
-    def requests(self) -> Sequence[signal.Signals]:
-        """The signals that it has received and that end nothing; it grows."""
-        return self._signals.requests
-
-    def check(self) -> None:
-        """Look after the launcher's other processes."""
-        self._guard.check()
-        if self._meeting.holder is not None:
-            self._meeting.holder.check()
-
-    def note_finished(self) -> None:
-        """A rank has ended without an error."""
-        self._finished = True
-        if self._nodes is not None:
-            self._nodes.note_finished()
-
-    def why_no_restart(self) -> str:
-        """The reason; empty if there is none."""
-        if self._finished or (self._nodes is not None and self._nodes.finished):
-            return "others have ended without an error"
-        if self._nodes is not None and (reason := self._nodes.why_no_restart()):
-            return reason
-        return self._meeting.holder.why_no_restart() if self._meeting.holder else ""
-
-    def can_meet(self, died: float) -> bool:
-        """Whether a rank that has died then would find the store now."""
-        return self._nodes is None or self._nodes.can_meet(died)
+@contextmanager
+def _received_signals() -> Iterator[list[signal.Signals]]:
+    """Yield the list of the signals that have come since, in place of what they would do."""
+    received: list[signal.Signals] = []
+    # What SIGUSR1 and SIGUSR2 mean is up to the script: Slurm sends one when the time of a job is
+    # nearly up.
+    before = {
+        number: signal.signal(number, lambda each, _: received.append(signal.Signals(each)))
+        for number in (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _ranks(options: LaunchOptions, environ: Mapping[str, str], logs: Path) -> list[RankProcess]:
+def _ranks(
+    options: LaunchOptions, environ: Mapping[str, str], logs: Path, console: Console
+) -> list[RankProcess]:
     command = ("-m", *options.command) if options.is_module else options.command
     shared = {**_shared_environment(options), **environ}
     ranks = []
     for local_rank in range(options.nproc_per_node):
         rank = options.node_rank * options.nproc_per_node + local_rank
         own = {"RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-        ranks.append(RankProcess(rank, command, {**shared, **own}, logs / f"rank_{rank}"))
+        ranks.append(RankProcess(rank, command, {**shared, **own}, logs / f"rank_{rank}", console))
     return ranks
 
 

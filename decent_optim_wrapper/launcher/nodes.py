@@ -1,21 +1,21 @@
 """Communication between the launchers of several nodes, through the store.
 
-A launcher starts no rank again once a rank of any node has ended its training. A launcher that
-holds the store, or a part of it, ends after the ranks of all nodes.
+A launcher starts no rank again once a rank of any node has ended its training. The launcher that
+holds the store ends after the ranks of all nodes.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+import uuid
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm.background import THREAD_PREFIX
-from decent_optim_wrapper.launcher.output import say
 
 PAUSE = 1.0
 # Looks without a new beat after which a node has died, and seconds without a look after which the
@@ -31,23 +31,33 @@ class Nodes:
         connect: connects to the store; it may block.
         node: the number of this node.
         nnodes: number of nodes.
-        holders: the nodes that hold the store.
+        keeper: the node that holds the store, and with which it is lost; None for a store that is
+            there already, and may keep what an earlier run has written.
+        say: prints a line.
     """
 
     def __init__(
-        self, connect: Callable[[], Any], node: int, nnodes: int, holders: Collection[int]
+        self,
+        connect: Callable[[], Any],
+        node: int,
+        nnodes: int,
+        keeper: int | None,
+        say: Callable[[str], None],
     ) -> None:
         self._connect = connect
         self._node = node
+        self._say = say
         # Whether a rank of any node has ended without an error.
         self.finished = False
         self._tells = self._ended = False
-        self._holds, self._alone = node in holders, len(holders) == 1
+        self._holds = keeper == node
         # The other node with which the store would be lost.
-        self._keeper = next(iter(holders)) if self._alone and not self._holds else None
+        self._keeper = None if self._holds else keeper
+        # What stands for a finished rank of an earlier run; None before the first look.
+        self._earlier: bytes | None = None if keeper is None else b""
         # Looks since the last new beat of each other node that has not ended.
         self._silent = {other: 0 for other in range(nnodes) if other != node}
-        self._beats: dict[int, str] = {}
+        self._beats: dict[int, bytes] = {}
         self._looked = time.monotonic()
         # By when the store must have answered again; it may still have to start.
         self._deadline = float("inf")
@@ -68,18 +78,17 @@ class Nodes:
 
     def why_no_restart(self) -> str:
         """Why no rank can be started again; empty if the store may answer."""
-        if self._keeper is not None and time.monotonic() > self._deadline:
-            return (
-                f"the store of node {self._keeper} has not answered for "
-                f"{SILENT_SECONDS:g} s: look at the launcher there"
-            )
-        return ""
+        if self._keeper is None or time.monotonic() < self._deadline:
+            return ""
+        return (
+            f"the store of node {self._keeper} has not answered for {SILENT_SECONDS:g} s: look at "
+            f"the launcher there"
+        )
 
     def leave(self, should_stop: Callable[[], bool]) -> None:
-        """Tell the others that the ranks of this node have ended; wait for theirs as a holder.
+        """Tell the others that the ranks of this node have ended.
 
-        Args:
-            should_stop: tells whether to wait no longer.
+        The node that holds the store waits for the others, until `should_stop` returns True.
         """
         self._looked = time.monotonic()
         self._ended = True
@@ -87,9 +96,6 @@ class Nodes:
             if time.monotonic() > self._looked + SILENT_SECONDS:
                 break
             time.sleep(0.1)
-        if self._holds and not self._alone:
-            # The other holders look once more, and need most of the servers for that.
-            time.sleep(2 * PAUSE)
         self._stop.set()
         self._thread.join(2 * PAUSE)
 
@@ -101,7 +107,7 @@ class Nodes:
                 # The store is gone: the ranks say so themselves.
                 if self._keeper is None or self._stop.is_set():
                     return
-                say(
+                self._say(
                     f"the store of node {self._keeper} does not answer: no rank is started again "
                     f"before it does"
                 )
@@ -110,33 +116,37 @@ class Nodes:
 
     def _beat(self, store: Any) -> None:
         for number in count():
+            is_last = self._stop.is_set()
             store.set(_beat_key(self._node), _ENDED if self._ended else str(number))
             self._look(store)
-            if self._stop.wait(PAUSE):
-                store.set(_beat_key(self._node), _ENDED)
+            if is_last:
                 return
+            self._stop.wait(PAUSE)
 
     def _look(self, store: Any) -> None:
+        told = _find(store, "finished")
+        if self._earlier is None:
+            self._earlier = told
         if self._tells:
-            store.set("finished", "1")
-        self.finished = self.finished or store.check(["finished"])
-        if self._ended:
+            store.set("finished", uuid.uuid4().hex)
+        self.finished = self.finished or told != self._earlier
+        if self._ended and self._holds:
             for other in list(self._silent):
-                self._look_at(other, store)
+                beat = _find(store, _beat_key(other))
+                self._silent[other] = (
+                    self._silent[other] + 1 if beat == self._beats.get(other) else 0
+                )
+                self._beats[other] = beat
+                if beat == _ENDED.encode() or self._silent[other] >= _LOOKS:
+                    del self._silent[other]
         self._looked = time.monotonic()
         self._deadline = self._looked + SILENT_SECONDS
-
-    def _look_at(self, other: int, store: Any) -> None:
-        key = _beat_key(other)
-        beat = store.get(key).decode() if store.check([key]) else ""
-        self._silent[other] = self._silent[other] + 1 if beat == self._beats.get(other) else 0
-        self._beats[other] = beat
-        if self._silent[other] >= _LOOKS:
-            # The other holders need not look as often before the servers go.
-            beat = store.compare_set(key, beat, _ENDED).decode()
-        if beat == _ENDED:
-            del self._silent[other]
 
 
 def _beat_key(node: int) -> str:
     return f"beat/{node}"
+
+
+def _find(store: Any, key: str) -> bytes:
+    """The value of a key; empty if it has none."""
+    return bytes(store.get(key)) if store.check([key]) else b""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 
-from decent_optim_wrapper.comm.etcd_store import read_endpoints
-from decent_optim_wrapper.comm.store_url import STORE_VARIABLE, StoreUrl
+from decent_optim_wrapper.comm.store_url import EXAMPLE, STORE_VARIABLE, StoreUrl, read_endpoint
 
 # Those of torchrun have the names that they have there.
 USAGE = "python -m decent_optim_wrapper run --nproc-per-node 4 script.py --its-options"
@@ -27,8 +26,6 @@ class LaunchOptions:
         endpoint: host and port at which node 0 holds the store; None takes a free port of this
             machine, for one node.
         store: a store in etcd in place of that of node 0.
-        with_etcd: whether the launcher of each node holds a server of that store. Without `store`
-            it takes free ports of this machine, for one node.
         max_restarts: how often each rank is started again after it has died.
         backoff: seconds from the first death of a rank to its restart; doubles with every death.
         log_dir: folder for the output of each rank; None keeps the output only if a rank fails.
@@ -45,7 +42,6 @@ class LaunchOptions:
     node_rank: int = 0
     endpoint: tuple[str, int] | None = None
     store: StoreUrl | None = None
-    with_etcd: bool = False
     max_restarts: int = 3
     backoff: float = 1.0
     log_dir: Path | None = None
@@ -61,39 +57,18 @@ class LaunchOptions:
             )
         if not 0 <= self.backoff < float("inf"):
             raise ValueError(f"--backoff must be a number of seconds from 0, got {self.backoff}")
-        self._check_store()
-        if not self.command:
-            raise ValueError(f"expected a script; start it with `{USAGE}`")
-
-    def _check_store(self) -> None:
-        nnodes, store = self.nnodes, self.store
-        if self.endpoint is not None and (self.with_etcd or store is not None):
+        if self.endpoint is not None and self.store is not None:
             raise ValueError(
-                "--endpoint is where node 0 holds a store, which --store and --with-etcd replace; "
-                "leave it out, or the others"
+                "--endpoint is where node 0 holds a store, which --store replaces; leave one of "
+                "them out"
             )
-        if self.with_etcd and nnodes > 1 and store is None:
+        if self.nnodes > 1 and self.endpoint is None and self.store is None:
             raise ValueError(
-                f"--with-etcd with --nnodes {nnodes} needs --store etcd://host0:2379,host1:2379,"
-                f".../my-run, the same on all nodes: an endpoint on each, in the order of the nodes"
-            )
-        if nnodes > 1 and self.endpoint is None and store is None:
-            raise ValueError(
-                f"--nnodes {nnodes} needs --endpoint host:port, the same on all nodes: the "
+                f"--nnodes {self.nnodes} needs --endpoint host:port, the same on all nodes: the "
                 f"host of node 0, and a free port there"
             )
-        if not self.with_etcd or store is None:
-            return
-        if (count := len(read_endpoints(store.endpoints))) != nnodes:
-            raise ValueError(
-                f"--with-etcd expects an endpoint of each node in --store, got {count} for "
-                f"--nnodes {nnodes}"
-            )
-        if store.options:
-            raise ValueError(
-                f"the servers of --with-etcd take no {', '.join(store.options)}; leave that out of "
-                f"--store, or start the servers yourself"
-            )
+        if not self.command:
+            raise ValueError(f"expected a script; start it with `{USAGE}`")
 
     @property
     def world_size(self) -> int:
@@ -103,41 +78,25 @@ class LaunchOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser."""
-    default = LaunchOptions(("script.py",))
-    add = parser.add_argument
-    add("--nproc-per-node", type=int, default=default.nproc_per_node, help="ranks on each node")
-    add("--nnodes", type=int, default=default.nnodes, help="number of nodes")
-    add("--node-rank", type=int, default=default.node_rank, help="number of this node, from 0")
-    add(
-        "--endpoint",
-        type=_endpoint,
-        metavar="HOST:PORT",
-        help="where node 0 holds the store; on one node a free port by default",
-    )
-    add(
-        "--store",
-        type=_store,
-        default=os.environ.get(STORE_VARIABLE),
-        metavar="URL",
-        help=f"etcd://host1:2379,host2:2379,host3:2379/my-run in place of the store of node 0; "
-        f"${STORE_VARIABLE} by default",
-    )
-    add("--with-etcd", action="store_true", help="start an etcd server on each node")
-    add(
-        "--max-restarts",
-        type=int,
-        default=default.max_restarts,
-        help=f"how often each rank that dies is started again; {default.max_restarts} by default",
-    )
-    add(
-        "--backoff",
-        type=float,
-        default=default.backoff,
-        metavar="SECONDS",
-        help="before the first restart of a rank; doubles with each; 1 by default",
-    )
+    default, add = LaunchOptions(("script.py",)), parser.add_argument
+    numbers = {
+        "nproc_per_node": "ranks on each node",
+        "nnodes": "number of nodes",
+        "node_rank": "number of this node, from 0",
+        "max_restarts": "how often each rank that dies is started again",
+        "backoff": "seconds before the first restart of a rank, which double with each",
+    }
+    for name, about in numbers.items():
+        value = getattr(default, name)
+        text = f"{about}; {value:g} by default"
+        add(_option(name), type=type(value), default=value, metavar="N", help=text)
+    text = "where node 0 holds the store; on one node a free port by default"
+    add("--endpoint", metavar="HOST:PORT", help=text)
+    text = f"{EXAMPLE} in place of the store of node 0; ${STORE_VARIABLE} by default"
+    add("--store", default=os.environ.get(STORE_VARIABLE), metavar="URL", help=text)
     add("--log-dir", type=Path, help="a folder for the output of each rank")
-    add("-m", "--module", action="store_true", help="start a module, as `python -m` does")
+    text = "start a module, as `python -m` does"
+    add("-m", "--module", dest="is_module", action="store_true", help=text)
     add("command", nargs=argparse.REMAINDER, metavar="script.py ...", help="and its arguments")
 
 
@@ -145,36 +104,18 @@ def read_arguments(args: argparse.Namespace) -> LaunchOptions:
     """The options from the parsed command line.
 
     Raises:
-        ValueError: an option is out of range, or contradicts another one.
+        ValueError: an option is malformed or out of range, or contradicts another one.
     """
-    return LaunchOptions(
-        tuple(args.command),
-        is_module=args.module,
-        nproc_per_node=args.nproc_per_node,
-        nnodes=args.nnodes,
-        node_rank=args.node_rank,
-        endpoint=args.endpoint,
-        store=args.store,
-        with_etcd=args.with_etcd,
-        max_restarts=args.max_restarts,
-        backoff=args.backoff,
-        log_dir=args.log_dir,
-    )
-
-
-def _endpoint(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise argparse.ArgumentTypeError(f"expected host:port, got {text!r}")
-    # As an address of IPv6 is written before a port.
-    return host.strip("[]"), int(port)
-
-
-def _store(text: str) -> StoreUrl:
-    try:
-        return StoreUrl.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    names = {each.name for each in fields(LaunchOptions)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    given["command"] = tuple(args.command)
+    if args.endpoint is not None:
+        host, port = read_endpoint(args.endpoint)
+        # As an address of IPv6 is written before a port.
+        given["endpoint"] = host.strip("[]"), port
+    if args.store is not None:
+        given["store"] = StoreUrl.parse(args.store)
+    return LaunchOptions(**given)
 
 
 def _option(name: str) -> str:

@@ -19,12 +19,13 @@ import heapq
 import os
 import random
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -40,7 +41,6 @@ from decent_optim_wrapper import EtcdStore
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat, pace
 from decent_optim_wrapper.elastic.liveness import EpochWatch
-from decent_optim_wrapper.launcher.etcd_server import command, free_port
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -149,14 +149,17 @@ def etcd() -> Iterator[Cluster]:
         TimeoutError: they did not start.
     """
     memory = Path("/dev/shm")
-    addresses = [("127.0.0.1", free_port()) for _ in range(3)]
+    with ExitStack() as opened:
+        sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(6)]
+        urls = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    clients, peers = urls[:3], urls[3:]
     # Options in the environment contradict those of the command line.
     environ = {name: text for name, text in os.environ.items() if not name.startswith("ETCD_")}
     with TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder, ExitStack() as ends:
         processes = []
-        for node in range(len(addresses)):
+        for node in range(len(clients)):
             started = subprocess.Popen(
-                command(addresses, node, "heartbeats", Path(folder) / str(node)),
+                etcd_command(clients, peers, node, Path(folder) / str(node)),
                 env=environ,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -166,13 +169,27 @@ def etcd() -> Iterator[Cluster]:
             processes.append(started)
 
         def connect() -> EtcdStore:
-            endpoints = ",".join(f"{host}:{port}" for host, port in addresses)
-            return EtcdStore(endpoints, prefix="heartbeats", timeout=TIMEOUT)
+            return EtcdStore(",".join(clients), prefix="heartbeats", timeout=TIMEOUT)
 
         shared = connect()
         # It waits for a majority of the servers.
         shared.set("started", "1")
         yield Cluster(shared, connect, [each.pid for each in processes])
+
+
+def etcd_command(
+    clients: Sequence[str], peers: Sequence[str], node: int, folder: Path
+) -> list[str]:
+    """The command that starts a server."""
+    cluster = ",".join(f"{number}=http://{peer}" for number, peer in enumerate(peers))
+    return [
+        *("etcd", "--name", str(node), "--data-dir", str(folder), "--logger", "zap"),
+        *("--listen-client-urls", f"http://{clients[node]}"),
+        *("--advertise-client-urls", f"http://{clients[node]}"),
+        *("--listen-peer-urls", f"http://{peers[node]}"),
+        *("--initial-advertise-peer-urls", f"http://{peers[node]}"),
+        *("--initial-cluster", cluster, "--auto-compaction-retention", "5m"),
+    ]
 
 
 STORES = {"tcp": tcp_store, "etcd": etcd}

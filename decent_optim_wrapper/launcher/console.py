@@ -1,0 +1,128 @@
+"""The output of the ranks, copied from their files to the console line by line.
+
+With files, unlike pipes, a rank can print while the launcher is stopped. A separate thread copies
+them, so that a console that nobody empties delays neither restarts nor signals. torch's TailLog
+waits for such a console when it is stopped, ends at a character that the console cannot encode, and
+repeats its prefix inside a line that is written in pieces.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+
+STDOUT, STDERR = 1, 2
+_PAUSE = 0.05
+# A progress bar writes "\r" and never ends a line.
+_LINE_END = re.compile(rb"[\r\n]+")
+# How much of a file is read at once: also from its end, to search for an error.
+_READ_BYTES = 64 * 1024
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+class CopiedFile:
+    """Copies what is appended to a file, with a prefix before every line.
+
+    Args:
+        path: the file, which exists.
+        prefix: the prefix.
+        console: the file descriptor to which the lines are written.
+    """
+
+    def __init__(self, path: Path, prefix: str, console: int) -> None:
+        self._file = path.open("rb")
+        self._prefix = prefix.encode()
+        self._console = console
+        # A line that has not ended yet.
+        self._begun = b""
+        self._is_complete = False
+
+    def end(self) -> None:
+        """Note that nothing more will be appended."""
+        self._is_complete = True
+
+    def copy(self) -> bool:
+        """Copy the lines that have ended since the last call; return whether more may come."""
+        is_complete = self._is_complete
+        while chunk := self._file.read(_READ_BYTES):
+            *lines, self._begun = _LINE_END.split(self._begun + chunk)
+            self._write(lines)
+        if is_complete:
+            self._write([self._begun])
+            self._file.close()
+        return not is_complete
+
+    def _write(self, lines: list[bytes]) -> None:
+        _write(self._console, b"".join(b"%b%b\n" % (self._prefix, line) for line in lines if line))
+
+
+class Console:
+    """Writes the lines of the launcher and of its ranks, on its own thread."""
+
+    def __init__(self) -> None:
+        self._said: SimpleQueue[str] = SimpleQueue()
+        self._files: list[CopiedFile] = []
+        self._closing = Event()
+        self._thread = Thread(target=self._run, daemon=True, name="console")
+        self._thread.start()
+
+    def say(self, text: str, speaker: str = "launcher") -> None:
+        """Print a line of the launcher, after what its ranks have written so far."""
+        self._said.put(f"[{speaker}] {text}\n")
+
+    def follow(self, path: Path, rank: int, console: int) -> CopiedFile:
+        """Copy a file of a rank to the console until the file is ended."""
+        self._files.append(file := CopiedFile(path, f"[rank {rank}] ", console))
+        return file
+
+    def close(self, should_stop: Callable[[], bool]) -> None:
+        """Write the rest; wait for the console until `should_stop` returns True."""
+        self._closing.set()
+        while self._thread.is_alive() and not should_stop():
+            self._thread.join(_PAUSE)
+
+    def _run(self) -> None:
+        is_last = False
+        encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+        while not is_last:
+            is_last = self._closing.is_set()
+            said = "".join(self._said.get() for _ in range(self._said.qsize()))
+            for file in list(self._files):
+                if not file.copy():
+                    self._files.remove(file)
+            _write(STDERR, said.encode(encoding, "backslashreplace"))
+            self._closing.wait(_PAUSE)
+
+
+def _write(console: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(console, data) :]
+        except BlockingIOError:
+            # ssh lets terminals behave so.
+            time.sleep(_PAUSE)
+        except OSError:
+            # Nobody reads it any more. The files keep what the ranks have written.
+            return
+
+
+def last_error(log: Path) -> str:
+    """The error of the last traceback in a log, or its last line; empty if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _READ_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        # Somebody has removed it.
+        return ""
+    lines = [line for line in text.splitlines() if line.strip()]
+    starts = [place for place, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    behind = lines[starts[-1] + 1 :] if starts else []
+    own = (line for line in behind if not line.startswith(" "))
+    return next(own, lines[-1] if lines else "")
