@@ -51,6 +51,29 @@ def test_every_rank_holds_the_exact_average_of_all_that_is_not_an_integer(overla
             assert not torch.allclose(own, averaged)
 
 
+@pytest.mark.parametrize("differs", [False, True])
+def test_frozen_parameters_that_are_the_same_on_all_ranks_are_neither_sent_nor_rounded(
+    differs: bool,
+) -> None:
+    """Among them the integers of a quantised base, whether or not they differ."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params(seed=rank)
+        frozen = [torch.full((7,), 0.1 + rank**2 * differs, dtype=torch.bfloat16)]
+        frozen += [torch.full((7,), 0.1), torch.full((5,), rank, dtype=torch.uint8)]
+        base = torch.optim.SGD([*params, *(torch.nn.Parameter(f, False) for f in frozen)], lr=0.1)
+        optimizer = wrap(params, group, base, topology="complete", sync_at_start=False)
+        own, kept = flatten(params), [f.clone() for f in frozen]
+        with optimizer.averaged():
+            assert not torch.equal(flatten(params), own)
+            assert torch.equal(frozen[0], kept[0]) == (not differs)
+            assert all(torch.equal(f, k) for f, k in zip(frozen[1:], kept[1:], strict=True))
+        assert torch.equal(flatten([*params, *frozen]), torch.cat([own, flatten(kept)]))
+        optimizer.step()
+
+    run_threads(3, main)
+
+
 def test_what_is_reverted_is_what_was_there_before_the_first_average() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
+from torch.testing._internal.two_tensor import TwoTensor
 
 from decent_optim_wrapper import Elastic, Schedule
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
@@ -246,6 +247,15 @@ class Doubled(torch.optim.SGD):
 doubled = partial(Doubled, lr=0.1)
 
 
+def quantised() -> nn.Module:
+    """A model with a frozen weight that is made of two tensors."""
+    model = make_model()
+    weight = model.get_submodule("0").weight.detach()
+    frozen = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
+    model.get_submodule("0").register_parameter("weight", frozen)
+    return model
+
+
 def hooked(named: Any) -> torch.optim.Optimizer:
     return in_one_call(sgd(named))
 
@@ -267,6 +277,7 @@ def hooked(named: Any) -> torch.optim.Optimizer:
         (ValueError, "no step hooks, got SGD", {"optim_fn": hooked, "update_in_backward": True}),
         (ValueError, "bucket .* got Doubled", {"optim_fn": doubled, "update_in_backward": True}),
         (ValueError, "that steps without a metric", {"lr_scheduler_fn": ReduceLROnPlateau}),
+        (TypeError, "0.weight is a TwoTensor.* in a DecentOptimWrapper", {"model": quantised()}),
     ],
 )
 def test_wrong_arguments_are_refused(error: Any, match: str, changes: dict[str, Any]) -> None:

@@ -116,7 +116,7 @@ def test_errors_of_several_ranks_are_each_their_own() -> None:
         ({"grad_clip_norm": "x"}, "TypeError: grad_clip_norm expects"),
         ({"optim_fn": torch.optim.LBFGS}, "ValueError: LBFGS"),
         ({"topology": "rign"}, "ValueError: unknown topology"),
-        ({"buffer": torch.eye(2).to_sparse()}, "ValueError: expected dense tensors"),
+        ({"buffer": torch.eye(2).to_sparse()}, "ValueError: expected dense buffers"),
     ],
 )
 def test_an_error_of_one_module_ends_the_start_of_all(options: dict[str, Any], said: str) -> None:

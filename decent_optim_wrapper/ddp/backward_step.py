@@ -15,7 +15,7 @@ from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
 from decent_optim_wrapper.gossip.local_update import Apply, Scaling, global_step_hooks, step_hooks
 from decent_optim_wrapper.start.session import ModuleExtras
 from decent_optim_wrapper.wire.bucket import Bucket
-from decent_optim_wrapper.wire.parameters import named_parameters, sparse_gradient_error
+from decent_optim_wrapper.wire.parameters import Named, named_parameters, sparse_gradient_error
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 
@@ -46,10 +46,13 @@ class BackwardOptimizer(DecentOptimWrapper):
     ) -> None:
         trained = set(map(id, params_of(optimizer)))
         params, buffers = list(model.parameters()), list(model.buffers())
-        others = [param for param in params if id(param) not in trained]
+        others = [Named("parameter", *pair) for pair in model.named_parameters()]
+        carried = [each for each in others if id(each.tensor) not in trained]
+        if not average_buffers:
+            carried += [Named("buffer", *pair) for pair in model.named_buffers()]
         self._extras = ModuleExtras(
             order=tuple(params if in_forward_order else reversed(params)),
-            carried=(*others, *([] if average_buffers else buffers)),
+            carried=tuple(carried),
             parts=tuple(parts),
         )
         super().__init__(

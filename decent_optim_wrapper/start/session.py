@@ -32,7 +32,7 @@ from decent_optim_wrapper.start.start import Start, check_same
 from decent_optim_wrapper.start.world import World, find_world
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
-from decent_optim_wrapper.wire.broadcast import broadcast
+from decent_optim_wrapper.wire.broadcast import broadcast, digest
 from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.parameters import (
@@ -61,7 +61,7 @@ class ModuleExtras:
     """
 
     order: tuple[Tensor, ...] = ()
-    carried: tuple[Tensor, ...] = ()
+    carried: tuple[Named, ...] = ()
     parts: tuple[Any, ...] = ()
 
 
@@ -141,8 +141,7 @@ def open_session(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver 
 def _check_model(start: Start, inputs: Inputs) -> _Model:
     """Name the tensors, and check that they can be exchanged."""
     buffers = named_buffers(inputs.buffers)
-    carried = [Named("tensor", str(i), tensor) for i, tensor in enumerate(inputs.extras.carried)]
-    others = [*buffers, *carried]
+    others = [*buffers, *inputs.extras.carried]
     check_dense(others)
     parameters = named_parameters(inputs.optimizer.param_groups)
     replica = Replica(start.dimensions, check_model(inputs.model), start.gossip_ranks)
@@ -306,8 +305,7 @@ class Setup:
         _warn_of_rare_rounds(settings, inputs.optimizer)
         averaged = [n.tensor for n in model.buffers if n.tensor.is_floating_point()]
         if not settings.sync_at_start:
-            # Frozen parameters are then not the same on all ranks.
-            averaged += [n.tensor for n in model.parameters if not n.tensor.requires_grad]
+            averaged += self._differing(session.transport)
         buckets = plan_buckets(averaged, self._layout.plain)
         policy = RoundPolicy(pacing=settings.pacing, nonfinite=self._nonfinite, meter=self._meter)
         rate = settings.schedule.mixing_rate
@@ -318,6 +316,17 @@ class Setup:
             model.replica,
             members=world.recovery,
         )
+
+    def _differing(self, transport: Transport) -> list[Tensor]:
+        """The frozen parameters that may not be the same on all ranks; collective."""
+        found = [n.tensor for n in self._model.parameters if not n.tensor.requires_grad]
+        frozen = [each for each in found if each.is_floating_point() or each.is_complex()]
+        if self._world.recovery or not frozen:
+            # A rank that comes back later could not compare.
+            return frozen
+        own = torch.tensor([digest(each) for each in frozen], dtype=torch.int64, device="cpu")
+        same = (transport.all_gather(own) == own).all(dim=0).tolist()
+        return [each for each, is_same in zip(frozen, same, strict=True) if not is_same]
 
     def start_from_same_values(self, pipeline: Pipeline) -> None:
         """Take the values of rank 0, unless each rank keeps its own, and plan the buckets."""

@@ -96,7 +96,9 @@ def check_dense(named: Sequence[Named]) -> None:
         if is_traceable_wrapper_subclass(each.tensor) and not isinstance(each.tensor, DTensor):
             raise TypeError(
                 f"expected {each.kind}s that are plain tensors or DTensors, but {each.kind} "
-                f"{each.name} is a {type(each.tensor).__name__}, which gossip cannot exchange"
+                f"{each.name} is a {type(each.tensor).__name__}, which gossip cannot exchange; "
+                f"leave it out of the optimizer and wrap that in a DecentOptimWrapper, which "
+                f"exchanges only the parameters of the optimizer and the buffers passed to it"
             )
         if each.tensor.layout != torch.strided or each.tensor.is_meta:
             kind = "on the meta device" if each.tensor.is_meta else f"{each.tensor.layout}"
