@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,9 +24,8 @@ Result = TypeVar("Result")
 _TRY_SECONDS = 1.5
 # How long a server that has failed is not asked again.
 _AVOID_SECONDS = 1.0
-_RETRY_PAUSE = 0.05
-# The pauses between two reads of a key that is waited for.
-_SHORTEST_POLL, _LONGEST_POLL = 0.01, 0.1
+# Between two attempts, and between two reads of a key that is waited for.
+_PAUSE = 0.05
 # etcd refuses transactions of more than 128 operations.
 _MOST_OPERATIONS = 100
 _CHANNEL_OPTIONS = [
@@ -35,10 +35,11 @@ _CHANNEL_OPTIONS = [
     # As for torch's own stores: the servers are in the same network.
     ("grpc.enable_http_proxy", 0),
 ]
-# Codes of gRPC that are the same on any server and at any time.
-_FINAL = {"INVALID_ARGUMENT", "PERMISSION_DENIED", "FAILED_PRECONDITION", "UNIMPLEMENTED"}
-# C++ does not keep the Python half of a store alive: without it, a call ends the process.
-_KEPT: list[EtcdStore] = []
+# Codes of gRPC that are the same on any server and at any time; "" is an error of another kind.
+_FINAL = {
+    *("", "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED"),
+    *("FAILED_PRECONDITION", "UNIMPLEMENTED"),
+}
 
 
 class _Entry(NamedTuple):
@@ -46,6 +47,9 @@ class _Entry(NamedTuple):
 
     value: bytes | None = None
     revision: int = 0
+
+
+_MISSING = _Entry()
 
 
 class EtcdStore(Store):
@@ -91,20 +95,32 @@ class EtcdStore(Store):
         super().__init__()
         if not prefix:
             raise ValueError("expected a prefix for the keys of this run, such as 'my-run', got ''")
-        self._servers = _Servers(
-            endpoints,
-            login=_pair("user", user, "password", password),
-            ca_cert=ca_cert,
-            certificate=_pair("client_cert", client_cert, "client_key", client_key),
-        )
+        for pair in (
+            {"user": user, "password": password},
+            {"client_cert": client_cert, "client_key": client_key},
+        ):
+            if list(pair.values()).count(None) == 1:
+                raise ValueError(f"expected both {' and '.join(pair)}, got only one; pass both")
+        if client_cert is not None and ca_cert is None:
+            raise ValueError("client_cert needs ca_cert, which turns on TLS; pass it, too")
+        self._endpoints, self._addresses = endpoints, read_endpoints(endpoints)
+        self._library = _client_library()
+        self._login = {} if user is None else {"user": user, "password": password}
+        self._files = (ca_cert, client_key, client_cert)
         self._prefix = prefix
+        # The client of this process, and those of its parents, whose connections a forked process
+        # must not close.
+        self._clients: dict[int, Any] = {}
+        self._is_closed = False
         # What this store has written last, so that it need not be read before it is replaced.
         self._written: dict[str, _Entry] = {}
         self.set_timeout(timeout)
-        _KEPT.append(self)
+        # A thread must not return to C++ while Python is finalised. And this keeps the Python half
+        # of the store alive, which C++ does not: without it, a call ends the process.
+        weakref.finalize(self, self._close)
 
     def __repr__(self) -> str:
-        return f"EtcdStore({self._servers.endpoints!r}, prefix={self._prefix!r})"
+        return f"EtcdStore({self._endpoints!r}, prefix={self._prefix!r})"
 
     def clone(self) -> EtcdStore:
         """Return the store itself, since its calls do not wait for each other."""
@@ -116,20 +132,17 @@ class EtcdStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        name, new = self._name(key), _as_bytes(value)
-        entry, written = _Entry(revision=self._last(name).revision), False
+        new, revision = _as_bytes(value), self._written.get(key, _MISSING).revision
         # If the value is there already, an attempt whose answer was lost has written it.
-        while not written and entry.value != new:
-            written, entry = self._replace(name, entry.revision, new)
-        self._written[name] = entry
+        self._change(key, lambda old: None if old == new else new, _Entry(revision=revision))
 
     def get(self, key: str) -> bytes:
         """Wait for a key, and return its value."""
         return self.multi_get([key])[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all the keys have values."""
-        return self._check(keys, self.timeout)
+        """Return whether all the keys have values."""
+        return _MISSING not in self._read(keys, self.timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all the keys have values.
@@ -137,23 +150,18 @@ class EtcdStore(Store):
         Raises:
             DistStoreError: a key has no value after the timeout, or the servers do not answer.
         """
-        timeout = self.timeout if timeout is None else timeout
-        deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_POLL
-        while not self._check(keys, timeout):
-            if time.monotonic() > deadline:
-                raise DistStoreError(f"{self!r}: no values of all of {list(keys)} after {timeout}")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_POLL)
+        self._wait_for(keys, self.timeout if timeout is None else timeout)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, which starts at 0, and return the sum."""
         if amount == 0:
-            return int(self._read([key], self.timeout)[0] or 0)
-        return int(self._change_once(key, lambda old: str(int(old or 0) + amount).encode()))
+            return int(self._read([key], self.timeout)[0].value or 0)
+        found = self._change(key, lambda old: str(int(old or 0) + amount).encode(), once=True)
+        return int(found or 0)
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to a value, which starts empty."""
-        self._change_once(key, lambda old: (old or b"") + _as_bytes(value))
+        self._change(key, lambda old: (old or b"") + _as_bytes(value), once=True)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write a value if the key has the expected one; "" expects a key without a value.
@@ -161,34 +169,21 @@ class EtcdStore(Store):
         Returns:
             The value of the key after that.
         """
-        name, old, new = self._name(key), _as_bytes(expected), _as_bytes(desired)
+        old, new = _as_bytes(expected), _as_bytes(desired)
+        start = self._written.get(key, _MISSING) if old else _MISSING
+        if (start.value or b"") != old:
+            (start,) = self._read([key], self.timeout)
         # If the key has another value, the first attempt returns it.
-        entry, written = self._last(name) if old else _Entry(), False
-        if (entry.value or b"") != old:
-            entry = self._entry(name)
-        while not written and (entry.value or b"") == old:
-            written, entry = self._replace(name, entry.revision, new)
-        if written:
-            self._written[name] = entry
-        return old if entry.value is None else entry.value
+        found = self._change(key, lambda value: new if (value or b"") == old else None, start)
+        return old if found is None else found
 
     def delete_key(self, key: str) -> bool:
         """Delete a key, and return whether it had a value."""
-        name = self._name(key)
-        return bool(self._servers.call(lambda client: client.delete(name), self.timeout))
+        return bool(self._call(lambda client: client.delete(self._name(key))))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait for all the keys, and return their values."""
-        found = self._read(keys, self.timeout)
-        while any(value is None for value in found):
-            self.wait(keys)
-            found = self._read(keys, self.timeout)
-        return [value for value in found if value is not None]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Write several values, one after the other."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
+        return [entry.value or b"" for entry in self._wait_for(keys, self.timeout)]
 
     def num_keys(self) -> int:
         """Number of keys that have values."""
@@ -197,177 +192,121 @@ class EtcdStore(Store):
     def list_keys(self) -> list[str]:
         """The keys that have values."""
         prefix = self._name("")
-
-        def ask(client: Any) -> list[str]:
-            rows = client.get_prefix(prefix, keys_only=True)
-            return [about.key.decode().removeprefix(prefix) for _, about in rows]
-
-        return self._servers.call(ask, self.timeout)
+        rows = self._call(lambda client: list(client.get_prefix(prefix, keys_only=True)))
+        return [about.key.decode().removeprefix(prefix) for _, about in rows]
 
     # The names that a `PrefixStore` calls.
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
 
-    def _last(self, name: str) -> _Entry:
-        return self._written.get(name, _Entry())
-
     def _name(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
-    def _check(self, keys: Sequence[str], timeout: timedelta) -> bool:
-        return None not in self._read(keys, timeout)
-
-    def _read(self, keys: Sequence[str], timeout: timedelta) -> list[bytes | None]:
-        """The values of the keys, and None for those that have none."""
-        found: list[bytes | None] = []
-        for part in _batches([self._name(key) for key in keys]):
-
-            def ask(client: Any, part: Sequence[str] = part) -> list[_Entry]:
-                gets = [client.transactions.get(name) for name in part]
-                return [_entry_of(rows) for rows in client.transaction([], gets, [])[1]]
-
-            found += [entry.value for entry in self._servers.call(ask, timeout)]
+    def _wait_for(self, keys: Sequence[str], timeout: timedelta) -> list[_Entry]:
+        deadline = time.monotonic() + timeout.total_seconds()
+        while _MISSING in (found := self._read(keys, timeout)):
+            if time.monotonic() > deadline:
+                raise DistStoreError(f"{self!r}: no values of all of {list(keys)} after {timeout}")
+            time.sleep(_PAUSE)
         return found
 
-    def _entry(self, name: str) -> _Entry:
-        def ask(client: Any) -> _Entry:
-            value, about = client.get(name)
-            return _Entry() if about is None else _Entry(value, about.mod_revision)
+    def _read(self, keys: Sequence[str], timeout: timedelta) -> list[_Entry]:
+        """The entries of the keys."""
+        found: list[_Entry] = []
+        for start in range(0, len(keys), _MOST_OPERATIONS):
+            names = [self._name(key) for key in keys[start : start + _MOST_OPERATIONS]]
 
-        return self._servers.call(ask, self.timeout)
+            def ask(client: Any, names: list[str] = names) -> list[_Entry]:
+                gets = [client.transactions.get(name) for name in names]
+                return [_entry_of(rows) for rows in client.transaction([], gets, [])[1]]
 
-    def _replace(self, name: str, revision: int, value: bytes) -> tuple[bool, _Entry]:
-        """Replace the value of this revision; return whether it did, and the present entry."""
+            found += self._call(ask, timeout)
+        return found
 
-        def ask(client: Any) -> tuple[bool, _Entry]:
-            of = client.transactions
-            written, answers = client.transaction(
-                compare=[of.mod(name) == revision],
-                success=[of.put(name, value), of.get(name)],
-                failure=[of.get(name)],
-            )
-            return bool(written), _entry_of(answers[-1])
+    def _change(
+        self,
+        key: str,
+        change: Callable[[bytes | None], bytes | None],
+        entry: _Entry = _MISSING,
+        once: bool = False,
+    ) -> bytes | None:
+        """Write what depends on the present value, unless it is None; return the value after that.
 
-        return self._servers.call(ask, self.timeout)
-
-    def _change_once(self, key: str, change: Callable[[bytes | None], bytes]) -> bytes:
-        """Replace a value by one that depends on it, and return that.
-
-        A receipt is written with it, which shows whether an attempt whose answer was lost has taken
-        effect. Its lease removes it when no attempt can be in progress any more.
+        Args:
+            key: the key.
+            change: from the present value to the new one.
+            entry: what the key probably has.
+            once: whether a receipt is written with the value, which shows whether an attempt whose
+                answer was lost has taken effect.
         """
         name, receipt = self._name(key), f"{self._prefix}.receipts/{uuid.uuid4()}"
-        seconds = round(2 * self.timeout.total_seconds()) + 60
-        lease = self._servers.call(lambda client: client.lease(seconds).id, self.timeout)
-        entry = _Entry()
-        while True:
-            new = change(entry.value)
-            compared = entry.revision
+        names = [receipt, name] if once else [name]
+        while (new := change(entry.value)) is not None:
 
-            def ask(client: Any, new: bytes = new, compared: int = compared) -> Any:
+            def ask(client: Any, new: bytes = new, revision: int = entry.revision) -> Any:
                 of = client.transactions
-                return client.transaction(
-                    compare=[of.mod(name) == compared],
-                    success=[of.put(name, new), of.put(receipt, new, lease)],
-                    failure=[of.get(name), of.get(receipt)],
-                )
+                puts = [of.put(each, new) for each in names]
+                gets = [of.get(each) for each in names]
+                return client.transaction([of.mod(name) == revision], [*puts, gets[-1]], gets)
 
-            written, answers = self._servers.call(ask, self.timeout)
+            written, answers = self._call(ask)
+            entry = _entry_of(answers[-1])
             if written:
-                return new
-            entry, done = map(_entry_of, answers)
-            if done.value is not None:
-                return done.value
+                self._written[key] = entry
+                break
+            if once and (done := _entry_of(answers[0])) != _MISSING:
+                entry = done
+                break
+        if once:
+            self._call(lambda client: client.delete(receipt))
+        return entry.value
 
-
-class _Servers:
-    """Makes calls to the servers, with a deadline, and tries another one if one fails.
-
-    Args:
-        endpoints: host and port of each, separated by commas.
-        login: user and password, if any.
-        ca_cert: file that turns on TLS.
-        certificate: files with the certificate and the key of this client, if any.
-    """
-
-    def __init__(
-        self,
-        endpoints: str,
-        login: tuple[str, str] | None,
-        ca_cert: str | None,
-        certificate: tuple[str, str] | None,
-    ) -> None:
-        self.endpoints = endpoints
-        self._addresses = read_endpoints(endpoints)
-        if certificate and ca_cert is None:
-            raise ValueError("client_cert needs ca_cert, which turns on TLS; pass it, too")
-        self._login = login
-        self._ca_cert = ca_cert
-        self._certificate = certificate
-        self._library = _client_library()
-        # The clients of this process and of its parents, whose connections a forked process must
-        # not close.
-        self._clients: dict[int, list[Any]] = {}
-
-    def call(self, ask: Callable[[Any], Result], timeout: timedelta) -> Result:
-        """Ask until a server answers.
+    def _call(self, ask: Callable[[Any], Result], timeout: timedelta | None = None) -> Result:
+        """Ask one server after the other until one answers.
 
         Raises:
             DistStoreError: no server has answered in time, or one has refused the call.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
-        reason = ""
+        timeout = self.timeout if timeout is None else timeout
+        deadline, reason = time.monotonic() + timeout.total_seconds(), ""
         while True:
             try:
-                return ask(self._client())
+                # Two threads may connect at once; both clients work.
+                client = self._clients.get(os.getpid()) or self._connect()
+                return ask(self._clients.setdefault(os.getpid(), client))
             except Exception as error:
                 code, text = _code_and_text(error)
                 reason = text or reason
                 if code == "UNAUTHENTICATED" and self._login:
                     # A token ends with the server that issued it, or when it is not used.
                     self._clients.pop(os.getpid(), None)
-                elif not code or code in _FINAL | {"UNAUTHENTICATED"}:
-                    raise DistStoreError(f"etcd at {self.endpoints}: {reason}") from error
+                elif self._is_closed or code in _FINAL:
+                    raise DistStoreError(f"etcd at {self._endpoints}: {reason}") from error
                 if time.monotonic() > deadline:
                     raise DistStoreError(
-                        f"no majority of the etcd servers at {self.endpoints} has answered for "
+                        f"no majority of the etcd servers at {self._endpoints} has answered for "
                         f"{timeout}: {reason}"
                     ) from error
-            time.sleep(_RETRY_PAUSE)
-
-    def _client(self) -> Any:
-        """The connection of this process."""
-        clients = self._clients.setdefault(os.getpid(), [])
-        if not clients:
-            # Two threads may do this at once; both clients work.
-            clients.append(self._connect())
-        return clients[0]
+            time.sleep(_PAUSE)
 
     def _connect(self) -> Any:
-        library, credentials = self._library, None
-        if self._ca_cert is not None:
-            cert, key = self._certificate or (None, None)
-            secure = library.MultiEndpointEtcd3Client.get_secure_creds
-            credentials = secure(self._ca_cert, cert_key=key, cert_cert=cert)
-        servers = [
-            library.Endpoint(
-                *(host, port),
-                secure=credentials is not None,
-                creds=credentials,
-                time_retry=_AVOID_SECONDS,
-                opts=_CHANNEL_OPTIONS,
-            )
-            for host, port in self._addresses
-        ]
-        user, password = self._login or (None, None)
+        library, (ca_cert, *own) = self._library, self._files
+        make = library.MultiEndpointEtcd3Client
+        credentials = None if ca_cert is None else make.get_secure_creds(ca_cert, *own)
+        secure, more = ca_cert is not None, (credentials, _AVOID_SECONDS, _CHANNEL_OPTIONS)
+        servers = [library.Endpoint(*address, secure, *more) for address in self._addresses]
         try:
-            return library.MultiEndpointEtcd3Client(
-                servers, timeout=_TRY_SECONDS, user=user, password=password, failover=True
-            )
+            return make(servers, timeout=_TRY_SECONDS, failover=True, **self._login)
         except Exception:
             # It has asked one of them for a token.
             for server in servers:
                 server.close()
             raise
+
+    def _close(self) -> None:
+        """End the calls of this process, so that their threads return while they still can."""
+        self._is_closed = True
+        if (client := self._clients.get(os.getpid())) is not None:
+            client.close()
 
 
 def _client_library() -> Any:
@@ -384,10 +323,9 @@ def _client_library() -> Any:
 def _code_and_text(error: Exception) -> tuple[str, str]:
     """The name of gRPC's code ("" if the error is not one of gRPC), and the text."""
     # The client raises errors without a text while it handles those of gRPC.
-    cause = error.__context__ if not hasattr(error, "code") else error
-    if cause is not None and hasattr(cause, "code") and hasattr(cause, "details"):
-        name = str(cause.code().name)
-        return name, f"{name}, {cause.details()}"
+    cause: Any = error if hasattr(error, "code") else error.__context__
+    if hasattr(cause, "code") and hasattr(cause, "details"):
+        return cause.code().name, f"{cause.code().name}, {cause.details()}"
     if type(error).__module__.startswith("pyetcd"):
         # All servers have just failed.
         return "UNAVAILABLE", ""
@@ -423,18 +361,5 @@ def read_endpoint(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _pair(name: str, one: str | None, other_name: str, other: str | None) -> tuple[str, str] | None:
-    if one is not None and other is not None:
-        return one, other
-    if one is None and other is None:
-        return None
-    raise ValueError(f"expected both {name} and {other_name}, got only one of them; pass both")
-
-
 def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    for start in range(0, len(names), _MOST_OPERATIONS):
-        yield names[start : start + _MOST_OPERATIONS]
