@@ -50,26 +50,16 @@ class GossipStrategy(DDPStrategy):
             on_validation_end=lambda *_: self._validation.close(),
         )
 
-    @property
-    def precision_plugin(self) -> Precision:
-        """The precision; clips gradients although the wrapper takes scaled ones."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        if type(plugin) is plugins.MixedPrecision:
-            plugin.__class__ = MixedPrecision
-        self._precision_plugin = plugin
-
     def configure_ddp(self) -> None:
         """Leave the module without DDP."""
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Wrap the optimizers that the module has configured; collective."""
         super().setup_optimizers(trainer)
+        if type(self.precision_plugin) is plugins.MixedPrecision:
+            self.precision_plugin.__class__ = MixedPrecision
         self._wrapping.release()
-        if self.lightning_module is not None:
-            self._wrapping.models = [self.lightning_module]
+        self._wrapping.models = [trainer.lightning_module]
         self.optimizers = [self._wrapping.wrap(optimizer) for optimizer in self.optimizers]
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if self._around_swaps not in callbacks:
@@ -156,17 +146,6 @@ class GossipFabricStrategy(FabricDDPStrategy):
             no_backward_sync=lambda module, enabled: nullcontext()
         )
 
-    @property
-    def precision(self) -> fabric_plugins.Precision:
-        """The precision; unscales gradients although the wrapper takes scaled ones."""
-        return super().precision
-
-    @precision.setter
-    def precision(self, plugin: fabric_plugins.Precision | None) -> None:
-        if type(plugin) is fabric_plugins.MixedPrecision:
-            plugin.__class__ = FabricMixedPrecision
-        self._precision = plugin
-
     def setup_module(self, module: nn.Module) -> Any:
         """Leave the module without DDP."""
         self._wrapping.models.append(module)
@@ -174,6 +153,8 @@ class GossipFabricStrategy(FabricDDPStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Wrap an optimizer of a module that is set up; collective."""
+        if type(self.precision) is fabric_plugins.MixedPrecision:
+            self.precision.__class__ = FabricMixedPrecision
         return self._wrapping.wrap(optimizer)
 
 

@@ -28,41 +28,27 @@ def gossip_stats(
         ``gossip/rank_0/bytes_sent`` and so on.
     """
     last = optimizer.stats()
-    values = {
-        "bytes": last.bytes_sent,
-        "wait_seconds": last.wait_seconds,
-        "mix_seconds": last.mix_seconds,
-        "update_seconds": last.update_seconds,
-        "staleness": last.staleness,
-        "skipped": last.skipped,
-    }
+    names = ("wait_seconds", "mix_seconds", "update_seconds", "staleness", "skipped")
+    values: dict[str, float | None] = {"bytes": last.bytes_sent}
+    values |= {name: getattr(last, name) for name in names}
     if distance:
         values["consensus_distance"] = optimizer.consensus_distance()
     if report:
-        values |= _report_values(optimizer)
-    return {f"gossip/{name}": float(value) for name, value in values.items()}
-
-
-def _report_values(optimizer: DecentOptimWrapper) -> dict[str, float]:
-    found = optimizer.report()
-    link = found.slow_link
-    one, other = (None, None) if link is None else link.ranks
-    values: dict[str, float] = {
-        "slow_rank": _number(found.slow_rank),
-        "slow_link_rank_a": _number(one),
-        "slow_link_rank_b": _number(other),
-        "slow_link_seconds": 0.0 if link is None else link.wait_seconds,
-    }
-    for each in found.ranks:
-        own = each._asdict()
-        rank = own.pop("rank")
-        values |= {f"rank_{rank}/{name}": _number(value) for name, value in own.items()}
-    return values
-
-
-def _number(value: float | None) -> float:
-    """What trackers take: a number, also for no rank."""
-    return -1 if value is None else value
+        found = optimizer.report()
+        link = found.slow_link
+        one, other = (None, None) if link is None else link.ranks
+        values |= {
+            "slow_rank": found.slow_rank,
+            "slow_link_rank_a": one,
+            "slow_link_rank_b": other,
+            "slow_link_seconds": 0.0 if link is None else link.wait_seconds,
+        }
+        for each in found.ranks:
+            own = each._asdict()
+            rank = own.pop("rank")
+            values |= {f"rank_{rank}/{name}": value for name, value in own.items()}
+    # Trackers take numbers only, also for no rank.
+    return {f"gossip/{k}": -1.0 if value is None else float(value) for k, value in values.items()}
 
 
 def log_stats(
