@@ -28,7 +28,7 @@ from decent_optim_wrapper import DecentOptimWrapper, Schedule
 from decent_optim_wrapper.checkpoint import Checkpoints
 from decent_optim_wrapper.data import ElasticSampler
 from decent_optim_wrapper.data.agreement import Told
-from decent_optim_wrapper.data.dealing import Change, Dealing, Rules
+from decent_optim_wrapper.data.dealing import Change, Dealing
 from decent_optim_wrapper.gossip.pacing import Pacing
 
 SAMPLES = 203
@@ -53,23 +53,25 @@ def now(sampler: ElasticSampler) -> State:
 
 def dealt(state: State, epochs: int) -> Counter[int]:
     """How often samples have been dealt by the end of an epoch, some of them for the next one."""
-    dealing = Dealing(Rules(*state["rules"]), state["first"], changes_of(state))
+    dealing = Dealing(*state["dealing"])
     end = state["steps"]
-    dealing.open_pass(end)
     left = Counter(
         sample
         for rank in dealing.members
-        for step in range(end, dealing.end(end, rank))
+        for step in range(max(end, dealing.begins(rank)), dealing.passes(end)[1])
         for sample in dealing.samples(step, rank)
     )
     return Counter(dict.fromkeys(range(dealing.rules.length), epochs + 1)) - left
 
 
 def changes_of(state: State) -> list[Change]:
-    return [*map(Change.unpack, state["changes"])]
+    return [Change(*each) for each in state["dealing"][2]]
 
 
-def test_what_workers_fetch_ahead_is_not_used() -> None:
+@pytest.mark.parametrize("package", ["torch.utils.data", "torchdata.stateful_dataloader"])
+def test_what_workers_fetch_ahead_is_not_used(package: str) -> None:
+    module = pytest.importorskip(package)
+    make_loader = getattr(module, "StatefulDataLoader", DataLoader)
     data = TensorDataset(torch.arange(SAMPLES))
     used: Counter[int] = Counter()
     state: State | None = None
@@ -78,7 +80,7 @@ def test_what_workers_fetch_ahead_is_not_used() -> None:
         sampler = ElasticSampler(data, optimizer, 8, seed=3)
         if state is not None:
             sampler.load_state_dict(state)
-        loader = DataLoader(data, batch_sampler=sampler, num_workers=2, prefetch_factor=3)
+        loader = make_loader(data, batch_sampler=sampler, num_workers=2, prefetch_factor=3)
         assert len(loader) == 26 - (0 if state is None else 7)
         for (batch,) in islice(loader, steps):
             used.update(batch.tolist())
@@ -167,12 +169,14 @@ def test_what_a_rank_comes_back_with_is_in_its_next_pass_and_in_its_state() -> N
     fetched = [*islice(sampler, 6)]
     for _ in range(2):
         step()
-    own = Told.unpack(sampler.tell({}))
+    own = Told(*sampler.tell({}))
     # The others have gone on without it.
-    loss = Change(starts={1: 2}, done={0: 1})
-    other = own._replace(changes=[loss.pack()], done=9, fetched=9, waiting=0, repeated=8)
+    loss = Change(start=2, came=[(1, 2)], done=[(0, 1)])
+    other = own._replace(
+        dealing=[*own.dealing[:2], [[*loss]]], done=9, fetched=9, waiting=0, repeated=8
+    )
     with pytest.warns(UserWarning, match="at most 16 samples are used twice"):
-        sampler.follow({0: own.pack(), 1: other.pack()}, [0])
+        sampler.follow({0: [*own], 1: [*other]}, [0])
     assert sampler.repeated == 8 + 4 * 4
     assert sampler.state_dict()["kept"] == fetched[2:]
     # Four batches that it has, and then those that were dealt to two ranks from step 13 on.
@@ -372,7 +376,7 @@ class World:
             rank.follow(told, newcomers)
             rank.beat()
         samplers = [rank.sampler for rank in self.ranks.values()]
-        assert len({str(sampler.state_dict()["changes"]) for sampler in samplers}) == 1
+        assert len({str(sampler.state_dict()["dealing"]) for sampler in samplers}) == 1
         (bound,) = {sampler.repeated for sampler in samplers}
         # This change by itself: the bounds of others do not make up for it.
         assert bound - self.reported >= self.twice.total() - before + fetched
@@ -413,7 +417,7 @@ def train_on(
         while not store.check(["finish"]) or sampler.epoch < int(store.get("finish")):
             for batch in ahead(iter(sampler), fetches + rank):
                 state = now(sampler)
-                file.write(json.dumps([len(state["changes"]), state["steps"], batch]) + "\n")
+                file.write(json.dumps([len(changes_of(state)), state["steps"], batch]) + "\n")
                 take_steps(optimizer, params, rank, [optimizer.round])
                 report(f"round {sampler.epoch}", optimizer.members)
                 time.sleep(STEP)
@@ -429,15 +433,12 @@ def is_dealt_twice(version: int, step: int, rank: int, state: State) -> bool:
         rank: which one.
         state: that of the end.
     """
-    begins, members, changes = 0, {*state["first"]}, changes_of(state)
-    for change in changes[:version]:
-        if rank in change.starts and (rank in change.done or rank not in members):
-            begins = change.starts[rank]
-        members = {*change.starts}
-    if step < begins:
+    changes = changes_of(state)
+    begins = [first for change in changes[:version] for r, first in change.came if r == rank]
+    if begins and step < begins[-1]:
         # It came back in the same process, with what it had fetched.
         return True
-    losses = (change.done[rank] for change in changes[version:] if rank in change.done)
+    losses = (done for change in changes[version:] for r, done in change.done if r == rank)
     return step >= next(losses, step + 1)
 
 

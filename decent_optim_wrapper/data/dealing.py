@@ -1,8 +1,9 @@
 """Which rank uses which samples in which step: a pure function of the seed and of all changes.
 
 Each epoch is a permutation of all samples, the pool. At every step each member takes its share from
-the front of the pool, in the order of the ranks. When the members change, each rank keeps the
-batches that it has fetched or finished, and all other samples of the pool are dealt again.
+the front of the pool, in the order of the ranks. When the members change, all ranks keep what was
+dealt for the steps before one that nobody has fetched yet. From that step on, the rest of the pool
+and what a lost rank has not finished are dealt again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,52 +45,52 @@ class Rules(NamedTuple):
         cuts = [self.total_batch * i // len(members) for i in range(len(members) + 1)]
         return {rank: cuts[i + 1] - cuts[i] for i, rank in enumerate(members)}
 
+    def permutation(self, epoch: int) -> Samples:
+        """All samples in the order of an epoch."""
+        if not self.shuffle:
+            return np.arange(self.length)
+        return np.random.default_rng([self.seed, epoch]).permutation(self.length)
+
 
 class Change(NamedTuple):
     """The members have changed.
 
     Args:
-        starts: for each member, the first step that is dealt again; a rank that stays keeps the
-            batches of all steps before it.
-        done: for each rank that is gone, the number of steps that it had finished.
+        start: the first step that is dealt again. All ranks keep their batches of earlier steps.
+        came: pairs of each new member and the first step that is dealt to it.
+        done: pairs of each rank that is gone and the number of steps that it had finished.
     """
 
-    starts: dict[int, int]
-    done: dict[int, int]
-
-    def pack(self) -> list[list[list[int]]]:
-        """As lists, for JSON and checkpoints."""
-        return [[[*each] for each in part.items()] for part in self]
-
-    @classmethod
-    def unpack(cls, packed: Any) -> Self:
-        """From what `pack` has returned."""
-        starts, done = packed
-        return cls(dict(starts), dict(done))
+    start: int
+    came: Sequence[tuple[int, int]]
+    done: Sequence[tuple[int, int]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Deal:
-    """A pool of samples, dealt to the members from their first steps to one last step.
+    """A pool of samples, dealt to the members from one step to another.
 
     Args:
         rules: batch sizes and the like.
         epoch: the epoch of these samples.
-        before: the epoch of the pass that ends when this one opens.
-        opens: the step at which the pass over these samples begins.
-        starts: the first step of each member, by rank in ascending order. A rank that comes back
-            may help out before `opens`.
+        start: the first step that is dealt to all members that were there before.
+        starts: the first step of each member, by rank in ascending order. A rank that comes may
+            begin before `start`, or after it if it first uses what it has fetched.
         length: number of samples.
-        borrowed: number of samples of the next epoch that this epoch has used so far.
+        borrowed: number of samples of the next epoch that this epoch has used before.
+        opens: whether a pass over the data begins here.
+        lost: batches in the pool, by the index of their deal and their place there. The rest of the
+            deal before follows them. None for a new epoch.
     """
 
     rules: Rules
     epoch: int
-    before: int
-    opens: int
+    start: int
     starts: Mapping[int, int]
     length: int
     borrowed: int = 0
+    opens: bool = True
+    lost: Sequence[tuple[int, slice]] | None = None
 
     @cached_property
     def shares(self) -> dict[int, int]:
@@ -131,223 +132,164 @@ class Deal:
         """The number of batches before a step."""
         return sum(max(0, step - start) for start in self.starts.values())
 
+    def dealt(self, step: int, ranks: Sequence[int] = ()) -> int:
+        """The number of samples in all batches before a step, and in those of ranks in it."""
+        end, uneven, total = self._ending
+        if step < uneven or uneven == end:
+            return self._in_full_steps(step) + sum(self.shares[rank] for rank in ranks)
+        first, skipped = self._in_full_steps(uneven), self._batches(uneven)
+        index = self._batches(step) + len(ranks) - skipped
+        return first + (total - first) * index // (self._batches(end) - skipped)
+
     def place(self, step: int, rank: int) -> slice:
         """The slice of the pool that is the batch of a rank."""
-        end, uneven, dealt = self._ending
-        earlier = [each for each, start in self.starts.items() if each < rank and start <= step]
-        if step < uneven:
-            first = self._in_full_steps(step) + sum(self.shares[each] for each in earlier)
-            return slice(first, first + self.shares[rank])
-        first, skipped = self._in_full_steps(uneven), self._batches(uneven)
-        count, index = self._batches(end) - skipped, self._batches(step) - skipped + len(earlier)
-        cut = [first + (dealt - first) * i // count for i in (index, index + 1)]
-        return slice(*cut)
-
-    def is_left(self, kept: Mapping[int, int]) -> NDArray[np.bool_]:
-        """Which samples are in none of the batches that the ranks keep."""
-        left = np.ones(self.length + self.borrows, dtype=bool)
-        low = min(*kept.values(), self.end - 1)
-        # Before that step all samples are taken, however many steps there are.
-        ranks = [rank for rank, start in self.starts.items() if start <= low]
-        left[: self.place(low, ranks[0]).start if ranks else 0] = False
-        for rank, step in kept.items():
-            for each in range(max(self.starts[rank], low), step):
-                left[self.place(each, rank)] = False
-        return left
-
-
-class _Source(NamedTuple):
-    """Where the pool of a deal comes from, if not from a permutation alone.
-
-    Args:
-        previous: index of the deal before.
-        kept: for each rank, the step before which it keeps its batches of that deal.
-        lost: deal index, step and rank of earlier batches that were not finished.
-    """
-
-    previous: int
-    kept: dict[int, int]
-    lost: list[tuple[int, int, int]]
+        ranks = [each for each, start in self.starts.items() if each <= rank and start <= step]
+        return slice(self.dealt(step, ranks[:-1]), self.dealt(step, ranks))
 
 
 class Dealing:
     """All deals so far.
 
     Args:
-        rules: batch sizes and the like.
+        rules: the fields of `Rules`.
         first: the members of the first deal.
-        changes: the changes since then.
+        changes: the fields of each `Change` since then.
     """
 
-    def __init__(self, rules: Rules, first: Sequence[int], changes: Sequence[Change] = ()) -> None:
-        self.rules = rules
-        self.first = tuple(first)
+    def __init__(
+        self, rules: Sequence[Any], first: Sequence[int], changes: Sequence[Sequence[Any]] = ()
+    ) -> None:
+        self.rules = Rules(*rules)
+        self._first = first
         self.changes: list[Change] = []
-        self._deals = [Deal(rules, 0, 0, 0, dict.fromkeys(self.first, 0), rules.length)]
-        self._sources: list[_Source | None] = [None]
-        # For each member, the number of changes when it came, and its first step then.
-        self._came = dict.fromkeys(self.first, (0, 0))
+        starts = dict.fromkeys(first, 0)
+        length = self.rules.length
+        self._deals = [Deal(rules=self.rules, epoch=0, start=0, starts=starts, length=length)]
+        # For each member, the number of changes and of deals when it came, and its first step.
+        self._came = dict.fromkeys(first, (0, 0, 0))
         self._pool = lru_cache(3)(self._make_pool)
-        self._permutation = lru_cache(3)(self._permute)
+        self._permutation = lru_cache(3)(self.rules.permutation)
         for change in changes:
-            self.apply(change)
+            self.apply(Change(*change))
+
+    @property
+    def packed(self) -> list[Any]:
+        """The arguments that make the same dealing, as lists, for JSON and checkpoints."""
+        return [[*self.rules], [*self._first], [[*change] for change in self.changes]]
 
     @property
     def members(self) -> tuple[int, ...]:
         """The members of the last deal."""
         return tuple(self._deals[-1].starts)
 
+    @property
+    def start(self) -> int:
+        """The first step that was dealt again by the last change."""
+        return self.changes[-1].start if self.changes else 0
+
     def begins(self, rank: int) -> int:
         """The first step for which a member was dealt samples since it came.
 
         Before that step, a rank that comes back in the same process uses what it has fetched.
         """
-        return self._came[rank][1]
+        return self._came[rank][2]
 
     def samples(self, step: int, rank: int) -> list[int]:
         """The batch of a rank in a step; before its first step that of the first."""
-        step = max(step, self.begins(rank))
-        self.open_pass(step)
-        index = self._find(step, rank)
-        found: list[int] = self._pool(index)[self._deals[index].place(step, rank)].tolist()
+        index, place = self._place(max(step, self.begins(rank)), rank)
+        found: list[int] = self._pool(index)[place].tolist()
         return found
 
-    def open_pass(self, step: int) -> None:
-        """Deal out further epochs until there is a batch for this step."""
-        while self._deals[-1].end <= step:
-            self._deal_next_epoch()
+    def passes(self, step: int) -> tuple[int, int]:
+        """The first step of the pass that contains a step, and the step after its last."""
+        index = self._index(step)
+        begun = next(deal.start for deal in reversed(self._deals[: index + 1]) if deal.opens)
+        later = (deal.start for deal in self._deals[index + 1 :] if deal.opens)
+        return begun, next(later, self._deals[-1].end)
 
-    def ends(self, step: int, rank: int, begun: int) -> bool:
-        """Whether the pass that began at step `begun` ends before `step`."""
-        deal = self._deal(step, rank)
-        return step >= deal.end or (step == deal.opens and step > begun)
-
-    def end(self, step: int, rank: int) -> int:
-        """The step after the last step of the pass that contains `step`."""
-        deal = self._deal(step, rank)
-        return deal.end if step >= deal.opens else deal.opens
-
-    def epoch(self, step: int, rank: int) -> int:
+    def epoch(self, step: int) -> int:
         """The epoch of a step."""
-        deal = self._deal(step, rank)
-        if step >= deal.end:
-            return deal.epoch + 1
-        return deal.epoch if step >= deal.opens else deal.before
+        return self._deals[self._index(step)].epoch
 
-    def finished(self, rank: int, told: tuple[int, int]) -> int:
+    def finished(self, rank: int, version: int, done: int) -> int:
         """The number of dealt steps that a member has certainly finished.
 
         Args:
             rank: the member.
-            told: the number of changes and of steps in its last count.
+            version: the number of changes that it knew of at its last heartbeat.
+            done: the number of steps that it had finished then.
         """
-        version, done = told
-        came, first = self._came[rank]
+        came, _, first = self._came[rank]
         if version < came:
             # The count of an earlier process.
             return first
-        if version > len(self.changes):
-            # The count of a dealing that no other rank has.
-            done = min(done, self._deals[-1].starts[rank])
-        return max(first, done)
+        # Others do not know from where on a change that only that rank has finished deals again.
+        return max(first, done if version <= len(self.changes) else min(done, self.start))
 
     def apply(self, change: Change) -> None:
         """Deal again, to other members."""
-        starts, done = dict(sorted(change.starts.items())), change.done
-        stay = {r: s for r, s in starts.items() if r in self.members and r not in done}
-        furthest = max((stay or starts).values())
-        while self._deals[-1].end < max(furthest, *done.values(), 0):
-            self._deal_next_epoch()
-        index, deal = len(self._deals) - 1, self._deals[-1]
-        # A rank that has fetched all of a pass may have ended it: then all ranks end it there.
-        closes = furthest == deal.end
-        unknown = dict.fromkeys(deal.starts, deal.end) if closes else stay
-        kept = {
-            rank: max(start, min(deal.end, done.get(rank, unknown.get(rank, 0))))
-            for rank, start in deal.starts.items()
-        }
-        lost = [
-            (self._find(step, rank), step, rank)
-            for rank, first in done.items()
-            for step in range(first, deal.starts[rank])
-        ]
-        lost_samples = sum(self._size(*each) for each in lost)
-        for rank in stay:
-            starts[rank] = kept[rank]
-        self._sources.append(_Source(index, kept, lost))
-        self._deals.append(
-            replace(
-                deal,
-                before=deal.epoch if closes else deal.before,
-                opens=deal.end if closes else deal.opens,
-                starts=starts,
-                length=int(deal.is_left(kept).sum()) + lost_samples,
-                borrowed=deal.borrowed + deal.borrows,
-            )
-        )
+        start, came, done = change.start, dict(change.came), dict(change.done)
+        self._open(start)
+        deal = self._deals[-1]
+        lost = [self._place(step, rank) for rank in done for step in range(done[rank], start)]
+        stay = {rank: max(start, first) for rank, first in deal.starts.items() if rank not in done}
+        rest = deal.length + deal.borrows - deal.dealt(start)
         self.changes.append(change)
-        for rank in starts.keys() - stay.keys():
-            self._came[rank] = len(self.changes), starts[rank]
+        for rank, first in came.items():
+            self._came[rank] = len(self.changes), len(self._deals), first
+        changed = replace(
+            deal,
+            start=start,
+            starts=dict(sorted({**stay, **came}.items())),
+            length=rest + sum(place.stop - place.start for _, place in lost),
+            borrowed=deal.borrowed + deal.borrows,
+            # A rank that has fetched all of a pass may have ended it: then all ranks end it there.
+            opens=start == deal.end or (start == deal.start and deal.opens),
+            lost=lost,
+        )
+        self._deals.append(changed)
 
     def at_most(self, steps: range, rank: int) -> int:
         """Upper bound of the number of samples of a rank in some steps."""
-        total = 0
-        for step in steps:
-            index = self._find(step, rank)
-            deal = self._deals[index]
-            # The steps of an epoch that only that rank has begun are not known here.
-            known = step < deal.end
-            total += self._size(index, step, rank) if known else max(deal.shares.values()) + 1
-        return total
-
-    def _size(self, index: int, step: int, rank: int) -> int:
-        place = self._deals[index].place(step, rank)
-        return int(place.stop - place.start)
-
-    def _deal_next_epoch(self) -> None:
         last = self._deals[-1]
-        skipped = last.borrowed + last.borrows
-        self._sources.append(None)
-        self._deals.append(
-            Deal(
-                rules=self.rules,
-                epoch=last.epoch + 1,
-                before=last.epoch,
-                opens=last.end,
-                starts=dict.fromkeys(last.starts, last.end),
-                length=max(0, self.rules.length - skipped),
+        # The steps of an epoch that only that rank has begun are not known here.
+        places = [self._place(step, rank)[1] for step in steps if step < last.end]
+        known = sum(int(place.stop - place.start) for place in places)
+        return known + (len(steps) - len(places)) * (max(last.shares.values()) + 1)
+
+    def _open(self, step: int) -> None:
+        """Deal out further epochs until all steps before this one have batches."""
+        while (last := self._deals[-1]).end < step:
+            self._deals.append(
+                Deal(
+                    rules=self.rules,
+                    epoch=last.epoch + 1,
+                    start=last.end,
+                    starts=dict.fromkeys(last.starts, last.end),
+                    length=max(0, self.rules.length - last.borrowed - last.borrows),
+                )
             )
-        )
 
-    def _deal(self, step: int, rank: int) -> Deal:
-        """The deal of a member in a step."""
-        step = max(step, self.begins(rank))
+    def _index(self, step: int) -> int:
+        """The index of the last deal that has begun at a step."""
         # After an agreement, only what was dealt until the last change is dealt out.
-        self.open_pass(step)
-        return self._deals[self._find(step, rank)]
+        self._open(step + 1)
+        return next(i for i in reversed(range(len(self._deals))) if self._deals[i].start <= step)
 
-    def _find(self, step: int, rank: int) -> int:
-        """The index of the last deal in which a rank takes part from this step or before."""
-        for index in reversed(range(len(self._deals))):
-            if self._deals[index].starts.get(rank, step + 1) <= step:
-                return index
-        raise LookupError(f"no samples were dealt to rank {rank} in step {step}")
+    def _place(self, step: int, rank: int) -> tuple[int, slice]:
+        """The index of the deal that has the batch of a rank, and its place there."""
+        # A member that has come may begin before the start of its deal.
+        index = max(self._index(step), self._came[rank][1])
+        return index, self._deals[index].place(step, rank)
 
     def _make_pool(self, index: int) -> Samples:
-        deal, source = self._deals[index], self._sources[index]
-        if source is None:
+        deal = self._deals[index]
+        if deal.lost is None:
             parts = [self._permutation(deal.epoch)[self.rules.length - deal.length :]]
         else:
-            pool, previous = self._pool(source.previous), self._deals[source.previous]
-            parts = [self._pool(i)[self._deals[i].place(*at)] for i, *at in source.lost]
-            parts.append(pool[previous.is_left(source.kept)])
+            rest = self._pool(index - 1)[self._deals[index - 1].dealt(deal.start) :]
+            parts = [*(self._pool(i)[place] for i, place in deal.lost), rest]
         if deal.borrows:
             following = self._permutation(deal.epoch + 1)
             parts.append(following[deal.borrowed : deal.borrowed + deal.borrows])
         return np.concatenate(parts)
-
-    def _permute(self, epoch: int) -> Samples:
-        if not self.rules.shuffle:
-            return np.arange(self.rules.length)
-        generator = np.random.default_rng([self.rules.seed, epoch])
-        return generator.permutation(self.rules.length)

@@ -11,7 +11,7 @@ import torch
 from loguru import logger
 from torch.utils.data import Sampler
 
-from decent_optim_wrapper.data.agreement import Count, Told, agree
+from decent_optim_wrapper.data.agreement import Told, agree
 from decent_optim_wrapper.data.dealing import Change, Dealing, Rules
 from decent_optim_wrapper.start.pace import longest_flight
 from decent_optim_wrapper.warn import warn
@@ -63,7 +63,6 @@ class ElasticSampler(Sampler[list[int]]):
         rules = Rules(length, batch_size, total_batch, seed, shuffle, drop_last)
         self._rank = optimizer.rank
         _check(rules, optimizer)
-        self._rules = rules
         self._optimizer = optimizer
         self._dealing = Dealing(rules, optimizer.members)
         # Number of steps made, and of steps whose batches the iterator has returned.
@@ -81,12 +80,12 @@ class ElasticSampler(Sampler[list[int]]):
         self._recovery = optimizer.recovery
         if self._recovery is not None:
             self._recovery.attach(self)
-            self._say()
+        self._say()
 
     @property
     def epoch(self) -> int:
         """The epoch of the next step; ``while sampler.epoch < epochs`` ends after all of them."""
-        return self._dealing.epoch(self._done, self._rank)
+        return self._dealing.epoch(self._done)
 
     @property
     def repeated(self) -> int:
@@ -98,8 +97,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """The number of batches left in the present pass over the data."""
-        self._dealing.open_pass(self._done)
-        return self._dealing.end(self._done, self._rank) - self._done
+        return self._dealing.passes(self._done)[1] - self._done
 
     def __iter__(self) -> Iterator[list[int]]:
         """The batches from the next step on until the epoch ends.
@@ -111,12 +109,9 @@ class ElasticSampler(Sampler[list[int]]):
         begun = self._fetched = self._done
         kept = deque(self._kept())
         self._waiting.clear()
-        self._dealing.open_pass(begun)
-        while self._fetched == begun or not self._dealing.ends(self._fetched, self._rank, begun):
-            if self._fetched < self._dealing.begins(self._rank) and kept:
-                samples = kept.popleft()
-            else:
-                samples = self._dealing.samples(self._fetched, self._rank)
+        while self._dealing.passes(self._fetched)[0] <= begun:
+            keeps = kept and self._fetched < self._dealing.begins(self._rank)
+            samples = kept.popleft() if keeps else self._dealing.samples(self._fetched, self._rank)
             self._fetched += 1
             self._waiting.append(samples)
             yield samples
@@ -137,9 +132,7 @@ class ElasticSampler(Sampler[list[int]]):
             if self._in_step or rank == self._rank:
                 steps[:, place] = torch.tensor([1, self._done])
         return {
-            "rules": [*self._rules],
-            "first": [*self._dealing.first],
-            "changes": [change.pack() for change in self._dealing.changes],
+            "dealing": self._dealing.packed,
             "steps": steps,
             "kept": self._kept(),
             "repeated": self._repeated,
@@ -160,61 +153,50 @@ class ElasticSampler(Sampler[list[int]]):
             ValueError: the state belongs to other data, sizes or seed, or does not have the steps
                 of all ranks that are needed. Nothing was loaded.
         """
-        rules = Rules(*state["rules"])
-        if rules != self._rules:
+        self._check_dealing(state["dealing"], "the state")
+        dealing, members = Dealing(*state["dealing"]), self._optimizer.members
+        same = dealing.members == members
+        columns = zip(dealing.members, *state["steps"].tolist(), strict=True)
+        steps = {rank: round(count / known) for rank, known, count in columns if known}
+        needed = [self._rank] if same else dealing.members
+        if missing := sorted({*needed} - steps.keys()):
             raise ValueError(
-                f"rank {self._rank}: load_state_dict expects the state of a sampler with "
-                f"{self._rules}, as here, got {rules}; pass the same data, seed and sizes"
+                f"rank {self._rank}: load_state_dict expects the steps of the ranks {[*needed]}, "
+                f'got a state without those of {missing}: with gossip_every="auto" the state of a '
+                f"rank has only its own; load the states with decent_optim_wrapper.checkpoint."
+                f"Checkpoints, which reads those of all ranks, or continue with the ranks "
+                f"{[*dealing.members]}, each with its own state"
             )
-        dealing = Dealing(rules, state["first"], [*map(Change.unpack, state["changes"])])
-        members = self._optimizer.members
-        kept: list[list[int]] = []
-        if dealing.members == members:
-            kept = state["kept"]
-            done = self._saved_steps(state, dealing, [self._rank])[self._rank]
-        else:
-            steps = self._saved_steps(state, dealing, dealing.members)
-            version, done = len(dealing.changes), max(steps.values())
-            finished = {r: dealing.finished(r, (version, count)) for r, count in steps.items()}
-            dealing.apply(Change(starts=dict.fromkeys(members, done), done=finished))
+        done = steps[self._rank] if same else max(steps.values())
+        if not same:
+            version = len(dealing.changes)
+            gone = [(r, dealing.finished(r, version, count)) for r, count in steps.items()]
+            came = [(rank, done) for rank in members]
+            dealing.apply(Change(max(done, dealing.start), came, gone))
         self._dealing = dealing
         self._done = self._fetched = done
-        self._waiting = deque(kept)
+        self._waiting = deque(state["kept"] if same else ())
         self._repeated = state["repeated"]
         self._say()
 
-    def _saved_steps(
-        self, state: dict[str, Any], dealing: Dealing, needed: Collection[int]
-    ) -> dict[int, int]:
-        """The number of steps that some ranks had made when the state was saved.
-
-        Raises:
-            ValueError: a rank is missing.
-        """
-        columns = zip(dealing.members, *state["steps"].tolist(), strict=True)
-        steps = {rank: round(count / known) for rank, known, count in columns if known}
-        if missing := sorted({*needed} - steps.keys()):
+    def _check_dealing(self, packed: Any, whose: str) -> None:
+        rules, own = Rules(*packed[0]), self._dealing.rules
+        if rules != own:
             raise ValueError(
-                f"rank {self._rank}: load_state_dict expects the steps of the ranks "
-                f"{[*needed]}, got a state that lacks those of {missing}: with "
-                f'gossip_every="auto" the state of a rank has only its own; load the states with '
-                f"decent_optim_wrapper.checkpoint.Checkpoints, which reads those of all ranks, or "
-                f"continue with the ranks {[*dealing.members]}, each with its own state"
+                f"rank {self._rank}: expected {whose} to have {own}, as the sampler here, got "
+                f"{rules}; pass the same data, seed and sizes on every rank"
             )
-        return {rank: steps[rank] for rank in needed}
 
     def tell(self, heard: Mapping[int, str]) -> Any:
         """Return what the other ranks must know of this one; see `Follower`."""
         return Told(
-            rules=self._rules,
-            first=self._dealing.first,
-            changes=[change.pack() for change in self._dealing.changes],
+            dealing=self._dealing.packed,
             done=self._done,
             fetched=self._fetched,
             waiting=sum(map(len, self._waiting)),
             repeated=self._repeated,
-            heard={rank: Count.read(text) for rank, text in heard.items()},
-        ).pack()
+            heard=[[rank, *map(int, text.split())] for rank, text in heard.items()],
+        )
 
     def follow(self, told: Mapping[int, Any], newcomers: Collection[int]) -> None:
         """Deal the remaining samples to the present members; see `Follower`.
@@ -222,19 +204,16 @@ class ElasticSampler(Sampler[list[int]]):
         Raises:
             ValueError: the sampler of another rank has other arguments.
         """
-        read = {rank: each and Told.unpack(each) for rank, each in told.items()}
+        read = {rank: each and Told(*each) for rank, each in told.items()}
         for rank, each in read.items():
-            if each is not None and each.rules != self._rules:
-                raise ValueError(
-                    f"rank {self._rank}: expected rank {rank} to have {self._rules}, as here, "
-                    f"but it has {each.rules}; build the same sampler on every rank"
-                )
+            if each is not None:
+                self._check_dealing(each.dealing, f"the sampler of rank {rank}")
         agreement = agree(read, newcomers, self._lead)
         if agreement is None:
             return
         self._dealing = agreement.dealing
         if self._rank in agreement.came:
-            self._done, self._fetched = agreement.arrival, agreement.starts[self._rank]
+            self._done, self._fetched = agreement.arrival, agreement.came[self._rank]
         self._repeated = agreement.repeated
         self._say()
         logger.info("rank {}: samples are dealt again to {}", self._rank, self._dealing.members)
@@ -249,13 +228,12 @@ class ElasticSampler(Sampler[list[int]]):
         self._done += 1
         if self._waiting:
             self._waiting.popleft()
-        if self._recovery is not None:
-            self._say()
+        self._say()
 
     def _say(self) -> None:
-        """Tell the other ranks how far this one is."""
+        """Send how far this rank is with its heartbeats; see `Told.heard`."""
         if self._recovery is not None:
-            self._recovery.say(str(Count(len(self._dealing.changes), self._done)))
+            self._recovery.say(f"{len(self._dealing.changes)} {self._done}")
 
 
 def _check(rules: Rules, optimizer: DecentOptimWrapper) -> None:
