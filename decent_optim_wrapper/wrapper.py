@@ -430,8 +430,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """Restore the values before `global_avg()`, bit for bit, and free the snapshot.
 
         Raises:
-            RuntimeError: there is no snapshot.
+            RuntimeError: there is no snapshot, or the parameters are not the average any more.
         """
+        self._gossip.average.check()
         self._gossip.revert_average()
 
     @contextmanager
@@ -460,7 +461,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 yield
         finally:
             if self.is_averaged and not nested:
-                self.revert_global_avg()
+                self._gossip.revert_average()
 
     def synchronize(self) -> None:
         """Wait for the round in flight and mix it.

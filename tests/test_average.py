@@ -109,6 +109,43 @@ def test_what_is_reverted_is_what_was_there_before_the_first_average() -> None:
     run_threads(2, main)
 
 
+@pytest.mark.parametrize("views", [False, True])
+def test_weights_that_were_swapped_in_and_out_around_an_average_are_not_overwritten(
+    views: bool,
+) -> None:
+    """As by callbacks that run first in both of their hooks: swap, average, swap back, revert."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params(dtype=torch.bfloat16)
+        optimizer = wrap(params, group, topology="ring", param_as_bucket_view=views)
+        take_steps(optimizer, params, rank, range(2))
+        optimizer.synchronize()
+        smooth = [param.detach() * 0.9 for param in params]
+
+        def swap() -> None:
+            for param, value in zip(params, smooth, strict=True):
+                kept = param.detach().clone()
+                param.data.copy_(value)
+                value.copy_(kept)
+
+        own = flatten(params)
+        swap()
+        optimizer.global_avg()
+        average = flatten(params)
+        swap()
+        with pytest.raises(RuntimeError, match=rf"rank {rank}: revert_global_avg\(\) .* swap"):
+            optimizer.revert_global_avg()
+        assert torch.equal(flatten(params), own)
+        swap()
+        assert torch.equal(flatten(params), average)
+        optimizer.revert_global_avg()
+        swap()
+        assert torch.equal(flatten(params), own)
+        assert not torch.equal(average, own)
+
+    run_threads(2, main)
+
+
 @pytest.mark.slow
 def test_the_snapshot_is_freed_by_revert_and_by_step() -> None:
     params = [torch.randn(300_000, requires_grad=True) for _ in range(2)]

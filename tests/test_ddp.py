@@ -250,7 +250,7 @@ doubled = partial(Doubled, lr=0.1)
 def quantised() -> nn.Module:
     """A model with a frozen weight that is made of two tensors."""
     model = make_model()
-    weight = model.get_submodule("0").weight.detach()
+    weight = model.get_parameter("0.weight").detach()
     frozen = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
     model.get_submodule("0").register_parameter("weight", frozen)
     return model

@@ -258,7 +258,7 @@ def test_a_scaled_step_reads_at_most_once_whether_there_was_an_overflow(fused: b
 def test_an_average_reads_once_for_all_parameters(kind: str) -> None:
     with wrapped(kind) as setup:
         setup.step()
-        for call, reads in (("global_avg", 1), ("revert_global_avg", 0), ("consensus_distance", 1)):
+        for call, reads in (("global_avg", 1), ("revert_global_avg", 1), ("consensus_distance", 1)):
             setup.mode.noted.clear()
             setup.mode.step += 1
             getattr(setup.optimizer, call)()

@@ -30,6 +30,8 @@ class WorldAverage:
         self._extra = tuple(extra)
         # The values before the average that is in place, if it can still be reverted.
         self.snapshot: list[tuple[Bucket, Flat]] | None = None
+        # The norms of the averaged parameters, by bucket.
+        self._norms: list[Tensor] = []
 
     def apply(
         self,
@@ -63,11 +65,29 @@ class WorldAverage:
             for bucket, shares in zip(buckets, finite, strict=True):
                 if any(shares):
                     bucket.unpack_(average(bucket, transport, shares))
+            self._norms = [bucket.norms() for bucket in parameters] if may_revert else []
         except BaseException:
             # Half an average must not remain.
             if self.snapshot is not None:
                 self.revert()
             raise
+
+    def check(self) -> None:
+        """Check that the parameters are still the average.
+
+        Raises:
+            RuntimeError: they are something else, which `revert` would silently replace.
+        """
+        pairs = zip(self.snapshot or (), self._norms, strict=False)
+        # Another number of threads may sum in another order.
+        same = [~((b.norms() - norm).abs() > 1e-6 * norm).any() for (b, _), norm in pairs]
+        if _total(same) < len(same):
+            raise RuntimeError(
+                f"rank {self._rank}: revert_global_avg() expects the average in place, but the "
+                f"parameters were changed since global_avg(), for example by code that swaps "
+                f"weights, which the snapshot would replace; call it before they are swapped "
+                f"back, or use `with optimizer.averaged():`, which restores in any case"
+            )
 
     def revert(self) -> None:
         """Restore this rank's values and free the snapshot."""

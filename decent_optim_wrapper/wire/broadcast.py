@@ -48,7 +48,7 @@ def broadcast(
 
 def digest(tensor: Tensor) -> int:
     """A number of 63 bits that differs if the bytes of two tensors differ."""
-    found = hashlib.sha256(_bytes(local(tensor).detach().cpu()).numpy())
+    found = hashlib.sha256(_bytes(local(tensor).detach().cpu()).numpy().data)
     return int.from_bytes(found.digest()[:8], "little") >> 1
 
 

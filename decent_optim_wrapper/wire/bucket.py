@@ -304,6 +304,12 @@ class Bucket:
             return torch.ones((), dtype=torch.bool, device=self.device)
         return (torch.stack(torch._foreach_norm(held, torch.inf)) < torch.inf).all()
 
+    @torch.no_grad()
+    def norms(self) -> Tensor:
+        """The norms of the members, in float32 or wider; a GPU is not read."""
+        held = [as_real(member) for member in self._members]
+        return torch.stack(torch._foreach_norm(held, 2, wide(self.dtype)))
+
     def versions(self) -> list[tuple[Tensor, int]]:
         """The members in the bucket's storage, with their version counters.
 
