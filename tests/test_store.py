@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import re
 import signal
 import threading
@@ -429,15 +430,23 @@ def test_of_two_halves_that_both_decide_to_go_on_only_one_does(quick: tuple[int,
             assert text in str(ends[rank].result(40)), f"{slow} train beside {quick}"
 
 
-def test_a_rank_that_comes_back_when_the_others_have_finished_waits_for_one_timeout() -> None:
+@pytest.mark.parametrize("came", [False, True])
+def test_a_rank_that_comes_back_when_the_others_have_ended_waits_for_one_timeout(
+    came: bool,
+) -> None:
     """They may be started again, too, but need no time to notice this one."""
     store = HashStore()
     ranks = rendezvous(store, 3, timeout=2.0)
     assert gather(ranks, FIRST_NOTE) == [(0, 1, 2)] * 3
     # Their heartbeats end with them.
     ranks.clear()
+    own = PrefixStore(key_prefix(0), store)
+    # Or they die when they have just come to meet without this rank.
+    for rank in (0, 1) if came else ():
+        own.set(f"{int(own.get('epoch')) + 1}/note/{rank}", json.dumps(HAS_STATE))
     came_back = rendezvous_of(store, 2, 3, timeout=2.0)
-    text = r"rank 2: waited 0:00:02 for .* of which \[0, 1\] did not come; .* have finished"
+    missing = r"\[0, 1\] came and have ended since" if came else r"\[0, 1\] did not come"
+    text = rf"rank 2: waited 0:00:02 for .* of which {missing}; .* have finished"
     assert re.match(text, str(enter(came_back, FIRST_NOTE)))
 
 

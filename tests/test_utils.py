@@ -62,6 +62,12 @@ def test_every_launcher_says_the_same_and_a_missing_variable_is_named(
         ({}, {"WORLD_SIZE": "4"}, "RANK.*OMPI_COMM_WORLD_RANK.*SLURM_PROCID.*torchrun"),
         (TORCHRUN, {"WORLD_SIZE": "many"}, "WORLD_SIZE.*'many'"),
         (OPEN_MPI, {"OMPI_COMM_WORLD_LOCAL_RANK": "-1"}, "OMPI_COMM_WORLD_LOCAL_RANK.*'-1'"),
+        # As in a batch script, which is no task of a step.
+        (
+            SLURM,
+            {"SLURM_STEP_NUM_TASKS": "", "SLURM_STEP_ID": "", "SLURM_NTASKS": "4"},
+            "4 tasks.*start the script with srun",
+        ),
         (SLURM, {TASKS: "4x2"}, f"{TASKS}.*'4x2'.*with srun"),
         (SLURM, {TASKS: "4,3", "SLURM_NODEID": "2"}, "SLURM_NODEID is 2.*with srun"),
         (TORCHRUN, {"RANK": "8"}, "torchrun contradict.*unset those that are left"),
@@ -74,7 +80,8 @@ def test_an_error_names_the_wrong_variable_and_says_what_to_do(
 ) -> None:
     with pytest.raises((ValueError, RuntimeError), match=words) as caught:
         find_launch(environ | wrong)
-    assert caught.type is (ValueError if environ else RuntimeError)
+    is_missing = not environ or "SLURM_NTASKS" in wrong
+    assert caught.type is (RuntimeError if is_missing else ValueError)
 
 
 def test_torchrun_goes_before_mpirun_and_mpirun_before_the_slurm_job_around_it() -> None:

@@ -296,12 +296,16 @@ class Rendezvous:
             if present := self._founders(epoch) if needs_state else self._survivors(epoch, late):
                 self._store.claim(_members_key(epoch), json.dumps(present))
             elif late and needs_state:
-                here = filter(self._heartbeat.alive, self._present(epoch))
-                absent = sorted({*self._everyone}.difference(here))
+                notes = self._notes(epoch, self._present(epoch))
+                missing = sorted({*self._everyone}.difference(filter(self._heartbeat.alive, notes)))
+                left = [rank for rank, note in notes.items() if not note.needs_state]
+                if not missing and not left:
+                    # The last one has just come.
+                    continue
+                what = f"{missing} did not come" if missing else f"{left} came and have ended since"
                 raise PeerError(
-                    f"rank {self.rank}: waited {timeout} for the other ranks, of which {absent} "
-                    f"did not come; start every rank with the same store, unless the others have "
-                    f"finished"
+                    f"rank {self.rank}: waited {timeout} for the other ranks, of which {what}; "
+                    f"start every rank with the same store, unless the others have finished"
                 )
             elif late:
                 self.leave()

@@ -162,10 +162,18 @@ def _find_ranks(environ: Mapping[str, str]) -> Ranks:
         if environ.get(names[0]):
             return Ranks(launcher, *(_number(environ, name) for name in names))
     if environ.get("SLURM_PROCID"):
+        tasks = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        # Only srun sets the first one. A batch script would wait for tasks that nobody starts.
+        if tasks > 1 and not environ.get("SLURM_STEP_NUM_TASKS"):
+            raise RuntimeError(
+                f"this process is not one of the {tasks} tasks of its Slurm job, because it was "
+                f"started without srun (SLURM_STEP_NUM_TASKS is missing); start the script with "
+                f"srun"
+            )
         return Ranks(
             "srun",
             _number(environ, "SLURM_PROCID"),
-            _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+            tasks,
             _number(environ, "SLURM_LOCALID"),
             _slurm_tasks_here(environ),
         )
