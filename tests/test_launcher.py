@@ -70,6 +70,7 @@ def test_ranks_that_die_are_started_again_so_often_and_ever_later(tmp_path: Path
 
 # Each ends as it is told.
 OBEDIENT = """
+tell(f"pid {rank} {life}", os.getpid())
 tell(f"life {rank} {life}", os.environ["GROUP_RANK"] + " " + os.environ["MASTER_PORT"])
 wait_for(f"end {rank} {life}")
 exec(Path(f"end {rank} {life}").read_text())
@@ -100,6 +101,8 @@ def test_the_launcher_ends_as_the_rank_that_was_given_up(
     with Launched(tmp_path, OBEDIENT, *TWO) as launcher:
         end(launcher, WELL, 0)
         launcher.told("life 1 0")
+        # Whatever the launcher sees of rank 1, it sees the end of rank 0 no later.
+        launcher.wait_until_ended(int(launcher.told("pid 0 0")))
         end(launcher, fate, 1)
         assert launcher.end() == code
     assert ("others have ended" in launcher.printed) == (code != 0)

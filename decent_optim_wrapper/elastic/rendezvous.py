@@ -297,7 +297,8 @@ class Rendezvous:
                 self._store.claim(_members_key(epoch), json.dumps(present))
             elif late and needs_state:
                 notes = self._notes(epoch, self._present(epoch))
-                missing = sorted({*self._everyone}.difference(filter(self._heartbeat.alive, notes)))
+                here = [rank for rank in notes if self._heartbeat.alive(rank)]
+                missing = sorted({*self._everyone}.difference(here))
                 left = [rank for rank, note in notes.items() if not note.needs_state]
                 if not missing and not left:
                     # The last one has just come.
