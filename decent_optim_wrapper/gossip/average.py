@@ -80,7 +80,8 @@ class WorldAverage:
         """
         pairs = zip(self.snapshot or (), self._norms, strict=False)
         # Another number of threads may sum in another order.
-        same = [~((b.norms() - norm).abs() > 1e-6 * norm).any() for (b, _), norm in pairs]
+        away = [(b.norms() - norm).abs() > 1e-6 * norm for (b, _), norm in pairs]
+        same = [each.any().logical_not() for each in away]
         if _total(same) < len(same):
             raise RuntimeError(
                 f"rank {self._rank}: revert_global_avg() expects the average in place, but the "
