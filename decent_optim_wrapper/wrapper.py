@@ -103,7 +103,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             flight.
         process_group: the ranks that gossip; None takes the default group.
         buffers: tensors such as ``model.buffers()``; `global_avg` also averages the floating-point
-            ones.
+            ones. A buffer that a forward pass replaces by another tensor of its shape is found by
+            its name in `model`; without `model` it is left out.
         sync_at_start: broadcast parameters and buffers from rank 0. Weights that only another rank
             has loaded are lost, with a warning. With False, averages include floating-point frozen
             parameters that were not the same on all ranks at the start (with `elastic`, all).

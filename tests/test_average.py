@@ -74,6 +74,41 @@ def test_frozen_parameters_that_are_the_same_on_all_ranks_are_neither_sent_nor_r
     run_threads(3, main)
 
 
+class Counting(torch.nn.Module):
+    """Replaces its buffer in every forward pass."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count = self.count + inputs.sum().detach()
+        out: Tensor = self.layer(inputs)
+        return out
+
+
+def test_a_buffer_that_the_forward_pass_replaces_is_averaged_and_reverted() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        model = Counting()
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: Any = {"buffers": model.buffers(), "model": model, "bucket_cap_mb": 1e-6}
+        optimizer = wrap([], group, base, **options)
+        for own, mean in ((2 * rank + 1, 2), (4 * rank + 2, 4)):
+            model(torch.full((1, 1), 2.0 * rank + 1)).sum().backward()
+            optimizer.step()
+            assert model.count.item() == own
+            with optimizer.averaged():
+                assert model.count.item() == mean
+                model(torch.ones(1, 1))
+                assert model.count.item() == mean + 1
+            assert model.count.item() == own
+
+    run_threads(2, main)
+
+
 def test_what_is_reverted_is_what_was_there_before_the_first_average() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params()

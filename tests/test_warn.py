@@ -154,7 +154,8 @@ def test_a_part_that_is_not_sent_to_a_rank_that_comes_back_is_warned_of() -> Non
         mock.patch.multiple(recovery, **replaced) as calls,
         caught("it is not sent to the rank that comes back") as found,
     ):
-        recovery.HandOver(base, gossip, (), parts, mock.Mock())(donor=0, takes=False)
+        hand_over = recovery.HandOver(base, gossip, (), parts, mock.Mock(), mock.Mock())
+        hand_over(donor=0, takes=False)
     (warning,) = found
     assert "the state of Schedule15" in str(warning.message)
     (_, _, states), _ = calls["send_state"].call_args.args

@@ -41,6 +41,7 @@ class HandOver:
         others: further tensors to send.
         parts: further objects with a `state_dict`, such as a scheduler.
         layout: how tensors are put into buckets.
+        put_back: function that makes the model hold these tensors if it has replaced them.
         takeovers: how often this rank has received its state from others.
     """
 
@@ -49,6 +50,7 @@ class HandOver:
     others: Sequence[Named]
     parts: Sequence[Any]
     layout: Layout
+    put_back: Callable[[], None]
     takeovers: int = 0
 
     def __call__(self, donor: int, takes: bool) -> None:
@@ -58,6 +60,7 @@ class HandOver:
             donor: the position of the sender among the members.
             takes: whether this rank needs the state; otherwise it ignores what it receives.
         """
+        self.put_back()
         pipeline = self.gossip.pipeline
         transport, extensions = pipeline.session.transport, pipeline.extensions
         named = [*named_parameters(self.optimizer.param_groups), *self.others]

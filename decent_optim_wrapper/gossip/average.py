@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,12 +22,20 @@ class WorldAverage:
         rank: this rank, for errors.
         nonfinite: what happens to values that are not finite.
         extra: buckets of further tensors to average.
+        put_back: function that makes a model hold these tensors if it has replaced them.
     """
 
-    def __init__(self, rank: int, nonfinite: NonFinitePolicy, extra: Iterable[Bucket]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        nonfinite: NonFinitePolicy,
+        extra: Iterable[Bucket],
+        put_back: Callable[[], None] = lambda: None,
+    ) -> None:
         self._rank = rank
         self._nonfinite = nonfinite
         self._extra = tuple(extra)
+        self._put_back = put_back
         # The values before the average that is in place, if it can still be reverted.
         self.snapshot: list[tuple[Bucket, Flat]] | None = None
         # The norms of the averaged parameters, by bucket.
@@ -55,6 +63,7 @@ class WorldAverage:
         elif self.snapshot is not None:
             # Tensors may have been added since, and the snapshot must hold them, too.
             self.revert()
+        self._put_back()
         buckets = [*parameters, *self._extra]
         finite = finite_shares(
             buckets, transport, self._nonfinite, "global_avg()", "parameters", replica
@@ -98,6 +107,7 @@ class WorldAverage:
                 f"that may be reverted; call global_avg(may_revert=True) first, and revert it "
                 f"before the next step()"
             )
+        self._put_back()
         for bucket, flat in self.snapshot:
             bucket.unpack_(flat)
         self.snapshot = None

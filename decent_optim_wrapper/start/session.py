@@ -36,6 +36,7 @@ from decent_optim_wrapper.wire.broadcast import broadcast, digest
 from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.parameters import (
+    HeldBuffers,
     Named,
     check_dense,
     check_model,
@@ -199,6 +200,7 @@ class Setup:
         # The user's group; None if the ranks meet in a store.
         self.process_group = start.process_group
         self.replica = model.replica
+        self._held = HeldBuffers(inputs.model, model.others)
         self._nonfinite, self._meter = NonFinitePolicy(settings.on_nonfinite), Meter()
         in_forward_order = forward_order(settings, inputs.model)
         self._layout = Layout(
@@ -312,7 +314,9 @@ class Setup:
         return Gossip(
             Pipeline(session, policy, inputs.extensions, rate),
             inputs.local_update,
-            WorldAverage(session.transport.initial_rank, self._nonfinite, buckets),
+            WorldAverage(
+                session.transport.initial_rank, self._nonfinite, buckets, self._held.put_back
+            ),
             model.replica,
             members=world.recovery,
         )
@@ -359,7 +363,12 @@ class Setup:
         if recovery is None:
             return None
         hand_over = HandOver(
-            inputs.optimizer, gossip, self._model.others, inputs.extras.parts, self._layout
+            optimizer=inputs.optimizer,
+            gossip=gossip,
+            others=self._model.others,
+            parts=inputs.extras.parts,
+            layout=self._layout,
+            put_back=self._held.put_back,
         )
         recovery.begin(gossip, hand_over)
         return hand_over

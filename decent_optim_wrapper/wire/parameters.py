@@ -67,6 +67,31 @@ def named_buffers(buffers: Any) -> list[Named]:
     return named
 
 
+class HeldBuffers:
+    """Buffers that the forward pass of a model may replace by new tensors.
+
+    Args:
+        model: the model; None if it is not known.
+        named: the buffers that the gossip knows.
+    """
+
+    def __init__(self, model: nn.Module | None, named: Iterable[Named]) -> None:
+        known = {id(each.tensor) for each in named}
+        modules = [] if model is None else model.modules()
+        held = ((module, *item) for module in modules for item in module._buffers.items())
+        self._places = [(m, name, b) for m, name, b in held if b is not None and id(b) in known]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Let the model hold the known tensors again, with the values of the new ones."""
+        for module, name, known in self._places:
+            new = module._buffers.get(name)
+            if new is None or new is known:
+                continue
+            if (new.shape, new.dtype, new.device) == (known.shape, known.dtype, known.device):
+                module._buffers[name] = known.copy_(new)
+
+
 def check_tensors(named: Sequence[Named]) -> None:
     """Check that every parameter is a dense tensor with its own memory.
 
