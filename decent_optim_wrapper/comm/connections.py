@@ -54,10 +54,8 @@ class Connections:
         timeout: bound of every wait.
         store: where the ranks meet to connect, and report losses; None if there is none.
         user_group: the same as `world` if that is the user's own, which is never closed here.
-        begin_wait: called at the start of a wait for other ranks. The result tells, each time that
-            it is called, whether to give up, because a member is dead, has lost a peer or comes
-            back, so that all members meet again; it may raise a `WireError`. None if the members
-            never meet again.
+        should_stop: tells whether to give up a wait for other ranks, because a member is dead, has
+            lost a peer or comes back, so that all members meet again. None if they never do.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class Connections:
         store: Any | None = None,
         *,
         user_group: Any | None = None,
-        begin_wait: Callable[[], Callable[[], bool]] | None = None,
+        should_stop: Callable[[], bool] | None = None,
     ) -> None:
         self.rank = rank
         self.members = members
@@ -77,7 +75,7 @@ class Connections:
         # The number of this rank at the start.
         self.initial_rank = members[rank]
         self._timeout = timeout
-        self._begin_wait = begin_wait
+        self._should_stop = should_stop
         # The world that can be used now. Small messages are sent on the CPU: a world without a
         # backend for it is replaced on first use.
         self._ready = world if world is not None and serves(world, CPU) else None
@@ -205,7 +203,7 @@ class Connections:
             silent: as in `WireError`.
         """
         names = [self.members[rank] for rank in suspects]
-        if self._begin_wait is not None:
+        if self._should_stop is not None:
             # All members meet again in any case, and find out there.
             loss = self._reports.error() or PeerLoss(names)
             self.abort(f"{loss} was lost")
@@ -261,7 +259,7 @@ class Connections:
         store = PrefixStore("-".join(map(str, ranks)), self._store)
         place, timeout = ranks.index(self.rank), self._timeout
         try:
-            stop = self._begin_wait and self._begin_wait()
+            stop = self._should_stop
             return new_communicator(self._world, store, place, len(ranks), timeout, stop)
         except (RuntimeError, TimeoutError) as error:
             members = [self.members[rank] for rank in ranks]

@@ -74,7 +74,7 @@ class Transport(Connections):
     def limit_waits(self, timeout: timedelta) -> None:
         """Wait no longer than `timeout` from now on, and never meet the members again."""
         self._timeout = min(timeout, self._timeout)
-        self._begin_wait = None
+        self._should_stop = None
 
     def begin_on(self, devices: Collection[torch.device]) -> None:
         """Make the first exchange of every group on each GPU that has made none; collective.
@@ -146,8 +146,8 @@ class Transport(Connections):
         works.clear()
         timeout, start = self._timeout, time.monotonic()
         try:
-            if self._begin_wait is not None:
-                wait_watchfully(pending, timeout, self._begin_wait())
+            if self._should_stop is not None:
+                wait_watchfully(pending, timeout, self._should_stop)
                 return
             for work in pending:
                 work.wait(timeout)
@@ -162,8 +162,7 @@ class Transport(Connections):
             WireError: the wait timed out.
         """
         try:
-            stop = self._begin_wait and self._begin_wait()
-            wait_for_any(futures, self._timeout.total_seconds(), stop)
+            wait_for_any(futures, self._timeout.total_seconds(), self._should_stop)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -189,7 +188,7 @@ class Transport(Connections):
             WireError: in its place.
         """
         if isinstance(error, TimeoutError):
-            if self._begin_wait is not None and self._begin_wait()():
+            if self._should_stop is not None and self._should_stop():
                 raise WireError("another rank is dead, has lost a peer, or comes back") from error
             raise WireError(f"no answer within {self._timeout}", silent=True) from error
         if isinstance(error, RuntimeError):

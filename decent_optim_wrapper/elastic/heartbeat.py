@@ -20,8 +20,6 @@ _LOOKS = 4
 # For how many pauses a rank looks for another process of its number before its first heartbeat.
 _LOOKS_FOR_OTHERS = 3
 _NOBODY = "nobody"
-# The key of how often a rank has asked the members to try their links to it.
-PROBES_KEY = "probes"
 
 
 class Pace(NamedTuple):
@@ -67,25 +65,15 @@ class Heartbeat:
         stale_after: seconds without a new heartbeat after which a rank counts as dead. Looks are
             counted, not seconds, so time in which the store does not answer or this process is
             stopped does not count.
-        answer: called with the number of each probe of a rank, on the thread; must not block.
     """
 
-    def __init__(
-        self,
-        store: BoundedStore,
-        rank: int,
-        stale_after: float,
-        answer: Callable[[int], None] | None = None,
-    ) -> None:
+    def __init__(self, store: BoundedStore, rank: int, stale_after: float) -> None:
         self._pause, self._looks = pace(stale_after)
         self._store = store
         self._rank = rank
         self._life = 0
         self._sent = ""
         self._looked: _Looked | None = None
-        self._answer = answer
-        # The number of the last probe that was seen; None before this rank is a member.
-        self._probed: int | None = None
         # The text that is sent with each heartbeat.
         self._text = ""
         # Whether a later process of this rank sends heartbeats.
@@ -159,9 +147,6 @@ class Heartbeat:
         # Every key that is looked at must exist: a store waits for a missing key.
         self._store.claim(looked.dead_key, "[]")
         self._store.claim(looked.request_key, _NOBODY)
-        if self._probed is None:
-            self._store.claim(PROBES_KEY, "0")
-            self._probed = int(self._store.get(PROBES_KEY))
         self._looked = looked
 
     def alive(self, rank: int) -> bool:
@@ -233,19 +218,11 @@ class Heartbeat:
         """Read everything that concerns this rank, in one call."""
         watch = looked.watch
         watched = watch.watched
-        keys = [looked.dead_key, looked.request_key, PROBES_KEY, *map(_key, watched)]
-        dead, requested, probes, *beats = values_of(store, keys)
-        self._answer_until(int(probes))
+        keys = [looked.dead_key, looked.request_key, *map(_key, watched)]
+        dead, requested, *beats = values_of(store, keys)
         newest, asked = dict(zip(watched, beats, strict=True)), requested.decode() != _NOBODY
         if watch.look(newest, json.loads(dead), asked):
             self._tell(store, looked, watch.dead, dead.decode())
-
-    def _answer_until(self, last: int) -> None:
-        """Answer the probes that have come since the last look."""
-        first, self._probed = (self._probed or 0) + 1, last
-        if self._answer is not None:
-            for number in range(first, last + 1):
-                self._answer(number)
 
     def _tell(self, store: Any, looked: _Looked, dead: Set[int], known: str) -> None:
         """Add dead ranks to the common list; other ranks may do so at the same time."""

@@ -33,7 +33,6 @@ from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.elastic.epoch import Epoch, Note, doubt_links, with_donor
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat, request_key
 from decent_optim_wrapper.elastic.links import MOST_TRIED, Links
-from decent_optim_wrapper.elastic.long_wait import LongWaits
 from decent_optim_wrapper.errors import PeerError, text_of
 
 _POLL_SECONDS = 0.02
@@ -48,8 +47,6 @@ _NEWCOMER_TIMEOUTS = 4
 _LEAST_ATTEMPTS = 2
 # The number of members to ask whether the others are training.
 _ASKED = 8
-# A wait of so many `stale_after` looks for dead links. A rank that is lost is found before.
-_PATIENCE = 2
 # Bound for telling the others of a failure, which must not delay this rank's own error much.
 _TELL = timedelta(seconds=2)
 
@@ -80,9 +77,7 @@ class Rendezvous:
         self._took_part = False
         self._life = 0
         self._links = Links(self._store, rank, timeout)
-        self._heartbeat = Heartbeat(self._store, rank, stale_after, self._links.answer)
-        # How long a wait lasts before it asks whether a link is dead.
-        self._patience = _PATIENCE * stale_after
+        self._heartbeat = Heartbeat(self._store, rank, stale_after)
         weakref.finalize(self, self._heartbeat.stop)
 
     @classmethod
@@ -218,20 +213,15 @@ class Rendezvous:
         """Connect to the store, and register as this rank.
 
         Raises:
-            PeerError: the link to a member is dead.
             ValueError: another process that is alive has this rank number.
         """
         self._store.connect()
-        # The members answer while this rank looks for another process of its number.
-        probe = self._links.announce(_last_members(self._store))
         if self._store.check([_starts_key(self.rank)]) and self._heartbeat.is_taken():
             raise ValueError(
                 f"rank {self.rank}: another process with this rank number is alive on the same "
                 f"store; give every process a rank number of its own, and restart a rank only "
                 f"after its old process has ended"
             )
-        # Before the first heartbeat, so that no member waits for this rank meanwhile.
-        self._links.check_probe(probe, self._heartbeat)
         self._life = self._store.add(_starts_key(self.rank), 1)
         self._heartbeat.start(self._life)
 
@@ -397,12 +387,8 @@ class Rendezvous:
                 return world, store
 
             world, store = within(timeout.total_seconds(), connect, lambda: heartbeat.is_over)
-        # Where all wait for one rank, they do not try their links at the same time.
-        patience = min(self._patience, self._timeout.total_seconds() / 4) * (
-            1 + place / len(members)
-        )
-        waits = LongWaits(self._links, members, heartbeat, patience)
-        return Transport(*(world, place, members, self._timeout, store), begin_wait=waits.begin)
+        parts = (world, place, members, self._timeout, store)
+        return Transport(*parts, should_stop=lambda: heartbeat.is_over)
 
     def _present(self, epoch: int, ranks: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """Those of some ranks that have entered; None for all ranks.
