@@ -98,7 +98,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = [code for code in codes if _is_known(code.co_filename)]
         ours = [code for code in known if code.co_filename.startswith(_PACKAGE)]
         if ours and known[0] is ours[0]:
-            names = (f"{code.co_filename.rpartition('/')[2]}:{code.co_name}" for code in ours[:3])
+            names = (f"{code.co_filename.rpartition('/')[2]}:{code.co_name}" for code in ours[:5])
             self.noted.append(Noted(kind=kind, where=" < ".join(names), what=what))
 
     def __torch_dispatch__(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -544,11 +545,15 @@ def test_a_receive_that_fails_behind_its_send_ends_the_connections() -> None:
             setup.step()
 
 
-@pytest.mark.parametrize("auto", [True, False])
-def test_an_exchange_that_torch_has_ended_is_a_lost_peer(auto: bool) -> None:
+@pytest.mark.parametrize(
+    ("auto", "waits"), [(True, 0), (False, 0), (False, 1), (False, 2), (False, 3)]
+)
+def test_an_exchange_that_torch_has_ended_is_a_lost_peer(auto: bool, waits: int) -> None:
+    """Also if a wait of an earlier stream has found nothing."""
     # Torch's watchdog has ended it; it then counts as completed.
     failed = mock.Mock(**{"is_completed.return_value": True})
-    failed.wait.side_effect = dist.DistBackendError("NCCL operation timed out")
+    ended = dist.DistBackendError("NCCL operation timed out")
+    failed.wait.side_effect = chain([None] * waits, repeat(ended))
     schedule = Schedule(gossip_every="auto") if auto else Schedule()
     with wrapped(NCCL, schedule=schedule) as setup:
         setup.step(3)
@@ -649,6 +654,48 @@ def test_nothing_of_a_round_that_fails_on_its_way_starts_later() -> None:
         assert "send" not in [call for _, call in setup.group.on_gpu]
         with pytest.raises((RuntimeError, PeerError)):
             setup.step()
+
+
+def test_no_kernel_starts_more_than_32_operations() -> None:
+    with fake_cuda(NCCL) as (_, group):
+        batches, device = Batches(), torch.device("cuda", 0)
+        started: list[int] = []
+        batches.collect()
+        for index in range(40):
+            two = (partial(started.append, index), partial(started.append, index))
+            work = batches.add(group, device, pytest.fail, *two)
+        ends: list[int] = []
+        end = FakeGroup._end_coalescing
+
+        def end_and_count(self: FakeGroup, device: torch.device) -> Any:
+            ends.append(len(started))
+            return end(self, device)
+
+        with mock.patch.object(FakeGroup, "_end_coalescing", end_and_count):
+            batches.launch(pytest.fail)
+        assert ends == [32, 64, 80]
+        assert started == [index for index in range(40) for _ in range(2)]
+        assert work.is_completed()
+        work.wait()
+
+
+@pytest.mark.parametrize(("cap_mb", "numel"), [(0.01, 2621), (CAP_MB, 4194), (1.0, 8000)])
+def test_the_first_exchanges_are_as_large_as_a_bucket(cap_mb: float, numel: int) -> None:
+    with fake_cuda(NCCL, 9) as (_, group):
+        summed: list[int] = []
+        reduce = FakeGroup.allreduce
+
+        def allreduce(self: FakeGroup, data: list[Any], *args: Any) -> Any:
+            if data[0].is_cuda:
+                summed.append(data[0].numel())
+            return reduce(self, data, *args)
+
+        params = make_trained(*("cuda",) * PARAMETERS)
+        options: dict[str, Any] = {"process_group": group, "sync_at_start": False}
+        with mock.patch.object(FakeGroup, "allreduce", allreduce):
+            DecentOptimWrapper(SGD(params), topology="hypercuboid", bucket_cap_mb=cap_mb, **options)
+        # That of all ranks, and that of a group of three in each phase.
+        assert summed == [numel] * 3
 
 
 def test_no_thread_waits_for_a_round_that_could_not_start() -> None:

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError, Schedule
 from decent_optim_wrapper.comm.failure_reports import FailureReports, PeerLoss
+from decent_optim_wrapper.comm.process_groups import abort, connect_gloo
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.elastic.epoch import FIRST_NOTE, Epoch, Note, with_donor
 from decent_optim_wrapper.elastic.recovery import Recovery
@@ -261,6 +262,29 @@ def drop_on_rank_0(topology: str) -> list[tuple[float, float]]:
         return seconds, total.sum().item()
 
     return run_threads(4, main)
+
+
+@pytest.mark.slow
+def test_an_abort_closes_the_connections_of_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are spread over them by their tags."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo,lo")
+    store = HashStore()
+
+    def connect(rank: int) -> Any:
+        return connect_gloo(store, rank, 3, timedelta(seconds=PATIENCE))
+
+    with ThreadPoolExecutor() as pool:
+        aborted, waiting, _ = (groups := [*pool.map(connect, range(3))])
+    works = [waiting.recv([torch.empty(1)], 0, (1 << 20) + tag) for tag in range(6)]
+    # Its destructor, which would close them, too, waits for this until its timeout.
+    aborted.allreduce([torch.ones(1)])
+    del aborted
+    abort(groups[:1])
+    del groups[0]
+    for work in works:
+        with pytest.raises(RuntimeError) as caught:
+            work.wait(timedelta(seconds=PATIENCE / 4))
+        assert "Timed out" not in str(caught.value)
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from torch import Tensor
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import Arrival, Expected, PendingMessage, WireError
 
-# One below the first tag of all other messages; the next one is for aborting.
-_TAG = -2
+# One below the first tag of all other messages.
+_TAG = -1
 
 
 class Announcement(NamedTuple):

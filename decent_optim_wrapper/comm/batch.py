@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ import torch
 from decent_optim_wrapper.comm.waiting import Waitable
 
 Fail = Callable[[BaseException], None]
+
+# Large groups of operations may hang (pytorch#174288).
+_MOST_OPERATIONS = 32
 
 
 class Batches:
@@ -57,7 +61,7 @@ class Batches:
 
 
 class Batch:
-    """Operations of one communicator of NCCL that start together, as one kernel; a work.
+    """Operations of one communicator of NCCL that start together, as few kernels; a work.
 
     As `dist.batch_isend_irecv`, for any communicator and also for sums. The operations are noted
     first: work of the GPU that a later one sends does not come between them.
@@ -70,12 +74,13 @@ class Batch:
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self._operations: list[Callable[[], object]] = []
-        self._work: Waitable | None = None
+        # Those that must start in the same kernel, such as a send and its receive, as one entry.
+        self._operations: list[tuple[Callable[[], object], ...]] = []
+        self._works: list[Waitable] = []
 
     def add(self, *operations: Callable[[], object]) -> Batch:
         """Start these with `launch`, too."""
-        self._operations += operations
+        self._operations.append(operations)
         return self
 
     def launch(self, fail: Fail) -> None:
@@ -85,9 +90,16 @@ class Batch:
             fail: called with the error if only some of the operations have started, for which the
                 peers would wait in vain: nothing ends them but aborting the communicator.
         """
-        operations, self._operations = self._operations, []
+        entries, self._operations = self._operations, []
+        # The same cuts on all ranks, which add the same.
+        at_once = _MOST_OPERATIONS // max(map(len, entries))
+        for start in range(0, len(entries), at_once):
+            self._start(chain.from_iterable(entries[start : start + at_once]), fail)
+
+    def _start(self, operations: Iterable[Callable[[], object]], fail: Fail) -> None:
+        """Start some operations as one kernel."""
         self._group._start_coalescing(self._device)
-        has_begun = False
+        has_begun = bool(self._works)
         try:
             for operation in operations:
                 operation()
@@ -99,15 +111,16 @@ class Batch:
             if has_begun:
                 fail(error)
             raise
-        self._work = self._group._end_coalescing(self._device)
+        self._works.append(self._group._end_coalescing(self._device))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> None:
         """Order the current stream behind everything, as `OnStream.wait` does."""
-        if self._work is None:
+        if not self._works:
             raise RuntimeError("a batch expects to be launched before a stream waits for it")
-        self._work.wait()
+        for work in self._works:
+            work.wait()
 
     def is_completed(self) -> bool:
         """Whether the GPU has finished everything, or it could not start."""
         # Nothing is left of it after a launch that failed, for which no thread must wait.
-        return not self._operations if self._work is None else self._work.is_completed()
+        return not self._operations and all(work.is_completed() for work in self._works)

@@ -20,8 +20,6 @@ from decent_optim_wrapper.comm.waiting import within
 CPU = torch.device("cpu")
 _CUDA = torch.device("cuda")
 _NCCL = "nccl"
-# The tag of a receive without a matching send.
-_ABORT_TAG = (1 << 20) - 1
 # How much later than its timeout gloo may report which rank is missing.
 _CONNECT_SLACK_SECONDS = 1.0
 # How long NCCL may take to abort what a GPU does.
@@ -268,6 +266,10 @@ def _abort_gloo(backend: Any) -> None:
     for peer in range(backend.size()):
         # Try each peer: a connection that is closed already does not affect the others.
         if peer != backend.rank():
-            with suppress(RuntimeError):
-                nothing = torch.empty(1, device="cpu")
-                backend.recv([nothing], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+            # gloo has connections over each interface in GLOO_SOCKET_IFNAME, which it takes in the
+            # order of the tags. Nothing is sent with these: on communicators made here, all tags of
+            # the library are far above.
+            for tag in range(len(backend.options._devices)):
+                with suppress(RuntimeError):
+                    nothing = torch.empty(1, device="cpu")
+                    backend.recv([nothing], peer, tag).wait(timedelta(milliseconds=1))

@@ -7,7 +7,7 @@ communicator, created by its members only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -32,7 +32,7 @@ from decent_optim_wrapper.errors import text_of
 from decent_optim_wrapper.topo import Group
 
 # Tags below are left to the user's own point-to-point traffic on the same process group, except
-# two: for messages to all ranks, and for aborting.
+# one, for messages to all ranks.
 _FIRST_TAG = 1 << 20
 # In a larger group, a message to every other rank would cost more than a collective.
 _MOST_SENT_ONE_BY_ONE = 16
@@ -76,29 +76,32 @@ class Transport(Connections):
         self._timeout = min(timeout, self._timeout)
         self._should_stop = None
 
-    def begin_on(self, devices: Collection[torch.device]) -> None:
+    def begin_on(self, sizes: Mapping[torch.device, int]) -> None:
         """Make the first exchange of every group on each GPU that has made none; collective.
 
-        NCCL connects ranks in their first exchange. Among running kernels, of which some wait for
-        other ranks, that may never end (NVIDIA/nccl#195, #239); and a first exchange between some
-        ranks of a communicator only is undefined.
+        NCCL connects ranks in their first exchange, and for a large one perhaps anew. Among running
+        kernels, of which some wait for other ranks, that may never end (NVIDIA/nccl#195, #239); and
+        a first exchange between some ranks of a communicator only is undefined.
+
+        Args:
+            sizes: the bytes of a bucket, by device.
         """
-        for device in dict.fromkeys(devices):
+        for device, nbytes in sizes.items():
             if self.world_size > 1 and device not in self.gpus and self.coalesces(device):
                 self.gpus.append(device)
-                self.sum_(torch.zeros(1, device=device))
+                zeros = torch.zeros(max(1, nbytes // 4), device=device)
+                self.sum_(zeros)
                 for group in self._groups:
-                    self._begin_in(group, device)
+                    self._begin_in(group, zeros)
 
-    def _begin_in(self, group: Group, device: torch.device) -> None:
+    def _begin_in(self, group: Group, zeros: Tensor) -> None:
         """Make the first exchange of a group, whose ranks come to it in the same order."""
         others = tuple(rank for rank in group.ranks if rank != self.rank)
-        number = torch.zeros(1, device=device)
         try:
             if len(others) == 1:
-                self.wait(self.exchange(number, torch.empty_like(number), others[0], 0))
+                self.wait(self.exchange(zeros, torch.empty_like(zeros), others[0], 0))
             elif 1 < len(others) < self.world_size - 1:
-                self.wait(self.all_reduce(number, group.ranks))
+                self.wait(self.all_reduce(zeros, group.ranks))
         except WireError as error:
             raise self.lose_in_collective(others, error) from error
 

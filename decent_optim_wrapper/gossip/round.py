@@ -291,11 +291,13 @@ class Round:
 
     def _mix(self, exchange: Exchange, rate: float) -> None:
         if exchange.on_gpu:
+            flags = self.flags.of(exchange)
+            checked = None if flags is None else flags.on_gpu
+            works = [*exchange.works, *(checked.works if checked else ())]
             # The stream that mixes may be another one than the stream that has received.
-            for work in exchange.works:
-                work.wait()
-            if (flags := self.flags.of(exchange)) and flags.on_gpu is not None:
-                exchange.mix_usable(rate, flags.on_gpu.usable(exchange))
+            self._waits.wait(works, exchange.position, self._wire.peers)
+            if checked:
+                exchange.mix_usable(rate, checked.usable(exchange))
                 return
         present: tuple[int, ...] | list[int] = self._wire.group.ranks
         if self.flags.refused:

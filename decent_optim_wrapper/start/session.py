@@ -45,7 +45,7 @@ from decent_optim_wrapper.wire.parameters import (
     named_buffers,
     named_parameters,
 )
-from decent_optim_wrapper.wire.plan import extend_plan, plan_buckets
+from decent_optim_wrapper.wire.plan import bucket_bytes, extend_plan, plan_buckets
 from decent_optim_wrapper.wire.references import MOST_REFERENCES
 
 
@@ -279,7 +279,7 @@ class Setup:
                 check_tensors(parameters)
             self.check(parameters, transport)
         replica.connect(named.tensor for named in parameters)
-        transport.begin_on([named.tensor.device for named in parameters])
+        transport.begin_on(bucket_bytes((each.tensor for each in parameters), self._layout))
         if self._settings.sync_at_start and late:
             broadcast([named.tensor for named in late], transport, self._layout)
         self._plan(pipeline, parameters)
@@ -296,9 +296,9 @@ class Setup:
             session = world.recovery.open_session()
         else:
             session = Session.connect(world.transport, world.topology, intervals)
-        devices = [named.tensor.device for named in (*model.parameters, *model.buffers)]
+        tensors = [named.tensor for named in (*model.parameters, *model.buffers)]
         session.transport.let_rounds_take(longest_flight(settings.pacing))
-        session.transport.begin_on(devices)
+        session.transport.begin_on(bucket_bytes(tensors, self._layout))
         _warn_of_codes(settings, self._layout, session)
         if isinstance(inputs.topology, str):
             # The schedules of all ranks are not needed any more; a user's own topology is kept.

@@ -48,10 +48,7 @@ class CheckedOnGpu:
         return cls(wire, exchanges, rows, works)
 
     def usable(self, exchange: Exchange) -> MixMask:
-        """The part of an exchange that may be mixed."""
-        for work in self.works:
-            # On the stream that mixes.
-            work.wait()
+        """The part of an exchange that may be mixed, once the stream that mixes has waited."""
         if not self._usable:
             self._late = AsyncHostCopy(self._rows)
             self._usable = self._choose(exchange.sums)

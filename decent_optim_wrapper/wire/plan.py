@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
+import torch
 from torch import Tensor
 
 from decent_optim_wrapper.optim.shards import largest_shard_bytes
@@ -61,3 +62,12 @@ def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...
         members.append(tensor)
         open_buckets[kind] = (members, used_bytes + nbytes)
     return tuple(Bucket(members, layout) for members in filled)
+
+
+def bucket_bytes(tensors: Iterable[Tensor], layout: Layout) -> dict[torch.device, int]:
+    """The bytes of a full bucket, or of all tensors if they are less, by device."""
+    found: dict[torch.device, int] = {}
+    for tensor in tensors:
+        nbytes = found.get(tensor.device, 0) + largest_shard_bytes(tensor)
+        found[tensor.device] = min(int(layout.cap_mb * MIB), nbytes)
+    return found
