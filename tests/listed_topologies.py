@@ -12,9 +12,9 @@ from decent_optim_wrapper import Group, Topology
 Phases = list[list[Group]]
 
 
-def listed(world_size: int, value: object, definition: str = "phases") -> Topology:
-    """A topology whose `phases`, or `assign_groups`, are these."""
-    kind: type[Topology] = type("Listed", (Topology,), {definition: lambda self: value})
+def listed(world_size: int, value: object) -> Topology:
+    """A topology whose `phases` are these."""
+    kind: type[Topology] = type("Listed", (Topology,), {"phases": lambda self: value})
     return kind(world_size)
 
 
@@ -119,16 +119,9 @@ def xor_round(block: range, t: int) -> list[Group]:
 
 
 def random_matching(n: int, local: int) -> Phases:
-    draw = random.Random(0)
-    phases = []
+    draw, order, phases = random.Random(0), [*range(n)], []
     for _ in range(128):
-        order = [*range(n)]
-        for _ in range(2 * n.bit_length() + 8):
-            total, key = draw.randrange(n), draw.getrandbits(64)
-            for high in range(n):
-                low = (total - high) % n
-                if low < high and key * (high + 1) // 2**63 % 2:
-                    order[low], order[high] = order[high], order[low]
+        draw.shuffle(order)
         places = {rank: place for place, rank in enumerate(order)}
         phases.append(grouped(min(places[rank] // 2, n // 2 - 1) for rank in range(n)))
     return phases

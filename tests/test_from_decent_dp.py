@@ -86,10 +86,8 @@ class InTheirOrder(Topology):
         self._inner = inner
         super().__init__(inner.world_size, inner.local_world_size)
 
-    def assign_groups(self) -> list[list[Group]]:
-        rounds = (1, *range(3, STEPS + 2))
-        ranks = range(self.world_size)
-        return [[self._inner.group_of(rank, round) for round in rounds] for rank in ranks]
+    def phases(self) -> list[tuple[Group, ...]]:
+        return [self._inner.groups(round) for round in (1, *range(3, STEPS + 2))]
 
 
 class Training(NamedTuple):

@@ -129,9 +129,12 @@ def test_an_early_loss_takes_nobody_with_it_and_errors_name_ranks_as_at_the_star
 class ForFour(Topology):
     """A user's topology that looks beyond its table for any other number of ranks."""
 
-    def assign_groups(self) -> list[list[Any]]:
+    def phase_count(self) -> int:
+        return 1
+
+    def own_group(self, rank: int, phase: int) -> tuple[int, int]:
         table = [(0, 1), (0, 1), (2, 3), (2, 3)]
-        return [[table[rank + 4 * (4 - self.world_size)]] for rank in range(self.world_size)]
+        return table[rank + 4 * (4 - self.world_size)]
 
 
 class Picky(ForFour):

@@ -25,7 +25,7 @@ from decent_optim_wrapper import DecentOptimWrapper
 ROOT = Path(decent_optim_wrapper.__file__).parent
 # Properties do not count as methods: to those who use them they are attributes.
 MOST_METHODS, MOST_REWRITTEN = 25, 12
-CORE_LINES, PACKAGE_LINES = 1_880, 13_749
+CORE_LINES, PACKAGE_LINES = 1_880, 13_685
 # One idea in each file: fewer files of a step would mean longer ones.
 MOST_CALLS, MOST_FILES = 140, 18
 # What the core must not know by name: these come in through its seams.

@@ -290,9 +290,8 @@ class Tilted(Topology):
 
     weight = 0.5
 
-    def assign_groups(self) -> list[list[Group]]:
-        groups = [Group([0, 1], self.weight), Group([2])]
-        return [[groups[rank // 2]] for rank in range(3)]
+    def phases(self) -> list[list[Group]]:
+        return [[Group([0, 1], self.weight)]]
 
 
 class Steeper(Tilted):

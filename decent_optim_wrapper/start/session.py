@@ -300,10 +300,6 @@ class Setup:
         session.transport.let_rounds_take(longest_flight(settings.pacing))
         session.transport.begin_on(bucket_bytes(tensors, self._layout))
         _warn_of_codes(settings, self._layout, session)
-        if isinstance(inputs.topology, str):
-            # The schedules of all ranks are not needed any more; a user's own topology is kept.
-            world.topology.release()
-            session.topology.release()
         _warn_of_rare_rounds(settings, inputs.optimizer)
         averaged = [n.tensor for n in model.buffers if n.tensor.is_floating_point()]
         if not settings.sync_at_start:

@@ -89,11 +89,6 @@ class Base2(Topology):
 class RandomMatching(Topology):
     """Uniform random disjoint pairs in every round; with an odd number of ranks, one triple.
 
-    Each phase shuffles the ranks, and pairs those at places 2 k and 2 k + 1; the last of an odd
-    number joins the last pair. The shuffle is swap-or-not (Hoang, Morris and Rogaway, 2012), in
-    which a rank finds its place and its partner without those of the others: in each of its rounds,
-    ranks at the places p and c - p mod n are swapped, or not, with random c and random choices.
-
     Args:
         world_size: number of ranks.
         local_world_size: ranks per node.
@@ -108,41 +103,18 @@ class RandomMatching(Topology):
         self._period = operator.index(period)
         super().__init__(world_size, local_world_size)
 
-    @cached_property
-    def _shuffles(self) -> list[list[tuple[int, int]]]:
-        """For each phase, c and the key of the choices of each round of its shuffle."""
-        draw, n = random.Random(self._seed), self._world_size
-        # With fewer rounds, pairs of 8 ranks depend on each other.
-        count = 2 * n.bit_length() + 8
-        return [
-            [(draw.randrange(n), draw.getrandbits(64)) for _ in range(count)]
-            for _ in range(self._period)
-        ]
-
     def _parameters(self) -> dict[str, Any]:
         return {"seed": self._seed, "period": self._period}
 
-    def phase_count(self) -> int:
-        """`period`."""
-        return self._period
-
-    def own_group(self, rank: int, phase: int) -> Sequence[int]:
-        """The ranks that are shuffled to the places of a pair, or of the triple."""
-        rounds, n = self._shuffles[phase], self._world_size
-        start = 2 * min(_shuffled(rank, rounds, n) // 2, n // 2 - 1)
-        size = 3 if start + 3 == n else 2
-        # Each round undoes itself.
-        return [_shuffled(place, rounds[::-1], n) for place in range(start, start + size)]
-
-
-def _shuffled(place: int, rounds: Sequence[tuple[int, int]], size: int) -> int:
-    """The place of what was at `place`, after some rounds of swap-or-not."""
-    for total, key in rounds:
-        other = (total - place) % size
-        # The same bit for both places.
-        if key * (max(place, other) + 1) >> 63 & 1:
-            place = other
-    return place
+    def phases(self) -> Sequence[Sequence[Sequence[int]]]:
+        """Neighbours in shuffled orders; the last of an odd number joins the last pair."""
+        draw, ranks, phases = random.Random(self._seed), [*range(self._world_size)], []
+        for _ in range(self._period):
+            draw.shuffle(ranks)
+            pairs = [ranks[place : place + 2] for place in range(0, len(ranks) - 1, 2)]
+            pairs[-1] += ranks[2 * len(pairs) :]
+            phases.append(pairs)
+        return phases
 
 
 class Hierarchical(Topology):
@@ -170,8 +142,6 @@ class Hierarchical(Topology):
         inner: str | Topology = "hypercuboid",
     ) -> None:
         self._inner = inner
-        # Built for the check of the sizes; a world of one rank has no nodes.
-        self._nodes: Topology | None = None
         super().__init__(world_size, local_world_size)
 
     @classmethod
@@ -181,7 +151,7 @@ class Hierarchical(Topology):
 
     def phase_count(self) -> int:
         """A phase inside the nodes before every phase of the inner topology."""
-        return self._over_nodes().period * (2 if self._local_world_size > 1 else 1)
+        return self._nodes.period * (2 if self._local_world_size > 1 else 1)
 
     def own_group(self, rank: int, phase: int) -> Group:
         """The ranks of the own node, or those of the same local rank on other nodes."""
@@ -191,29 +161,23 @@ class Hierarchical(Topology):
             phase, across = divmod(phase, 2)
             if not across:
                 return Group(range(node * local, (node + 1) * local))
-        group = self._over_nodes().group_of(node, phase)
+        group = self._nodes.group_of(node, phase)
         return Group((each * local + place for each in group.ranks), group.self_weight)
-
-    def release(self) -> None:
-        """Free what is kept of schedules; it is built again when it is needed."""
-        super().release()
-        if self._nodes is not None:
-            self._nodes.release()
 
     def _parameters(self) -> dict[str, Any]:
         return {"inner": self._inner}
 
-    def _over_nodes(self) -> Topology:
-        """The inner topology."""
-        if self._nodes is None:
-            count = self._world_size // self._local_world_size
-            self._nodes = build(self._inner, count) if isinstance(self._inner, str) else self._inner
-            if self._nodes.world_size != count:
-                raise ValueError(
-                    f"inner must be a topology of {count} nodes, got {self._inner!r}; build it "
-                    f"with world_size={count} or pass its name"
-                )
-        return self._nodes
+    @cached_property
+    def _nodes(self) -> Topology:
+        """The inner topology; a world of one rank has none."""
+        count = self._world_size // self._local_world_size
+        nodes = build(self._inner, count) if isinstance(self._inner, str) else self._inner
+        if nodes.world_size != count:
+            raise ValueError(
+                f"inner must be a topology of {count} nodes, got {self._inner!r}; build it "
+                f"with world_size={count} or pass its name"
+            )
+        return nodes
 
 
 @cache

@@ -3,8 +3,8 @@
     python examples/benchmark/startup.py
 
 Builds every built-in topology that fits, on one thread as under torchrun. Then it takes the
-schedule of one rank and the digest that ranks compare, frees the schedules of all others, and
-counts the communicators that this rank would make. Pairs need none. It takes 20 s of CPU time.
+schedule of one rank and the digest that ranks compare, and counts the communicators that this rank
+would make. Pairs need none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def start(name: str, world_size: int) -> Start:
     built = time.process_time()
     _ = topology.digest
     compared = time.process_time()
-    topology.release()
     # As in Transport.connect: pairs need none, and all ranks together use the existing group.
     large = {group.ranks for group in schedule if 2 < group.size < world_size}
     return Start(built - begun, compared - built, len(large))
@@ -53,7 +52,9 @@ def main() -> None:
     for name, kind in kinds.items():
         cells = []
         for world_size in args.world_sizes:
-            if not kind.fits(world_size, RANKS_PER_NODE):
+            # The pairs of all ranks in 128 rounds take too much memory.
+            too_many = name == "random" and world_size > 4096
+            if too_many or not kind.fits(world_size, RANKS_PER_NODE):
                 cells.append("-")
                 continue
             topology, digest, communicators = start(name, world_size)
