@@ -323,12 +323,8 @@ class Pipeline:
         if not self.extensions.all:
             arrived.mix(bucket)
             return
-        kind = arrived.plan.kind
-        received = ReceivedBucket(
-            kind=kind,
-            bucket=bucket,
-            snapshot=partial(arrived.snapshot_of, bucket),
-        )
+        kind, snapshot = arrived.plan.kind, partial(arrived.snapshot_of, bucket)
+        received = ReceivedBucket(kind=kind, bucket=bucket, snapshot=snapshot)
         with self.extensions.mixing(received):
             arrived.mix(bucket)
         if not arrived.unmixed:

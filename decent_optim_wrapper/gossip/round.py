@@ -151,11 +151,9 @@ class Round:
 
     def seal(self) -> None:
         """Tell the group which buckets had finite values, once all of them are posted."""
-        if self._policy.pacing.mixes_early:
-            # Each bucket has told it already.
-            self.sender.seal()
-        else:
-            self.sender.seal(partial(self.flags.send, self._exchanges.values(), self.sender))
+        tell = partial(self.flags.send, self._exchanges.values(), self.sender)
+        # Each bucket has told it already if the pacing mixes early.
+        self.sender.seal(None if self._policy.pacing.mixes_early else tell)
 
     def watch(self) -> None:
         """Begin to wait on a thread, once the round is sealed."""
