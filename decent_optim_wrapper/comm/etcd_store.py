@@ -18,6 +18,8 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 Result = TypeVar("Result")
+# From the present value of a key to the new one.
+Change = Callable[[bytes | None], bytes | None]
 
 # How long one server may take before another one is asked: less than a rank may be silent, so a
 # server that hangs does not make a rank look dead.
@@ -36,10 +38,7 @@ _CHANNEL_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
 ]
 # Codes of gRPC that are the same on any server and at any time; "" is an error of another kind.
-_FINAL = {
-    *("", "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED"),
-    *("FAILED_PRECONDITION", "UNIMPLEMENTED"),
-}
+_FINAL = {"", "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"}
 
 
 class _Entry(NamedTuple):
@@ -213,21 +212,13 @@ class EtcdStore(Store):
         """The entries of the keys."""
         found: list[_Entry] = []
         for start in range(0, len(keys), _MOST_OPERATIONS):
-            names = [self._name(key) for key in keys[start : start + _MOST_OPERATIONS]]
-
-            def ask(client: Any, names: list[str] = names) -> list[_Entry]:
-                gets = [client.transactions.get(name) for name in names]
-                return [_entry_of(rows) for rows in client.transaction([], gets, [])[1]]
-
-            found += self._call(ask, timeout)
+            part = keys[start : start + _MOST_OPERATIONS]
+            gets = [self._library.transactions.Get(self._name(key)) for key in part]
+            found += map(_entry_of, self._transact([], gets, [], timeout)[1])
         return found
 
     def _change(
-        self,
-        key: str,
-        change: Callable[[bytes | None], bytes | None],
-        entry: _Entry = _MISSING,
-        once: bool = False,
+        self, key: str, change: Change, entry: _Entry = _MISSING, once: bool = False
     ) -> bytes | None:
         """Write what depends on the present value, unless it is None; return the value after that.
 
@@ -239,16 +230,12 @@ class EtcdStore(Store):
                 answer was lost has taken effect.
         """
         name, receipt = self._name(key), f"{self._prefix}.receipts/{uuid.uuid4()}"
-        names = [receipt, name] if once else [name]
+        of, names = self._library.transactions, [receipt, name] if once else [name]
+        gets = [of.Get(each) for each in names]
         while (new := change(entry.value)) is not None:
-
-            def ask(client: Any, new: bytes = new, revision: int = entry.revision) -> Any:
-                of = client.transactions
-                puts = [of.put(each, new) for each in names]
-                gets = [of.get(each) for each in names]
-                return client.transaction([of.mod(name) == revision], [*puts, gets[-1]], gets)
-
-            written, answers = self._call(ask)
+            puts = [of.Put(each, new) for each in names]
+            same = of.Mod(name) == entry.revision
+            written, answers = self._transact([same], [*puts, gets[-1]], gets)
             entry = _entry_of(answers[-1])
             if written:
                 self._written[key] = entry
@@ -259,6 +246,11 @@ class EtcdStore(Store):
         if once:
             self._call(lambda client: client.delete(receipt))
         return entry.value
+
+    def _transact(
+        self, compare: Any, success: Any, failure: Any, timeout: timedelta | None = None
+    ) -> Any:
+        return self._call(lambda client: client.transaction(compare, success, failure), timeout)
 
     def _call(self, ask: Callable[[Any], Result], timeout: timedelta | None = None) -> Result:
         """Ask one server after the other until one answers.
@@ -279,13 +271,11 @@ class EtcdStore(Store):
                 if code == "UNAUTHENTICATED" and self._login:
                     # A token ends with the server that issued it, or when it is not used.
                     self._clients.pop(os.getpid(), None)
-                elif self._is_closed or code in _FINAL:
-                    raise DistStoreError(f"etcd at {self._endpoints}: {reason}") from error
-                if time.monotonic() > deadline:
-                    raise DistStoreError(
-                        f"no majority of the etcd servers at {self._endpoints} has answered for "
-                        f"{timeout}: {reason}"
-                    ) from error
+                    code = "UNAVAILABLE"
+                refused = self._is_closed or code in _FINAL
+                if refused or time.monotonic() > deadline:
+                    late = "" if refused else f"no majority has answered for {timeout}: "
+                    raise DistStoreError(f"etcd at {self._endpoints}: {late}{reason}") from error
             time.sleep(_PAUSE)
 
     def _connect(self) -> Any:
@@ -294,13 +284,7 @@ class EtcdStore(Store):
         credentials = None if ca_cert is None else make.get_secure_creds(ca_cert, *own)
         secure, more = ca_cert is not None, (credentials, _AVOID_SECONDS, _CHANNEL_OPTIONS)
         servers = [library.Endpoint(*address, secure, *more) for address in self._addresses]
-        try:
-            return make(servers, timeout=_TRY_SECONDS, failover=True, **self._login)
-        except Exception:
-            # It has asked one of them for a token.
-            for server in servers:
-                server.close()
-            raise
+        return make(servers, timeout=_TRY_SECONDS, failover=True, **self._login)
 
     def _close(self) -> None:
         """End the calls of this process, so that their threads return while they still can."""
@@ -313,10 +297,8 @@ def _client_library() -> Any:
     try:
         import pyetcd
     except ImportError as error:
-        raise ModuleNotFoundError(
-            f"EtcdStore needs etcd-sdk-python, protobuf and tenacity ({error}); install them with "
-            f"the extra: pip install '.[etcd]'"
-        ) from error
+        text = f"EtcdStore needs the extra etcd ({error}): pip install '.[etcd]'"
+        raise ModuleNotFoundError(text) from error
     return pyetcd
 
 
