@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -22,8 +23,10 @@ PAUSE = 1.0
 # store has. Kubernetes needs some of them to start the pod of node 0 again.
 _LOOKS, SILENT_SECONDS = 10, 30.0
 _ENDED = "ended"
+FINISHED = "others have ended without an error"
 
 
+@dataclass(eq=False)
 class Nodes:
     """Sends heartbeats for this node, and watches the other nodes, on its own thread.
 
@@ -36,28 +39,23 @@ class Nodes:
         say: prints a line.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], Any],
-        node: int,
-        nnodes: int,
-        keeper: int | None,
-        say: Callable[[str], None],
-    ) -> None:
-        self._connect = connect
-        self._node = node
-        self._say = say
+    connect: Callable[[], Any]
+    node: int
+    nnodes: int
+    keeper: int | None
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         # Whether a rank of any node has ended without an error.
         self.finished = False
         self._tells = self._ended = False
-        self._holds = keeper == node
+        self._holds = self.keeper == self.node
         # The other node with which the store would be lost.
-        self._keeper = None if self._holds else keeper
+        self._keeper = None if self._holds else self.keeper
         # What stands for a finished rank of an earlier run; None before the first look.
-        self._earlier: bytes | None = None if keeper is None else b""
-        # Looks since the last new beat of each other node that has not ended.
-        self._silent = {other: 0 for other in range(nnodes) if other != node}
-        self._beats: dict[int, bytes] = {}
+        self._earlier: bytes | None = None if self.keeper is None else b""
+        # The last beat of each other node that has not ended, and the looks since it was new.
+        self._others = dict.fromkeys({*range(self.nnodes)} - {self.node}, (b"", 0))
         self._looked = time.monotonic()
         # By when the store must have answered again; it may still have to start.
         self._deadline = float("inf")
@@ -78,6 +76,8 @@ class Nodes:
 
     def why_no_restart(self) -> str:
         """Why no rank can be started again; empty if the store may answer."""
+        if self.finished:
+            return FINISHED
         if self._keeper is None or time.monotonic() < self._deadline:
             return ""
         return (
@@ -92,7 +92,7 @@ class Nodes:
         """
         self._looked = time.monotonic()
         self._ended = True
-        while self._holds and self._silent and self._thread.is_alive() and not should_stop():
+        while self._holds and self._others and self._thread.is_alive() and not should_stop():
             if time.monotonic() > self._looked + SILENT_SECONDS:
                 break
             time.sleep(0.1)
@@ -102,12 +102,12 @@ class Nodes:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                self._beat(PrefixStore("decent_optim_wrapper/launcher", self._connect()))
+                self._beat(PrefixStore("decent_optim_wrapper/launcher", self.connect()))
             except RuntimeError:
                 # The store is gone: the ranks say so themselves.
                 if self._keeper is None or self._stop.is_set():
                     return
-                self._say(
+                self.say(
                     f"the store of node {self._keeper} does not answer: no rank is started again "
                     f"before it does"
                 )
@@ -117,7 +117,7 @@ class Nodes:
     def _beat(self, store: Any) -> None:
         for number in count():
             is_last = self._stop.is_set()
-            store.set(_beat_key(self._node), _ENDED if self._ended else str(number))
+            store.set(f"beat/{self.node}", _ENDED if self._ended else str(number))
             self._look(store)
             if is_last:
                 return
@@ -131,20 +131,14 @@ class Nodes:
             store.set("finished", uuid.uuid4().hex)
         self.finished = self.finished or told != self._earlier
         if self._ended and self._holds:
-            for other in list(self._silent):
-                beat = _find(store, _beat_key(other))
-                self._silent[other] = (
-                    self._silent[other] + 1 if beat == self._beats.get(other) else 0
-                )
-                self._beats[other] = beat
-                if beat == _ENDED.encode() or self._silent[other] >= _LOOKS:
-                    del self._silent[other]
+            for other, (before, looks) in list(self._others.items()):
+                beat = _find(store, f"beat/{other}")
+                looks = looks + 1 if beat == before else 0
+                self._others[other] = (beat, looks)
+                if beat == _ENDED.encode() or looks >= _LOOKS:
+                    del self._others[other]
         self._looked = time.monotonic()
         self._deadline = self._looked + SILENT_SECONDS
-
-
-def _beat_key(node: int) -> str:
-    return f"beat/{node}"
 
 
 def _find(store: Any, key: str) -> bytes:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -40,10 +41,8 @@ class End(NamedTuple):
 
     def __str__(self) -> str:
         """What happened, in a few words."""
-        if self.code < 0:
-            how = f"killed by {signal.Signals(-self.code).name}"
-        else:
-            how = f"exit code {self.code}"
+        name = signal.Signals(-self.code).name if self.code < 0 else ""
+        how = f"killed by {name}" if name else f"exit code {self.code}"
         return f"{how}: {self.error}" if self.error else how
 
 
@@ -55,6 +54,7 @@ class _Running(NamedTuple):
     log: Path
 
 
+@dataclass(eq=False)
 class RankProcess:
     """A rank, which can be started again after it has ended.
 
@@ -66,20 +66,14 @@ class RankProcess:
         console: where its output is copied to.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        command: tuple[str, ...],
-        environ: Mapping[str, str],
-        folder: Path,
-        console: Console,
-    ) -> None:
-        self.rank = rank
+    rank: int
+    command: tuple[str, ...]
+    environ: Mapping[str, str]
+    folder: Path
+    console: Console
+
+    def __post_init__(self) -> None:
         self.starts = 0
-        self.folder = folder
-        self._command = command
-        self._environ = environ
-        self._console = console
         self._running: _Running | None = None
         # When what it has started is killed, once it has ended without an error.
         self._rest_ends = float("inf")
@@ -95,7 +89,7 @@ class RankProcess:
         Raises:
             OSError: its log cannot be opened, or the system starts no more processes.
         """
-        self.starts += 1
+        restarts, self.starts = str(self.starts), self.starts + 1
         self.folder.mkdir(parents=True, exist_ok=True)
         # The files of an earlier launch in the folder are kept.
         names = (self.folder / f"start_{number}" for number in count(1))
@@ -103,20 +97,14 @@ class RankProcess:
         out, log = (Path(f"{name}.{stream}.log") for stream in ("stdout", "stderr"))
         with out.open("wb") as stdout, log.open("wb") as stderr:
             process = subprocess.Popen(
-                bound((sys.executable, "-u", *self._command)),
-                env={
-                    **os.environ,
-                    **self._environ,
-                    "TORCHELASTIC_RESTART_COUNT": str(self.starts - 1),
-                },
+                bound((sys.executable, "-u", *self.command)),
+                env={**os.environ, **self.environ, "TORCHELASTIC_RESTART_COUNT": restarts},
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
             )
-        copied = tuple(
-            self._console.follow(path, self.rank, stream)
-            for path, stream in ((out, STDOUT), (log, STDERR))
-        )
+        follow = self.console.follow
+        copied = (follow(out, self.rank, STDOUT), follow(log, self.rank, STDERR))
         self._running = _Running(process=process, copied=copied, log=log)
 
     def poll(self) -> End | None:
@@ -164,7 +152,7 @@ class RankProcess:
         self._rest_ends = min(self._rest_ends, time.monotonic() + _REST_SECONDS)
         if time.monotonic() < self._rest_ends:
             return True
-        self._console.say(
+        self.console.say(
             f"rank {self.rank} ended {_REST_SECONDS:g} s ago; what it has started and left is "
             f"killed: let the script wait for it"
         )

@@ -7,10 +7,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from decent_optim_wrapper.launcher.console import Console
-from decent_optim_wrapper.launcher.nodes import Nodes
+from decent_optim_wrapper.launcher.nodes import FINISHED, Nodes
 from decent_optim_wrapper.launcher.options import LaunchOptions
 from decent_optim_wrapper.launcher.rank_process import End, RankProcess
 
@@ -31,13 +31,7 @@ _LONGEST_GRACE = 30.0
 _EARLY_SECONDS = 60.0
 
 
-class _Restart(NamedTuple):
-    """When a rank has died, and when it is started again."""
-
-    died: float
-    due: float
-
-
+@dataclass(eq=False)
 class Supervisor:
     """Watches the ranks until all of them have ended for good.
 
@@ -50,24 +44,17 @@ class Supervisor:
         nodes: the other nodes, if there are any.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[RankProcess],
-        options: LaunchOptions,
-        signals: Sequence[signal.Signals],
-        console: Console,
-        store: subprocess.Popen[bytes] | None,
-        nodes: Nodes | None,
-    ) -> None:
-        self._ranks = ranks
-        self._options = options
-        self._signals = signals
-        self._say = console.say
-        self._store = store
-        self._nodes = nodes
+    ranks: Sequence[RankProcess]
+    options: LaunchOptions
+    signals: Sequence[signal.Signals]
+    console: Console
+    store: subprocess.Popen[bytes] | None
+    nodes: Nodes | None
+
+    def __post_init__(self) -> None:
         self._running = set[RankProcess]()
-        # The ranks that have died and are started again.
-        self._due: dict[RankProcess, _Restart] = {}
+        # When each rank has died that is started again, and when it is.
+        self._due: dict[RankProcess, tuple[float, float]] = {}
         # The first failure of each rank, and how those ended that were given up, in this order.
         self._first: dict[RankProcess, End] = {}
         self._lost: dict[RankProcess, End] = {}
@@ -82,7 +69,7 @@ class Supervisor:
     def run(self) -> int:
         """Start the ranks, and return the exit code of the launcher; see `launch`."""
         try:
-            for rank in self._ranks:
+            for rank in self.ranks:
                 self._start(rank)
             while self._running or self._due:
                 self._pass_signals_on()
@@ -94,8 +81,8 @@ class Supervisor:
             self._kill()
         for rank, end in self._first.items():
             outcome = "; it was given up" if rank in self._lost else ""
-            self._say(f"first error: {end}{outcome}; see {end.log}", f"rank {rank.rank}")
-        ending = [ENDING[number] for number in self._signals if number in ENDING]
+            self.console.say(f"first error: {end}{outcome}; see {end.log}", f"rank {rank.rank}")
+        ending = [ENDING[number] for number in self.signals if number in ENDING]
         if self._lost and ending:
             return 128 + ending[0]
         return next((end.exit_code for end in self._lost.values()), 0)
@@ -118,9 +105,9 @@ class Supervisor:
                 self._note_finished()
 
     def _note_finished(self) -> None:
-        self._reason = self._reason or "others have ended without an error"
-        if self._nodes is not None:
-            self._nodes.note_finished()
+        self._reason = self._reason or FINISHED
+        if self.nodes is not None:
+            self.nodes.note_finished()
 
     def _note_end(self, rank: RankProcess, end: End) -> None:
         if end.code == 0:
@@ -128,51 +115,45 @@ class Supervisor:
             return
         self._first.setdefault(rank, end)
         if not self._reason and self._have_failed_alike():
-            self._reason = (
-                f"all ranks of this node failed within {_EARLY_SECONDS:g} s of their first start"
-            )
+            within = f"within {_EARLY_SECONDS:g} s of their first start"
+            self._reason = f"all ranks of this node failed {within}"
             # Those that were started again already would wait for the others.
             self._kill()
-        now = time.monotonic()
-        longest = max(self._options.backoff, _LONGEST_BACKOFF)
-        pause = min(self._options.backoff * 2 ** (rank.starts - 1), longest)
         if reason := self._why_not(rank):
             self._lost[rank] = end
-            self._say(f"rank {rank.rank} ended ({end}); it is not started again, because {reason}")
+            self.console.say(
+                f"rank {rank.rank} ended ({end}); it is not started again, because {reason}"
+            )
         else:
-            self._due[rank] = _Restart(died=now, due=now + pause)
-            self._say(
+            longest = max(self.options.backoff, _LONGEST_BACKOFF)
+            pause = min(self.options.backoff * 2 ** (rank.starts - 1), longest)
+            self._due[rank] = (time.monotonic(), time.monotonic() + pause)
+            self.console.say(
                 f"rank {rank.rank} ended ({end}); it is started again in {pause:g} s (restart "
-                f"{rank.starts} of {self._options.max_restarts})"
+                f"{rank.starts} of {self.options.max_restarts})"
             )
 
     def _why_not(self, rank: RankProcess) -> str:
         """Why a rank that has died is not started again; empty if it is."""
         if self._reason:
             return self._reason
-        if rank.starts > self._options.max_restarts:
-            return f"--max-restarts is {self._options.max_restarts}"
-        if self._nodes is None:
-            return ""
-        finished = "others have ended without an error" if self._nodes.finished else ""
-        return finished or self._nodes.why_no_restart()
+        if rank.starts > self.options.max_restarts:
+            return f"--max-restarts is {self.options.max_restarts}"
+        return self.nodes.why_no_restart() if self.nodes else ""
 
     def _start_again(self) -> None:
-        for rank, restart in list(self._due.items()):
+        for rank, (died, due) in list(self._due.items()):
             if reason := self._why_not(rank):
                 del self._due[rank]
                 self._lost[rank] = self._first[rank]
-                self._say(f"rank {rank.rank} is not started again, because {reason}")
-            elif time.monotonic() >= restart.due and (
-                self._nodes is None or self._nodes.can_meet(restart.died)
-            ):
+                self.console.say(f"rank {rank.rank} is not started again, because {reason}")
+            elif time.monotonic() >= due and (not self.nodes or self.nodes.can_meet(died)):
                 del self._due[rank]
                 try:
                     self._start(rank)
                 except OSError as error:
                     # The other ranks go on: a disk that is full now need not be so at the next try.
-                    text = f"it cannot be started: {error}"
-                    self._note_end(rank, End(code=1, error=text, log=rank.folder))
+                    self._note_end(rank, End(1, f"it cannot be started: {error}", rank.folder))
 
     def _have_failed_alike(self) -> bool:
         """Whether the first failure of every rank predicts that its next start fails, too."""
@@ -182,25 +163,23 @@ class Supervisor:
         errors = {(end.code, re.sub(r"\d+", "", end.error)) for end in own}
         return (
             time.monotonic() < self._early
-            and len(ends) == len(self._ranks)
+            and len(ends) == len(self.ranks)
             and all(end.code > 0 for end in ends)
             and len(errors) == 1
         )
 
     def _look_at_store(self) -> None:
-        if not self._reason and self._store and self._store.poll() is not None:
+        if not self._reason and self.store and self.store.poll() is not None:
             self._reason = "the process that held the store has ended"
-            self._say(
-                f"{self._reason}: the ranks go on until one of them is lost, and none is started "
-                f"again"
-            )
+            text = "the ranks go on until one of them is lost, and none is started again"
+            self.console.say(f"{self._reason}: {text}")
 
     def _pass_signals_on(self) -> None:
         """Pass signals on; a second one that ends the launch kills, and so does the time."""
-        for number in self._signals[self._passed_on :]:
+        for number in self.signals[self._passed_on :]:
             self._passed_on += 1
             if number not in ENDING:
-                self._say(f"{number.name}: passed on to the ranks")
+                self.console.say(f"{number.name}: passed on to the ranks")
                 for rank in self._running:
                     rank.request(number)
             elif self._deadline < float("inf"):
@@ -209,7 +188,9 @@ class Supervisor:
                 first = ENDING[number]
                 self._reason = f"of {first.name}"
                 self._deadline = time.monotonic() + _GRACE.get(first, _LONGEST_GRACE)
-                self._say(f"{first.name}: passed on to the ranks; a second signal kills them")
+                self.console.say(
+                    f"{first.name}: passed on to the ranks; a second signal kills them"
+                )
                 for rank in self._running:
                     rank.signal(first)
         if time.monotonic() > self._deadline:
