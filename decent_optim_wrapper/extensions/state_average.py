@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.average import average, finite_shares
@@ -23,9 +25,22 @@ class StateAverage(Extension):
 
     collective = True
 
+    def __init__(self) -> None:
+        self._is_checked = False
+
     def attach(self, context: ExtensionContext) -> None:
         """Average the state of the base."""
         self._context = context
+
+    def launch(self, bucket: Bucket) -> Sequence[Bucket]:
+        """Check the first state that the base has made; send nothing.
+
+        Raises:
+            TypeError: it cannot be averaged.
+        """
+        if not self._is_checked:
+            self._is_checked = any([*self._tensors(member)] for member in bucket.members)
+        return ()
 
     def arrived(self, kind: RoundKind, buckets: Sequence[Bucket], transport: Transport) -> None:
         """Average with a scheduled exact average; collective."""
@@ -75,7 +90,17 @@ class StateAverage(Extension):
 
 
 def is_like(value: Any, param: Tensor) -> bool:
-    """Whether an entry of the state has a value for each element of its parameter."""
+    """Return whether an entry of the state has a value for each element of its parameter.
+
+    Raises:
+        TypeError: it has, but is made of other tensors, such as codes and scales.
+    """
     if not isinstance(value, Tensor) or value.shape != param.shape:
         return False
+    if is_traceable_wrapper_subclass(value) and not isinstance(value, DTensor):
+        raise TypeError(
+            f"average_state expects a base whose state is plain tensors, got a "
+            f"{type(value).__name__}, which gossip cannot exchange; pass the default "
+            f'average_state="keep"'
+        )
     return value.is_floating_point() or value.is_complex()

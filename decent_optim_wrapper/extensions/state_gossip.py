@@ -10,8 +10,7 @@ from torch import Tensor
 from decent_optim_wrapper.codecs import CastCodec
 from decent_optim_wrapper.extensions.state_average import is_like
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
-from decent_optim_wrapper.optim.shards import local
-from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.bucket import Bucket, as_real
 from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.storage import Flat
 
@@ -94,7 +93,8 @@ class StateBucket(Bucket):
             for entry, shape in zip(entries, shapes, strict=True)
         ]
         present = [float(entry is not None) for entry in entries]
-        self._present = torch.tensor(present, dtype=like.dtype, device=local(like).device)
+        real = as_real(like)
+        self._present = torch.tensor(present, dtype=real.dtype, device=real.device)
         super().__init__([*tensors, self._present], layout)
         self._counts = torch.tensor(self._sizes[:-1], device=self.device)
         # Larger groups sum: the mean of ones must be one.
@@ -161,5 +161,5 @@ class StateBucket(Bucket):
     def _own(self, flat: Flat) -> tuple[list[Tensor], list[Tensor]]:
         """The entries that this rank has, and their parts of a flat vector."""
         pairs = zip(self._entries, flat.views, strict=False)
-        own = [(local(entry), part) for entry, part in pairs if entry is not None]
+        own = [(as_real(entry), part) for entry, part in pairs if entry is not None]
         return [entry for entry, _ in own], [part for _, part in own]
