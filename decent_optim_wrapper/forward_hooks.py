@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from decent_optim_wrapper.forks import after_fork
 from decent_optim_wrapper.parameter_reads import Watch, Watcher
 
 # Called with parameters; None for all.
@@ -61,6 +62,7 @@ class ForwardHooks:
         self._handles: list[Any] = [model.register_forward_hook(_Hook(self, "after"))]
         self.watch()
         weakref.finalize(self, _remove, self._handles).atexit = False
+        after_fork(self._fall_silent)
 
     def watch(self) -> None:
         """Follow the modules and parameters that the model has now."""
@@ -78,6 +80,10 @@ class ForwardHooks:
             self._own[id(module)] = [*module.parameters(recurse=False)]
         self._announced = {}
         self._known = set()
+
+    def _fall_silent(self) -> None:
+        """Announce nothing in a forked process, which has no connections."""
+        self._announce, self._settle = (lambda _: None), (lambda: None)
 
     @property
     def were_called(self) -> bool:

@@ -211,7 +211,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         if model is not None and settings.pacing.mixes_early:
             hooks = ForwardHooks(model, self._gossip.mix_early, self._gossip.settle)
             self._forward_hooks = hooks
-        self._after_step: list[Callable[[], None]] = []
+        self._after_step: list[Callable[[], object]] = []
         # A dict, not an attribute: Join sets the attribute on the object that it is given. Fabric's
         # proxy of the wrapper has copies of the attributes, and steps read this one.
         self._join: dict[str, Any] = {}
@@ -535,7 +535,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """
         return self._gossip.all_gather(tensor)
 
-    def after_step(self, call: Callable[[], None]) -> None:
+    def after_step(self, call: Callable[[], object]) -> None:
         """Register a function that is called after each step of this rank.
 
         Steps inside a backward pass call it, too. Unlike torch's step hooks it does not change how

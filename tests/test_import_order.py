@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 
 # What each layer may import of the package besides itself: a folder, or a module at the top
 # level of the package.
-_COMM = {"topo", "errors", "warn"}
+_COMM = {"topo", "errors", "warn", "forks"}
 _MESH = {*_COMM, "comm", "optim"}
 _WIRE = {*_MESH, "codecs", "mesh"}
 _GOSSIP = {*_WIRE, "wire"} - {"mesh"}
@@ -29,7 +29,7 @@ _ELASTIC = {*_CONFIG, "config"}
 _START = {*_ELASTIC, "elastic"}
 _WRAPPER = {*_START, "start", "forward_hooks", "report"}
 MAY_IMPORT: dict[str, set[str]] = {
-    **{low: set() for low in ("topo", "codecs", "errors", "warn", "optim", "parameter_reads")},
+    **{low: set() for low in (*_COMM, "codecs", "optim", "parameter_reads")},
     "checks": {"topo"},
     "log": {"warn"},
     "comm": _COMM,
@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": _CONFIG,
     "elastic": _ELASTIC,
     "start": _START,
-    "forward_hooks": {"parameter_reads"},
+    "forward_hooks": {"parameter_reads", "forks"},
     "report": _EXTENSIONS,
     "utils": {"start"},
     "wrapper": _WRAPPER,

@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
+# Its handler of forks runs before the one below, which drops what waiting actions know.
+import decent_optim_wrapper.forks  # noqa: F401
+
 Result = TypeVar("Result")
 
 # Other daemon threads of the library have names with this prefix, too.

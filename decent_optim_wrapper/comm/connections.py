@@ -29,6 +29,7 @@ from decent_optim_wrapper.comm.process_groups import (
 )
 from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, WireError
 from decent_optim_wrapper.errors import CallOrderError, PeerError, text_of
+from decent_optim_wrapper.forks import after_fork, leave_to_parent
 from decent_optim_wrapper.topo import Group
 
 
@@ -94,6 +95,9 @@ class Connections:
         self._reports = FailureReports(store, members[rank])
         # A closed world is not a world of one rank: calls that need the others raise.
         self._closure: Closure | None = None
+        after_fork(self._leave_to_parent)
+        if world is not None:
+            leave_to_parent(world)
 
     def connect(self, groups: Sequence[Group]) -> None:
         """Create the communicators of this rank's groups, in their order; waits for all members."""
@@ -232,6 +236,15 @@ class Connections:
             self._reports.note_error(error)
             broken = not isinstance(error, (PeerError, CallOrderError))
             self.abort(f"this rank failed with {type(error).__name__}: {error}", broken)
+
+    def _leave_to_parent(self) -> None:
+        """Use the connections of the parent no more, in a forked process."""
+        reason = (
+            "this process was forked, and leaves them to its parent; make this call in the parent"
+        )
+        self._closure, self._begin_wait = Closure(reason=reason, broken=True), None
+        self._release()
+        self._world, self._ready = self._user_group, None
 
     @property
     def _made(self) -> list[Any]:

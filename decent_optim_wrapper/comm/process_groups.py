@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.waiting import within
+from decent_optim_wrapper.forks import leave_to_parent
 
 # Where small messages travel, whatever torch.set_default_device says.
 CPU = torch.device("cpu")
@@ -124,6 +125,7 @@ def new_communicator(
     kinds = dist.ProcessGroup.BackendType
     group._register_backend(CPU, kinds.GLOO, gloo)
     group._register_backend(_CUDA, kinds.NCCL, nccl)
+    leave_to_parent(group)
     return group
 
 
@@ -168,6 +170,7 @@ def connect_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """
     # In a list, so that the error, which holds this frame, does not hold the group.
     made: list[Any] = [dist.ProcessGroupGloo(store, rank, size, timeout)]
+    leave_to_parent(made[0])
     try:
         made[0].allreduce([torch.ones(1, device="cpu")]).wait(timeout)
     except RuntimeError:

@@ -145,6 +145,8 @@ class Transport(Connections):
         Raises:
             WireError: a peer is gone, or a wait timed out.
         """
+        if self._closure is not None:
+            self.check_open()
         pending = works[:]
         works.clear()
         timeout, start = self._timeout, time.monotonic()
@@ -164,6 +166,8 @@ class Transport(Connections):
         Raises:
             WireError: the wait timed out.
         """
+        if self._closure is not None:
+            self.check_open()
         try:
             wait_for_any(futures, self._timeout.total_seconds(), self._should_stop)
         except BaseException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sized
 from itertools import islice
@@ -76,7 +77,9 @@ class ElasticSampler(Sampler[list[int]]):
         # The number of steps by which a rank can be ahead: then it waits for a round.
         every = optimizer.schedule.intervals.gossip_every
         self._lead = every + longest_flight(optimizer.pacing) - 1
-        optimizer.after_step(self._count_step)
+        # Not the method itself: a cycle would keep the connections alive.
+        count = weakref.WeakMethod(self._count_step)
+        optimizer.after_step(lambda: (alive := count()) and alive())
         self._recovery = optimizer.recovery
         if self._recovery is not None:
             self._recovery.attach(self)

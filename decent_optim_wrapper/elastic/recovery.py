@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ class Recovery:
 
     # The gossip that is managed, from `begin` on.
     _gossip: Gossip
-    _hand_over: HandOver
+    _hand_over: Callable[[int, bool], None]
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class Recovery:
         self._calls_made = 0
         # The members in the last notification of the user.
         self._notified = epoch.members
-        self._follower: Follower | None = None
+        self._follower: Callable[[], Follower | None] = lambda: None
 
     @property
     def transport(self) -> Transport:
@@ -194,8 +195,8 @@ class Recovery:
         self._rendezvous.agree(text, self.joins)
 
     def attach(self, follower: Follower) -> None:
-        """Notify a follower whenever the members change."""
-        self._follower = follower
+        """Notify a follower whenever the members change, as long as it exists."""
+        self._follower = weakref.ref(follower)
         if any(note.told is not None for note in self._epoch.notes.values()):
             self._let_follow(follower)
 
@@ -215,8 +216,8 @@ class Recovery:
 
     def begin(self, gossip: Gossip, hand_over: HandOver) -> None:
         """Manage the members of the gossip from now on; a rank that joins receives its state."""
-        self._gossip = gossip
-        self._hand_over = hand_over
+        # The gossip knows this object, and the wrapper keeps both.
+        self._gossip, self._hand_over = weakref.proxy(gossip), weakref.proxy(hand_over)
         if self.joins:
             self._call = CollectiveCall.STEP
             self._catch_up()
@@ -325,11 +326,12 @@ class Recovery:
     def _gather_again(self, reason: object, acted: bool = False) -> None:
         """Agree on the remaining ranks, and bring them to the same round."""
         logger.warning("rank {}: {}", self._rank, reason)
+        follower = self._follower()
         self._note = Note(
             round=self._gossip.pipeline.round,
             needs_state=self.joins,
             calls_made=self._calls_made + acted,
-            told=self._follower.tell(self._rendezvous.heard()) if self._follower else None,
+            told=None if follower is None else follower.tell(self._rendezvous.heard()),
         )
         self._gather()
         self._catch_up()
@@ -372,8 +374,8 @@ class Recovery:
             *(self._rank, len(self._epoch.members), self._full.world_size, epoch.round),
             *(self._epoch.members, session.topology),
         )
-        if self._follower is not None:
-            self._let_follow(self._follower)
+        if (follower := self._follower()) is not None:
+            self._let_follow(follower)
 
 
 def _mirror(call: CollectiveCall, gossip: Gossip, rank: int) -> None:

@@ -358,7 +358,7 @@ def _end(connected: _Connected) -> None:
     transport = connected.session.transport
     transport.limit_waits(_CLOSE_TIMEOUT)
     try:
-        if connected.in_flight.round:
+        if connected.in_flight.round and not transport.is_closed:
             connected.in_flight.round.receive()
     except RuntimeError as error:
         logger.warning(
