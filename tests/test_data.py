@@ -163,7 +163,11 @@ def test_a_state_without_the_steps_of_all_ranks_is_refused_by_others() -> None:
     assert run_threads(3, refuse) == [17] * 3
 
 
-def test_what_a_rank_comes_back_with_is_in_its_next_pass_and_in_its_state() -> None:
+@pytest.mark.parametrize(("done", "fetched_by_other"), [(9, 9), (50, 52)])
+def test_what_a_rank_comes_back_with_is_in_its_next_passes_and_in_its_state(
+    done: int, fetched_by_other: int
+) -> None:
+    """In the second case the other rank has fetched the end of the epoch."""
     optimizer, step = wrap()
     sampler = ElasticSampler(SAMPLES, optimizer, 4)
     fetched = [*islice(sampler, 6)]
@@ -172,18 +176,21 @@ def test_what_a_rank_comes_back_with_is_in_its_next_pass_and_in_its_state() -> N
     own = Told(*sampler.tell({}))
     # The others have gone on without it.
     loss = Change(start=2, came=[(1, 2)], done=[(0, 1)])
-    other = own._replace(
-        dealing=[*own.dealing[:2], [[*loss]]], done=9, fetched=9, waiting=0, repeated=8
-    )
+    other = own._replace(dealing=[*own.dealing[:2], [[*loss]]], waiting=0, repeated=8)
+    other = other._replace(done=done, fetched=fetched_by_other)
     with pytest.warns(UserWarning, match="at most 16 samples are used twice"):
         sampler.follow({0: [*own], 1: [*other]}, [0])
     assert sampler.repeated == 8 + 4 * 4
     assert sampler.state_dict()["kept"] == fetched[2:]
     # Four batches that it has, and then those that were dealt to two ranks from step 13 on.
+    left = len(sampler)
     again = [*sampler]
+    assert len(again) == left
+    for _ in again:
+        step()
+    again += sampler
     assert again[:4] == fetched[2:]
-    assert not {sample for batch in again[4:] for sample in batch} & {*fetched[0]}
-    assert len(again) == len(sampler)
+    assert not {sample for batch in again[4:left] for sample in batch} & {*fetched[0]}
 
 
 def test_other_samples_or_sizes_are_refused() -> None:
@@ -255,7 +262,7 @@ class Rank:
     def fetch_again(self) -> None:
         """Begin another pass of the loader in the middle of one."""
         self.batches = iter(self.sampler)
-        self.waiting.clear()
+        self.waiting = [*islice(self.batches, 1)]
 
     def step(self) -> None:
         while len(self.waiting) <= self.ahead:

@@ -68,7 +68,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._dealing = Dealing(rules, optimizer.members)
         # Number of steps made, and of steps whose batches the iterator has returned.
         self._done = self._fetched = 0
-        # The batches that the iterator has returned and no step has used.
+        # The batches that no step has used: those that the iterator has returned come first.
         self._waiting: deque[list[int]] = deque()
         # Upper bound of the number of samples that were used twice.
         self._repeated = 0
@@ -110,14 +110,13 @@ class ElasticSampler(Sampler[list[int]]):
         """
         # Batches that were fetched and not used are fetched again.
         begun = self._fetched = self._done
-        kept = deque(self._kept())
-        self._waiting.clear()
+        self._waiting = deque(self._kept())
         while self._dealing.passes(self._fetched)[0] <= begun:
-            keeps = kept and self._fetched < self._dealing.begins(self._rank)
-            samples = kept.popleft() if keeps else self._dealing.samples(self._fetched, self._rank)
+            place = self._fetched - self._done
+            if place == len(self._waiting):
+                self._waiting.append(self._dealing.samples(self._fetched, self._rank))
             self._fetched += 1
-            self._waiting.append(samples)
-            yield samples
+            yield self._waiting[place]
 
     def _kept(self) -> list[list[int]]:
         """The batches that this rank, which came back with them, uses before its first own step."""
@@ -216,6 +215,8 @@ class ElasticSampler(Sampler[list[int]]):
             return
         self._dealing = agreement.dealing
         if self._rank in agreement.came:
+            # Batches that it has kept and not fetched again are dealt to others, too.
+            self._waiting = deque(islice(self._waiting, self._fetched - self._done))
             self._done, self._fetched = agreement.arrival, agreement.came[self._rank]
         self._repeated = agreement.repeated
         self._say()
