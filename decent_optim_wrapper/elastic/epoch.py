@@ -16,14 +16,12 @@ class Note(NamedTuple):
         needs_state: whether it needs the state of another rank, if any rank has one.
         calls_made: number of collective calls that it has made in addition to its steps.
         told: what it tells the `Follower`s of the other ranks; JSON values.
-        tried_links: whether it has just tried its links to the other members one by one.
     """
 
     round: int
     needs_state: bool
     calls_made: int = 0
     told: Any = None
-    tried_links: bool = False
 
 
 # The note of every rank at the start. If no rank has a state yet, none needs one.
@@ -80,15 +78,6 @@ class Epoch:
         """The notes of the members that have a state, by their position."""
         notes = enumerate(self.notes.values())
         return {place: note for place, note in notes if not note.needs_state}
-
-
-def doubt_links(notes: dict[int, Note], before: tuple[int, ...]) -> bool:
-    """Whether a link may be dead: the members before meet again, although all of them are alive.
-
-    All members find the same, so that none of them connects alone.
-    """
-    changed = any(note.needs_state or note.tried_links for note in notes.values())
-    return tuple(notes) == before and not changed
 
 
 def with_donor(notes: dict[int, Note]) -> dict[int, Note]:

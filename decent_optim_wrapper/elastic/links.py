@@ -20,7 +20,7 @@ from decent_optim_wrapper.elastic.heartbeat import Heartbeat
 from decent_optim_wrapper.errors import PeerError
 
 # Every attempt on a pair needs its own connection and threads.
-MOST_TRIED = 32
+_MOST_TRIED = 32
 # The longest attempt to connect a pair: TCP sends its first packet after 0, 1, 3 and 7 s.
 _LONGEST_ATTEMPT = timedelta(seconds=8)
 # A link of up to so many ranks is dead if two attempts at once have failed: lost packets may use up
@@ -56,7 +56,7 @@ class Links:
             # A request for the next epoch does not end this: that rank has tried its links.
             return heartbeat.is_replaced or not all(map(heartbeat.alive, members))
 
-        if len(members) > MOST_TRIED or is_dead():
+        if len(members) > _MOST_TRIED or is_dead():
             return
         others = [rank for rank in members if rank != self._rank]
         # The ranks to which it has begun to connect: where the store is slow, nothing is known.

@@ -30,9 +30,9 @@ from decent_optim_wrapper.comm.state_transfer import difference
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import within
-from decent_optim_wrapper.elastic.epoch import Epoch, Note, doubt_links, with_donor
+from decent_optim_wrapper.elastic.epoch import Epoch, Note, with_donor
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat, request_key
-from decent_optim_wrapper.elastic.links import MOST_TRIED, Links
+from decent_optim_wrapper.elastic.links import Links
 from decent_optim_wrapper.errors import PeerError, text_of
 
 _POLL_SECONDS = 0.02
@@ -184,7 +184,7 @@ class Rendezvous:
             for attempt in range(2 * len(self._everyone) + 8):
                 if attempt > _LEAST_ATTEMPTS and time.monotonic() > enough:
                     break
-                epoch, before = self._enter(note), self._members
+                epoch = self._enter(note)
                 members = self._agree_on_members(epoch, note.needs_state)
                 if self.rank not in members:
                     try:
@@ -194,15 +194,11 @@ class Rendezvous:
                         raise
                     # The others continued without this rank: it comes back as a restarted one.
                     logger.warning("rank {}: the others have gone on, ask to join", self.rank)
-                    note = note._replace(needs_state=True, tried_links=False)
+                    note = note._replace(needs_state=True)
                     continue
-                notes = self._notes(epoch, members)
-                # With a dead link, an attempt of all would only add its time to that of the pairs.
-                tries_links = 1 < len(members) <= MOST_TRIED and doubt_links(notes, before)
-                if not tries_links and (connected := self._connect_epoch(epoch, notes)):
+                if connected := self._connect_epoch(epoch, self._notes(epoch, members)):
                     return connected
                 self._links.find_dead(epoch, members, self._heartbeat)
-                note = note._replace(tried_links=True)
         raise PeerError(
             f"rank {self.rank}: the ranks agreed on the members {list(self._members)} several "
             f"times, but could not connect; look for ranks that fail one after the other and for "
