@@ -425,15 +425,11 @@ def _note_key(epoch: int, rank: int) -> str:
     return f"{epoch}/note/{rank}"
 
 
-def _last_members(store: BoundedStore) -> list[int]:
-    """The members of the last epoch that was connected; none before the first one."""
-    epoch = store.find("epoch")
-    return [] if epoch is None else list(json.loads(store.get(_members_key(int(epoch)))))
-
-
 def _asked(store: BoundedStore, rank: int) -> list[int]:
-    """Those of the last members that this rank asks whether they are training."""
-    others = [member for member in _last_members(store) if member != rank]
+    """Those of the members of the last connected epoch that this rank asks whether they train."""
+    epoch = store.find("epoch")
+    members = [] if epoch is None else json.loads(store.get(_members_key(int(epoch))))
+    others = [member for member in members if member != rank]
     # Those of one node may be lost together.
     return others[:: max(1, len(others) // _ASKED)][:_ASKED]
 
