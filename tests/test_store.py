@@ -40,6 +40,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistError
 
 from decent_optim_wrapper import PeerError
+from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.process_groups import new_communicator
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.transport import Transport
@@ -459,6 +460,32 @@ def test_an_error_of_another_thread_does_not_come_to_hold_the_frames_that_wait()
     assert caught.value.__cause__ is error
     # Otherwise connections stay open until the garbage is collected.
     assert error.__traceback__ is None
+
+
+class Held:
+    """Refers to an action that refers to it: as a round does to the wait for its messages."""
+
+    def __init__(self) -> None:
+        self.future = in_background(self.fail)
+
+    def fail(self) -> None:
+        raise ValueError("closed by peer")
+
+
+def test_an_error_in_the_background_does_not_keep_alive_what_its_frames_used() -> None:
+    gc.disable()
+    try:
+        future = Held().future
+        with pytest.raises(ValueError, match="closed by peer"):
+            future.result(40)
+        held = weakref.ref(Held())
+        deadline = time.monotonic() + 40
+        while held() is not None:
+            # Until the next collection its connections would stay open.
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 class PythonStore(Store):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -82,6 +83,9 @@ def _run_next(future: Future[Any], action: Callable[[], Any], gpu: int | None) -
             torch.cuda.set_device(gpu)
         future.set_result(action())
     except BaseException as error:
+        # Otherwise what they used, such as connections, stays until the next garbage collection:
+        # often it refers to the future.
+        traceback.clear_frames(error.__traceback__)
         future.set_exception(error)
     finally:
         # The error holds this frame.
