@@ -70,3 +70,21 @@ def unannounced_error(rank: int, extension: object) -> RuntimeError:
         f"rank {rank}: launch() of {type(extension).__name__} expects nothing to send, since its "
         f"`sends` is False; set it to True"
     )
+
+
+def no_average_error(rank: int) -> RuntimeError:
+    """The error of a call that reverts an average although none is in place."""
+    return RuntimeError(
+        f"rank {rank}: revert_global_avg() expects an average in place that may be reverted; call "
+        f"global_avg(may_revert=True) first, and revert it before the next step()"
+    )
+
+
+def swapped_error(rank: int) -> RuntimeError:
+    """The error of a call that reverts an average although other values are in place."""
+    return RuntimeError(
+        f"rank {rank}: revert_global_avg() expects the average in place, but the parameters were "
+        f"changed since global_avg(), for example by code that swaps weights, which the snapshot "
+        f"would replace; call it before they are swapped back, or use `with "
+        f"optimizer.averaged():`, which restores in any case"
+    )

@@ -14,11 +14,14 @@ import torch.distributed as dist
 from problem import adamw, flatten, make_params, nesterov, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor
+from torch.optim import AdamW
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError, Schedule
+from decent_optim_wrapper.codecs import TopKCodec
 from decent_optim_wrapper.optim import AccumAdam
 
 STEPS = 6
+VIEWS: dict[str, Any] = {"param_as_bucket_view": True}
 
 
 def start(
@@ -63,6 +66,53 @@ def test_a_run_that_is_resumed_from_files_continues_bit_for_bit(
         assert not torch.equal(flatten(params), flatten(make_params()))
 
     run_threads(4, main)
+
+
+@pytest.mark.parametrize("change", ["added", "unfrozen"])
+@pytest.mark.parametrize("options", [{}, VIEWS, {"comm_dtype": TopKCodec(16), **VIEWS}])
+def test_a_run_is_resumed_bit_for_bit_after_its_parameters_have_changed(
+    change: str, options: dict[str, Any]
+) -> None:
+    """A new wrapper would put parameters together that stay apart in the storage of views."""
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params, late = make_params(dtype=torch.float32), make_params(1, dtype=torch.float32)
+        params[0].requires_grad_(change == "added")
+        every = [*params, *late] if change == "added" else params
+        straight = wrap(params, group, adamw(params), **options)
+        take_steps(straight, params, rank, range(3))
+        if change == "added":
+            straight.add_param_group({"params": late})
+        params[0].requires_grad_(True)
+        straight.rebuild_buckets()
+        take_steps(straight, every, rank, range(3, STEPS))
+        others = [param.detach().clone().requires_grad_() for param in every]
+        base = AdamW([{"params": others[:5]}, {"params": others[5:]}][: len(others) // 5])
+        resumed = wrap(others, group, base, sync_at_start=False, **options)
+        resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+        for each, optimizer in ((every, straight), (others, resumed)):
+            take_steps(optimizer, each, rank, range(STEPS, 2 * STEPS))
+            optimizer.synchronize()
+        assert torch.equal(flatten(every), flatten(others))
+        assert not torch.equal(flatten(params), flatten(make_params(dtype=torch.float32)))
+
+    run_threads(3, main)
+
+
+def test_a_plan_that_does_not_fit_is_refused() -> None:
+    params = make_params()
+    optimizer = wrap(params)
+    state = optimizer.state_dict()
+    for plan in ([[0, 1], [2, 3]], [[0, 1], [2], [3, 4, 4]], [[0, 1], [2], [3, 5]], 3):
+        state["gossip"]["plan"] = plan
+        with pytest.raises(ValueError, match="nothing was loaded"):
+            optimizer.load_state_dict(state)
+    buckets = optimizer.buckets
+    state["gossip"]["plan"] = [[4, 0], [2], [3, 1]]
+    optimizer.load_state_dict(state)
+    assert len(optimizer.buckets) == len(buckets)
+    assert optimizer.buckets != buckets
+    assert optimizer.state_dict()["gossip"]["plan"] == [[4, 0], [2], [3, 1]]
 
 
 def test_saving_and_loading_communicate_nothing_and_drop_what_was_there(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.errors import no_average_error, swapped_error
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.wire.bucket import Bucket, all_finite
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy, nonfinite_error
@@ -92,21 +93,12 @@ class WorldAverage:
         away = [(b.norms() - norm).abs() > 1e-6 * norm for (b, _), norm in pairs]
         same = [each.any().logical_not() for each in away]
         if _total(same) < len(same):
-            raise RuntimeError(
-                f"rank {self._rank}: revert_global_avg() expects the average in place, but the "
-                f"parameters were changed since global_avg(), for example by code that swaps "
-                f"weights, which the snapshot would replace; call it before they are swapped "
-                f"back, or use `with optimizer.averaged():`, which restores in any case"
-            )
+            raise swapped_error(self._rank)
 
     def revert(self) -> None:
         """Restore this rank's values and free the snapshot."""
         if self.snapshot is None:
-            raise RuntimeError(
-                f"rank {self._rank}: revert_global_avg() expects an average in place "
-                f"that may be reverted; call global_avg(may_revert=True) first, and revert it "
-                f"before the next step()"
-            )
+            raise no_average_error(self._rank)
         self._put_back()
         for bucket, flat in self.snapshot:
             bucket.unpack_(flat)

@@ -17,7 +17,14 @@ from decent_optim_wrapper.gossip.extension import Extensions
 from decent_optim_wrapper.optim.gradients import unscale_
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.wire.bucket import Bucket
-from decent_optim_wrapper.wire.parameters import Named, refuse_outside, sparse_gradient_error
+from decent_optim_wrapper.wire.parameters import (
+    Named,
+    changed_error,
+    refuse_outside,
+    relocated_error,
+    replaced_error,
+    sparse_gradient_error,
+)
 
 # Decides whether the update of some parameters, the second argument, is made.
 Apply = Callable[[Sequence[Tensor], Callable[[], None]], None]
@@ -133,34 +140,13 @@ class LocalUpdate:
                 if (grad := param.grad) is not None and grad.layout is not strided:
                     raise sparse_gradient_error(self._optimizer, param, rank)
         known = self._partition_of(buckets)
-        if known.gone:
-            self._check_replaced(known, rank)
-        if relocated := [tensor for bucket in buckets for tensor in bucket.relocated()]:
-            raise RuntimeError(
-                f"rank {rank}: expected the parameters as they were when the wrapper was built, "
-                f"but the storage of {self._names(relocated)} was replaced or converted; move and "
-                f"convert the model before building the wrapper, and change values in place. If "
-                f"these are weights of an RNN that calls flatten_parameters() in its forward pass, "
-                f"which replaces their storage on a GPU, pass param_as_bucket_view=False"
-            )
-        if changed:
-            raise RuntimeError(
-                f"rank {rank}: expected the parameters as the last step() left them, but the "
-                f"values of {self._names(changed)} were changed while they were being sent to "
-                f"other ranks, which may have received either; call synchronize() before changing "
-                f"values by hand, or pass param_as_bucket_view=False. To go on from here, load a "
-                f"checkpoint on all ranks"
-            )
-
-    def _check_replaced(self, partition: _Partition, rank: int) -> None:
         # Parameters of a group that was only removed are still gossiped, as frozen ones are.
-        if set(partition.ids) - self._names_of.keys():
-            raise RuntimeError(
-                f"rank {rank}: expected in param_groups the parameters that the wrapper knows, but "
-                f"{self._names(partition.gone)} was replaced by another Parameter, which no other "
-                f"rank would get; change values in place (param.copy_() under torch.no_grad()), or "
-                f"build the optimizer and the wrapper again"
-            )
+        if known.gone and set(known.ids) - self._names_of.keys():
+            raise replaced_error(self._names(known.gone), rank)
+        if relocated := [tensor for bucket in buckets for tensor in bucket.relocated()]:
+            raise relocated_error(self._names(relocated), rank)
+        if changed:
+            raise changed_error(self._names(changed), rank)
 
     def check_outside(self, rank: int) -> None:
         """Check that no parameter in no bucket is about to be updated; call it after `check`.

@@ -12,6 +12,7 @@ from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.in_flight import GossipState
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.warn import warn
+from decent_optim_wrapper.wire.plan import read_plan, saved_plan
 from decent_optim_wrapper.wire.references import SavedReference, referring
 
 
@@ -25,6 +26,7 @@ class SavedState(NamedTuple):
         snapshot: the parameters at the launch of the round in flight, if they may have changed
             since.
         references: the references of coded differences, by group.
+        plan: the members of each bucket, if a new wrapper would plan others.
     """
 
     gossip: GossipState
@@ -32,6 +34,7 @@ class SavedState(NamedTuple):
     extensions: list[Callable[[], None]]
     snapshot: dict[Tensor, Tensor]
     references: dict[str, SavedReference]
+    plan: list[list[Tensor]]
 
 
 def gossip_state(gossip: Gossip) -> dict[str, Any]:
@@ -59,6 +62,8 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
     if params := _referring(gossip):
         session = gossip.pipeline.session
         state["references"] = session.references.state(params, session.transport.members)
+    if plan := saved_plan(gossip.pipeline.buckets, gossip.params):
+        state["plan"] = plan
     return state
 
 
@@ -70,6 +75,8 @@ def named_state(gossip: Gossip) -> dict[str, Any]:
     """
     gossip.settle()
     state = gossip_state(gossip)
+    # Other layouts of the replica have other buckets.
+    state.pop("plan", None)
 
     def named(rows: list[Any], params: list[Tensor]) -> dict[str, Any]:
         return dict(zip(gossip.replica.names_of(params), rows, strict=True))
@@ -142,6 +149,7 @@ def restore(gossip: Gossip, saved: SavedState) -> None:
     try:
         gossip.discard()
     finally:
+        gossip.pipeline.plan_as(saved.plan)
         # Even if the round in flight has failed.
         gossip.loaded.restore(saved.gossip, saved.kept, saved.snapshot, saved.references)
 
@@ -179,7 +187,9 @@ def _read(
         extensions = _read_extensions(gossip, saved)
         snapshot = _read_snapshot(gossip, saved)
         references = _read_references(gossip, saved)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        buckets = gossip.pipeline.buckets
+        plan = read_plan(saved["plan"], gossip.params, buckets) if "plan" in saved else []
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
             f"rank {gossip.pipeline.session.transport.initial_rank}: {expected} "
             f"({type(error).__name__}: {error}); nothing was loaded"
@@ -190,6 +200,7 @@ def _read(
         extensions=extensions,
         snapshot=snapshot,
         references=references,
+        plan=plan,
     )
 
 

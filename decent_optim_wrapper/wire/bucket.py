@@ -77,6 +77,7 @@ class Bucket:
 
     def __init__(self, tensors: Sequence[Tensor], layout: Layout, rate: float = 1.0) -> None:
         self._members = tuple(tensors)
+        self.layout = layout
         self._kind = Kind.of(self._members[0], layout)
         # Number of ranks of a replica that hold the same values.
         self.copies = self._kind.copies

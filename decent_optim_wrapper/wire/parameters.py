@@ -214,6 +214,36 @@ def sparse_gradient_error(optimizer: Any, param: Tensor, rank: int) -> RuntimeEr
     )
 
 
+def replaced_error(names: str, rank: int) -> RuntimeError:
+    """The error for parameters in whose place the base has others."""
+    return RuntimeError(
+        f"rank {rank}: expected in param_groups the parameters that the wrapper knows, but {names} "
+        f"was replaced by another Parameter, which no other rank would get; change values in place "
+        f"(param.copy_() under torch.no_grad()), or build the optimizer and the wrapper again"
+    )
+
+
+def relocated_error(names: str, rank: int) -> RuntimeError:
+    """The error for parameters that were moved or converted."""
+    return RuntimeError(
+        f"rank {rank}: expected the parameters as they were when the wrapper was built, but the "
+        f"storage of {names} was replaced or converted; move and convert the model before building "
+        f"the wrapper, and change values in place. If these are weights of an RNN that calls "
+        f"flatten_parameters() in its forward pass, which replaces their storage on a GPU, pass "
+        f"param_as_bucket_view=False"
+    )
+
+
+def changed_error(names: str, rank: int) -> RuntimeError:
+    """The error for parameters that were changed while their own memory was being sent."""
+    return RuntimeError(
+        f"rank {rank}: expected the parameters as the last step() left them, but the values of "
+        f"{names} were changed while they were being sent to other ranks, which may have received "
+        f"either; call synchronize() before changing values by hand, or pass "
+        f"param_as_bucket_view=False. To go on from here, load a checkpoint on all ranks"
+    )
+
+
 def refuse_outside(optimizer: Any, outside: Sequence[Tensor], rank: int) -> None:
     """Check that the parameters in no bucket have no gradients.
 

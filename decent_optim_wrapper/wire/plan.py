@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
@@ -46,6 +47,45 @@ def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...
     Returns:
         The buckets, ordered by their first tensor.
     """
+    return tuple(Bucket(members, layout) for members in _fill(tensors, layout))
+
+
+def saved_plan(buckets: Sequence[Bucket], params: Sequence[Tensor]) -> list[list[int]] | None:
+    """Describe the buckets for a checkpoint, if a new wrapper would plan others.
+
+    Args:
+        buckets: the buckets of the parameters.
+        params: all parameters.
+
+    Returns:
+        For each bucket the positions of its members; None if they need not be saved.
+    """
+    places = {id(param): place for place, param in enumerate(params)}
+    found = [[places.get(id(member), -1) for member in bucket.members] for bucket in buckets]
+    live = {id(param): param for param in params if param.requires_grad}
+    fresh = _fill(live.values(), buckets[0].layout) if buckets else []
+    is_fresh = found == [[places[id(member)] for member in members] for members in fresh]
+    return None if is_fresh or any(-1 in each for each in found) else found
+
+
+def read_plan(
+    saved: Sequence[Sequence[int]], params: Sequence[Tensor], buckets: Sequence[Bucket]
+) -> list[list[Tensor]]:
+    """Return the members of each bucket in a result of `saved_plan`; nothing is changed.
+
+    Raises:
+        ValueError: they do not fit these parameters.
+    """
+    planned = [[params[place] for place in places] for places in saved]
+    live = {id(param) for param in params if param.requires_grad}
+    counts = Counter(id(member) for members in planned for member in members)
+    kinds = [{Kind.of(member, buckets[0].layout) for member in members} for members in planned]
+    if max(counts.values()) > 1 or live - counts.keys() or max(map(len, kinds)) > 1:
+        raise ValueError("expected buckets that hold every parameter once, of one kind each")
+    return planned
+
+
+def _fill(tensors: Iterable[Tensor], layout: Layout) -> list[list[Tensor]]:
     cap_bytes = layout.cap_mb * MIB
     filled: list[list[Tensor]] = []
     open_buckets: dict[Kind, tuple[list[Tensor], int]] = {}
@@ -61,7 +101,7 @@ def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...
             filled.append(members)
         members.append(tensor)
         open_buckets[kind] = (members, used_bytes + nbytes)
-    return tuple(Bucket(members, layout) for members in filled)
+    return filled
 
 
 def bucket_bytes(tensors: Iterable[Tensor], layout: Layout) -> dict[torch.device, int]:
