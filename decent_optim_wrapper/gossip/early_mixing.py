@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from decent_optim_wrapper.errors import NonFiniteError
@@ -14,7 +13,7 @@ from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.round import Round
 from decent_optim_wrapper.gossip.schedule import RoundKind
-from decent_optim_wrapper.wire.bucket import Bucket, fill_copies
+from decent_optim_wrapper.wire.bucket import Bucket, copies_of
 from decent_optim_wrapper.wire.storage import Flat
 
 
@@ -108,12 +107,9 @@ class EarlyMixing:
         """Keep the mixed buckets: the round is complete, or its parameters are replaced."""
         self._before = []
 
-    @torch.no_grad()
     def restored(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors as `undo` would leave them: copies of those that it would restore."""
-        copies = {m: m.detach().clone() for bucket, _ in self._before for m in bucket.members}
-        for bucket, values in self._before:
-            fill_copies(copies, bucket, values)
+        copies = copies_of(self._before)
         return [copies.get(tensor, tensor) for tensor in tensors]
 
     def undo(self, buckets: Collection[Bucket] | None = None) -> None:

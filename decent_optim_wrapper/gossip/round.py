@@ -176,8 +176,7 @@ class Round:
     def _expected(self) -> list[Expected]:
         """The messages that are to arrive after the headers."""
         peers = self._wire.peers
-        expected: list[Expected] = []
-        expected += [
+        expected = [
             Expected(each.works, each.position, peers, each.on_gpu)
             for each in self._exchanges.values()
         ]
@@ -217,8 +216,7 @@ class Round:
             self._waits.wait_for(self._watch)
         self._receive_headers()
         for exchange in self._exchanges.values():
-            peers, on_gpu = self._wire.peers, exchange.on_gpu
-            self._waits.wait(exchange.works, exchange.position, peers, on_gpu)
+            self._waits.wait(exchange.works, exchange.position, self._wire.peers, exchange.on_gpu)
         self._sent_in_place.clear()
         if self._moves_references:
             self._count_coded()
@@ -280,8 +278,7 @@ class Round:
 
     def mix(self, bucket: Bucket) -> None:
         """Mix a posted bucket and the buckets attached to it, once."""
-        attached = self.unmixed.pop(bucket)
-        for each in (bucket, *attached):
+        for each in (bucket, *self.unmixed.pop(bucket)):
             exchange = self._exchanges.get(each)
             if exchange is not None:
                 with self._policy.meter.mix:
