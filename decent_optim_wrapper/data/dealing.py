@@ -40,9 +40,8 @@ class Rules(NamedTuple):
 
     def shares(self, members: Sequence[int]) -> dict[int, int]:
         """The number of samples of each member in a step."""
-        if self.total_batch is None:
-            return dict.fromkeys(members, self.batch_size or 1)
-        cuts = [self.total_batch * i // len(members) for i in range(len(members) + 1)]
+        total = self.total_batch or (self.batch_size or 1) * len(members)
+        cuts = [total * i // len(members) for i in range(len(members) + 1)]
         return {rank: cuts[i + 1] - cuts[i] for i, rank in enumerate(members)}
 
     def permutation(self, epoch: int) -> Samples:
