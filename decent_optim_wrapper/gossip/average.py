@@ -11,7 +11,7 @@ from torch import Tensor
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import no_average_error, swapped_error
 from decent_optim_wrapper.gossip.replica import Replica
-from decent_optim_wrapper.wire.bucket import Bucket, all_finite
+from decent_optim_wrapper.wire.bucket import Bucket, all_finite, norms_of
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy, nonfinite_error
 from decent_optim_wrapper.wire.storage import Flat
 
@@ -75,7 +75,7 @@ class WorldAverage:
             for bucket, shares in zip(buckets, finite, strict=True):
                 if any(shares):
                     bucket.unpack_(average(bucket, transport, shares))
-            self._norms = [bucket.norms() for bucket in parameters] if may_revert else []
+            self._norms = [norms_of(bucket) for bucket in parameters] if may_revert else []
         except BaseException:
             # Half an average must not remain.
             if self.snapshot is not None:
@@ -90,7 +90,7 @@ class WorldAverage:
         """
         pairs = zip(self.snapshot or (), self._norms, strict=False)
         # Another number of threads may sum in another order.
-        away = [(b.norms() - norm).abs() > 1e-6 * norm for (b, _), norm in pairs]
+        away = [(norms_of(b) - norm).abs() > 1e-6 * norm for (b, _), norm in pairs]
         same = [each.any().logical_not() for each in away]
         if _total(same) < len(same):
             raise swapped_error(self._rank)

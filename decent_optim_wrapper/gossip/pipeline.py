@@ -96,12 +96,6 @@ class Pipeline:
         for index, bucket in enumerate(buckets):
             logger.info("rank {} bucket {}: {!r}", rank, index, bucket)
 
-    def plan_as(self, plan: Sequence[Sequence[Tensor]]) -> None:
-        """Exchange buckets of these members from now on; no round is in flight."""
-        ids = [[id(member) for member in members] for members in plan]
-        if plan and ids != [[id(member) for member in each.members] for each in self.buckets]:
-            self.plan([Bucket(members, self.buckets[0].layout) for members in plan])
-
     def resume_at(self, round: int) -> None:
         """Continue with this round, as all other ranks do; none is in flight."""
         self.round = round

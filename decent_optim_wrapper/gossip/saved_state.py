@@ -12,7 +12,7 @@ from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.in_flight import GossipState
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.warn import warn
-from decent_optim_wrapper.wire.plan import read_plan, saved_plan
+from decent_optim_wrapper.wire.plan import read_plan, rebuild, saved_plan
 from decent_optim_wrapper.wire.references import SavedReference, referring
 
 
@@ -149,7 +149,8 @@ def restore(gossip: Gossip, saved: SavedState) -> None:
     try:
         gossip.discard()
     finally:
-        gossip.pipeline.plan_as(saved.plan)
+        if saved.plan:
+            gossip.pipeline.plan(rebuild(saved.plan, gossip.pipeline.buckets))
         # Even if the round in flight has failed.
         gossip.loaded.restore(saved.gossip, saved.kept, saved.snapshot, saved.references)
 

@@ -305,12 +305,6 @@ class Bucket:
             return torch.ones((), dtype=torch.bool, device=self.device)
         return (torch.stack(torch._foreach_norm(held, torch.inf)) < torch.inf).all()
 
-    @torch.no_grad()
-    def norms(self) -> Tensor:
-        """The norms of the members, in float32 or wider; a GPU is not read."""
-        held = [as_real(member) for member in self._members]
-        return torch.stack(torch._foreach_norm(held, 2, wide(self.dtype)))
-
     def versions(self) -> list[tuple[Tensor, int]]:
         """The members in the bucket's storage, with their version counters.
 
@@ -386,6 +380,13 @@ def all_finite(buckets: Sequence[Bucket]) -> list[bool]:
         for index, value in zip(own, read, strict=True):
             found[index] = value
     return [bool(each) for each in found]
+
+
+@torch.no_grad()
+def norms_of(bucket: Bucket) -> Tensor:
+    """The norms of the members, in float32 or wider; a GPU is not read."""
+    held = [as_real(member) for member in bucket.members]
+    return torch.stack(torch._foreach_norm(held, 2, wide(bucket.dtype)))
 
 
 def members_of(buckets: Iterable[Bucket]) -> list[Tensor]:

@@ -85,6 +85,14 @@ def read_plan(
     return planned
 
 
+def rebuild(plan: Sequence[Sequence[Tensor]], buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+    """Make buckets of these members, none of which is in flight, unless they are as planned."""
+    planned = [[id(member) for member in members] for members in plan]
+    if planned == [[id(member) for member in bucket.members] for bucket in buckets]:
+        return buckets
+    return [Bucket(members, buckets[0].layout) for members in plan]
+
+
 def _fill(tensors: Iterable[Tensor], layout: Layout) -> list[list[Tensor]]:
     cap_bytes = layout.cap_mb * MIB
     filled: list[list[Tensor]] = []
