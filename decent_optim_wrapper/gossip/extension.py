@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -192,18 +192,18 @@ class Extensions:
         """Whether any of them changes gradients."""
         return any(each.corrects_gradients for each in self.all)
 
-    @contextmanager
-    def mixing(self, received: ReceivedBucket) -> Iterator[None]:
+    def mixing(self, received: ReceivedBucket) -> AbstractContextManager[None]:
         """Enter the contexts of all extensions around the mixing of a bucket."""
-        with ExitStack() as stack:
-            for each in self.all:
-                stack.enter_context(each.mixing(received))
-            yield
+        return _entered(each.mixing(received) for each in self.all)
 
-    @contextmanager
-    def updating(self, params: Sequence[Tensor]) -> Iterator[None]:
+    def updating(self, params: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Enter the contexts of all extensions around an update."""
-        with ExitStack() as stack:
-            for each in self.all:
-                stack.enter_context(each.updating(params))
-            yield
+        return _entered(each.updating(params) for each in self.all)
+
+
+@contextmanager
+def _entered(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield

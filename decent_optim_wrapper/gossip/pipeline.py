@@ -173,8 +173,8 @@ class Pipeline:
             launched: the round.
             ahead: whether the memory for receiving it is free.
         """
-        attaches = any(each.sends for each in self.extensions.all)
-        launched.order_sends(self.buckets if ahead and not attaches else ())
+        ahead = ahead and not any(each.sends for each in self.extensions.all)
+        launched.order_sends(self.buckets if ahead else ())
 
     def post_in_a_row(self, launched: Round) -> None:
         """Choose how to send a round whose buckets are posted one right after the other."""
@@ -290,8 +290,7 @@ class Pipeline:
 
         A round that fails is no longer in flight, either, so no later call waits for it.
         """
-        taken = self.in_flight.take()
-        if taken is not None:
+        if (taken := self.in_flight.take()) is not None:
             taken.receive()
         return taken
 

@@ -19,7 +19,6 @@ however long it takes, and mixing does not move the mean over the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TypeVar
 
 from decent_optim_wrapper.gossip.gossip import Gossip
@@ -118,12 +117,7 @@ class Step:
                 self._pipeline.post(self._launched, self._waiting.pop(0))
         return result
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         failures = self._gossip.failures
         if error is not None:
             # A round may have begun. Whatever the error is, this rank closes its connections, so
