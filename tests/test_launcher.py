@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from unittest import mock
 
 import pytest
 from launched import Launched, Launcher, children, hurried, ours, with_own_store
+from ranks import print_to
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import run as torch_run
 
@@ -173,6 +175,26 @@ def to_a_pipe(command: Sequence[str], is_read: bool) -> int:
     for stream in (1, 2):
         os.dup2(writing, stream)
     return ours(command)
+
+
+def to_a_late_reader(command: Sequence[str]) -> int:
+    """Run our launcher on a pipe that is read only once the rank has ended."""
+    reader = ["sh", "-c", "until [ -e ended ]; do sleep 0.1; done; sleep 1; cat >read"]
+    with subprocess.Popen(reader, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        for stream in (1, 2):
+            os.dup2(process.stdin.fileno(), stream)
+        try:
+            return ours(command)
+        finally:
+            print_to(Path(os.devnull))
+
+
+def test_a_console_that_is_emptied_late_shows_all(tmp_path: Path) -> None:
+    script = 'print("x" * 500_000)\ntell("ended")'
+    with Launched(tmp_path, script, launcher=to_a_late_reader) as launcher:
+        assert launcher.end() == 0
+    assert (tmp_path / "read").read_text() == f"[rank 0] {'x' * 500_000}\n"
 
 
 def to_ascii(command: Sequence[str]) -> int:

@@ -81,11 +81,12 @@ class Console:
         self._files.append(file := CopiedFile(path, f"[rank {rank}] ", console))
         return file
 
-    def close(self, should_stop: Callable[[], bool]) -> None:
-        """Write the rest; wait for the console until `should_stop` returns True."""
+    def close(self, should_stop: Callable[[], bool]) -> bool:
+        """Write the rest, and return whether all is written: `should_stop` ends the wait."""
         self._closing.set()
         while self._thread.is_alive() and not should_stop():
             self._thread.join(_PAUSE)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         is_last = False

@@ -61,8 +61,9 @@ def launch(options: LaunchOptions) -> int:
             waited_for = len(signals)
             nodes.leave(lambda: len(signals) > waited_for)
         deadline = time.monotonic() + _CONSOLE_SECONDS
-        console.close(lambda: bool(signals) and time.monotonic() > deadline)
-        if options.log_dir is None and not supervisor.had_failures:
+        ends = ENDING.keys()
+        shown = console.close(lambda: not ends.isdisjoint(signals) and time.monotonic() > deadline)
+        if shown and options.log_dir is None and not supervisor.had_failures:
             shutil.rmtree(logs, ignore_errors=True)
         return code
 
