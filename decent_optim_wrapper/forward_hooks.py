@@ -22,7 +22,8 @@ class ForwardHooks:
 
     A parameter may be read outside of the forward pass of its own module: `nn.MultiheadAttention`
     reads those of its projection, and a model its output layer's for the embedding. So each
-    parameter is also announced when it is read as an attribute of its module. Other code, as in
+    parameter is also announced when it is read as an attribute of its module, and when code in a
+    forward pass iterates over `parameters()`. Other code, as in
     TorchScript, may hold the parameters themselves. So a module also announces those of all modules
     below it that were not called in the previous pass. If a pass begins with another module than
     the model, the parameters of the model itself are announced first, and those that no called
@@ -66,8 +67,9 @@ class ForwardHooks:
 
     def watch(self) -> None:
         """Follow the modules and parameters that the model has now."""
-        before, saving = _Hook(self, "before"), _Hook(self, "before_saving")
-        watcher = Watcher(read=_Hook(self, "before_reading"), copied=_Hook(self, "before_saving"))
+        before, before_saving = _Hook(self, "before"), _Hook(self, "before_saving")
+        read, listed = _Hook(self, "before_reading"), _Hook(self, "before_listing")
+        watcher = Watcher(read=read, listed=listed, copied=before_saving)
         for module in self._root.modules():
             # TorchScript modules take no hooks: the module above announces their parameters.
             if isinstance(module, torch.jit.ScriptModule):
@@ -75,7 +77,7 @@ class ForwardHooks:
             if id(module) not in self._own:
                 # First of all: FSDP gathers shards in such a hook.
                 self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-                handle = module.register_state_dict_pre_hook(saving)  # type: ignore[no-untyped-call]
+                handle = module.register_state_dict_pre_hook(before_saving)  # type: ignore[no-untyped-call]
                 self._handles += [handle, Watch(module, watcher)]
             self._own[id(module)] = [*module.parameters(recurse=False)]
         self._announced = {}
@@ -130,8 +132,17 @@ class ForwardHooks:
     def before_reading(self, param: nn.Parameter) -> None:
         """Announce a parameter that is read as an attribute, unless it was announced."""
         if id(param) not in self._known and not self._is_compiled:
-            self._known.add(id(param))
             self._announce((param,))
+            # Only now: another thread must wait, too.
+            self._known.add(id(param))
+
+    def before_listing(self, param: nn.Parameter) -> None:
+        """Announce a parameter that an iteration in the forward pass has come to.
+
+        Between a step and the forward pass, nobody may compute with it, as in `zero_grad()`.
+        """
+        if self._called:
+            self.before_reading(param)
 
     def before_saving(self, *arguments: Any) -> None:
         """Make sure that a state dict holds whole rounds only."""
@@ -150,8 +161,8 @@ class ForwardHooks:
         if params is None:
             params = self._announced[key] = [*found]
         if params:
-            self._known.update(map(id, params))
             self._announce(params)
+            self._known.update(map(id, params))
 
     def _read_by(self, module: nn.Module) -> Iterable[Tensor]:
         """The parameters of a module, and of those below it that are not called themselves."""
@@ -162,7 +173,8 @@ class ForwardHooks:
 
     def _uncalled_in(self, module: nn.Module) -> Iterable[Tensor]:
         """The parameters of a module that is not called, down to those that are."""
-        if id(module) not in self._called_before:
+        # The module above may call flatten_parameters(), which moves the weights on a GPU.
+        if id(module) not in self._called_before or isinstance(module, nn.RNNBase):
             yield from self._read_by(module)
 
 
@@ -182,6 +194,13 @@ class _Hook:
         hooks = self._hooks and self._hooks()
         if hooks is not None:
             getattr(hooks, self._method)(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        # torch.jit.script asks for `__name__`, and would compile the hooks.
+        raise AttributeError(
+            f"a hook of DecentOptimWrapper has no {name}; give torch.jit.script a model that was "
+            f"not wrapped: build it again, and load the state_dict() of this one"
+        )
 
     def __reduce__(self) -> Any:
         # Copies and files.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +15,13 @@ class Watcher(NamedTuple):
     """What is called for a watched module.
 
     Args:
-        read: called with a parameter that is about to be read.
+        read: called with a parameter that is about to be read by its name.
+        listed: called with a parameter that an iteration has come to.
         copied: called before the parameters are copied or written to a file.
     """
 
     read: Callable[[nn.Parameter], None]
+    listed: Callable[[nn.Parameter], None]
     copied: Callable[[], None]
 
 
@@ -27,7 +29,7 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
     """The parameters of a module, in place of the dict in which `module.weight` looks them up.
 
     Whatever code computes with `module.weight` comes by here: the module's own forward pass, that
-    of another module, a method of the model. `parameters()`, which iterates, does not.
+    of another module, a method of the model; and so does `parameters()`, which iterates.
 
     Args:
         parameters: the parameters by name.
@@ -43,6 +45,14 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
             for watcher in self.watchers:
                 watcher.read(param)
         return param
+
+    def items(self) -> Iterator[tuple[str, nn.Parameter | None]]:  # type: ignore[override]
+        """The parameters by name, each of which is announced when the iteration comes to it."""
+        for name, param in super().items():
+            if param is not None and not torch.compiler.is_compiling():
+                for watcher in self.watchers:
+                    watcher.listed(param)
+            yield name, param
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
         return copy.deepcopy(self._copied(), memo)

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -180,6 +181,21 @@ def read_a_method(model: Any, rank: int, step: int) -> Tensor:
     return error(model.last(model.blocks[1](hidden)), rank, step)
 
 
+def read_by_iteration(model: Any, rank: int, step: int) -> Tensor:
+    # In the forward pass, and without anything that is kept for the backward pass.
+    hidden = model.first(batch(rank, step))
+    penalty = sum((param * 0.01).sum() for param in model.parameters() if param.requires_grad)
+    loss: Tensor = error(model.last(hidden), rank, step) + penalty
+    return loss
+
+
+def read_on_threads(model: Any, rank: int, step: int) -> Tensor:
+    layers = [model.first, model.tied, model.first, model.tied]
+    with ThreadPoolExecutor(4) as pool:
+        hidden = sum(pool.map(lambda layer: layer(batch(rank, step)), layers))
+    return error(model.last(hidden), rank, step)
+
+
 def read_fused_now_and_then(model: Any, rank: int, step: int) -> Tensor:
     # A module that is called in one step, and whose parameters are read by a function in the next.
     hidden, last = model.first(batch(rank, step)), model.last
@@ -192,7 +208,7 @@ def read_fused_now_and_then(model: Any, rank: int, step: int) -> Tensor:
     [
         *(loss_of, read_twice, read_by_parts, read_by_function, read_before_the_model),
         *(read_copies_now_and_then, read_a_part_now_and_then, read_before_its_owner),
-        *(read_a_method, read_fused_now_and_then),
+        *(read_a_method, read_fused_now_and_then, read_by_iteration, read_on_threads),
     ],
 )
 def test_every_way_into_the_parameters_finds_them_mixed(read: Any) -> None:
@@ -207,7 +223,8 @@ def values_of(model: nn.Module) -> list[Tensor]:
 
 def unmixed(model: nn.Module, launched: list[Tensor]) -> int:
     """How many parameters are as they were: all ranks differ, so mixing changes every one."""
-    now = model.parameters()
+    # Without announcing them, as an iteration in the forward pass does.
+    now = (param for each in model.modules() for param in vars(each)["_parameters"].values())
     return sum(torch.equal(param, sent) for param, sent in zip(now, launched, strict=True))
 
 
@@ -621,6 +638,59 @@ def test_what_does_not_fit_the_parameters_in_flight_is_named_on_all_ranks(mistak
             go_on()
 
     run_threads(2, main)
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("how", ["copied", "replaced"])
+def test_weights_that_are_swapped_in_flight_are_refused(how: str, views: bool) -> None:
+    """As by an EMA for an evaluation; not after synchronize()."""
+
+    def swap(model: nn.Module, values: list[Tensor]) -> list[Tensor]:
+        own = values_of(model)
+        for param, value in zip(model.parameters(), values, strict=True):
+            if how == "copied":
+                param.detach().copy_(value)
+            else:
+                param.data = value.clone()
+        return own
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        training = Training(rank, group, timeout=PATIENCE, param_as_bucket_view=views)
+        model, optimizer = training.model, training.optimizer
+        training.train(range(2))
+        other = values_of(make_model(seed=9))
+        if how == "copied" or not views:
+            optimizer.synchronize()
+            own = swap(model, other)
+            assert loss_of(model, rank, 0).isfinite()
+            swap(model, own)
+            assert torch.equal(flat(model), flatten(own))
+        training.train([2])
+        swap(model, other)
+        match = r"0\.weight.* (changed while|was replaced)"
+        with pytest.raises(RuntimeError, match=match), torch.no_grad():
+            model(batch(rank, 3))
+
+    run_threads(2, main)
+
+
+def test_an_export_finds_whole_rounds_and_the_training_goes_on() -> None:
+    """Of one rank only: it computes with fake tensors, which must not be mixed in."""
+
+    # While it exports, torch would call every thread a compiler's.
+    alone = threading.Barrier(2, timeout=PATIENCE)
+
+    def trained(rank: int, group: dist.ProcessGroup, overlap: Any) -> Tensor:
+        training = Training(rank, group, overlap=overlap)
+        training.train(range(3))
+        alone.wait()
+        if rank == 0:
+            torch.export.export(training.model, (batch(0, 0),))
+        alone.wait()
+        training.train([3])
+        return training.end()
+
+    assert_as_without_overlap(2, trained)
 
 
 OTHER = make_model()

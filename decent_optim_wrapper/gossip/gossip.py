@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from decent_optim_wrapper.comm.announcements import read, send_to_all
 from decent_optim_wrapper.errors import NonFiniteError
@@ -51,6 +53,7 @@ class Gossip:
         self.early = EarlyMixing(pipeline, local_update)
         self.failures = Failures(self.early, replica, members)
         self.loaded = Loaded(pipeline, alone=members is not None)
+        self._mixing = threading.RLock()
         # Whether all ranks have launched the same round, and made no step since.
         self._assembled = False
 
@@ -128,16 +131,21 @@ class Gossip:
         Args:
             params: the parameters that are about to be read; None for all.
         """
-        flying = self.pipeline.in_flight.round
-        if flying is None or not self.early.is_on:
+        if not self.early.is_on:
             return
-        if len(flying.unmixed) == len(self.pipeline.buckets):
-            # A step has launched it, and the parameters were not checked since.
-            self.check_parameters()
-        if self.replica.may_gather:
-            self.replica.reshard()
-        with self.failures.propagating():
-            self.failures.with_recovery(partial(self.early.mix, params))
+        # Modules may run on several threads, all of which need what one of them mixes.
+        with self._mixing:
+            flying = self.pipeline.in_flight.round
+            if flying is None:
+                return
+            if len(flying.unmixed) == len(self.pipeline.buckets):
+                # A step has launched it, and the parameters were not checked since.
+                self.check_parameters()
+            if self.replica.may_gather:
+                self.replica.reshard()
+            # torch.export calls modules with fake tensors.
+            with self.failures.propagating(), unset_fake_temporarily():
+                self.failures.with_recovery(partial(self.early.mix, params))
 
     def settle(self) -> None:
         """Mix the round in flight, or restore the mixed buckets of a dropped round.

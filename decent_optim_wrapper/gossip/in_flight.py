@@ -107,7 +107,7 @@ class InFlight:
         self.snapshot = dict(snapshot or {})
 
     def changed(self) -> Sequence[Tensor]:
-        """Parameters that are being sent from their own memory and have changed since."""
+        """Parameters that must not be changed by hand meanwhile, but have been."""
         return self.round.changed_in_flight() if self.round else ()
 
     @torch.no_grad()

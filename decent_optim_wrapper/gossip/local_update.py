@@ -126,7 +126,7 @@ class LocalUpdate:
 
         Args:
             buckets: their buckets.
-            changed: parameters that were changed while they were being sent in place.
+            changed: parameters that were changed by hand while a round was in flight.
             rank: this rank, for errors.
 
         Raises:

@@ -16,7 +16,7 @@ from decent_optim_wrapper.gossip.pacing import Pacing
 from decent_optim_wrapper.gossip.schedule import RoundKind, RoundPlan
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
-from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.bucket import Bucket, changed_since
 from decent_optim_wrapper.wire.exchange import Exchange, Wire
 from decent_optim_wrapper.wire.finite_flags import FiniteFlags
 from decent_optim_wrapper.wire.messages import Sender, Waits
@@ -86,8 +86,8 @@ class Round:
         self.unmixed: dict[Bucket, tuple[Bucket, ...]] = {}
         self._exchanges: dict[Bucket, Exchange] = {}
         self._moves_references = False
-        # By bucket, the parameters that are sent from their own memory, with version counters.
-        self._sent_in_place: dict[Bucket, list[tuple[Tensor, int]]] = {}
+        # The stamps of the buckets whose parameters must not be changed by hand meanwhile.
+        self._stamps: dict[Bucket, tuple[int, ...]] = {}
 
     def open(self) -> Round:
         """Tell the group what this rank is about to do."""
@@ -140,8 +140,9 @@ class Round:
             exchange = pack(self._wire, bucket, snapshot, len(self._exchanges))
             self._exchanges[bucket] = exchange
             self._moves_references |= exchange.uses_reference
-            if not keeps and (versions := bucket.versions()):
-                self._sent_in_place[bucket] = versions
+            early = self._policy.pacing.mixes_early and bucket in self.unmixed
+            if not keeps and (early or bucket.is_sent_in_place):
+                self._stamps[bucket] = bucket.stamps
             meter.count_bytes(exchange.bytes_sent)
             if self._policy.pacing.mixes_early:
                 flag = partial(self.flags.send, [exchange], self.sender, alone=True)
@@ -217,7 +218,7 @@ class Round:
         self._receive_headers()
         for exchange in self._exchanges.values():
             self._waits.wait(exchange.works, exchange.position, self._wire.peers, exchange.on_gpu)
-        self._sent_in_place.clear()
+        self._stamps.clear()
         if self._moves_references:
             self._count_coded()
         for flags in self.flags.messages:
@@ -240,7 +241,7 @@ class Round:
         except (PeerError, CallOrderError):
             self.abandon()
             raise
-        self._sent_in_place.pop(bucket, None)
+        self._stamps.pop(bucket, None)
         if self._moves_references:
             self._count_coded()
 
@@ -272,9 +273,9 @@ class Round:
         self._headers = []
 
     def changed_in_flight(self) -> list[Tensor]:
-        """Parameters that are being sent from their own memory and have changed since."""
-        sent = self._sent_in_place.values()
-        return [param for each in sent for param, version in each if param._version != version]
+        """Parameters that must not be changed by hand meanwhile, but have been."""
+        stamps = self._stamps.items()
+        return [param for each, before in stamps for param in changed_since(before, each)]
 
     def mix(self, bucket: Bucket) -> None:
         """Mix a posted bucket and the buckets attached to it, once."""
@@ -336,7 +337,7 @@ class Round:
             self._wire.sends.drop()
         self.unmixed.clear()
         self._exchanges.clear()
-        self._sent_in_place.clear()
+        self._stamps.clear()
         self._headers = []
         self.flags.drop()
 

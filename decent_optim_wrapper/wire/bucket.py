@@ -6,6 +6,7 @@ Layout, packing and mixing; no communication.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from decent_optim_wrapper.wire.storage import Arena, Flat, move_together, new_ve
 
 # Elements that are mixed at a time if a temporary copy is needed.
 _SLICE = 1 << 18
+_version_of = attrgetter("_version")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -99,6 +101,8 @@ class Bucket:
             data = move_together(self._members)
             self._storage = Flat(data, (data,))
         self._places = [_Place.of(member) for member in self._members] if layout.as_view else []
+        # FSDP replaces the storage of shards itself.
+        self.counted = [m for m in self._members if not (self._sharded or m.is_inference())]
         self._wire = _Memory(self.wire_device, pinned=self.via_cpu)
         # Memory for values that are coded next, and for changes that are mixed in.
         self._near = _Memory(self.device, pinned=False)
@@ -305,14 +309,18 @@ class Bucket:
             return torch.ones((), dtype=torch.bool, device=self.device)
         return (torch.stack(torch._foreach_norm(held, torch.inf)) < torch.inf).all()
 
-    def versions(self) -> list[tuple[Tensor, int]]:
-        """The members in the bucket's storage, with their version counters.
+    @property
+    def is_sent_in_place(self) -> bool:
+        """Whether the members' own storage is sent."""
+        return self._storage is not None
 
-        Changes through `.data` are not counted, and an inference tensor has no counter.
+    @property
+    def stamps(self) -> tuple[int, ...]:
+        """The version counters and addresses of the members, by which a change is noticed.
+
+        Changes of values through `.data` are not counted, and an inference tensor has no counter.
         """
-        if self._storage is None:
-            return []
-        return [(member, member._version) for member in self._members if not member.is_inference()]
+        return (*map(_version_of, self.counted), *map(Tensor.data_ptr, self.counted))
 
     def relocated(self) -> list[Tensor]:
         """The members that were converted or moved, or whose shared storage was replaced."""
@@ -362,6 +370,14 @@ class Bucket:
         if self._sharded or self._members[0].is_complex():
             return tuple(map(as_real, self._members))
         return self._members
+
+
+def changed_since(stamps: Sequence[int], bucket: Bucket) -> list[Tensor]:
+    """The members that were changed after the bucket had these stamps."""
+    if (now := bucket.stamps) == stamps:
+        return []
+    pairs = zip(bucket.counted * 2, stamps, now, strict=True)
+    return [member for member, before, after in pairs if before != after]
 
 
 def is_finite(data: Tensor) -> bool:

@@ -291,7 +291,7 @@ class PlainPair(PlainExchange):
     @property
     def launched(self) -> Flat | None:
         """This rank's values as they were packed; None if the tensors' own memory is sent."""
-        return None if self._bucket.versions() else self._outgoing
+        return None if self._bucket.is_sent_in_place else self._outgoing
 
     def post(self) -> None:
         """Check the values and start the exchange."""

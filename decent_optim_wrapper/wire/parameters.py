@@ -235,11 +235,11 @@ def relocated_error(names: str, rank: int) -> RuntimeError:
 
 
 def changed_error(names: str, rank: int) -> RuntimeError:
-    """The error for parameters that were changed while their own memory was being sent."""
+    """The error for parameters that were changed by hand while a round was in flight."""
     return RuntimeError(
         f"rank {rank}: expected the parameters as the last step() left them, but the values of "
-        f"{names} were changed while they were being sent to other ranks, which may have received "
-        f"either; call synchronize() before changing values by hand, or pass "
+        f"{names} were changed while they were being sent to other ranks and mixed; call "
+        f"synchronize() before changing values by hand, or, with overlap=True, pass "
         f"param_as_bucket_view=False. To go on from here, load a checkpoint on all ranks"
     )
 
