@@ -54,6 +54,7 @@ class BackwardOptimizer(DecentOptimWrapper):
             order=tuple(params if in_forward_order else reversed(params)),
             carried=tuple(carried),
             parts=tuple(parts),
+            in_backward_order=not in_forward_order,
         )
         super().__init__(
             optimizer, model=model, buffers=buffers if average_buffers else (), **options

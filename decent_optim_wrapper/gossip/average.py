@@ -12,6 +12,7 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import no_average_error, swapped_error
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.wire.bucket import Bucket, all_finite, norms_of
+from decent_optim_wrapper.wire.mean import average
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy, nonfinite_error
 from decent_optim_wrapper.wire.storage import Flat
 
@@ -159,25 +160,6 @@ def finite_shares(
         bad = [transport.members[place] for place in places]
         raise nonfinite_error(bad, transport.initial_rank, where, what)
     return told.T.tolist()
-
-
-def average(bucket: Bucket, transport: Transport, shares: Sequence[bool] | None = None) -> Flat:
-    """The bucket's average over the ranks, in a new flat vector; collective.
-
-    Half precision is summed in float32.
-
-    Args:
-        bucket: the bucket; not changed.
-        transport: connects the ranks.
-        shares: which ranks' values count, at least one; None means all.
-    """
-    dtype = torch.promote_types(bucket.dtype, torch.float32)
-    total = bucket.pack(bucket.new_flat(bucket.wire_device, dtype))
-    if shares is not None and not shares[transport.rank]:
-        total.data.zero_()
-    transport.sum_(total.data)
-    total.data.div_(transport.world_size if shares is None else sum(shares))
-    return total
 
 
 def consensus_distance(buckets: Iterable[Bucket], transport: Transport, replica: Replica) -> float:

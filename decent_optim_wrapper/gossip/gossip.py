@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from decent_optim_wrapper.comm.announcements import read, send_to_all
 from decent_optim_wrapper.errors import NonFiniteError
@@ -135,16 +134,14 @@ class Gossip:
             return
         # Modules may run on several threads, all of which need what one of them mixes.
         with self._mixing:
-            flying = self.pipeline.in_flight.round
-            if flying is None:
+            if (flying := self.pipeline.in_flight.round) is None:
                 return
             if len(flying.unmixed) == len(self.pipeline.buckets):
                 # A step has launched it, and the parameters were not checked since.
                 self.check_parameters()
             if self.replica.may_gather:
                 self.replica.reshard()
-            # torch.export calls modules with fake tensors.
-            with self.failures.propagating(), unset_fake_temporarily():
+            with self.failures.propagating():
                 self.failures.with_recovery(partial(self.early.mix, params))
 
     def settle(self) -> None:

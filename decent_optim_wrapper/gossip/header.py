@@ -49,12 +49,16 @@ class RoundHeader(NamedTuple):
         round: the number of the round that the method launches, or of the next one.
         mixing_rate: the rate of the round; if two ranks had different ones, their mean would drift.
         coded_rounds: number of rounds that the group has coded as differences to its references.
+        sums_first: number of buckets that the group sums in the order of a backward pass.
+        summed: the number that this rank proposes for a later round; see `SumOrder`.
     """
 
     call: CollectiveCall
     round: int
     mixing_rate: float
     coded_rounds: int = 0
+    sums_first: int = 0
+    summed: int = 0
 
     def check(self, message: Sequence[float], rank: int, own_rank: int, same_rate: bool) -> None:
         """Compare with the message of another rank.
@@ -70,7 +74,7 @@ class RoundHeader(NamedTuple):
             CallOrderError: the other rank is in another method or round, or has another rate or
                 other references.
         """
-        call, round, rate, coded_rounds = message
+        call, round, rate, coded_rounds, sums_first, summed = message
         # Each rank may have loaded its own round.
         any_round = not same_rate and self.call is CollectiveCall.LOADED
         if call != self.call or (round != self.round and not any_round):
@@ -97,6 +101,12 @@ class RoundHeader(NamedTuple):
                 f"{self.coded_rounds} coded rounds, as here, but it has that of "
                 f"{coded_rounds:.0f}, and would decode other values than are sent; load "
                 f"checkpoints of the same step on all ranks, or on none"
+            )
+        if sums_first != self.sums_first or not 0 <= summed < 1 << 53:
+            raise CallOrderError(
+                f"rank {own_rank}: expected rank {rank} to sum {self.sums_first} buckets first, as "
+                f"here, but it sums {sums_first} and proposes {summed}, and would add up other "
+                f"buckets; restart all ranks from a checkpoint"
             )
 
 

@@ -207,7 +207,7 @@ class Pipeline:
     def launch(self) -> None:
         """Start the next round outside of a step, unless one is in flight."""
         if launched := self.begin():
-            for bucket in self.buckets:
+            for bucket in launched.order.apply(self.buckets):
                 self.post(launched, bucket, self.in_flight.snapshot)
             self.hand_over(launched)
             # As if the previous step had launched it.
@@ -220,7 +220,7 @@ class Pipeline:
         # outer optimizer, which would then have no anchors when the round is mixed.
         self.begin_extensions()
         if launched := self.begin(self.round - flight.age, flight.rate):
-            for bucket in self.buckets:
+            for bucket in launched.order.apply(self.buckets):
                 self.post(launched, bucket, flight.snapshot)
             launched.seal()
             if not self.policy.pacing.synchronous:

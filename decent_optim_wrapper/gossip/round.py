@@ -23,6 +23,7 @@ from decent_optim_wrapper.wire.messages import Sender, Waits
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.pack import pack
 from decent_optim_wrapper.wire.storage import Flat
+from decent_optim_wrapper.wire.sum_order import GIVEN_ORDER
 
 _HEADER_TAG = 0
 
@@ -34,11 +35,14 @@ class RoundPolicy(NamedTuple):
         pacing: when a round is mixed.
         nonfinite: what happens to values that are not finite.
         meter: counts every wait, every copy and all bytes.
+        in_backward_order: whether buckets are listed in the order in which a backward pass
+            completes them, and a forward pass waits for them in reverse.
     """
 
     pacing: Pacing
     nonfinite: NonFinitePolicy
     meter: Meter
+    in_backward_order: bool = False
 
 
 class Round:
@@ -57,9 +61,14 @@ class Round:
         group, transport = plan.group, session.transport
         references = session.references.groups.get(group.ranks)
         self.plan = plan
-        self._header = header
-        if references is not None:
-            self._header = header._replace(coded_rounds=references.coded_rounds)
+        # The order in which buckets are posted.
+        sums = policy.in_backward_order and group.size > 2
+        self.order = session.sum_order.of(group.ranks) if sums else GIVEN_ORDER
+        self._header = header._replace(
+            coded_rounds=0 if references is None else references.coded_rounds,
+            sums_first=self.order.first,
+            summed=self.order.summed,
+        )
         self._transport = transport
         self._policy = policy
         self._wire = Wire(
@@ -94,6 +103,10 @@ class Round:
         # Before the buckets: larger groups sum, and would add up whatever comes first.
         self._headers = self.sender.send(self._header, _HEADER_TAG, 0)
         return self
+
+    def end_backward(self) -> None:
+        """Count how many sums the backward pass, which is over, has given time for."""
+        self.order.note(each.works for each in self._exchanges.values())
 
     def order_sends(self, buckets: Sequence[Bucket]) -> None:
         """Send the buckets that the peer of a pair needs first, if the pacing knows them.
@@ -267,9 +280,19 @@ class Round:
             self._waits.wait(each.works, 0, each.suspects)
         for each in self._headers:
             message = each.message.tolist()
-            if message != [*self._header]:
-                self._compare(message, each.rank)
-                self._rate = min(self._rate, RoundHeader(*message).mixing_rate)
+            if message == [*self._header]:
+                continue
+            try:
+                ranks = self._transport.members[each.rank], self._transport.initial_rank
+                self._header.check(message, *ranks, self._policy.pacing.synchronous)
+            except CallOrderError as error:
+                # This rank leaves the round, and the others must notice, or they would wait for it.
+                self.abandon()
+                self._transport.fail(error)
+                raise
+            self._rate = min(self._rate, RoundHeader(*message).mixing_rate)
+        if self.order is not GIVEN_ORDER and self._headers:
+            self.order.agree(each.message[-1].item() for each in self._headers)
         self._headers = []
 
     def changed_in_flight(self) -> list[Tensor]:
@@ -340,14 +363,3 @@ class Round:
         self._stamps.clear()
         self._headers = []
         self.flags.drop()
-
-    def _compare(self, message: list[float], rank: int) -> None:
-        transport = self._transport
-        try:
-            same_rate = self._policy.pacing.synchronous
-            self._header.check(message, transport.members[rank], transport.initial_rank, same_rate)
-        except CallOrderError as error:
-            # This rank leaves the round, and the others must notice, or they would wait for it.
-            self.abandon()
-            transport.fail(error)
-            raise

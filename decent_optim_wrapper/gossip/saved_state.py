@@ -144,14 +144,15 @@ def _rearranged(
 def restore(gossip: Gossip, saved: SavedState) -> None:
     """Continue from a saved state."""
     gossip.average.keep()
-    for load in saved.extensions:
-        load()
     try:
         gossip.discard()
     finally:
+        # Even if the round in flight has failed. Extensions load last: the round may still send
+        # their tensors, and other buckets would change what they have loaded.
         if saved.plan:
             gossip.pipeline.plan(rebuild(saved.plan, gossip.pipeline.buckets))
-        # Even if the round in flight has failed.
+        for load in saved.extensions:
+            load()
         gossip.loaded.restore(saved.gossip, saved.kept, saved.snapshot, saved.references)
 
 

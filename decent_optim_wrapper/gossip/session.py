@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.schedule import Intervals, RoundSchedule
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.references import References
+from decent_optim_wrapper.wire.sum_order import SumOrder
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,14 @@ class Session:
         topology: the topology of the members.
         schedule: the rounds of this rank.
         references: the references that this rank shares with each of its groups.
+        sum_order: the order of the sums of each group.
     """
 
     transport: Transport
     topology: Topology
     schedule: RoundSchedule
     references: References
+    sum_order: SumOrder = field(default_factory=SumOrder)
 
     @classmethod
     def connect(

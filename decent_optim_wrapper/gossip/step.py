@@ -67,7 +67,9 @@ class Step:
         except BaseException as error:
             failures.propagate(error)
             raise
-        self._waiting = list(self._pipeline.buckets)
+        self._waiting = [*self._pipeline.buckets]
+        if self._launched and self._pipeline.policy.in_backward_order:
+            self._waiting = self._launched.order.apply(self._waiting)
         return self
 
     def _receive(self) -> None:
@@ -128,6 +130,8 @@ class Step:
             return
         try:
             if self._launched:
+                if self._in_backward:
+                    self._launched.end_backward()
                 self._pipeline.hand_over(self._launched)
             self._gossip.end_step()
         except BaseException as caught:

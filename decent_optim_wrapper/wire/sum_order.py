@@ -1,0 +1,76 @@
+"""The order in which groups of more than two ranks sum the buckets of a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+from decent_optim_wrapper.comm.waiting import Waitable
+
+Item = TypeVar("Item")
+Ranks = tuple[int, ...]
+
+# More than there are buckets.
+_ALL = 1 << 30
+
+
+class SumOrder:
+    """Sums as many buckets as a backward pass gives time for, and then those that are needed first.
+
+    Sums must come in the same order on all ranks of a group. In the order of the backward pass, the
+    next forward pass would wait for all of them before its first module. So the last buckets come
+    in the order of the forward pass. Each rank counts how many sums its backward pass has given
+    time for, and tells the number in the header of the next round of the group. The round after
+    that begins with the lowest number of all.
+    """
+
+    def __init__(self) -> None:
+        # By group: how many buckets the next round sums in the given order, and the number to tell.
+        self._first: dict[Ranks, int] = {}
+        self._summed: dict[Ranks, int] = {}
+
+    def of(self, group: Ranks) -> RoundOrder:
+        """The order of the next round of a group."""
+        first, summed = self._first.get(group, _ALL), self._summed.get(group, _ALL)
+        return RoundOrder(sums=self, group=group, first=first, summed=summed)
+
+    def note(self, group: Ranks, summed: int) -> None:
+        """Note how many sums of a round a backward pass of this rank has given time for."""
+        # One more, or the wire would be idle if the pass takes longer.
+        self._summed[group] = summed + 1
+
+    def agree(self, group: Ranks, summed: int) -> None:
+        """Note the lowest number that a rank of the group has told."""
+        self._first[group] = summed
+
+
+class RoundOrder(NamedTuple):
+    """The order of the sums of one round.
+
+    Args:
+        sums: where the orders of later rounds are noted.
+        group: the ranks.
+        first: how many buckets are summed in the given order.
+        summed: the number that this rank tells the others.
+    """
+
+    sums: SumOrder
+    group: Ranks
+    first: int
+    summed: int
+
+    def apply(self, buckets: Sequence[Item]) -> list[Item]:
+        """The first buckets in the given order, and the others in reverse."""
+        return [*buckets[: self.first], *reversed(buckets[self.first :])]
+
+    def note(self, works: Iterable[Sequence[Waitable]]) -> None:
+        """Count the sums that are done at the end of a backward pass, by their works."""
+        done = sum(all(work.is_completed() for work in each) for each in works)
+        self.sums.note(self.group, done)
+
+    def agree(self, others: Iterable[float]) -> None:
+        """Note the numbers that the other ranks have told."""
+        self.sums.agree(self.group, int(min(self.summed, *others)))
+
+
+GIVEN_ORDER = SumOrder().of(())
