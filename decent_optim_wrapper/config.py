@@ -269,8 +269,8 @@ class Settings:
     """
 
     _: KW_ONLY
-    bucket_cap_mb: Annotated[float, positive("MiB")]
-    overlap: Annotated[Overlap, _check_overlap]
+    bucket_cap_mb: Annotated[float | None, optional(positive("MiB"))]
+    overlap: Annotated[Overlap | None, optional(_check_overlap)]
     sync_at_start: Annotated[bool, _flag]
     comm_dtype: Annotated[torch.dtype | Codec | None, optional(_check_comm_dtype)]
     param_as_bucket_view: Annotated[bool, _flag]
@@ -281,7 +281,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.schedule.pacing.needs_snapshot and self.overlap is not True:
+        if self.schedule.pacing.needs_snapshot and self.overlap not in (None, True):
             raise ValueError(
                 'staleness above 1 and gossip_every="auto" expect overlap=True: with False a round '
                 'is mixed in the step that launches it, with "forward" before the next gradient'
@@ -299,7 +299,7 @@ class Settings:
             return self.overlap
         if self.overlap == "forward":
             return BeforeForward()
-        return self.schedule.pacing if self.overlap else WithinStep()
+        return WithinStep() if self.overlap is False else self.schedule.pacing
 
     def lines(self) -> list[str]:
         """One line for each option that the ranks compare as text; extensions have their own."""
@@ -340,12 +340,12 @@ def build_extensions(
     return Extensions([*built, *own])
 
 
-def check_base(optimizer: Any, pacing: Pacing) -> None:
+def check_base(optimizer: Any) -> None:
     """Check that the optimizer can be wrapped.
 
     Raises:
         TypeError: it is not an optimizer, or it is a wrapper already.
-        ValueError: it has no parameters, exchanges them itself, or does not work with this pacing.
+        ValueError: it has no parameters, or exchanges them itself.
     """
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DelegatingOptimizer):
         raise TypeError(
@@ -364,9 +364,17 @@ def check_base(optimizer: Any, pacing: Pacing) -> None:
             f"{kind.__name__}, with which each rank updates a part of them and broadcasts it; that "
             f"would undo the gossip; wrap the plain optimizer"
         )
+
+
+def check_closures(optimizer: Optimizer, pacing: Pacing) -> None:
+    """Check that the closures of an optimizer do not go with overlap only.
+
+    Raises:
+        ValueError: the optimizer evaluates its closure where this pacing does not allow it.
+    """
     reason = evaluates_inside_step(optimizer)
     if reason and not isinstance(pacing, WithinStep):
         raise ValueError(
-            f"{kind.__name__} {reason}, which does not work with overlap: the gradient "
+            f"{type(optimizer).__name__} {reason}, which does not work with overlap: the gradient "
             f"belongs to the parameters before the mixing; pass overlap=False"
         )

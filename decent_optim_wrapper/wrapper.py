@@ -28,6 +28,7 @@ from decent_optim_wrapper.config import (
     Settings,
     build_extensions,
     check_base,
+    check_closures,
 )
 from decent_optim_wrapper.elastic.recovery import Recovery
 from decent_optim_wrapper.errors import CallOrderError
@@ -53,6 +54,7 @@ from decent_optim_wrapper.optim.delegating import DelegatingOptimizer, check_sta
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.report import Report, build_report, print_at_exit
 from decent_optim_wrapper.start.arguments import Arguments
+from decent_optim_wrapper.start.forward_order import overlap_of
 from decent_optim_wrapper.start.session import Inputs, ModuleExtras, open_session
 from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.start.summary import log_summary
@@ -94,13 +96,17 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         world_size: number of ranks; None takes the size of the process group.
         local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE. If nodes have different
             numbers of ranks, or ranks that are not consecutive, every rank counts as a node.
-        topology: a name known to `TopologyFactory`, or an instance.
-        bucket_cap_mb: upper bound of the size of a bucket, in MiB.
+        topology: a name known to `TopologyFactory`, or an instance. None means pairs:
+            "one-peer-exp" for powers of two, otherwise "greedy" or, for more than 256 ranks,
+            "base-2".
+        bucket_cap_mb: upper bound of the size of a bucket, in MiB; None chooses it from the size of
+            the model.
         overlap: when a round is transferred, as above; or a `Pacing` of your own, which expects the
-            default `staleness` and a number for `gossip_every`. With "forward", code that reads
-            parameters between `step()` and the forward pass sees them before the mixing: call
-            `synchronize()` first. `state_dict()` of the model and of the wrapper mix the round in
-            flight.
+            default `staleness` and a number for `gossip_every`. None is "forward" with `model`, and
+            True without it, with `mesh`, with ``average_state="average"``, or if rounds take longer
+            than a step. With "forward", code that reads parameters between `step()` and the forward
+            pass sees them before the mixing: call `synchronize()` first. `state_dict()` of the
+            model and of the wrapper mix the round in flight.
         process_group: the ranks that gossip; None takes the default group.
         buffers: tensors such as ``model.buffers()``; `global_avg` also averages the floating-point
             ones. A buffer that a forward pass replaces by another tensor of its shape is found by
@@ -164,10 +170,10 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         rank: int | None = None,
         world_size: int | None = None,
         local_world_size: int | None = None,
-        topology: str | Topology = "complete",
-        bucket_cap_mb: float = 25,
+        topology: str | Topology | None = None,
+        bucket_cap_mb: float | None = None,
         *,
-        overlap: Overlap = True,
+        overlap: Overlap | None = None,
         process_group: dist.ProcessGroup | None = None,
         buffers: Iterable[Tensor] = (),
         sync_at_start: bool = True,
@@ -187,8 +193,12 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         options = dict(locals())
         start = Start(take_fields(Arguments, options))
         with start.failing_together():
+            check_base(optimizer)
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            known = None if mesh is not None else model
+            options["overlap"] = overlap_of(overlap, schedule, known, params)
             settings = take_fields(Settings, options)
-            check_base(optimizer, settings.pacing)
+            check_closures(optimizer, settings.pacing)
             super().__init__(optimizer)
             parts = build_extensions(settings, extensions, optimizer)
             self._local_update = LocalUpdate(optimizer, parts)
@@ -637,13 +647,12 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     def __repr__(self) -> str:
         size = sum(bucket.nbytes for bucket in self.buckets) / MIB
-        cap = self._settings.bucket_cap_mb
         return (
             f"DecentOptimWrapper(\n"
             f"  base: {type(self._base).__name__}\n"
             f"  topology: {self.topology!r}, period {self.topology.period}\n"
             f"  rank: {self.rank} of {self.world_size}\n"
-            f"  buckets: {len(self.buckets)}, {size:.2f} MiB, cap {cap} MiB\n"
+            f"  buckets: {len(self.buckets)}, {size:.2f} MiB\n"
             f"  overlap: {self._settings.overlap}\n"
             f")"
         )
@@ -729,6 +738,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             self._local_update.by_bucket(scaling, self._pipeline.buckets, apply) as update,
         ):
             yield lambda bucket: step.advance([bucket], partial(update, bucket))
+            if in_backward:
+                # When the step began, their gradients were not there yet.
+                self._local_update.check_outside(self.rank)
 
     @property
     def _scaling(self) -> Scaling:

@@ -251,8 +251,9 @@ def test_the_bucket_that_a_forward_pass_reads_first_is_about_1_mib() -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
     whole = sum(param.nbytes for param in model.parameters()) / MIB
 
-    def wrapped(**options: Any) -> DecentOptimWrapper:
-        return DecentOptimWrapper(sgd(model.parameters()), model=model, **options)
+    def wrapped(cap: float = 25, **options: Any) -> DecentOptimWrapper:
+        base = sgd(model.parameters())
+        return DecentOptimWrapper(base, model=model, bucket_cap_mb=cap, **options)
 
     def sizes(optimizer: DecentOptimWrapper) -> list[float]:
         return [sum(m.nbytes for m in each.members) / MIB for each in optimizer.buckets]
@@ -263,11 +264,14 @@ def test_the_bucket_that_a_forward_pass_reads_first_is_about_1_mib() -> None:
     assert head + rest == whole
     assert [*map(id, by_step.buckets[0].members)] == [*map(id, model[:3].parameters())]
     # A backward pass reaches it last.
-    assert sizes(DecentralizedDataParallel(model, sgd).optimizer) == [rest, head]
-    at_end = DecentralizedDataParallel(model, sgd, update_in_backward=False)
+    assert sizes(DecentralizedDataParallel(model, sgd, bucket_size_in_mb=25).optimizer) == [
+        rest,
+        head,
+    ]
+    at_end = DecentralizedDataParallel(model, sgd, bucket_size_in_mb=25, update_in_backward=False)
     assert sizes(at_end.optimizer) == [head, rest]
     assert sizes(wrapped(overlap=True)) == [whole]
     # No smaller than all others.
-    small = sizes(wrapped(overlap="forward", bucket_cap_mb=0.3))
+    small = sizes(wrapped(0.3, overlap="forward"))
     assert max(small) <= 0.3
     assert len(small) == 12

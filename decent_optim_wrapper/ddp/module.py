@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from decent_optim_wrapper.checks import expect, instance_of, is_real, take_fields
-from decent_optim_wrapper.config import check_base
+from decent_optim_wrapper.config import check_base, check_closures
 from decent_optim_wrapper.ddp.autograd_hooks import AutogradHooks
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
@@ -76,7 +76,7 @@ class DecentralizedDataParallel(Module):
             None does so unless there is a mesh, whose shards cannot be views, or an RNN on a GPU,
             whose weights cuDNN keeps in a storage of their own.
         sync_buffer_in_global_avg: `global_avg` also averages the floating-point buffers.
-        bucket_size_in_mb: upper bound of a bucket in MiB.
+        bucket_size_in_mb: upper bound of a bucket in MiB; None as in `DecentOptimWrapper`.
         update_in_backward: False clips, updates and mixes at the end of the backward pass, with all
             gradients at once. If the base's update is not known to be per parameter, or the base
             has step hooks, None does the same and True raises an error.
@@ -111,7 +111,7 @@ class DecentralizedDataParallel(Module):
         grad_clip_norm: float = 0.0,
         param_as_bucket_view: bool | None = None,
         sync_buffer_in_global_avg: bool = False,
-        bucket_size_in_mb: float = 25,
+        bucket_size_in_mb: float | None = None,
         *,
         update_in_backward: bool | None = None,
         overlap: Literal[True, "forward"] | None = None,
@@ -125,13 +125,13 @@ class DecentralizedDataParallel(Module):
             _check_overlap(overlap)
             _check_parts(optim_fn, scaler, options)
             base = optim_fn([(n, p) for n, p in model.named_parameters() if p.requires_grad])
-            check_base(base, Delayed())
+            check_base(base)
+            check_closures(base, Delayed())
             if update_in_backward and type(base) not in SPLITTABLE:
                 raise _not_in_parts(base)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(base)
             _check_scheduler(scheduler)
-        if overlap is None:
-            overlap = overlap_of(options.get("schedule"), model, params_of(base))
+        chosen = overlap_of(overlap, options.get("schedule"), model, params_of(base))
         at_end = update_in_backward is False or type(base) not in SPLITTABLE
         self.module = model
         self.scaler = scaler
@@ -141,10 +141,10 @@ class DecentralizedDataParallel(Module):
             model,
             sync_buffer_in_global_avg,
             [part for part in (self.lr_scheduler, scaler) if part is not None],
-            in_forward_order=overlap == "forward" and at_end,
+            in_forward_order=chosen == "forward" and at_end,
             topology=topology,
             bucket_cap_mb=bucket_size_in_mb,
-            overlap=overlap,
+            overlap=chosen,
             param_as_bucket_view=param_as_bucket_view,
             **options,
         )

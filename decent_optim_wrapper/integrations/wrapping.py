@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.start.forward_order import overlap_of
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 
@@ -17,8 +16,7 @@ class Wrapping:
     """The wrappers of a framework's optimizers, and the models that these train.
 
     Args:
-        gossip: arguments for every `DecentOptimWrapper`. The default of ``overlap`` is "forward" if
-            that is possible, so that gradients are computed at mixed parameters.
+        gossip: arguments for every `DecentOptimWrapper`.
     """
 
     def __init__(self, gossip: Mapping[str, Any]) -> None:
@@ -36,8 +34,7 @@ class Wrapping:
             models = self.models_of(optimizer)
             buffers = [each for model in models for each in model.buffers()]
             model = models[0] if len(models) == 1 else nn.ModuleList(models)
-            overlap = overlap_of(self._gossip.get("schedule"), model, _params_of(optimizer))
-            found = {"buffers": buffers, "model": model, "overlap": overlap}
+            found = {"buffers": buffers, "model": model}
             optimizer = DecentOptimWrapper(optimizer, **{**found, **self._gossip})
         self.wrappers.append(optimizer)
         return optimizer

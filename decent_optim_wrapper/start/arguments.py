@@ -18,7 +18,7 @@ from decent_optim_wrapper.checks import check_fields, instance_of, optional, who
 from decent_optim_wrapper.comm.process_groups import is_closed, is_registered, store_of, timeout_of
 from decent_optim_wrapper.config import Elastic, read_timeout
 from decent_optim_wrapper.start.launched_store import find_launched_store
-from decent_optim_wrapper.topo import Topology, TopologyFactory
+from decent_optim_wrapper.topo import Topology, TopologyFactory, default_name
 from decent_optim_wrapper.warn import warn
 
 _WHOLE = "a whole number or None"
@@ -225,24 +225,26 @@ def _launched_world(arguments: Arguments) -> StoreWorld:
 
 
 def resolve_topology(
-    topology: str | Topology, world_size: int, arguments: Arguments, local_world_size: int
+    topology: str | Topology | None, world_size: int, arguments: Arguments, local_world_size: int
 ) -> Topology:
     """Build the topology of that name, or check that the instance fits the process group.
 
     Args:
-        topology: a name or an instance.
+        topology: a name or an instance; None for the default.
         world_size: number of ranks.
         arguments: the user's arguments, whose sizes an instance must fit.
         local_world_size: ranks per node, for a topology that is built by name.
 
     Raises:
-        TypeError: `topology` is neither a name nor a `Topology`.
+        TypeError: `topology` is neither a name, a `Topology` nor None.
         ValueError: the name is unknown, or the sizes do not fit.
     """
+    if topology is None:
+        topology = default_name(world_size, local_world_size)
     if isinstance(topology, str):
         return TopologyFactory.create(topology, world_size, local_world_size)
     if not isinstance(topology, Topology):
-        raise TypeError(f"topology expects a name or a Topology, got {topology!r}")
+        raise TypeError(f"topology expects a name, a Topology or None, got {topology!r}")
     for name, given, actual in (
         ("world_size", topology.world_size, world_size),
         ("local_world_size", topology.local_world_size, arguments.local_world_size),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from decent_optim_wrapper.config import Schedule, Settings
+from decent_optim_wrapper.config import Overlap, Schedule, Settings
 from decent_optim_wrapper.optim.shards import largest_shard_bytes
 from decent_optim_wrapper.wire.layout import MIB
 from decent_optim_wrapper.wire.parameters import Named
@@ -18,20 +17,27 @@ _HEAD_MB = 1.0
 
 
 def overlap_of(
-    schedule: object, model: nn.Module, params: Iterable[Tensor]
-) -> Literal[True, "forward"]:
-    """The default `overlap` if the model is known.
+    overlap: Overlap | None, schedule: object, model: object, params: Iterable[Tensor]
+) -> Overlap:
+    """The given `overlap`, or the default.
 
     Args:
-        schedule: the schedule of the rounds; None for the default one.
-        model: the model.
+        overlap: the user's; None for the default.
+        schedule: the schedule of the rounds.
+        model: the model; None if it is not known.
         params: the parameters of the optimizer.
 
     Returns:
-        "forward", unless rounds take longer than a step, or modules do not announce all parameters.
+        By default "forward". True without the model, if rounds take longer than a step, if an
+        average of the base's state would wait for all ranks in the forward pass, or if the modules
+        of the model do not announce all parameters.
     """
-    is_late = isinstance(schedule, Schedule) and schedule.pacing.needs_snapshot
-    if is_late or isinstance(model, torch.jit.ScriptModule):
+    if overlap is not None:
+        return overlap
+    meets_later = isinstance(schedule, Schedule) and (
+        schedule.pacing.needs_snapshot or schedule.average_state == "average"
+    )
+    if meets_later or not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         return True
     return "forward" if set(params) <= set(model.parameters()) else True
 
@@ -66,10 +72,10 @@ def forward_order(settings: Settings, model: nn.Module | None) -> tuple[Tensor, 
     return tuple(model.parameters())
 
 
-def head_of(order: Sequence[Tensor], cap_mb: float) -> frozenset[int]:
+def head_of(order: Sequence[Tensor], cap_mb: float | None) -> frozenset[int]:
     """The ids of the parameters in a small first bucket; empty if all buckets are as small."""
     head: set[int] = set()
-    room = _HEAD_MB * MIB if cap_mb > _HEAD_MB else 0.0
+    room = _HEAD_MB * MIB if cap_mb is None or cap_mb > _HEAD_MB else 0.0
     for param in order:
         room -= largest_shard_bytes(param)
         if room < 0:

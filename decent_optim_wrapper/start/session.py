@@ -59,11 +59,13 @@ class ModuleExtras:
         carried: further tensors that start the same on all ranks, and that a restarted rank
             receives.
         parts: objects whose `state_dict` a restarted rank receives.
+        in_backward_order: whether `order` is that of a backward pass.
     """
 
     order: tuple[Tensor, ...] = ()
     carried: tuple[Named, ...] = ()
     parts: tuple[Any, ...] = ()
+    in_backward_order: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ class Inputs:
         local_update: steps the base.
         extensions: the extensions that take part in rounds.
         settings: the checked settings.
-        topology: a name or an instance.
+        topology: a name or an instance; None for the default.
         buffers: tensors to average in addition to the parameters.
         model: the model of the parameters, needed if they are sharded.
         extras: the additions of a module that contains the wrapper.
@@ -85,7 +87,7 @@ class Inputs:
     local_update: LocalUpdate
     extensions: Extensions
     settings: Settings
-    topology: str | Topology
+    topology: str | Topology | None
     buffers: Iterable[Tensor]
     model: nn.Module | None
     extras: ModuleExtras
@@ -305,7 +307,12 @@ class Setup:
         if not settings.sync_at_start:
             averaged += self._differing(session.transport)
         buckets = plan_buckets(averaged, self._layout.plain)
-        policy = RoundPolicy(pacing=settings.pacing, nonfinite=self._nonfinite, meter=self._meter)
+        policy = RoundPolicy(
+            pacing=settings.pacing,
+            nonfinite=self._nonfinite,
+            meter=self._meter,
+            in_backward_order=inputs.extras.in_backward_order and settings.pacing.mixes_early,
+        )
         rate = settings.schedule.mixing_rate
         return Gossip(
             Pipeline(session, policy, inputs.extensions, rate),

@@ -38,13 +38,13 @@ class World(NamedTuple):
 
 
 def find_world(
-    start: Start, topology: str | Topology, settings: Settings, outline: Outline
+    start: Start, topology: str | Topology | None, settings: Settings, outline: Outline
 ) -> World:
     """Meet the other ranks in the process group or in the store; collective.
 
     Args:
         start: reaches the other ranks.
-        topology: a name or an instance.
+        topology: a name or an instance; None for the default.
         settings: the checked settings.
         outline: the first lines of the description in which the ranks must agree, for the topology.
 
@@ -56,7 +56,7 @@ def find_world(
     return _in_store(start, topology, settings, start.arguments.elastic, outline)
 
 
-def _in_process_group(start: Start, topology: str | Topology) -> World:
+def _in_process_group(start: Start, topology: str | Topology | None) -> World:
     arguments = start.arguments
     with start.failing_together():
         transport = start.transport
@@ -70,7 +70,7 @@ def _in_process_group(start: Start, topology: str | Topology) -> World:
 
 def _in_store(
     start: Start,
-    topology: str | Topology,
+    topology: str | Topology | None,
     settings: Settings,
     elastic: Elastic,
     outline: Outline,

@@ -17,7 +17,7 @@ from decent_optim_wrapper.topo.classic import (
     OnePeerExponential,
     Ring,
 )
-from decent_optim_wrapper.topo.factory import TopologyFactory
+from decent_optim_wrapper.topo.factory import TopologyFactory, default_name
 from decent_optim_wrapper.topo.greedy import Greedy
 from decent_optim_wrapper.topo.group import Group
 
@@ -35,4 +35,5 @@ __all__ = [
     "Ring",
     "Topology",
     "TopologyFactory",
+    "default_name",
 ]

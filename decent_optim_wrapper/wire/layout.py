@@ -12,13 +12,18 @@ from torch.distributed.tensor import DTensor
 from decent_optim_wrapper.codecs import Codec
 
 MIB = 1024 * 1024
+# A bucket costs a few tenths of a millisecond, and a pass waits for whole buckets: few buckets for
+# small models, and many small ones only where their number does not count.
+_BUCKETS = 16
+_LARGEST_MB = 25
 
 
 class Layout(NamedTuple):
     """How tensors are put into buckets.
 
     Args:
-        cap_mb: upper bound of a bucket in MiB; a larger tensor gets its own bucket.
+        cap_mb: upper bound of a bucket in MiB; a larger tensor gets its own bucket. None chooses it
+            from the size of all tensors.
         wire_device: maps a tensor's device to the device that the transport exchanges on.
         codec: how values are coded if that takes fewer bytes; None sends them unchanged.
         as_view: make the tensors views of the bucket's own storage.
@@ -29,7 +34,7 @@ class Layout(NamedTuple):
             each group; otherwise the values are coded.
     """
 
-    cap_mb: float
+    cap_mb: float | None
     wire_device: Callable[[torch.device], torch.device] = lambda device: device
     codec: Codec | None = None
     as_view: bool = False
@@ -42,6 +47,12 @@ class Layout(NamedTuple):
     def plain(self) -> Layout:
         """The layout for tensors that are exchanged without a codec, outside the gossip."""
         return Layout(self.cap_mb, self.wire_device, copies=self.copies)
+
+    def cap_bytes(self, total: int) -> float:
+        """The upper bound of a bucket if all tensors together have so many bytes."""
+        if self.cap_mb is not None:
+            return self.cap_mb * MIB
+        return min(max(total / _BUCKETS, MIB), _LARGEST_MB * MIB)
 
     def places(self, tensors: Iterable[Tensor]) -> list[int]:
         """The position of each tensor in the order; the others come last."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decent_optim_wrapper.optim.shards import largest_shard_bytes
 from decent_optim_wrapper.wire.bucket import Bucket
-from decent_optim_wrapper.wire.layout import MIB, Kind, Layout
+from decent_optim_wrapper.wire.layout import Kind, Layout
 
 
 def extend_plan(
@@ -94,10 +94,10 @@ def rebuild(plan: Sequence[Sequence[Tensor]], buckets: Sequence[Bucket]) -> Sequ
 
 
 def _fill(tensors: Iterable[Tensor], layout: Layout) -> list[list[Tensor]]:
-    cap_bytes = layout.cap_mb * MIB
+    listed = list(tensors)
+    cap_bytes = layout.cap_bytes(sum(map(largest_shard_bytes, listed)))
     filled: list[list[Tensor]] = []
     open_buckets: dict[Kind, tuple[list[Tensor], int]] = {}
-    listed = list(tensors)
     placed = sorted(zip(layout.places(listed), listed, strict=True), key=itemgetter(0))
     for _, tensor in placed:
         kind = Kind.of(tensor, layout)
@@ -116,6 +116,6 @@ def bucket_bytes(tensors: Iterable[Tensor], layout: Layout) -> dict[torch.device
     """The bytes of a full bucket, or of all tensors if they are less, by device."""
     found: dict[torch.device, int] = {}
     for tensor in tensors:
-        nbytes = found.get(tensor.device, 0) + largest_shard_bytes(tensor)
-        found[tensor.device] = min(int(layout.cap_mb * MIB), nbytes)
-    return found
+        found[tensor.device] = found.get(tensor.device, 0) + largest_shard_bytes(tensor)
+    cap_bytes = int(layout.cap_bytes(sum(found.values())))
+    return {device: min(cap_bytes, nbytes) for device, nbytes in found.items()}
