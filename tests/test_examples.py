@@ -176,7 +176,14 @@ PRINTED = {
     "custom_topology.py": ["star: consensus rate*"],
     "train_digits.py --epochs 1 --non-iid": ["ring, gossip_every=1: test accuracy *, 0.0 MiB sent"],
     "benchmark/overhead.py --parameters 1e5 --repeats 1 --seconds 0.2": [
-        *("one round, views:*", "wrapped, a lone rank:*"),
+        *("one all-reduce:*", "one round, views:*", "wrapped, a lone rank:*"),
+    ],
+    "benchmark/overhead.py --parameters 1e6 --repeats 1 --training 1": [
+        *("| decent-dp | * | 1.00 |", "| the wrapper, int8 |*", "| the module |*"),
+    ],
+    "benchmark/step_time.py --defaults --sizes 1 --steps 2 --warmup 1 --rate '' --ranks 2 "
+    "--methods DDP decent-dp 'the wrapper' 'the module'": [
+        *("| DDP |*", "| decent-dp |*", "| the wrapper |*", "| the module |*"),
     ],
     "benchmark/codec_speed.py --mib 0.1 --repeats 1": [
         *("| bfloat16 | 2.000 |*", "| int8 | 1.022 |*", "| int4 | 0.519 |*"),

@@ -5,9 +5,10 @@
 Four ranks, each in its own network namespace behind a 400 Mbit/s link (root and iproute2 needed;
 without them, plain loopback). The model has 10 layers whose forward and backward take 0.1 s and
 0.2 s of wall time without using the CPU, as on an accelerator; its parameters total M MiB. SGD
-with momentum (or AdamW), buckets of 4 MiB, gloo, topology ring. The times may vary from step to
-step, and rank 0 may be slower than the others. One method with 20 MiB takes 5 s of CPU time, of all
-ranks together, and 15 s in all; by default it runs all methods with three sizes.
+with momentum (or AdamW), buckets of 4 MiB, gloo, topology ring; with --defaults, every method with
+its own defaults. The times may vary from step to step, and rank 0 may be slower than the others.
+One method with 20 MiB takes 5 s of CPU time, of all ranks together, and 15 s in all; by default it
+runs all methods with three sizes.
 """
 
 from __future__ import annotations
@@ -69,11 +70,15 @@ class Workload(NamedTuple):
         adamw: AdamW in place of SGD with momentum.
         jitter: sigma of the log-normal factor of a step's time, whose mean is 1.
         slow_factor: how many times longer rank 0 takes.
+        defaults: whether every method has its own defaults.
+        cap_mb: another upper bound of our buckets than the default, in MiB.
     """
 
     adamw: bool = False
     jitter: float = 0.0
     slow_factor: float = 1.0
+    defaults: bool = False
+    cap_mb: float | None = None
 
 
 class _Clock:
@@ -156,8 +161,8 @@ def bare_exchange(model: nn.Module) -> Step:
     return step
 
 
-def ddp(model: nn.Module, compress: bool = False) -> Step:
-    network = DistributedDataParallel(model, bucket_cap_mb=BUCKET_CAP_MB)
+def ddp(model: nn.Module, compress: bool = False, cap_mb: float | None = BUCKET_CAP_MB) -> Step:
+    network = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
     if compress:
         network.register_comm_hook(None, bf16_compress_hook)
     return loop(network, make_base(network.parameters()))
@@ -168,16 +173,40 @@ def post_local_sgd(model: nn.Module, period: int = 1) -> Step:
     return loop(model, PostLocalSGDOptimizer(make_base(model.parameters()), averager))
 
 
-def decent_dp(model: nn.Module) -> Step:
+def decent_dp(model: nn.Module, defaults: bool = False) -> Step:
     from decent_dp.ddp import DecentralizedDataParallel
 
+    fixed = {"topology": "ring", "bucket_size_in_mb": BUCKET_CAP_MB}
     network = DecentralizedDataParallel(
         model,
         lambda named: make_base([tensor for _, tensor in named]),
-        topology="ring",
-        bucket_size_in_mb=BUCKET_CAP_MB,
+        **({} if defaults else fixed),
     )
     return loop(network, None)
+
+
+def default_wrapper(network: nn.Module, **options: Any) -> Step:
+    """The wrapper with these options and nothing else."""
+    optimizer = DecentOptimWrapper(make_base(network.parameters()), **options)
+    step = loop(network, optimizer)
+    step.stats = optimizer.stats  # type: ignore[attr-defined]
+    step.finish = optimizer.synchronize  # type: ignore[attr-defined]
+    return step
+
+
+def default_wrapper_with_model(network: nn.Module, **options: Any) -> Step:
+    return default_wrapper(network, model=network, **options)
+
+
+def default_module(model: nn.Module, bucket_cap_mb: float | None = None, **options: Any) -> Step:
+    """The module with these options and nothing else."""
+    network = DecentralizedDataParallel(
+        model, make_base, bucket_size_in_mb=bucket_cap_mb, **options
+    )
+    step = loop(network, None)
+    step.stats = network.optimizer.stats  # type: ignore[attr-defined]
+    step.finish = network.optimizer.synchronize  # type: ignore[attr-defined]
+    return step
 
 
 def gossip(model: nn.Module, whole: bool = False, **options: Any) -> Step:
@@ -213,7 +242,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "complete": {"topology": "complete"},
     "nodes of 2": {"topology": "alternating-exp-ring", "local_world_size": 2},
 }
-METHODS: dict[str, Callable[[nn.Module], Step]] = {
+METHODS: dict[str, Callable[..., Step]] = {
     "no communication": no_communication,
     "DDP": ddp,
     "DDP, bf16 hook": partial(ddp, compress=True),
@@ -258,6 +287,22 @@ METHODS: dict[str, Callable[[nn.Module], Step]] = {
     ),
     "bare exchange": bare_exchange,
 }
+# Every method with its own defaults.
+DEFAULTS: dict[str, Callable[..., Step]] = {
+    "no communication": no_communication,
+    "DDP": partial(ddp, cap_mb=None),
+    "DDP, bf16 hook": partial(ddp, compress=True, cap_mb=None),
+    "decent-dp": partial(decent_dp, defaults=True),
+    "the wrapper": default_wrapper_with_model,
+    "the wrapper, int8": partial(default_wrapper_with_model, comm_dtype=torch.int8),
+    "the wrapper without the model": default_wrapper,
+    "the wrapper without the model, int8": partial(default_wrapper, comm_dtype=torch.int8),
+    "the module": default_module,
+    "the module, pairs": partial(default_module, topology="one-peer-exp"),
+    "the module, pairs, int8": partial(
+        default_module, topology="one-peer-exp", comm_dtype=torch.int8
+    ),
+}
 
 
 def measure(method: str, size_mib: float, steps: int, warmup: int, workload: Workload) -> Timing:
@@ -265,7 +310,9 @@ def measure(method: str, size_mib: float, steps: int, warmup: int, workload: Wor
     init_distributed()
     if workload.adamw:
         os.environ["STEP_TIME_ADAMW"] = "1"
-    step = METHODS[method](build_model(size_mib))
+    make = (DEFAULTS if workload.defaults else METHODS)[method]
+    cap = {} if workload.cap_mb is None else {"bucket_cap_mb": workload.cap_mb}
+    step = make(build_model(size_mib), **cap)
     for _ in range(warmup):
         step()
     dist.barrier()
@@ -311,7 +358,9 @@ def floor_seconds(size_mib: float, rate: str) -> float:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", type=float, nargs="+", default=[10, 20, 40], metavar="MIB")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices={**METHODS, **DEFAULTS}, metavar="METHOD")
+    parser.add_argument("--defaults", action="store_true", help="of every method, nothing passed")
+    parser.add_argument("--cap-mb", type=float, help="of our buckets, with --defaults")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rate", default="400mbit", help="of each link, such as 400mbit")
     parser.add_argument("--steps", type=int, default=12)
@@ -324,12 +373,13 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.rate and not re.fullmatch(r"([0-9.]+)([kmg])bit", args.rate.lower()):
         parser.error(f"--rate expects something like 400mbit or 1gbit, got {args.rate}")
+    args.methods = args.methods or list(DEFAULTS if args.defaults else METHODS)
     return args
 
 
 def run_cell(args: argparse.Namespace, where: netlab.Lab, method: str, size: float) -> Timing:
     """The mean over the ranks, without rank 0 if it is slower than the others."""
-    workload = Workload(args.adamw, args.jitter, args.slow_factor)
+    workload = Workload(args.adamw, args.jitter, args.slow_factor, args.defaults, args.cap_mb)
     call = (measure, method, size, args.steps, args.warmup, workload)
     ranks = netlab.run(where, args.ranks, *call, timeout=240)
     if workload.slow_factor > 1:
@@ -400,7 +450,7 @@ def main() -> None:
         rows[method] = [median(runs[method, size]) for size in args.sizes]
     floors = [floor_seconds(size, args.rate) for size in args.sizes]
     print("\n" + table(rows, args.sizes, floors))
-    if args.rate and args.slow_factor == 1:
+    if args.rate and args.slow_factor == 1 and not args.defaults:
         measured = {name: [timing.step for timing in timings] for name, timings in rows.items()}
         expected = simulated.expected(
             measured,
