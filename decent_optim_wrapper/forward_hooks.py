@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from decent_optim_wrapper.forks import after_fork
@@ -44,7 +46,8 @@ class ForwardHooks:
     """
 
     def __init__(self, model: nn.Module, announce: Announce, settle: Callable[[], None]) -> None:
-        self._announce = announce
+        is_fake = any(isinstance(param, FakeTensor) for param in model.parameters())
+        self._announce = announce if is_fake else partial(_with_real_tensors, announce)
         self._settle = settle
         self._root = model
         self._sharded = any(isinstance(param, DTensor) for param in model.parameters())
@@ -205,6 +208,12 @@ class _Hook:
     def __reduce__(self) -> Any:
         # Copies and files.
         return _Hook, (None, self._method)
+
+
+def _with_real_tensors(announce: Announce, params: Iterable[Tensor] | None) -> None:
+    """Announce outside of the mode in which torch.export calls modules with fake tensors."""
+    with unset_fake_temporarily():
+        announce(params)
 
 
 def _remove(handles: list[Any]) -> None:

@@ -42,6 +42,20 @@ def adamw(params: Sequence[Tensor]) -> Optimizer:
     return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
 
 
+class Masters(torch.optim.SGD):
+    """Updates float32 masters in its state, and copies them into the parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state.setdefault("master", param.detach().float().clone())
+                if param.grad is not None:
+                    state["master"].sub_(param.grad.float(), alpha=group["lr"])
+                param.copy_(state["master"])
+
+
 def in_one_call(base: Optimizer) -> Optimizer:
     """A base that is not updated bucket by bucket: a hook of its own may look at all of it."""
     base.register_step_post_hook(lambda *_: None)

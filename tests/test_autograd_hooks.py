@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from modules import Training, adamw, backward, batch, fill, flat, loss_of, make_model, train, wrap
+from modules import (
+    Training,
+    adamw,
+    backward,
+    batch,
+    fill,
+    flat,
+    loss_of,
+    make_model,
+    sgd,
+    train,
+    wrap,
+)
 from ranks import run_threads
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -334,23 +346,16 @@ def test_a_module_that_is_dropped_leaves_its_model_alone() -> None:
 
 
 @IN_BACKWARD
-def test_what_is_in_no_bucket_is_unscaled_and_clipped(in_backward: bool | None) -> None:
-    model = make_model(dtype=torch.float32)
-    weight = next(model.parameters())
+def test_what_is_in_no_bucket_is_not_trained_by_each_rank(in_backward: bool | None) -> None:
+    model = make_model()
     model[0].requires_grad_(False)
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    wrapped = wrap(
-        model,
-        None,
-        lambda named: torch.optim.SGD(model.parameters(), lr=1.0),
-        scaler=scaler,
-        grad_clip_norm=0.1,
-        update_in_backward=in_backward,
-    )
+    wrapped = wrap(model, None, lambda _: sgd(model.parameters()), update_in_backward=in_backward)
+    train(wrapped, 0, range(1))
     model[0].requires_grad_(True)
-    before = weight.detach().clone()
-    backward(scaler.scale(1000 * loss_of(wrapped, 0, 0)))
-    assert 0 < (weight - before).norm().item() <= 0.1 + 1e-5
+    before = model[0].weight.detach().clone()
+    with pytest.raises(RuntimeError, match="call rebuild_buckets"):
+        backward(loss_of(wrapped, 0, 1))
+    assert torch.equal(model[0].weight, before)
 
 
 def test_a_layer_that_is_added_later_steps_alone() -> None:

@@ -13,7 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import named, pairwise
-from problem import MODES, adamw, backward, flatten, make_params, nesterov, sgd, take_steps, wrap
+from problem import (
+    MODES,
+    Masters,
+    adamw,
+    backward,
+    flatten,
+    make_params,
+    nesterov,
+    sgd,
+    take_steps,
+    wrap,
+)
 from ranks import run_threads
 from torch import Tensor
 from torch.optim import ASGD, LBFGS, SGD, AdamW, Optimizer
@@ -504,20 +515,6 @@ def test_an_iterate_that_is_not_mixed_is_warned_of() -> None:
         wrap(params, None, sgd(params))
     (text,) = texts
     assert 'average_state=("z",)' in text
-
-
-class Masters(SGD):
-    """Updates float32 masters in its state, and copies them into the parameters."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                state.setdefault("master", param.detach().float().clone())
-                if param.grad is not None:
-                    state["master"].sub_(param.grad.float(), alpha=group["lr"])
-                param.copy_(state["master"])
 
 
 class Offloads(SGD):

@@ -7,27 +7,24 @@ cannot run here is fenced as ``python no-run: <reason>``.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import re
-import runpy
 import shlex
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from launched import Launched, ours
 from loguru import logger
-from ranks import begin_process, print_to, run_processes, run_script_on_ranks
+from ranks import run_processes, run_script_on_ranks
 from torch import Tensor, nn
 
-from decent_optim_wrapper.launcher import add_arguments, rank_process
+from decent_optim_wrapper.launcher import add_arguments
 
 ROOT = Path(__file__).parent.parent
 GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))
@@ -166,40 +163,6 @@ def loss(model, batch):
 """
 
 
-class ForkedRank:
-    """A rank of the launcher that does not import torch again.
-
-    It takes the place of torch's `SubprocessHandler` and of the process in it.
-    """
-
-    def __init__(self, args: Sequence[str], env: dict[str, str], stdout: str, **_: Any) -> None:
-        start = multiprocessing.get_context("fork").Process
-        self._process = start(target=run_rank, args=(args[-1], env, Path(stdout)), daemon=True)
-        self._process.start()
-        self.proc, self.pid = self, self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self.returncode
-
-
-def run_rank(script: str, env: dict[str, str], printed: Path) -> None:
-    os.setsid()
-    print_to(printed)
-    os.environ.update(env)
-    begin_process()
-    runpy.run_path(script, run_name="__main__")
-
-
-def forking(command: Sequence[str]) -> int:
-    """Run our launcher with such ranks."""
-    with mock.patch(f"{rank_process.__name__}.get_subprocess_handler", ForkedRank):
-        return ours(command)
-
-
 @pytest.mark.slow
 def test_the_script_of_the_elastic_guide_goes_on_without_rank_0_which_comes_back(
     tmp_path: Path,
@@ -209,7 +172,7 @@ def test_the_script_of_the_elastic_guide_goes_on_without_rank_0_which_comes_back
     (command,) = (each.code.split() for each in page if each.code.startswith("python -m"))
     assert command[3:] == ["run", "--nproc-per-node", "4", "train.py"]
     script = "".join([READERS_PART, *training])
-    with Launched(tmp_path, script, "--nproc-per-node", "2", launcher=forking) as launcher:
+    with Launched(tmp_path, script, "--nproc-per-node", "2", launcher=ours) as launcher:
         assert launcher.end(seconds=110) == 0, launcher.printed
     assert (tmp_path / "back").exists()
     assert "rank 0 ended (killed by SIGKILL); it is started again" in launcher.printed

@@ -103,12 +103,12 @@ def test_the_layers_have_an_order() -> None:
 # Private names of others that are used, because there is no public way.
 OTHERS_PRIVATE = {
     # Python's
-    *("_asdict", "_replace", "_exit", "_getframe"),
+    *("_asdict", "_fields", "_replace", "_exit", "_getframe"),
     # torch's process groups and stores
     *("_C", "_distributed_c10d", "_get_backend", "_get_process_group_store", "_register_backend"),
-    *("_end_coalescing", "_start_coalescing", "_Options"),
-    # what its compiler has made, for a test
-    "_inductor",
+    *("_devices", "_end_coalescing", "_start_coalescing", "_Options"),
+    # what its compiler has made, and a tensor that is made of two, for tests
+    *("_inductor", "_internal"),
     *("_set_default_backend", "_set_default_timeout", "_timeout", "_world"),
     # torch's optimizers and their hooks
     *("_global_optimizer_post_hooks", "_global_optimizer_pre_hooks", "_opt_called"),

@@ -38,7 +38,7 @@ FOREIGN_ATTRIBUTES = {
     *("grad", "data", "training", "momentum", "param_groups", "state", "defaults", "__class__"),
     *("_opt_called", "found_inf", "grad_scale", "_timeout", "lazy_init", "rootRank", "reduceOp"),
     *("prepare_model", "prepare_optimizer", "save_state", "models", "is_background", "atexit"),
-    "average_tokens_across_devices",
+    *("average_tokens_across_devices", "free_memory"),
     # The public property of the wrapper.
     "mixing_rate",
 }

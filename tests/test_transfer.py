@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.profiler import ProfilerActivity, profile
 
-from decent_optim_wrapper import DecentOptimWrapper, Group, Topology
+from decent_optim_wrapper import DecentOptimWrapper, Topology
 from decent_optim_wrapper.gossip.extension import Extensions
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
@@ -74,17 +74,6 @@ def test_only_listed_types_without_hooks_are_split() -> None:
     assert LocalUpdate(base, Extensions(())).splits
     base.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
     assert not LocalUpdate(base, Extensions(())).splits
-
-
-def test_a_parameter_in_no_bucket_is_still_updated() -> None:
-    params, reference = make_params(), make_params()
-    params[1].requires_grad_(False)
-    optimizer, plain = wrap(params), sgd(reference)
-    params[1].requires_grad_(True)
-    take_steps(optimizer, params, 0, range(3))
-    take_steps(plain, reference, 0, range(3))
-    assert torch.equal(flatten(params), flatten(reference))
-    assert not torch.equal(params[1], make_params()[1])
 
 
 def test_the_groups_survive_an_update_that_raises() -> None:
@@ -272,23 +261,6 @@ def test_wire_buffers_stay_within_their_limit(
         assert 0 < rounds <= limit + 0.01
         assert averaged == pytest.approx(rounds + 1, abs=0.01)
         assert after == pytest.approx(rounds, abs=0.01)
-
-
-def test_a_topology_made_by_name_keeps_no_schedules_of_other_ranks() -> None:
-    def groups_held(topology: Topology) -> int:
-        return sum(isinstance(each, Group) for each in reachable(topology))
-
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
-        # Its schedules are built for all ranks together.
-        optimizer = wrap(make_params(), group, topology="greedy")
-        optimizer.step()
-        optimizer.synchronize()
-        kept = groups_held(optimizer.topology)
-        assert len(optimizer.topology.groups(0)) == 2
-        return kept, groups_held(optimizer.topology)
-
-    for kept, built in run_threads(4, main):
-        assert kept == 0 < built
 
 
 class Counting(torch.overrides.TorchFunctionMode):

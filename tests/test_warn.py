@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from problem import TINY_CAP_MB, backward, make_params, sgd, wrap
+from problem import TINY_CAP_MB, Masters, backward, make_params, sgd, wrap
 from ranks import run_threads
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -23,7 +23,7 @@ from decent_optim_wrapper import DecentOptimWrapper, DecentralizedDataParallel, 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.elastic import recovery
 
-SAME = "the peers have sent the same values as this rank"
+OWN_COPY = "rank 0: Masters keeps its own copy of the weights"
 EVERY_2 = Schedule(gossip_every=2)
 
 
@@ -45,20 +45,20 @@ def in_module(name: str, source: str, **names: Any) -> Any:
 
 
 def with_a_scheduler(rank: int, group: dist.ProcessGroup) -> None:
-    params = make_params()
-    optimizer = wrap(params, group)
+    params = make_params(dtype=torch.float32)
+    optimizer = wrap(params, group, Masters(params, lr=0.005))
     LambdaLR(optimizer, lambda step: 1.0)
-    for step in range(5):
-        backward(params, 0, step)
+    for _ in range(30):
+        backward(params, rank, 0)
         optimizer.step()
 
 
 def in_a_training_loop(rank: int, group: dist.ProcessGroup) -> None:
-    params = make_params()
-    optimizer = wrap(params, group)
+    params = make_params(dtype=torch.float32)
+    optimizer = wrap(params, group, Masters(params, lr=0.005))
     fit = in_module("lightning.pytorch.loops", "def function(step):\n    step()\n")
-    for step in range(5):
-        backward(params, 0, step)
+    for _ in range(30):
+        backward(params, rank, 0)
         fit(optimizer.step)
 
 
@@ -66,12 +66,13 @@ def in_a_backward_pass(rank: int, group: dist.ProcessGroup) -> None:
     torch.manual_seed(0)
     model = DecentralizedDataParallel(
         nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
-        lambda named: torch.optim.SGD([param for _, param in named], lr=0.05),
+        lambda named: Masters([param for _, param in named], lr=0.005),
         process_group=group,
+        update_in_backward=False,
         bucket_size_in_mb=TINY_CAP_MB,
     )
-    for _ in range(5):
-        model(torch.ones(2, 3)).square().mean().backward()
+    for _ in range(30):
+        model(torch.full((2, 3), rank + 1.0)).square().mean().backward()
 
 
 def from_other_seeds(rank: int, group: dist.ProcessGroup) -> None:
@@ -86,9 +87,9 @@ def alone(rank: int, group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize(
     ("main", "words", "line"),
     [
-        (with_a_scheduler, SAME, "optimizer.step()"),
-        (in_a_training_loop, SAME, "fit(optimizer.step)"),
-        (in_a_backward_pass, SAME, ".backward()"),
+        (with_a_scheduler, OWN_COPY, "optimizer.step()"),
+        (in_a_training_loop, OWN_COPY, "fit(optimizer.step)"),
+        (in_a_backward_pass, OWN_COPY, ".backward()"),
         (from_other_seeds, "tensors by rank: {1: 5} (of 5)", "DecentOptimWrapper("),
         (alone, "WORLD_SIZE=4", "DecentOptimWrapper("),
         (alone, "gradient_tracking gains less", "DecentOptimWrapper("),

@@ -48,7 +48,10 @@ def broadcast(
 
 def digest(tensor: Tensor) -> int:
     """A number of 63 bits that differs if the bytes of two tensors differ."""
-    found = hashlib.sha256(_bytes(local(tensor).detach().cpu()).numpy().data)
+    values = local(tensor).detach()
+    # A copy: few elements may have strides that allow no view as bytes.
+    copy = torch.empty(values.shape, dtype=values.dtype, device="cpu").copy_(values)
+    found = hashlib.sha256(_bytes(copy).numpy().data)
     return int.from_bytes(found.digest()[:8], "little") >> 1
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,19 +20,9 @@ from decent_optim_wrapper.wire.storage import Arena, Flat, move_together, new_ve
 # Elements that are mixed at a time if a temporary copy is needed.
 _SLICE = 1 << 18
 _version_of = attrgetter("_version")
+_kind_of = attrgetter("dtype", "device")
+_shape_of = attrgetter("shape")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-
-
-class _Place(NamedTuple):
-    """The address and layout of a tensor in memory."""
-
-    address: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Place:
-        return cls(tensor.data_ptr(), tensor.shape, tensor.stride())
 
 
 class Pair(NamedTuple):
@@ -100,7 +90,7 @@ class Bucket:
         if layout.as_view:
             data = move_together(self._members)
             self._storage = Flat(data, (data,))
-        self._places = [_Place.of(member) for member in self._members] if layout.as_view else []
+        self._places = self._look()
         # FSDP replaces the storage of shards itself.
         self.counted = [m for m in self._members if not (self._sharded or m.is_inference())]
         self._wire = _Memory(self.wire_device, pinned=self.via_cpu)
@@ -324,12 +314,21 @@ class Bucket:
 
     def relocated(self) -> list[Tensor]:
         """The members that were converted or moved, or whose shared storage was replaced."""
-        device, dtype, *_ = self._kind
-        moved = [m for m in self._members if m.dtype is not dtype or m.device != device]
-        if self._storage is not None and not moved:
-            pairs = zip(self._members, self._places, strict=True)
-            moved = [member for member, place in pairs if _Place.of(member) != place]
-        return moved
+        if (now := self._look()) == self._places:
+            return []
+        rows = zip(
+            self._members, zip(*self._places, strict=True), zip(*now, strict=True), strict=True
+        )
+        return [member for member, before, after in rows if before != after]
+
+    def _look(self) -> list[list[Any]]:
+        """What must not change of the members, in columns."""
+        columns: list[Iterable[Any]] = [map(_kind_of, self._members)]
+        if self._storage is not None:
+            columns += [
+                map(each, self._members) for each in (Tensor.data_ptr, _shape_of, Tensor.stride)
+            ]
+        return [list(column) for column in columns]
 
     def _notify_autograd(self) -> None:
         """Increment the version counters of members that are views, which do not do so themselves.
