@@ -30,7 +30,7 @@ def after_fork(method: Callable[[], object]) -> None:
 def _begin_child() -> None:
     for connection in _connections:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
-    for each in _in_child:
+    for each in list(_in_child):
         if method := each():
             method()
 

@@ -242,7 +242,7 @@ class Connections:
         reason = (
             "this process was forked, and leaves them to its parent; make this call in the parent"
         )
-        self._closure, self._begin_wait = Closure(reason=reason, broken=True), None
+        self._closure, self._should_stop = Closure(reason=reason, broken=True), None
         self._release()
         self._world, self._ready = self._user_group, None
 

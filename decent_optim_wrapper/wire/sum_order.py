@@ -36,8 +36,9 @@ class SumOrder:
 
     def note(self, group: Ranks, summed: int) -> None:
         """Note how many sums of a round a backward pass of this rank has given time for."""
-        # One more, or the wire would be idle if the pass takes longer.
-        self._summed[group] = summed + 1
+        # One more, or the wire would be idle if the pass takes longer. A single slow round counts
+        # for little: the group could add only one in each of the next rounds.
+        self._summed[group] = max(summed + 1, self._summed.get(group, 0) - 1)
 
     def agree(self, group: Ranks, summed: int) -> None:
         """Note the lowest number that a rank of the group has told."""
@@ -65,7 +66,8 @@ class RoundOrder(NamedTuple):
 
     def note(self, works: Iterable[Sequence[Waitable]]) -> None:
         """Count the sums that are done at the end of a backward pass, by their works."""
-        done = sum(all(work.is_completed() for work in each) for each in works)
+        # Those that a thread still posts have no works.
+        done = sum(bool(each) and all(work.is_completed() for work in each) for each in works)
         self.sums.note(self.group, done)
 
     def agree(self, others: Iterable[float]) -> None:
