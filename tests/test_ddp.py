@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from modules import adamw, backward, fill, flat, make_model, sgd, train, wrap
+from modules import adamw, backward, fill, flat, loss_of, make_model, sgd, train, wrap, wrap_base
 from problem import in_one_call
 from ranks import run_threads
 from restartable_processes import STALE_AFTER, STEP, RestartableProcesses
@@ -44,6 +44,56 @@ def test_it_mixes_before_the_forward_pass_unless_that_is_impossible(
 ) -> None:
     model = wrap(make_model(), None, overlap=None, **options)
     assert f"overlap: {overlap}\n" in repr(model.optimizer)
+
+
+class Personal(nn.Module):
+    """A trunk behind an expert and a buffer that have another shape on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.expert = nn.Linear(4, 3 + rank, bias=rank == 1, dtype=torch.float64)
+        self.expert.register_buffer("seen", torch.zeros(1 + rank))
+        self.trunk = make_model()
+        fill(self, seed=rank)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self.trunk(inputs) + self.expert(inputs)[:, :3]
+        return out
+
+
+@pytest.mark.parametrize("way", ["backward", "end", "step"])
+@pytest.mark.parametrize("overlap", ["forward", True])
+def test_what_is_personal_to_a_rank_is_neither_compared_nor_mixed(way: str, overlap: Any) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+        model = Personal(rank)
+        start, own = flat(model.trunk), [each.clone() for each in model.expert.parameters()]
+        options: Any = {"overlap": overlap, "topology": "ring"}
+        if way == "step":
+            optimizer = wrap_base(model, group, lambda _: sgd(model.trunk.parameters()), **options)
+            called: Any = model
+        else:
+            options["update_in_backward"] = way == "backward"
+            ignored = (each for each in (*model.expert.parameters(), *model.expert.buffers()))
+            called = wrap(model, group, ignored_params=ignored, **options)
+            optimizer = called.optimizer
+        assert all(map(torch.equal, model.expert.parameters(), own))
+        personal = torch.optim.SGD(model.expert.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            personal.zero_grad()
+            backward(loss_of(called, rank, step))
+            if way == "step":
+                optimizer.step()
+            assert all(param.grad is not None for param in model.expert.parameters())
+            personal.step()
+        optimizer.global_avg(may_revert=False)
+        moved = [*model.expert.parameters(), flat(model.trunk)]
+        assert not any(map(torch.equal, moved, [*own, start]))
+        return [flat(model.trunk), model.expert.weight.detach()[:3]]
+
+    (one, first), (other, second) = run_threads(2, main)
+    assert torch.equal(one, other)
+    assert not torch.equal(first, second)
 
 
 class Peak:
@@ -271,6 +321,16 @@ def hooked(named: Any) -> torch.optim.Optimizer:
         (ValueError, "grad_clip_norm must be 0 or more", {"grad_clip_norm": -1}),
         (TypeError, "update_in_backward expects True, False or None", {"update_in_backward": 1}),
         (ValueError, 'overlap expects True or "forward" here', {"overlap": False}),
+        (ValueError, "ignored_params expects .* of the model", {"ignored_params": [torch.ones(1)]}),
+        (
+            ValueError,
+            "ignored_params expects parameters .* leaves out",
+            {
+                "model": OTHER,
+                "optim_fn": lambda _: sgd(OTHER.parameters()),
+                "ignored_params": OTHER[0].parameters(),
+            },
+        ),
         (TypeError, "takes no bucket_cap_mb: bucket_size_in_mb", {"bucket_cap_mb": 5}),
         (TypeError, "local_world_size", {"_local_world_size": 2}),
         (ValueError, "LBFGS evaluates its closure", {"optim_fn": torch.optim.LBFGS}),

@@ -116,7 +116,7 @@ OTHERS_PRIVATE = {
     *("_optimizer_step_pre_hooks", "_step_supports_amp_scaling", "_wrapped_by_lr_sched"),
     # torch's modules and tensors
     *("_autograd", "_profiler_enabled", "_BatchNorm", "_buffers", "_checkpoint", "_version"),
-    *("_execution_engine", "_python_dispatch"),
+    *("_execution_engine", "_find_tensors", "_python_dispatch"),
     # torch without a GPU
     *("_accelerator_graph_capture_health_check", "_local_scalar_dense", "_subclasses"),
     *("_to_copy", "_pytree"),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.nn.parallel.distributed import _find_tensors
 
 
 class Listener(Protocol):
@@ -61,7 +61,7 @@ class AutogradHooks:
     def follow(self, outputs: Any) -> None:
         """Notice backward passes that start at these outputs of the model."""
         if torch.is_grad_enabled():
-            for tensor in _tensors(outputs):
+            for tensor in _find_tensors(outputs):
                 # On a leaf the hooks would stay and add up with every forward pass.
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._begin_hook)  # type: ignore[no-untyped-call]
@@ -131,16 +131,3 @@ def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
             found(tensor)
 
     return call
-
-
-def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers and dataclasses."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-    elif isinstance(outputs, Mapping):
-        yield from _tensors(list(outputs.values()))
-    elif isinstance(outputs, (list, tuple, set, frozenset)):
-        for each in outputs:
-            yield from _tensors(each)
-    elif is_dataclass(outputs):
-        yield from _tensors([getattr(outputs, field.name, None) for field in fields(outputs)])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ class BackwardOptimizer(DecentOptimWrapper):
         model: the model, with its parameters in the order of the forward pass. Those that are not
             in the base also start the same on all ranks.
         average_buffers: whether `global_avg` averages the floating-point buffers of the model.
+        ignored: the ids of the parameters and buffers that the ranks do not share.
         parts: objects whose state belongs to the training, such as a scheduler.
         in_forward_order: fill them in the order of the forward pass, which waits for each: what is
             sent at the end of a backward pass may as well begin with its first layers.
@@ -40,25 +41,26 @@ class BackwardOptimizer(DecentOptimWrapper):
         optimizer: Optimizer,
         model: nn.Module,
         average_buffers: bool,
+        ignored: Collection[int] = (),
         parts: Iterable[Any] = (),
         in_forward_order: bool = False,
         **options: Any,
     ) -> None:
-        trained = set(map(id, params_of(optimizer)))
-        params, buffers = list(model.parameters()), list(model.buffers())
+        known = {*map(id, params_of(optimizer)), *ignored}
+        params = list(model.parameters())
+        buffers = [b for b in model.named_buffers() if id(b[1]) not in ignored]
         others = [Named("parameter", *pair) for pair in model.named_parameters()]
-        carried = [each for each in others if id(each.tensor) not in trained]
+        carried = [each for each in others if id(each.tensor) not in known]
         if not average_buffers:
-            carried += [Named("buffer", *pair) for pair in model.named_buffers()]
+            carried += [Named("buffer", *pair) for pair in buffers]
         self._extras = ModuleExtras(
             order=tuple(params if in_forward_order else reversed(params)),
             carried=tuple(carried),
             parts=tuple(parts),
             in_backward_order=not in_forward_order,
         )
-        super().__init__(
-            optimizer, model=model, buffers=buffers if average_buffers else (), **options
-        )
+        averaged = [buffer for _, buffer in buffers if average_buffers]
+        super().__init__(optimizer, model=model, buffers=averaged, **options)
 
     @property
     def splits(self) -> bool:
@@ -95,19 +97,6 @@ class BackwardOptimizer(DecentOptimWrapper):
         """Do nothing yet: an error of the user's callback must not break the backward pass."""
 
 
-class _Step(Protocol):
-    """A step in progress."""
-
-    def take(self, param: Tensor) -> None:
-        """Use a complete gradient of the parameter."""
-
-    def close(self) -> None:
-        """Finish the step: no further gradient comes."""
-
-    def abort(self) -> bool:
-        """Stop the step; return whether it has changed anything."""
-
-
 class _StepAtEnd:
     """Leaves everything to the end of the backward pass, as a training loop does."""
 
@@ -116,12 +105,14 @@ class _StepAtEnd:
         self._unscale_and_clip = unscale_and_clip
 
     def take(self, param: Tensor) -> None:
-        pass
+        """Leave a complete gradient where it is."""
 
     def close(self) -> None:
+        """Make the step: no further gradient comes."""
         self._unscale_and_clip.step(self._optimizer)
 
     def abort(self) -> bool:
+        """Stop the step; return whether it has changed anything."""
         return False
 
 
@@ -142,6 +133,7 @@ class _StepInParts:
         self._takeovers = optimizer.takeovers
 
     def take(self, param: Tensor) -> None:
+        """Use a complete gradient of the parameter."""
         if param.grad is not None and param.grad.layout != torch.strided:
             raise sparse_gradient_error(self._optimizer, param, self._optimizer.rank)
         bucket = self._bucket_of.get(id(param))
@@ -155,11 +147,13 @@ class _StepInParts:
             self._finish(bucket)
 
     def close(self) -> None:
+        """Finish the step: no further gradient comes."""
         for bucket in list(self._missing):
             self._finish(bucket)
         self._open.close()
 
     def abort(self) -> bool:
+        """Stop the step; return whether it has changed anything."""
         if self._advance is None:
             return False
         error = RuntimeError("the backward pass has failed")
@@ -211,7 +205,7 @@ class BackwardStepper:
         self._unscale_and_clip = unscale_and_clip
         self._scheduler = scheduler
         self._in_parts = in_parts
-        self._step: _Step | None = None
+        self._step: _StepAtEnd | _StepInParts | None = None
         self._torn = False
 
     def check(self) -> None:
@@ -261,7 +255,7 @@ class BackwardStepper:
         self._step.close()
         self._step = None
         self._unscale_and_clip.end()
-        self._free_all()
+        self._optimizer.zero_grad()
         if self._scheduler is not None:
             self._scheduler.step()
         self._optimizer.notify_change()
@@ -274,13 +268,9 @@ class BackwardStepper:
             if not self._torn:
                 # A later pass may continue: scaler and gradients are made ready for it.
                 self._unscale_and_clip.end()
-                self._free_all()
+                self._optimizer.zero_grad()
 
-    def _free_all(self) -> None:
-        for param in params_of(self._optimizer):
-            param.grad = None
-
-    def _begin(self) -> _Step:
+    def _begin(self) -> _StepAtEnd | _StepInParts:
         make = _StepInParts if self._in_parts and self._optimizer.splits else _StepAtEnd
         return make(self._optimizer, self._unscale_and_clip)
 

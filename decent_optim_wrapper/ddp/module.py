@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import NoneType
 from typing import Any, Literal
 
@@ -80,6 +80,9 @@ class DecentralizedDataParallel(Module):
         update_in_backward: False clips, updates and mixes at the end of the backward pass, with all
             gradients at once. If the base's update is not known to be per parameter, or the base
             has step hooks, None does the same and True raises an error.
+        ignored_params: parameters and buffers that are personal to the rank, such as experts or
+            heads of another shape: they are neither compared, started equal, mixed nor averaged,
+            and `optim_fn` does not receive them. Train them with an optimizer of your own.
         overlap: "forward" mixes a bucket right before the next forward pass reads it, with the
             trajectory of ``overlap=False``. True mixes it right before its next update, one step
             later: ``x <- W_t x - u(x)``. None is "forward", or True if the schedule has rounds that
@@ -114,6 +117,7 @@ class DecentralizedDataParallel(Module):
         bucket_size_in_mb: float | None = None,
         *,
         update_in_backward: bool | None = None,
+        ignored_params: Iterable[Tensor] = (),
         overlap: Literal[True, "forward"] | None = None,
         **options: Any,
     ) -> None:
@@ -124,8 +128,11 @@ class DecentralizedDataParallel(Module):
             _check(model, grad_clip_norm, update_in_backward)
             _check_overlap(overlap)
             _check_parts(optim_fn, scaler, options)
-            base = optim_fn([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+            ignored = set(map(id, ignored_params))
+            named = [pair for pair in model.named_parameters() if id(pair[1]) not in ignored]
+            base = optim_fn([pair for pair in named if pair[1].requires_grad])
             check_base(base)
+            _check_ignored(ignored, model, base)
             check_closures(base, Delayed())
             if update_in_backward and type(base) not in SPLITTABLE:
                 raise _not_in_parts(base)
@@ -140,6 +147,7 @@ class DecentralizedDataParallel(Module):
             base,
             model,
             sync_buffer_in_global_avg,
+            ignored,
             [part for part in (self.lr_scheduler, scaler) if part is not None],
             in_forward_order=chosen == "forward" and at_end,
             topology=topology,
@@ -359,6 +367,16 @@ def _check(model: Any, grad_clip_norm: Any, update_in_backward: Any) -> None:
     if not grad_clip_norm >= 0 or math.isinf(grad_clip_norm):
         raise ValueError(f"grad_clip_norm must be 0 or more and finite, got {grad_clip_norm}")
     instance_of("True, False or None", bool, NoneType)("update_in_backward", update_in_backward)
+
+
+def _check_ignored(ignored: set[int], model: Module, base: Optimizer) -> None:
+    if not ignored <= {*map(id, model.parameters()), *map(id, model.buffers())}:
+        raise ValueError("ignored_params expects parameters and buffers of the model, got others")
+    if not ignored.isdisjoint(map(id, params_of(base))):
+        raise ValueError(
+            "ignored_params expects parameters that optim_fn leaves out, but it gave some of them "
+            "to the optimizer; build it from the parameters that optim_fn receives"
+        )
 
 
 def _check_overlap(overlap: Any) -> None:

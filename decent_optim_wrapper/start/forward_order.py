@@ -8,12 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from decent_optim_wrapper.config import Overlap, Schedule, Settings
-from decent_optim_wrapper.optim.shards import largest_shard_bytes
-from decent_optim_wrapper.wire.layout import MIB
 from decent_optim_wrapper.wire.parameters import Named
-
-# A forward pass waits for the first bucket before it does anything.
-_HEAD_MB = 1.0
 
 
 def overlap_of(
@@ -70,15 +65,3 @@ def forward_order(settings: Settings, model: nn.Module | None) -> tuple[Tensor, 
     if model is None or not settings.pacing.mixes_early:
         return ()
     return tuple(model.parameters())
-
-
-def head_of(order: Sequence[Tensor], cap_mb: float | None) -> frozenset[int]:
-    """The ids of the parameters in a small first bucket; empty if all buckets are as small."""
-    head: set[int] = set()
-    room = _HEAD_MB * MIB if cap_mb is None or cap_mb > _HEAD_MB else 0.0
-    for param in order:
-        room -= largest_shard_bytes(param)
-        if room < 0:
-            break
-        head.add(id(param))
-    return frozenset(head)

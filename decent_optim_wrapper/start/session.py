@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.checks import instance_of
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Settings
 from decent_optim_wrapper.elastic.recovery import HandOver, Recovery
@@ -26,7 +28,7 @@ from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.start.arguments import check_arguments
-from decent_optim_wrapper.start.forward_order import check_forward, forward_order, head_of
+from decent_optim_wrapper.start.forward_order import check_forward, forward_order
 from decent_optim_wrapper.start.pace import check_pace, longest_flight
 from decent_optim_wrapper.start.start import Start, check_same
 from decent_optim_wrapper.start.world import World, find_world
@@ -39,7 +41,6 @@ from decent_optim_wrapper.wire.parameters import (
     HeldBuffers,
     Named,
     check_dense,
-    check_model,
     check_shards,
     check_tensors,
     named_buffers,
@@ -147,7 +148,8 @@ def _check_model(start: Start, inputs: Inputs) -> _Model:
     others = [*buffers, *inputs.extras.carried]
     check_dense(others)
     parameters = named_parameters(inputs.optimizer.param_groups)
-    replica = Replica(start.dimensions, check_model(inputs.model), start.gossip_ranks)
+    instance_of("a torch.nn.Module or None", nn.Module, NoneType)("model", inputs.model)
+    replica = Replica(start.dimensions, inputs.model, start.gossip_ranks)
     check_pace(inputs.settings.pacing, inputs.model, replica)
     check_forward(inputs.settings, inputs.model, parameters)
     replica.reshard()
@@ -211,7 +213,7 @@ class Setup:
             codec=settings.codec,
             as_view=settings.param_as_bucket_view,
             order=inputs.extras.order or in_forward_order,
-            head=head_of(in_forward_order, settings.bucket_cap_mb),
+            forward_order=in_forward_order,
             copies=model.replica.copies,
         )
         self._attach_extensions()
@@ -254,8 +256,10 @@ class Setup:
         # In the order of `_outline`, which ranks that come back compare first.
         lines = [*self._first_lines, *_tensor_lines(named, layout.as_view), *self._last_lines]
         if layout.order:
-            places = str(layout.places(each.tensor for each in named)).encode()
-            lines.append(f"buckets filled in the order {hashlib.sha256(places).hexdigest()[:8]}")
+            # Ranks may have other tensors in between that they do not gossip, such as experts.
+            places = layout.places(each.tensor for each in named)
+            order = str(sorted(range(len(named)), key=places.__getitem__)).encode()
+            lines.append(f"buckets filled in the order {hashlib.sha256(order).hexdigest()[:8]}")
         text, recovery = "\n".join(lines), self._world.recovery
         if recovery is None or not recovery.joins:
             check_same(text, transport)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decent_optim_wrapper.codecs import Codec, wide
 from decent_optim_wrapper.optim.shards import local
-from decent_optim_wrapper.wire.layout import MIB, Kind, Layout, saving
+from decent_optim_wrapper.wire.layout import MIB, Layout, kind_of, saving
 from decent_optim_wrapper.wire.storage import Arena, Flat, move_together, new_vector
 
 # Elements that are mixed at a time if a temporary copy is needed.
@@ -70,11 +70,10 @@ class Bucket:
     def __init__(self, tensors: Sequence[Tensor], layout: Layout, rate: float = 1.0) -> None:
         self._members = tuple(tensors)
         self.layout = layout
-        self._kind = Kind.of(self._members[0], layout)
-        # Number of ranks of a replica that hold the same values.
-        self.copies = self._kind.copies
+        # The number of ranks of a replica that hold the same values.
+        *_, mesh, self.copies = kind_of(self._members[0], layout)
         self.rate = rate
-        self._sharded = self._kind.mesh is not None
+        self._sharded = mesh is not None
         first = as_real(self._members[0])
         self.device, self.dtype = first.device, first.dtype
         self.wire_device = layout.wire_device(self.device)

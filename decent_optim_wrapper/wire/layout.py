@@ -28,7 +28,8 @@ class Layout(NamedTuple):
         codec: how values are coded if that takes fewer bytes; None sends them unchanged.
         as_view: make the tensors views of the bucket's own storage.
         order: the tensors that go first into buckets, in this order.
-        head: the tensors that a forward pass needs first, which get a separate small bucket.
+        forward_order: the tensors in the order of a forward pass that waits for their buckets, the
+            first of which is small; empty if it does not wait.
         copies: function that returns how many ranks of a replica hold the same values of a tensor.
         uses_reference: whether differences to a reference may be coded, at the cost of a copy for
             each group; otherwise the values are coded.
@@ -39,7 +40,7 @@ class Layout(NamedTuple):
     codec: Codec | None = None
     as_view: bool = False
     order: tuple[Tensor, ...] = ()
-    head: frozenset[int] = frozenset()
+    forward_order: tuple[Tensor, ...] = ()
     copies: Callable[[Tensor], int] = lambda tensor: 1
     uses_reference: bool = True
 
@@ -60,25 +61,14 @@ class Layout(NamedTuple):
         return [places.get(id(tensor), len(places)) for tensor in tensors]
 
 
-class Kind(NamedTuple):
-    """What the members of a bucket have in common.
+def kind_of(tensor: Tensor, layout: Layout) -> tuple[torch.device, torch.dtype, Any, int]:
+    """What the members of a bucket have in common: device, dtype, mesh and number of copies.
 
     Kernels take DTensors of one mesh only. Tensors that several ranks of a replica hold are summed
     in the same buckets on all of them, and so are rounded in the same way.
     """
-
-    device: torch.device
-    dtype: torch.dtype
-    mesh: Any = None
-    copies: int = 1
-    is_head: bool = False
-
-    @classmethod
-    def of(cls, tensor: Tensor, layout: Layout) -> Kind:
-        """The kind of a tensor."""
-        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-        is_head = id(tensor) in layout.head
-        return cls(tensor.device, tensor.dtype, mesh, layout.copies(tensor), is_head)
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    return tensor.device, tensor.dtype, mesh, layout.copies(tensor)
 
 
 def saving(codec: Codec | None, dtype: torch.dtype) -> Codec | None:

@@ -133,17 +133,6 @@ def check_dense(named: Sequence[Named]) -> None:
             )
 
 
-def check_model(model: Any) -> nn.Module | None:
-    """The model, if there is one.
-
-    Raises:
-        TypeError: it is not a module.
-    """
-    if model is None or isinstance(model, nn.Module):
-        return model
-    raise TypeError(f"model expects a torch.nn.Module or None, got {model!r}")
-
-
 def check_shards(named: Sequence[Named], replica: Replica, as_view: bool) -> None:
     """Make sure that DTensors are shards of replicas that gossip with each other.
 

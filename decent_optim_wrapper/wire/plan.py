@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decent_optim_wrapper.optim.shards import largest_shard_bytes
 from decent_optim_wrapper.wire.bucket import Bucket
-from decent_optim_wrapper.wire.layout import Kind, Layout
+from decent_optim_wrapper.wire.layout import MIB, Layout, kind_of
 
 
 def extend_plan(
@@ -34,7 +36,8 @@ def extend_plan(
     live = [t for key, t in distinct.items() if t.requires_grad or key in known]
     if not layout.as_view:
         return plan_buckets(live, layout)
-    return (*buckets, *plan_buckets((t for t in live if id(t) not in known), layout))
+    late = [tensor for tensor in live if id(tensor) not in known]
+    return (*buckets, *(Bucket(members, layout) for members in _fill(late, layout, live)))
 
 
 def plan_buckets(tensors: Iterable[Tensor], layout: Layout) -> tuple[Bucket, ...]:
@@ -79,7 +82,7 @@ def read_plan(
     planned = [[params[place] for place in places] for places in saved]
     live = {id(param) for param in params if param.requires_grad}
     counts = Counter(id(member) for members in planned for member in members)
-    kinds = [{Kind.of(member, buckets[0].layout) for member in members} for members in planned]
+    kinds = [{kind_of(member, buckets[0].layout) for member in members} for members in planned]
     if max(counts.values()) > 1 or live - counts.keys() or max(map(len, kinds)) > 1:
         raise ValueError("expected buckets that hold every parameter once, of one kind each")
     return planned
@@ -93,14 +96,18 @@ def rebuild(plan: Sequence[Sequence[Tensor]], buckets: Sequence[Bucket]) -> Sequ
     return [Bucket(members, buckets[0].layout) for members in plan]
 
 
-def _fill(tensors: Iterable[Tensor], layout: Layout) -> list[list[Tensor]]:
+def _fill(
+    tensors: Iterable[Tensor], layout: Layout, model: Sequence[Tensor] = ()
+) -> list[list[Tensor]]:
+    """Fill buckets with the tensors of a model, some of which may be in buckets already."""
     listed = list(tensors)
-    cap_bytes = layout.cap_bytes(sum(map(largest_shard_bytes, listed)))
+    cap_bytes = layout.cap_bytes(sum(map(largest_shard_bytes, model or listed)))
+    head = _head(model or listed, layout, cap_bytes)
     filled: list[list[Tensor]] = []
-    open_buckets: dict[Kind, tuple[list[Tensor], int]] = {}
+    open_buckets: dict[tuple[Any, bool], tuple[list[Tensor], int]] = {}
     placed = sorted(zip(layout.places(listed), listed, strict=True), key=itemgetter(0))
     for _, tensor in placed:
-        kind = Kind.of(tensor, layout)
+        kind = kind_of(tensor, layout), id(tensor) in head
         # This rank's own shard may be smaller, and would lead to other buckets than its replica's.
         nbytes = largest_shard_bytes(tensor)
         members, used_bytes = open_buckets.get(kind, ([], 0))
@@ -110,6 +117,17 @@ def _fill(tensors: Iterable[Tensor], layout: Layout) -> list[list[Tensor]]:
         members.append(tensor)
         open_buckets[kind] = (members, used_bytes + nbytes)
     return filled
+
+
+def _head(tensors: Iterable[Tensor], layout: Layout, cap_bytes: float) -> set[int]:
+    """The ids of the tensors in a small first bucket, for which a forward pass waits first."""
+    if cap_bytes <= MIB:
+        # All buckets are as small.
+        return set()
+    given = set(map(id, tensors))
+    first = [tensor for tensor in layout.forward_order if id(tensor) in given]
+    ends = accumulate(map(largest_shard_bytes, first))
+    return {id(tensor) for tensor, end in zip(first, ends, strict=True) if end <= MIB}
 
 
 def bucket_bytes(tensors: Iterable[Tensor], layout: Layout) -> dict[torch.device, int]:
