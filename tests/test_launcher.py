@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,6 +26,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import run as torch_run
 
 from decent_optim_wrapper.cli import main
+from decent_optim_wrapper.launcher.console import Console
+from decent_optim_wrapper.launcher.rank_process import RankProcess
 from decent_optim_wrapper.start.launched_store import find_launched_store
 
 pytestmark = [
@@ -155,6 +159,25 @@ def test_a_rank_whose_log_cannot_be_opened_is_tried_again_and_ends_no_other(tmp_
         end(launcher, WELL, 1)
         assert launcher.end() == 0
     assert list(logs.glob("*.stderr.log"))
+
+
+def test_a_rank_whose_output_cannot_be_copied_is_not_started(tmp_path: Path) -> None:
+    """It would go on unwatched, beside the one that is started in its place."""
+    open_file, before = Path.open, children(os.getpid())
+
+    def fail(path: Path, mode: str) -> Any:
+        if mode == "rb" and path.name == "start_1.stderr.log":
+            raise OSError(errno.EMFILE, "too many open files")
+        return open_file(path, mode)
+
+    command = ("-c", "import time; time.sleep(20)")
+    rank = RankProcess(0, command, {}, tmp_path, Console())
+    with mock.patch.object(Path, "open", fail), pytest.raises(OSError, match="too many"):
+        rank.start()
+    assert children(os.getpid()) == before
+    rank.start()
+    assert len(children(os.getpid()) - before) == 1
+    rank.signal(signal.SIGKILL)
 
 
 # Prints more than a pipe holds, and what not every console can show.

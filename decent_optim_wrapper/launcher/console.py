@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -76,10 +76,9 @@ class Console:
         """Print a line of the launcher, after what its ranks have written so far."""
         self._said.put(f"[{speaker}] {text}\n")
 
-    def follow(self, path: Path, rank: int, console: int) -> CopiedFile:
-        """Copy a file of a rank to the console until the file is ended."""
-        self._files.append(file := CopiedFile(path, f"[rank {rank}] ", console))
-        return file
+    def follow(self, files: Iterable[CopiedFile]) -> None:
+        """Copy these files to the console until each is ended."""
+        self._files += files
 
     def close(self, should_stop: Callable[[], bool]) -> bool:
         """Write the rest, and return whether all is written: `should_stop` ends the wait."""

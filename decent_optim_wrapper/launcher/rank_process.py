@@ -96,6 +96,9 @@ class RankProcess:
         name = next(each for each in names if not Path(f"{each}.stderr.log").exists())
         out, log = (Path(f"{name}.{stream}.log") for stream in ("stdout", "stderr"))
         with out.open("wb") as stdout, log.open("wb") as stderr:
+            # Before the process: if one cannot be opened, there is none that nobody watches.
+            prefix = f"[rank {self.rank}] "
+            copied = (CopiedFile(out, prefix, STDOUT), CopiedFile(log, prefix, STDERR))
             process = subprocess.Popen(
                 bound((sys.executable, "-u", *self.command)),
                 env={**os.environ, **self.environ, "TORCHELASTIC_RESTART_COUNT": restarts},
@@ -103,8 +106,7 @@ class RankProcess:
                 stderr=stderr,
                 start_new_session=True,
             )
-        follow = self.console.follow
-        copied = (follow(out, self.rank, STDOUT), follow(log, self.rank, STDERR))
+        self.console.follow(copied)
         self._running = _Running(process=process, copied=copied, log=log)
 
     def poll(self) -> End | None:
