@@ -363,7 +363,7 @@ def test_ranks_are_started_again_once_the_node_with_the_store_has_come_back(
     with node(tmp_path, 0, port) as first, node(tmp_path, 1, port, waiting) as second:
         # The launcher of node 1 has found the store.
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-        PrefixStore("decent_optim_wrapper/launcher", store).wait(["beat/1"], timedelta(seconds=60))
+        PrefixStore("decent_optim_wrapper/launcher", store).wait(["node/1"], timedelta(seconds=60))
         started = children(first.pid)
         first.kill()
         # Its store keeps the port for a moment.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -78,8 +78,9 @@ def test_training_goes_on_without_a_server_a_rank_and_a_node(tmp_path: Path) -> 
     # has used the prefix.
     with EtcdServers(3) as cluster, ExitStack() as stack:
         store = f"etcd://{cluster.endpoints}/run"
-        earlier = EtcdStore(cluster.endpoints, "run")
-        PrefixStore("decent_optim_wrapper/launcher", earlier).set("finished", "1")
+        earlier = PrefixStore("decent_optim_wrapper/launcher", EtcdStore(cluster.endpoints, "run"))
+        for number in range(2):
+            earlier.set(f"node/{number}", "[1, true, true, 0.0]")
         options = ("--nnodes", "2", "--backoff", "0.1", "--store", store, "--node-rank")
         nodes = [stack.enter_context(Launched(tmp_path, TRAINING, *options, node)) for node in "01"]
         wait_for_members(0, 1)
@@ -111,21 +112,70 @@ def test_variables_of_a_store_that_are_wrong_are_named(url: str, rank: str, word
         find_launched_store({**environ, "DECENT_STORE": url}, None)
 
 
+BEAT = 0.02
+
+
+@contextmanager
+def nodes_on(store: HashStore, *numbers: int) -> Iterator[list[Nodes]]:
+    """Some of two nodes on a store that outlives them, once each has read what the others wrote."""
+    part = PrefixStore("decent_optim_wrapper/launcher", store)
+    with mock.patch("decent_optim_wrapper.launcher.nodes.PAUSE", BEAT):
+        nodes = [Nodes(lambda: store, each, 2, None, says.append) for each in numbers]
+        # A node writes after it has read.
+        for _ in range(3):
+            beats = {key: part.get(key) for key in (f"node/{number}" for number in numbers)}
+            for key, beat in beats.items():
+                wait_until(lambda key=key, beat=beat: part.get(key) != beat)
+        yield nodes
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(BEAT)
+
+
+says: list[str] = []
+
+
 def test_what_an_earlier_run_has_written_ends_no_later_one() -> None:
     """A store in etcd keeps it; so does its key for a rank that has finished."""
     store = HashStore()
-    says: list[str] = []
-    with mock.patch("decent_optim_wrapper.launcher.nodes.PAUSE", 0.02):
-        for _ in range(2):
-            first, second = (Nodes(lambda: store, each, 2, None, says.append) for each in (0, 1))
-            time.sleep(0.5)
+    for _ in range(3):
+        with nodes_on(store, 0, 1) as (first, second):
             assert not first.finished
             assert not second.finished
             first.note_finished()
             first.leave(lambda: False)
-            deadline = time.monotonic() + 60
-            while not second.finished:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(lambda node=second: node.finished)
             second.leave(lambda: False)
+    assert not says
+
+
+@pytest.mark.parametrize("runs_before", [0, 1, 2])
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_node_that_comes_after_another_has_left_knows_that_it_has_finished(
+    runs_before: int, was_there: bool
+) -> None:
+    """Whether it was there before the other one finished, and failed, or comes late."""
+    store = HashStore()
+    for _ in range(runs_before):
+        with nodes_on(store, 0, 1) as both:
+            both[0].note_finished()
+            wait_until(lambda node=both[1]: node.finished)
+            for node in both:
+                node.leave(lambda: False)
+    if was_there:
+        with nodes_on(store, 0, 1) as both:
+            for node in both:
+                assert not node.finished
+                node.leave(lambda: False)
+    with nodes_on(store, 0) as (first,):
+        assert not first.finished
+        first.note_finished()
+        first.leave(lambda: False)
+    with nodes_on(store, 1) as (second,):
+        assert second.finished
+        second.leave(lambda: False)
     assert not says

@@ -2,28 +2,49 @@
 
 A launcher starts no rank again once a rank of any node has ended its training. The launcher that
 holds the store ends after the ranks of all nodes.
+
+A store in etcd may be used for one run after the other. So each launcher numbers the run in which
+it takes part, and what a launcher says counts for the same run only. It begins a new run if it has
+ended before and knew then that a rank had finished; otherwise it comes back to its last run.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from decent_optim_wrapper.comm.background import THREAD_PREFIX
+from decent_optim_wrapper.comm.store import values_of
 
 PAUSE = 1.0
 # Looks without a new beat after which a node has died, and seconds without a look after which the
 # store has. Kubernetes needs some of them to start the pod of node 0 again.
 _LOOKS, SILENT_SECONDS = 10, 30.0
-_ENDED = "ended"
+# How long a launcher waits at its end for a store that does not answer.
+_LEAVE_SECONDS = 2.0
 FINISHED = "others have ended without an error"
+
+
+class _Beat(NamedTuple):
+    """What a launcher writes every second.
+
+    Args:
+        run: the number of the run, from 1; 0 before the first one.
+        finished: whether a rank of any node has ended without an error in this run.
+        ended: whether all ranks of the node have ended.
+        time: when it was written, so that no two beats are the same.
+    """
+
+    run: int = 0
+    finished: bool = False
+    ended: bool = False
+    time: float = 0.0
 
 
 @dataclass(eq=False)
@@ -46,39 +67,36 @@ class Nodes:
     say: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        # Whether a rank of any node has ended without an error.
-        self.finished = False
-        self._tells = self._ended = False
-        self._holds = self.keeper == self.node
+        # Whether a rank of any node, and of this one, has ended without an error.
+        self.finished = self._has_finished = False
+        self._ended = False
         # The other node with which the store would be lost.
-        self._keeper = None if self._holds else self.keeper
-        # What stands for a finished rank of an earlier run; None before the first look.
-        self._earlier: bytes | None = None if self.keeper is None else b""
-        # The last beat of each other node that has not ended, and the looks since it was new.
-        self._others = dict.fromkeys({*range(self.nnodes)} - {self.node}, (b"", 0))
-        self._looked = time.monotonic()
-        # By when the store must have answered again; it may still have to start.
-        self._deadline = float("inf")
+        self._keeper = None if self.keeper == self.node else self.keeper
+        self._run = 0
+        # The last beat of each node, and the looks since it was new.
+        self._beats = [(_Beat(), 0)] * self.nnodes
+        # The last look; before the first one, the store may still have to start.
+        self._looked = float("inf")
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, daemon=True, name=f"{THREAD_PREFIX}launcher"
+            target=self._talk, daemon=True, name=f"{THREAD_PREFIX}launcher"
         )
         self._thread.start()
 
     def note_finished(self) -> None:
         """Tell the others that a rank of this node has ended without an error."""
-        self.finished = self._tells = True
+        self.finished = self._has_finished = True
 
     def can_meet(self, died: float) -> bool:
-        """Whether a rank that has died then would find the store if it were started now."""
+        """Return whether a rank that died then would find the store if it were started now."""
         # A process that waits for a store that is lost does so for a minute, or more.
         return self._keeper is None or self._looked > died
 
     def why_no_restart(self) -> str:
-        """Why no rank can be started again; empty if the store may answer."""
+        """Return why no rank can be started again; empty if the store may answer."""
         if self.finished:
             return FINISHED
-        if self._keeper is None or time.monotonic() < self._deadline:
+        if self._keeper is None or time.monotonic() < self._looked + SILENT_SECONDS:
             return ""
         return (
             f"the store of node {self._keeper} has not answered for {SILENT_SECONDS:g} s: look at "
@@ -90,16 +108,18 @@ class Nodes:
 
         The node that holds the store waits for the others, until `should_stop` returns True.
         """
-        self._looked = time.monotonic()
         self._ended = True
-        while self._holds and self._others and self._thread.is_alive() and not should_stop():
-            if time.monotonic() > self._looked + SILENT_SECONDS:
-                break
+        while self._waits_for_others() and not should_stop():
             time.sleep(0.1)
         self._stop.set()
-        self._thread.join(2 * PAUSE)
+        self._thread.join(_LEAVE_SECONDS)
 
-    def _run(self) -> None:
+    def _waits_for_others(self) -> bool:
+        others = (each for node, each in enumerate(self._beats) if node != self.node)
+        go_on = any(looks < _LOOKS and not beat.ended for beat, looks in others)
+        return go_on and self.keeper == self.node and self._thread.is_alive()
+
+    def _talk(self) -> None:
         while not self._stop.is_set():
             try:
                 self._beat(PrefixStore("decent_optim_wrapper/launcher", self.connect()))
@@ -111,36 +131,30 @@ class Nodes:
                     f"the store of node {self._keeper} does not answer: no rank is started again "
                     f"before it does"
                 )
-                self._deadline = min(self._deadline, time.monotonic() + SILENT_SECONDS)
                 self._stop.wait(PAUSE)
 
     def _beat(self, store: Any) -> None:
-        for number in count():
+        keys = [f"node/{node}" for node in range(self.nnodes)]
+        for key in keys:
+            # A store waits for a missing key.
+            store.compare_set(key, "", json.dumps(_Beat()))
+        is_last = False
+        while not is_last:
             is_last = self._stop.is_set()
-            store.set(f"beat/{self.node}", _ENDED if self._ended else str(number))
-            self._look(store)
-            if is_last:
-                return
+            self._look([_Beat(*json.loads(text)) for text in values_of(store, keys)])
+            beat = _Beat(self._run, self.finished, self._ended, time.time())
+            store.set(keys[self.node], json.dumps(beat))
+            self._looked = time.monotonic()
             self._stop.wait(PAUSE)
 
-    def _look(self, store: Any) -> None:
-        told = _find(store, "finished")
-        if self._earlier is None:
-            self._earlier = told
-        if self._tells:
-            store.set("finished", uuid.uuid4().hex)
-        self.finished = self.finished or told != self._earlier
-        if self._ended and self._holds:
-            for other, (before, looks) in list(self._others.items()):
-                beat = _find(store, f"beat/{other}")
-                looks = looks + 1 if beat == before else 0
-                self._others[other] = (beat, looks)
-                if beat == _ENDED.encode() or looks >= _LOOKS:
-                    del self._others[other]
-        self._looked = time.monotonic()
-        self._deadline = self._looked + SILENT_SECONDS
-
-
-def _find(store: Any, key: str) -> bytes:
-    """The value of a key; empty if it has none."""
-    return bytes(store.get(key)) if store.check([key]) else b""
+    def _look(self, beats: list[_Beat]) -> None:
+        """Update from the newest beats of all nodes."""
+        before, own = self._beats, beats[self.node]
+        self._beats = [
+            (new, looks + 1 if new == old else 0)
+            for new, (old, looks) in zip(beats, before, strict=True)
+        ]
+        begun = self._run or max(1, own.run + (own.finished and own.ended))
+        self._run = max(begun, *(beat.run for beat in beats))
+        told = any(beat.finished for beat in beats if beat.run == self._run)
+        self.finished = self._has_finished or told
