@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +14,7 @@ from unittest import mock
 from ranks import print_to, start_process
 
 from decent_optim_wrapper.cli import main
-from decent_optim_wrapper.launcher import nodes, store_process
-from decent_optim_wrapper.launcher.bound import bind
-from decent_optim_wrapper.launcher.store_process import serve
+from decent_optim_wrapper.launcher import nodes
 
 # What a rank's script begins with. Ranks tell what they do by files in the folder of the test.
 PROLOGUE = """
@@ -38,49 +35,9 @@ def wait_for(name):
 Launcher = Callable[[Sequence[str]], int]
 
 
-class ForkedStore:
-    """A process that holds a store, without the two seconds of CPU time for imports."""
-
-    def __init__(self, listening: socket.socket) -> None:
-        launcher = os.getpid()
-        self._code: int | None = None
-        self._pid = os.fork()
-        if self._pid == 0:
-            bind(launcher)
-            serve(_only(listening), listening.getsockname()[1])
-        listening.close()
-
-    def poll(self, options: int = os.WNOHANG) -> int | None:
-        # The system tells the end of a process only once.
-        if self._code is None and os.waitpid(self._pid, options) != (0, 0):
-            self._code = -signal.SIGKILL
-        return self._code
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self._pid, signal.SIGKILL)
-
-    def wait(self) -> None:
-        self.poll(0)
-
-
-def _only(listening: socket.socket) -> int:
-    """Close all other files, as a process does that is not forked."""
-    kept = listening.fileno()
-    os.closerange(3, kept)
-    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
-    return kept
-
-
-def with_own_store(command: Sequence[str]) -> int:
+def ours(command: Sequence[str]) -> int:
     """Run our launcher as a user does."""
     return main(["run", *command])
-
-
-def ours(command: Sequence[str]) -> int:
-    """Run our launcher, with a store that is there sooner."""
-    with mock.patch.object(store_process, "start", ForkedStore):
-        return with_own_store(command)
 
 
 def hurried(

@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from launched import Launched, Launcher, children, hurried, ours, with_own_store
+from launched import Launched, Launcher, children, hurried, ours
 from ranks import print_to
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import run as torch_run
@@ -263,15 +263,12 @@ time.sleep(3600)
 """
 
 
-def test_ranks_and_store_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    with Launched(tmp_path, LONG, *TWO, launcher=with_own_store) as launcher:
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with Launched(tmp_path, LONG, *TWO) as launcher:
         ranks = {int(launcher.told(f"pid {rank}")) for rank in (0, 1)}
-        own = children(launcher.pid)
-        # The ranks and the store.
-        assert ranks < own
-        assert len(own) == 3
+        assert children(launcher.pid) == ranks
         launcher.kill()
-        launcher.wait_until_ended(*own)
+        launcher.wait_until_ended(*ranks)
 
 
 # Rank 1 expects no signal that is for the script, and neither does what they have started.
@@ -390,8 +387,8 @@ def test_a_node_with_the_store_ends_last_and_no_rank_starts_after_another_has_en
     port = free_port()
     # The other node hears of it within a second, or so.
     with (
-        node(tmp_path, 0, port, with_own_store) as first,
-        node(tmp_path, 1, port, with_own_store, backoff="2") as second,
+        node(tmp_path, 0, port) as first,
+        node(tmp_path, 1, port, backoff="2") as second,
     ):
         end(first, WELL, 0, 1)
         for life in range(4):

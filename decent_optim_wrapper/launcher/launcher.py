@@ -8,7 +8,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from decent_optim_wrapper.launcher.console import Console
@@ -26,7 +26,7 @@ def launch(options: LaunchOptions) -> int:
     """Start the ranks of this node, and return when all of them have ended for good.
 
     A rank that ends with an error, or is killed, is restarted. If the launcher is killed, so are
-    its ranks and its store (on Linux), but not what the ranks have started.
+    its ranks (on Linux), but not what the ranks have started.
 
     Args:
         options: what to start, where, and how often.
@@ -41,13 +41,9 @@ def launch(options: LaunchOptions) -> int:
         OSError: the port of the store or a log cannot be opened.
         ValueError: one of a pair of the store's options is missing.
     """
-    with ExitStack() as stack:
-        # From now on: a signal before the ranks are started ends them, too.
-        signals = stack.enter_context(_received_signals())
+    # From now on: a signal before the ranks are started ends them, too.
+    with _received_signals() as signals:
         meeting = find_meeting(options)
-        if meeting.process is not None:
-            stack.callback(meeting.process.wait)
-            stack.callback(meeting.process.kill)
         logs = options.log_dir or Path(tempfile.mkdtemp(prefix="decent_optim_wrapper_"))
         console = Console()
         nodes = None
@@ -55,7 +51,7 @@ def launch(options: LaunchOptions) -> int:
             where = (options.node_rank, options.nnodes, meeting.keeper)
             nodes = Nodes(meeting.connect, *where, console.say)
         ranks = _ranks(options, meeting.environ, logs, console)
-        supervisor = Supervisor(ranks, options, signals, console, meeting.process, nodes)
+        supervisor = Supervisor(ranks, options, signals, console, nodes)
         code = supervisor.run()
         if nodes is not None:
             waited_for = len(signals)

@@ -1,9 +1,8 @@
-"""Where the ranks meet: in a store that node 0 holds, or in one that is there already."""
+"""Where the ranks meet: in a store that the launcher of node 0 holds, or in one that is there."""
 
 from __future__ import annotations
 
 import socket
-import subprocess
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 from torch._C._distributed_c10d import TCPStore
 
 from decent_optim_wrapper.comm.store_url import STORE_VARIABLE
-from decent_optim_wrapper.launcher import store_process
 from decent_optim_wrapper.launcher.options import LaunchOptions
 
 # How long the launcher of another node may be earlier than that of node 0.
@@ -25,18 +23,16 @@ class Meeting(NamedTuple):
     Args:
         environ: the variables by which the ranks find the store.
         connect: connects to it; it may block.
-        keeper: the node that holds the store; None if none does.
-        process: what holds it, on that node.
+        keeper: the node whose launcher holds the store; None if none does.
     """
 
     environ: Mapping[str, str]
     connect: Callable[[], Any]
     keeper: int | None = None
-    process: subprocess.Popen[bytes] | None = None
 
 
 def find_meeting(options: LaunchOptions) -> Meeting:
-    """Start what holds the store, if this node does.
+    """Serve the store, if this node does; it is served as long as the result exists.
 
     Raises:
         ModuleNotFoundError: the client of etcd is not installed.
@@ -46,13 +42,15 @@ def find_meeting(options: LaunchOptions) -> Meeting:
     if (url := options.store) is not None:
         store, run_id = url.open(_CONNECT), f"{url.endpoints}/{url.prefix}"
         environ = {STORE_VARIABLE: url.text, "TORCHELASTIC_RUN_ID": run_id}
-        return Meeting(environ=environ, connect=lambda: store)
+        return Meeting(environ, lambda: store)
     host, port = options.endpoint or ("127.0.0.1", 0)
-    process = None
+
+    def connect() -> TCPStore:
+        return TCPStore(host, port, is_master=False, timeout=_CONNECT)
+
     if options.node_rank == 0:
-        listening = _listen(options.endpoint)
-        port = listening.getsockname()[1]
-        process = store_process.start(listening)
+        served = _serve(options.endpoint)
+        port, connect = served.port, lambda: served
     environ = {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
@@ -60,19 +58,19 @@ def find_meeting(options: LaunchOptions) -> Meeting:
         # Rank 0 is a client of the store, too.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    return Meeting(
-        environ=environ,
-        connect=lambda: TCPStore(host, port, is_master=False, timeout=_CONNECT),
-        keeper=0,
-        process=process,
-    )
+    return Meeting(environ, connect, keeper=0)
 
 
-def _listen(endpoint: tuple[str, int] | None) -> socket.socket:
-    """Open the port of the store; without an endpoint one that only this machine can reach."""
+def _serve(endpoint: tuple[str, int] | None) -> TCPStore:
+    """Serve a store; without an endpoint on a free port that only this machine can reach."""
     if endpoint is None:
-        return socket.create_server(("127.0.0.1", 0))
-    # On all addresses: the name of the host may stand for one that this machine does not know.
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    return socket.create_server(("", endpoint[1]), family=family, dualstack_ipv6=dual)
+        listening = socket.create_server(("127.0.0.1", 0))
+    else:
+        # On all addresses: the name of the host may stand for one that this machine does not know.
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        listening = socket.create_server(("", endpoint[1]), family=family, dualstack_ipv6=dual)
+    port = listening.getsockname()[1]
+    # The store's own threads serve, and close the socket.
+    options = {"wait_for_workers": False, "master_listen_fd": listening.detach()}
+    return TCPStore("localhost", port, is_master=True, **options)

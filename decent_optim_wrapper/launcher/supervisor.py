@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +39,6 @@ class Supervisor:
         options: how often and when a rank is started again.
         signals: the signals that the launcher has received; it grows.
         console: where the launcher says what happens.
-        store: the process that holds the store on this node, if one does.
         nodes: the other nodes, if there are any.
     """
 
@@ -48,7 +46,6 @@ class Supervisor:
     options: LaunchOptions
     signals: Sequence[signal.Signals]
     console: Console
-    store: subprocess.Popen[bytes] | None
     nodes: Nodes | None
 
     def __post_init__(self) -> None:
@@ -75,7 +72,6 @@ class Supervisor:
                 self._pass_signals_on()
                 self._look_at_ranks()
                 self._start_again()
-                self._look_at_store()
                 time.sleep(_POLL_SECONDS)
         finally:
             self._kill()
@@ -167,12 +163,6 @@ class Supervisor:
             and all(end.code > 0 for end in ends)
             and len(errors) == 1
         )
-
-    def _look_at_store(self) -> None:
-        if not self._reason and self.store and self.store.poll() is not None:
-            self._reason = "the process that held the store has ended"
-            text = "the ranks go on until one of them is lost, and none is started again"
-            self.console.say(f"{self._reason}: {text}")
 
     def _pass_signals_on(self) -> None:
         """Pass signals on; a second one that ends the launch kills, and so does the time."""
