@@ -121,11 +121,15 @@ def nodes_on(store: HashStore, *numbers: int) -> Iterator[list[Nodes]]:
     part = PrefixStore("decent_optim_wrapper/launcher", store)
     with mock.patch("decent_optim_wrapper.launcher.nodes.PAUSE", BEAT):
         nodes = [Nodes(lambda: store, each, 2, None, says.append) for each in numbers]
-        # A node writes after it has read.
-        for _ in range(3):
-            beats = {key: part.get(key) for key in (f"node/{number}" for number in numbers)}
-            for key, beat in beats.items():
-                wait_until(lambda key=key, beat=beat: part.get(key) != beat)
+        beats: dict[int, set[bytes]] = {number: set() for number in numbers}
+
+        def have_read() -> bool:
+            # A node writes after it has read.
+            for number, found in beats.items():
+                found.add(part.get(f"node/{number}"))
+            return all(len(found) > 3 for found in beats.values())
+
+        wait_until(have_read)
         yield nodes
 
 
@@ -148,7 +152,7 @@ def test_what_an_earlier_run_has_written_ends_no_later_one() -> None:
             assert not second.finished
             first.note_finished()
             first.leave(lambda: False)
-            wait_until(lambda node=second: node.finished)
+            wait_until(lambda: second.finished)
             second.leave(lambda: False)
     assert not says
 
@@ -163,7 +167,7 @@ def test_a_node_that_comes_after_another_has_left_knows_that_it_has_finished(
     for _ in range(runs_before):
         with nodes_on(store, 0, 1) as both:
             both[0].note_finished()
-            wait_until(lambda node=both[1]: node.finished)
+            wait_until(lambda: both[1].finished)
             for node in both:
                 node.leave(lambda: False)
     if was_there:

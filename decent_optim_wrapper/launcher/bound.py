@@ -1,8 +1,4 @@
-"""Binds a process to the launcher: the kernel kills it when the launcher ends (on Linux).
-
-The guard does so, too, and also ends what such a process has started. This is for the case that
-the guard and the launcher are killed together.
-"""
+"""Binds a process to the launcher: the kernel kills it when the launcher ends (on Linux)."""
 
 from __future__ import annotations
 
@@ -15,20 +11,6 @@ from collections.abc import Sequence
 _PR_SET_PDEATHSIG = 1
 
 
-def bind(launcher: int) -> None:
-    """End this process when the launcher ends, which has started it from its main thread.
-
-    Args:
-        launcher: the process id of the launcher.
-    """
-    if sys.platform != "linux":
-        return
-    # At the end of the thread that has started this process, not of its process.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != launcher:
-        sys.exit("the launcher has ended")
-
-
 def bound(command: Sequence[str]) -> list[str]:
     """The command that becomes another one, bound to this process."""
     # Without the site's packages it starts in a few milliseconds.
@@ -36,8 +18,12 @@ def bound(command: Sequence[str]) -> list[str]:
 
 
 def main(launcher: int, command: Sequence[str]) -> None:
-    """Become a command that is bound to the launcher."""
-    bind(launcher)
+    """Become `command`; the kernel kills it when the launcher, which has started it, ends."""
+    if sys.platform == "linux":
+        # At the end of the thread that has started this process, the launcher's main thread.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != launcher:
+            sys.exit("the launcher has ended")
     # Otherwise they would kill a rank that has not come to its own handlers yet.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -86,10 +86,9 @@ def _ranks(
 ) -> list[RankProcess]:
     command = ("-m", *options.command) if options.is_module else options.command
     shared = {**_shared_environment(options), **environ}
-    ranks = []
-    for local_rank in range(options.nproc_per_node):
-        rank = options.node_rank * options.nproc_per_node + local_rank
-        own = {"RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    first, ranks = options.node_rank * options.nproc_per_node, []
+    for rank in range(first, first + options.nproc_per_node):
+        own = {"RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(rank - first)}
         ranks.append(RankProcess(rank, command, {**shared, **own}, logs / f"rank_{rank}", console))
     return ranks
 

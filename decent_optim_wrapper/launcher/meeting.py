@@ -72,5 +72,7 @@ def _serve(endpoint: tuple[str, int] | None) -> TCPStore:
         listening = socket.create_server(("", endpoint[1]), family=family, dualstack_ipv6=dual)
     port = listening.getsockname()[1]
     # The store's own threads serve, and close the socket.
-    options = {"wait_for_workers": False, "master_listen_fd": listening.detach()}
-    return TCPStore("localhost", port, is_master=True, **options)
+    descriptor = listening.detach()
+    return TCPStore(
+        "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+    )

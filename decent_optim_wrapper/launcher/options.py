@@ -57,12 +57,9 @@ class LaunchOptions:
             )
         if not 0 <= self.backoff < float("inf"):
             raise ValueError(f"--backoff must be a number of seconds from 0, got {self.backoff}")
-        if self.endpoint is not None and self.store is not None:
-            raise ValueError(
-                "--endpoint is where node 0 holds a store, which --store replaces; leave one of "
-                "them out"
-            )
-        if self.nnodes > 1 and self.endpoint is None and self.store is None:
+        if self.endpoint and self.store:
+            raise ValueError("--store replaces the store at --endpoint; leave one of them out")
+        if self.nnodes > 1 and not self.endpoint and not self.store:
             raise ValueError(
                 f"--nnodes {self.nnodes} needs --endpoint host:port, the same on all nodes: the "
                 f"host of node 0, and a free port there"
@@ -106,8 +103,7 @@ def read_arguments(args: argparse.Namespace) -> LaunchOptions:
     Raises:
         ValueError: an option is malformed or out of range, or contradicts another one.
     """
-    names = {each.name for each in fields(LaunchOptions)}
-    given = {name: value for name, value in vars(args).items() if name in names}
+    given = {each.name: getattr(args, each.name) for each in fields(LaunchOptions)}
     given["command"] = tuple(args.command)
     if args.endpoint is not None:
         host, port = read_endpoint(args.endpoint)

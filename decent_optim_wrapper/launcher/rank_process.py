@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,9 +15,6 @@ from typing import NamedTuple
 
 from decent_optim_wrapper.launcher.bound import bound
 from decent_optim_wrapper.launcher.console import STDERR, STDOUT, Console, CopiedFile, last_error
-
-# Seconds that what a rank has started may go on after the rank has ended without an error.
-_REST_SECONDS = 30.0
 
 
 class End(NamedTuple):
@@ -75,13 +71,6 @@ class RankProcess:
     def __post_init__(self) -> None:
         self.starts = 0
         self._running: _Running | None = None
-        # When what it has started is killed, once it has ended without an error.
-        self._rest_ends = float("inf")
-
-    @property
-    def has_finished(self) -> bool:
-        """Whether it has ended without an error, while what it has started still goes on."""
-        return self._running is not None and self._running.process.returncode == 0
 
     def start(self) -> None:
         """Start the process, for the first time or again.
@@ -110,19 +99,15 @@ class RankProcess:
         self._running = _Running(process=process, copied=copied, log=log)
 
     def poll(self) -> End | None:
-        """Return how it ended, once, if it has.
-
-        If it has ended without an error, what it has started may first come to an end, too.
-        """
+        """Return how it ended, once, if it has."""
         if self._running is None:
             return None
         process, copied, log = self._running
-        code = process.poll()
-        if code is None or (code == 0 and self._rest_goes_on(process.pid)):
+        if (code := process.poll()) is None:
             return None
-        # What it has started, such as the workers of a DataLoader, would disturb its next process.
-        # After an end without an error nothing is left, or its time is up.
-        self.signal(signal.SIGKILL)
+        if code != 0:
+            # What it has started, such as workers of a DataLoader, would disturb its next process.
+            self.signal(signal.SIGKILL)
         self._running = None
         for file in copied:
             file.end()
@@ -140,22 +125,3 @@ class RankProcess:
         if self._running is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._running.process.pid, number)
-
-    def _rest_goes_on(self, group: int) -> bool:
-        """Whether the process has left others in its group, which have some time left."""
-        # Only the launcher can bury those that it has adopted as the first process of a container.
-        with suppress(ChildProcessError):
-            while os.waitpid(-group, os.WNOHANG)[0]:
-                pass
-        try:
-            os.killpg(group, 0)
-        except (ProcessLookupError, PermissionError):
-            return False
-        self._rest_ends = min(self._rest_ends, time.monotonic() + _REST_SECONDS)
-        if time.monotonic() < self._rest_ends:
-            return True
-        self.console.say(
-            f"rank {self.rank} ended {_REST_SECONDS:g} s ago; what it has started and left is "
-            f"killed: let the script wait for it"
-        )
-        return False

@@ -97,17 +97,12 @@ class Supervisor:
             if (end := rank.poll()) is not None:
                 self._running.discard(rank)
                 self._note_end(rank, end)
-            elif rank.has_finished:
-                self._note_finished()
-
-    def _note_finished(self) -> None:
-        self._reason = self._reason or FINISHED
-        if self.nodes is not None:
-            self.nodes.note_finished()
 
     def _note_end(self, rank: RankProcess, end: End) -> None:
         if end.code == 0:
-            self._note_finished()
+            self._reason = self._reason or FINISHED
+            if self.nodes is not None:
+                self.nodes.note_finished()
             return
         self._first.setdefault(rank, end)
         if not self._reason and self._have_failed_alike():
