@@ -46,10 +46,8 @@ def launch(options: LaunchOptions) -> int:
         meeting = find_meeting(options)
         logs = options.log_dir or Path(tempfile.mkdtemp(prefix="decent_optim_wrapper_"))
         console = Console()
-        nodes = None
-        if options.nnodes > 1:
-            where = (options.node_rank, options.nnodes, meeting.keeper)
-            nodes = Nodes(meeting.connect, *where, console.say)
+        where = (options.node_rank, options.nnodes, meeting.keeper)
+        nodes = Nodes(meeting.connect, *where, console.say) if options.nnodes > 1 else None
         ranks = _ranks(options, meeting.environ, logs, console)
         supervisor = Supervisor(ranks, options, signals, console, nodes)
         code = supervisor.run()

@@ -70,9 +70,8 @@ def _serve(endpoint: tuple[str, int] | None) -> TCPStore:
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         listening = socket.create_server(("", endpoint[1]), family=family, dualstack_ipv6=dual)
-    port = listening.getsockname()[1]
     # The store's own threads serve, and close the socket.
-    descriptor = listening.detach()
+    port, descriptor = listening.getsockname()[1], listening.detach()
     return TCPStore(
         "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
     )
