@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from unittest import mock
 
-import mesh_links
 import pytest
 import torch
 from ranks import print_to, run_processes, start_process
@@ -138,23 +137,3 @@ def test_comm_measures_every_pair() -> None:
     assert torch.equal(torch.tensor(data["bandwidth"]) > 0, ~torch.eye(3, dtype=torch.bool))
     assert torch.equal(torch.tensor(data["latency"]) > 0, ~torch.eye(3, dtype=torch.bool))
     assert data["all_reduce_bytes_per_second"] > 0
-
-
-def measure_a_mesh(rank: int) -> str:
-    sys.argv[1:] = ["a=2,b=3", "--mib", "0.1", "--repeats", "1"]
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        mesh_links.main()
-    return output.getvalue()
-
-
-@pytest.mark.slow
-def test_every_dimension_of_a_mesh_is_measured_and_the_slowest_is_named() -> None:
-    text, *others = run_processes(6, measure_a_mesh)
-    assert others == [""] * 5
-    *tables, last = text.split("\n\n")
-    heads = [table.splitlines()[0] for table in tables]
-    assert heads == ["a: groups of 2, all at once", "b: groups of 3, all at once"]
-    assert [line.split("  ")[0] for line in tables[1].splitlines()[3:5]] == ["0, 1, 2", "3, 4, 5"]
-    slowest = re.search(r"^slowest dimension: ([ab]), [1-9]", last)
-    assert slowest is not None, last
-    assert f'gossip on it: DecentOptimWrapper(..., mesh=mesh, gossip_dim="{slowest[1]}")' in last

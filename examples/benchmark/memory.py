@@ -29,15 +29,20 @@ import netlab
 import torch
 import torch._dynamo  # the first optimizer step would import it, in every rank
 import torch.distributed as dist
-from gradient_memory import M_MMAP_THRESHOLD, MIB, Step, loop, resident
 from torch import Tensor, nn
 
 from decent_optim_wrapper import DecentOptimWrapper
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 
+MIB = 2**20
+# mallopt's name for the size from which memory is mapped, and unmapped when it is freed.
+M_MMAP_THRESHOLD = -3
 LAYERS = 44
 WARM_UP, STEPS = 4, 3
 ALONE = "no communication"
+
+
+Step = Callable[[Tensor], None]
 
 
 class Memory(NamedTuple):
@@ -50,6 +55,18 @@ class Memory(NamedTuple):
 
     between: int
     peak: int
+
+
+def loop(network: Any, optimizer: Any | None) -> Step:
+    """A training step; without an optimizer if the update is inside the backward pass."""
+
+    def step(inputs: Tensor) -> None:
+        network(inputs).square().mean().backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -109,6 +126,14 @@ def private() -> int:
     """What this process has to itself, in bytes."""
     rollup = Path("/proc/self/smaps_rollup").read_text()
     return sum(map(int, re.findall(r"Private_\w+:\s+(\d+) kB", rollup))) * 1024
+
+
+def resident(field: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    if found is None:
+        raise RuntimeError(f"expected {field} in /proc/self/status, which only Linux has")
+    return int(found[1]) * 1024
 
 
 def measure(method: str, parameters: int, returns: bool) -> Memory:
