@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from decent_optim_wrapper.forks import after_fork
-from decent_optim_wrapper.parameter_reads import Watch, Watcher
+from decent_optim_wrapper.parameter_reads import Watch
 
 # Called with parameters; None for all.
 Announce = Callable[[Iterable[Tensor] | None], None]
@@ -23,18 +24,18 @@ class ForwardHooks:
     """Announces the parameters of each module right before its forward pass.
 
     A parameter may be read outside of the forward pass of its own module: `nn.MultiheadAttention`
-    reads those of its projection, and a model its output layer's for the embedding. So each
-    parameter is also announced when it is read as an attribute of its module, and when code in a
-    forward pass iterates over `parameters()`. Other code, as in
-    TorchScript, may hold the parameters themselves. So a module also announces those of all modules
-    below it that were not called in the previous pass. If a pass begins with another module than
-    the model, the parameters of the model itself are announced first, and those that no called
+    reads the parameters of its projection, and a model its output layer's for the embedding. So
+    each parameter is also announced when it is read as an attribute of its module, and when code in
+    a forward pass iterates over `parameters()`. Other code, as in TorchScript, may hold the
+    parameters themselves. So a module also announces the parameters of all modules below it that
+    were compiled, or not called in the previous pass. If a pass begins with another module than the
+    model, the parameters of the model itself are announced first, and the parameters that no called
     module contains. All parameters are announced together
 
     - in the first pass, and in a pass that begins with another module than the previous one;
     - without gradients, since autograd would not notice a parameter that changes later;
     - if they are sharded, since FSDP gathers those of the next module ahead;
-    - by a compiled model, since no hook runs in compiled code;
+    - by a compiled model, since no hook runs in compiled code, and while a part is compiled;
     - before `state_dict()` of any module, and before a module is copied or pickled.
 
     At the end of a pass through the whole model, all others are announced.
@@ -50,41 +51,44 @@ class ForwardHooks:
         self._announce = announce if is_fake else partial(_with_real_tensors, announce)
         self._settle = settle
         self._root = model
+        # For compiled code: torch.compile refuses a module that it reaches in two ways.
+        self._root_key = id(model)
         self._sharded = any(isinstance(param, DTensor) for param in model.parameters())
-        # The parameters of each module that calls these hooks, by its id. Not as they are when it
+        # The parameters of each module, by its id. Not as they are when it
         # is called: functional_call() puts other tensors in their place.
         self._own: dict[int, list[Tensor]] = {}
         # The modules that were called since the last step, and before it, by id; the first first.
         self._called: dict[int, None] = {}
         self._called_before: dict[int, None] = {}
+        # Modules that were compiled, by id: their hooks run only for inputs that were not.
+        self._compiled: set[int] = set()
         # What each of them announces, as long as the same modules are called.
         self._announced: dict[int, list[Tensor]] = {}
         # The parameters that were announced since the last step, by id.
         self._known: set[int] = set()
-        # Whether compiled code calls the model: it announces all parameters before it reads any.
-        self._is_compiled = False
-        self._handles: list[Any] = [model.register_forward_hook(_Hook(self, "after"))]
+        self._end = ExitStack()
+        self._end.callback(model.register_forward_hook(_Hook(self, "after")).remove)
         self.watch()
-        weakref.finalize(self, _remove, self._handles).atexit = False
+        weakref.finalize(self, self._end.close).atexit = False
         after_fork(self._fall_silent)
 
     def watch(self) -> None:
         """Follow the modules and parameters that the model has now."""
-        before, before_saving = _Hook(self, "before"), _Hook(self, "before_saving")
-        read, listed = _Hook(self, "before_reading"), _Hook(self, "before_listing")
-        watcher = Watcher(read=read, listed=listed, copied=before_saving)
+        names = "before", "before_reading", "before_listing", "before_saving"
+        before, read, listed, saved = (_Hook(self, name) for name in names)
         for module in self._root.modules():
             # TorchScript modules take no hooks: the module above announces their parameters.
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            if id(module) not in self._own:
-                # First of all: FSDP gathers shards in such a hook.
-                self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-                handle = module.register_state_dict_pre_hook(before_saving)  # type: ignore[no-untyped-call]
-                self._handles += [handle, Watch(module, watcher)]
+            if id(module) not in self._own and not isinstance(module, torch.jit.ScriptModule):
+                handles = (
+                    # First of all: FSDP gathers shards in such a hook.
+                    module.register_forward_pre_hook(before, prepend=True),
+                    module.register_state_dict_pre_hook(saved),  # type: ignore[no-untyped-call]
+                    Watch(module, read=read, listed=listed, copied=saved),
+                )
+                for handle in handles:
+                    self._end.callback(handle.remove)
             self._own[id(module)] = [*module.parameters(recurse=False)]
-        self._announced = {}
-        self._known = set()
+        self._announced, self._known = {}, set()
 
     def _fall_silent(self) -> None:
         """Announce nothing in a forked process, which has no connections."""
@@ -92,7 +96,7 @@ class ForwardHooks:
 
     @property
     def were_called(self) -> bool:
-        """Whether any module was called, or any parameter read, since the last step."""
+        """True if any module was called, or any parameter read, since the last step."""
         return bool(self._called or self._known)
 
     def end_step(self) -> None:
@@ -105,27 +109,26 @@ class ForwardHooks:
 
     def before(self, module: nn.Module, *inputs: Any) -> None:
         """Announce the parameters that a module is about to read."""
-        if torch.compiler.is_compiling():
-            if module is self._root:
-                self._announce_all()
-            return
         key = id(module)
-        begins = not self._called
-        if module is self._root:
+        if torch.compiler.is_compiling():
+            if key == self._root_key:
+                self._announce_all()
+            elif torch.compiler.is_dynamo_compiling():
+                self._note_compiled(key)
+            return
+        if key == self._root_key:
             # A state may have been loaded since: a round is in flight again.
             self._known = set()
-        if self._sharded or not torch.is_grad_enabled() or (begins and self._is_new(key)):
+        begins = not self._called
+        begins_anew = begins and next(iter(self._called_before), None) != key
+        if self._sharded or not torch.is_grad_enabled() or begins_anew:
             self._announce(None)
         else:
-            if begins and module is not self._root:
+            if begins:
                 # The model itself may be called later, or its parameters be read without that.
-                self._announce_those(0, self._read_by(self._root))
-            self._announce_those(key, self._read_by(module))
+                self._announce_for(self._root)
+            self._announce_for(module)
         self._called[key] = None
-
-    def _is_new(self, first: int) -> bool:
-        """Whether a pass begins with another module than the one before."""
-        return next(iter(self._called_before), None) != first
 
     def after(self, module: nn.Module, *results: Any) -> None:
         """Announce all other parameters."""
@@ -134,7 +137,7 @@ class ForwardHooks:
 
     def before_reading(self, param: nn.Parameter) -> None:
         """Announce a parameter that is read as an attribute, unless it was announced."""
-        if id(param) not in self._known and not self._is_compiled:
+        if id(param) not in self._known and self._root_key not in self._compiled:
             self._announce((param,))
             # Only now: another thread must wait, too.
             self._known.add(id(param))
@@ -153,32 +156,39 @@ class ForwardHooks:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _announce_all(self) -> None:
-        # Its guards read all parameters, too, but an error there would be lost.
-        self._is_compiled = True
         self._announce(None)
-        self._called[id(self._root)] = None
+        self._called[self._root_key] = None
+        # From now on its guards read all parameters before that, where an error would be lost.
+        self._compiled.add(self._root_key)
 
-    def _announce_those(self, key: int, found: Iterable[Tensor]) -> None:
-        """Announce the parameters for this key, which are searched only once."""
-        params = self._announced.get(key)
-        if params is None:
-            params = self._announced[key] = [*found]
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _note_compiled(self, key: int) -> None:
+        """Let the modules above announce the parameters of a module that is being compiled.
+
+        Modules that were called earlier in this pass have not done so: all are announced now.
+        """
+        if key not in self._compiled:
+            self._compiled.add(key)
+            self._announced = {}
+            self._announce(None)
+
+    def _announce_for(self, module: nn.Module) -> None:
+        """Announce the parameters that a module may read, which are searched only once."""
+        if (params := self._announced.get(id(module))) is None:
+            params = self._announced[id(module)] = [*self._read_by(module)]
         if params:
             self._announce(params)
             self._known.update(map(id, params))
 
     def _read_by(self, module: nn.Module) -> Iterable[Tensor]:
-        """The parameters of a module, and of those below it that are not called themselves."""
+        """The parameters of a module, and of those below it whose hooks do not run."""
         own = self._own.get(id(module))
         yield from module.parameters(recurse=False) if own is None else own
         for child in module.children():
-            yield from self._uncalled_in(child)
-
-    def _uncalled_in(self, module: nn.Module) -> Iterable[Tensor]:
-        """The parameters of a module that is not called, down to those that are."""
-        # The module above may call flatten_parameters(), which moves the weights on a GPU.
-        if id(module) not in self._called_before or isinstance(module, nn.RNNBase):
-            yield from self._read_by(module)
+            runs = id(child) in self._called_before and id(child) not in self._compiled
+            # The module above may call flatten_parameters(), which moves the weights on a GPU.
+            if not runs or isinstance(child, nn.RNNBase):
+                yield from self._read_by(child)
 
 
 class _Hook:
@@ -214,8 +224,3 @@ def _with_real_tensors(announce: Announce, params: Iterable[Tensor] | None) -> N
     """Announce outside of the mode in which torch.export calls modules with fake tensors."""
     with unset_fake_temporarily():
         announce(params)
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -177,7 +177,7 @@ class Training:
         options = {"topology": "ring", "overlap": "forward", **options}
         self.rank = rank
         # Of any class: tests read its parts.
-        self.model: Any = model or make_model(seed=rank)
+        self.model: Any = make_model(seed=rank) if model is None else model
         self.called: Any = self.model
         self.optimizer: DecentOptimWrapper
         in_backward = way == "backward"

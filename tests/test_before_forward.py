@@ -287,6 +287,7 @@ def test_two_wrappers_watch_one_model_until_they_end() -> None:
             for optimizer in both:
                 optimizer.step()
         launched = values_of(model)
+        assert len(vars(model[0])["_parameters"].items()) == 2
         assert model[0].weight is not None
         assert unmixed(model, launched) == len(parts[1])
         assert model[4].weight is not None
@@ -711,23 +712,81 @@ def test_the_model_has_to_contain_all_parameters() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-def train_compiled(rank: int) -> list[list[float]]:
+class Blocks(nn.Module):
+    """Blocks before an output layer, whose weight is read before it is called."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(6, 3)
+        self.double()
+        fill(self, rank)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        # The backward pass does not need this weight, and so would not notice a change.
+        hidden = inputs @ self.last.weight
+        for block in self.blocks:
+            hidden = block(hidden)
+        result: Tensor = self.last(hidden)
+        return result
+
+
+COMPILED = ("model", "model in place", "block", "block in place", "layer in place", "forward")
+
+
+def compile_part(model: Any, part: str, whole: bool) -> Any:
+    """Compile a part of a model, as one graph or not; returns what is called as the model."""
+    how: dict[str, Any] = {"backend": "eager", "dynamic": False, "fullgraph": whole}
+    block = model.blocks[1]
+    match part:
+        case "model":
+            return torch.compile(model, **how)
+        case "model in place":
+            model.compile(**how)
+        case "block":
+            model.blocks[1] = torch.compile(block, **how)
+        case "block in place":
+            block.compile(**how)
+        case "layer in place":
+            block[0].compile(**how)
+        case "forward":
+            block.forward = torch.compile(block.forward, **how)
+    return model
+
+
+def train_compiled(rank: int, at: int, limit: int) -> list[list[float]]:
+    """Train without a compiler, without overlap and with, and then with each part compiled."""
     dist.init_process_group("gloo")
 
-    def trained(overlap: Any, compiles: bool) -> list[float]:
-        training = Training(rank, None, overlap=overlap)
-        called = torch.compile(training.model, backend="eager") if compiles else training.model
-        training.train(range(STEPS), lambda _, *at: error(called(batch(*at)), *at))
+    def trained(overlap: Any, part: str = "") -> list[float]:
+        torch.compiler.reset()
+        model = called = Blocks(rank)
+        # The hooks of the model itself break the graph.
+        whole = limit > 1 and (part, at) != ("model", 2) and part != "model in place"
+        if part and at < 0:
+            model = called = compile_part(model, part, whole)
+        training = Training(rank, None, model=model, overlap=overlap, cap_mb=1e-4)
+        with torch.compiler.config.patch(recompile_limit=limit):  # type: ignore[attr-defined]
+            for step in range(STEPS):
+                if part and step == at:
+                    called = compile_part(model, part, whole)
+                inputs, now = batch(rank, step, 8 - step % 2, 3), called if step < 3 else model
+                training.train([step], lambda *_: now(inputs).square().mean())  # noqa: B023
         return training.end().tolist()
 
-    return [trained(False, False), trained("forward", True), trained(True, False)]
+    return [trained(False), trained(True), *(trained("forward", part) for part in COMPILED)]
 
 
 @pytest.mark.slow
-def test_a_compiled_model_finds_mixed_parameters() -> None:
-    for without, early, late in run_processes(2, train_compiled):
-        assert early == without
+@pytest.mark.parametrize(("at", "limit"), [(-1, 8), (-1, 1), (2, 8)])
+def test_a_compiled_model_finds_mixed_parameters(at: int, limit: int) -> None:
+    """Compiled before it is wrapped, and before a step: for both shapes of the inputs, or for one.
+
+    Where a module is compiled for one shape only, its hooks run now and then.
+    """
+    for without, late, *others in run_processes(2, train_compiled, at, limit):
         assert late != pytest.approx(without, abs=1e-4)
+        assert [part for part, end in zip(COMPILED, others, strict=True) if end != without] == []
 
 
 @pytest.mark.slow
