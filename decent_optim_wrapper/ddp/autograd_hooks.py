@@ -61,10 +61,10 @@ class AutogradHooks:
     def follow(self, outputs: Any) -> None:
         """Notice backward passes that start at these outputs of the model."""
         if torch.is_grad_enabled():
-            for tensor in _find_tensors(outputs):
+            for tensor in _find_tensors(outputs):  # type: ignore[no-untyped-call]
                 # On a leaf the hooks would stay and add up with every forward pass.
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(self._begin_hook)  # type: ignore[no-untyped-call]
+                    tensor.register_hook(self._begin_hook)
 
     def _begin(self, _: Tensor) -> None:
         with self._lock:
