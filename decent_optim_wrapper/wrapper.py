@@ -113,7 +113,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             its name in `model`; without `model` it is left out.
         sync_at_start: broadcast parameters and buffers from rank 0. Weights that only another rank
             has loaded are lost, with a warning. With False, averages include floating-point frozen
-            parameters that were not the same on all ranks at the start (with `elastic`, all).
+            parameters that were not the same on all ranks at the first average.
         comm_dtype: the format in which parameters are sent: torch.bfloat16 or torch.float16 (2
             bytes per parameter), torch.int8 or torch.float8_e4m3fn (1.016), torch.int4 (0.516), or
             a `Codec` such as ``TopKCodec(16)`` (0.313). With q the rounding, a rank in a pair

@@ -60,7 +60,7 @@ def test_frozen_parameters_that_are_the_same_on_all_ranks_are_neither_sent_nor_r
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params(seed=rank)
         frozen = [torch.full((7,), 0.1 + rank**2 * differs, dtype=torch.bfloat16)]
-        frozen += [torch.full((7,), 0.1), torch.full((5,), rank, dtype=torch.uint8)]
+        frozen += [torch.linspace(0.1, 1, 99), torch.full((5,), rank, dtype=torch.uint8)]
         base = torch.optim.SGD([*params, *(torch.nn.Parameter(f, False) for f in frozen)], lr=0.1)
         optimizer = wrap(params, group, base, topology="complete", sync_at_start=False)
         own, kept = flatten(params), [f.clone() for f in frozen]
@@ -223,7 +223,7 @@ def test_the_distance_to_an_average_in_place_is_that_of_the_whole_replica() -> N
     params = make_params()
     buckets = wrap(params).buckets
     assert len(buckets) == 3
-    average = WorldAverage(rank=0, nonfinite=NonFinitePolicy("raise"), extra=())
+    average = WorldAverage(rank=0, nonfinite=NonFinitePolicy("raise"), extra=lambda _: ())
     average.snapshot = [(bucket, bucket.pack(bucket.new_flat())) for bucket in buckets]
     with torch.no_grad():
         torch._foreach_add_(params, 0.5)

@@ -23,7 +23,7 @@ class WorldAverage:
     Args:
         rank: this rank, for errors.
         nonfinite: what happens to values that are not finite.
-        extra: buckets of further tensors to average.
+        extra: collective function that returns the buckets of further tensors to average.
         put_back: function that makes a model hold these tensors if it has replaced them.
     """
 
@@ -31,12 +31,12 @@ class WorldAverage:
         self,
         rank: int,
         nonfinite: NonFinitePolicy,
-        extra: Iterable[Bucket],
+        extra: Callable[[Transport], Sequence[Bucket]],
         put_back: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank = rank
         self._nonfinite = nonfinite
-        self._extra = tuple(extra)
+        self._extra = extra
         self._put_back = put_back
         # The values before the average that is in place, if it can still be reverted.
         self.snapshot: list[tuple[Bucket, Flat]] | None = None
@@ -66,7 +66,7 @@ class WorldAverage:
             # Tensors may have been added since, and the snapshot must hold them, too.
             self.revert()
         self._put_back()
-        buckets = [*parameters, *self._extra]
+        buckets = [*parameters, *self._extra(transport)]
         finite = finite_shares(
             buckets, transport, self._nonfinite, "global_avg()", "parameters", replica
         )

@@ -1,4 +1,4 @@
-"""Checks of the model for mixing before a forward pass, and the order of its parameters."""
+"""When a round is mixed by default, and whether the model allows it before a forward pass."""
 
 from __future__ import annotations
 
@@ -58,10 +58,3 @@ def check_forward(settings: Settings, model: nn.Module | None, parameters: Seque
             f"does not have parameters {', '.join(missing)}; pass the module that contains them "
             f"all, such as an nn.ModuleList of several models"
         )
-
-
-def forward_order(settings: Settings, model: nn.Module | None) -> tuple[Tensor, ...]:
-    """The parameters in the order of a forward pass; empty if it does not wait for them."""
-    if model is None or not settings.pacing.mixes_early:
-        return ()
-    return tuple(model.parameters())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from types import NoneType
 from typing import Any, NamedTuple
@@ -28,13 +28,14 @@ from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.start.arguments import check_arguments
-from decent_optim_wrapper.start.forward_order import check_forward, forward_order
+from decent_optim_wrapper.start.forward_order import check_forward
 from decent_optim_wrapper.start.pace import check_pace, longest_flight
 from decent_optim_wrapper.start.start import Start, check_same
 from decent_optim_wrapper.start.world import World, find_world
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.broadcast import broadcast, digest
+from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.parameters import (
@@ -206,7 +207,8 @@ class Setup:
         self.replica = model.replica
         self._held = HeldBuffers(inputs.model, model.others)
         self._nonfinite, self._meter = NonFinitePolicy(settings.on_nonfinite), Meter()
-        in_forward_order = forward_order(settings, inputs.model)
+        waiting = inputs.model if settings.pacing.mixes_early else None
+        in_forward_order = () if waiting is None else tuple(waiting.parameters())
         self._layout = Layout(
             cap_mb=settings.bucket_cap_mb,
             wire_device=world.transport.wire_device if world.recovery is None else _on_cpu,
@@ -216,6 +218,8 @@ class Setup:
             forward_order=in_forward_order,
             copies=model.replica.copies,
         )
+        floating = (n.tensor for n in model.buffers if n.tensor.is_floating_point())
+        self._buffers = plan_buckets(floating, self._layout.plain)
         self._attach_extensions()
         # Lines that must be the same on all ranks of a mesh, whatever part of the model they hold.
         self._first_lines = _settings_lines(start, inputs, world.topology)
@@ -307,10 +311,6 @@ class Setup:
         session.transport.begin_on(bucket_bytes(tensors, self._layout))
         _warn_of_codes(settings, self._layout, session)
         _warn_of_rare_rounds(settings, inputs.optimizer)
-        averaged = [n.tensor for n in model.buffers if n.tensor.is_floating_point()]
-        if not settings.sync_at_start:
-            averaged += self._differing(session.transport)
-        buckets = plan_buckets(averaged, self._layout.plain)
         policy = RoundPolicy(
             pacing=settings.pacing,
             nonfinite=self._nonfinite,
@@ -322,22 +322,28 @@ class Setup:
             Pipeline(session, policy, inputs.extensions, rate),
             inputs.local_update,
             WorldAverage(
-                session.transport.initial_rank, self._nonfinite, buckets, self._held.put_back
+                session.transport.initial_rank, self._nonfinite, self._extra, self._held.put_back
             ),
             model.replica,
             members=world.recovery,
         )
 
-    def _differing(self, transport: Transport) -> list[Tensor]:
-        """The frozen parameters that may not be the same on all ranks; collective."""
-        found = [n.tensor for n in self._model.parameters if not n.tensor.requires_grad]
+    @cached_property
+    def _frozen(self) -> tuple[list[Bucket], Tensor]:
+        """A bucket of each frozen parameter that may differ between ranks, and their digests."""
+        named = () if self._settings.sync_at_start else self._model.parameters
+        found = [n.tensor for n in named if not n.tensor.requires_grad]
         frozen = [each for each in found if each.is_floating_point() or each.is_complex()]
-        if self._world.recovery or not frozen:
-            # A rank that comes back later could not compare.
-            return frozen
-        own = torch.tensor([digest(each) for each in frozen], dtype=torch.int64, device="cpu")
-        same = (transport.all_gather(own) == own).all(dim=0).tolist()
-        return [each for each, is_same in zip(frozen, same, strict=True) if not is_same]
+        digests = torch.tensor([*map(digest, frozen)], dtype=torch.int64, device="cpu")
+        return [Bucket([each], self._layout.plain) for each in frozen], digests
+
+    def _extra(self, transport: Transport) -> list[Bucket]:
+        """The buckets that are averaged in addition to the trained parameters; collective."""
+        frozen, own = self._frozen
+        # Not at the start: a rank that comes back has received the values of the others since.
+        same = (transport.all_gather(own) == own).all(dim=0).tolist() if frozen else []
+        differing = [b for b, is_same in zip(frozen, same, strict=True) if not is_same]
+        return [*self._buffers, *differing]
 
     def start_from_same_values(self, pipeline: Pipeline) -> None:
         """Take the values of rank 0, unless each rank keeps its own, and plan the buckets."""
