@@ -1,7 +1,7 @@
 """A `torch.distributed.Store` in etcd 3, which outlives the loss of fewer than half of its servers.
 
 A call whose answer is lost is repeated, perhaps on another server, and the first one may still take
-effect. So every write names the revision that it replaces, and takes effect once or not at all.
+effect. So every write names what it replaces, and takes effect once or not at all.
 """
 
 from __future__ import annotations
@@ -12,14 +12,10 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
-
-Result = TypeVar("Result")
-# From the present value of a key to the new one.
-Change = Callable[[bytes | None], bytes | None]
 
 # How long one server may take before another one is asked: less than a rank may be silent, so a
 # server that hangs does not make a rank look dead.
@@ -32,23 +28,12 @@ _PAUSE = 0.05
 _MOST_OPERATIONS = 100
 _CHANNEL_OPTIONS = [
     # By default a server that comes back is tried only after up to two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     # As for torch's own stores: the servers are in the same network.
     ("grpc.enable_http_proxy", 0),
 ]
 # Codes of gRPC that are the same on any server and at any time; "" is an error of another kind.
 _FINAL = {"", "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"}
-
-
-class _Entry(NamedTuple):
-    """A key's value, and the revision at which it was written; 0 if there is none."""
-
-    value: bytes | None = None
-    revision: int = 0
-
-
-_MISSING = _Entry()
 
 
 class EtcdStore(Store):
@@ -94,25 +79,22 @@ class EtcdStore(Store):
         super().__init__()
         if not prefix:
             raise ValueError("expected a prefix for the keys of this run, such as 'my-run', got ''")
-        for pair in (
-            {"user": user, "password": password},
-            {"client_cert": client_cert, "client_key": client_key},
-        ):
+        login = {"user": user, "password": password}
+        for pair in (login, {"client_cert": client_cert, "client_key": client_key}):
             if list(pair.values()).count(None) == 1:
                 raise ValueError(f"expected both {' and '.join(pair)}, got only one; pass both")
         if client_cert is not None and ca_cert is None:
             raise ValueError("client_cert needs ca_cert, which turns on TLS; pass it, too")
-        self._endpoints, self._addresses = endpoints, read_endpoints(endpoints)
+        self._endpoints = endpoints
+        self._addresses = [read_endpoint(each) for each in endpoints.split(",")]
         self._library = _client_library()
-        self._login = {} if user is None else {"user": user, "password": password}
+        self._login = {} if user is None else login
         self._files = (ca_cert, client_key, client_cert)
         self._prefix = prefix
         # The client of this process, and those of its parents, whose connections a forked process
         # must not close.
         self._clients: dict[int, Any] = {}
         self._is_closed = False
-        # What this store has written last, so that it need not be read before it is replaced.
-        self._written: dict[str, _Entry] = {}
         self.set_timeout(timeout)
         # A thread must not return to C++ while Python is finalised. And this keeps the Python half
         # of the store alive, which C++ does not: without it, a call ends the process.
@@ -131,9 +113,7 @@ class EtcdStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        new, revision = _as_bytes(value), self._written.get(key, _MISSING).revision
-        # If the value is there already, an attempt whose answer was lost has written it.
-        self._change(key, lambda old: None if old == new else new, _Entry(revision=revision))
+        self._change(key, lambda old: _as_bytes(value))
 
     def get(self, key: str) -> bytes:
         """Wait for a key, and return its value."""
@@ -141,7 +121,7 @@ class EtcdStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all the keys have values."""
-        return _MISSING not in self._read(keys, self.timeout)
+        return None not in self._read(keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all the keys have values.
@@ -149,18 +129,15 @@ class EtcdStore(Store):
         Raises:
             DistStoreError: a key has no value after the timeout, or the servers do not answer.
         """
-        self._wait_for(keys, self.timeout if timeout is None else timeout)
+        self.multi_get(keys, timeout)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, which starts at 0, and return the sum."""
-        if amount == 0:
-            return int(self._read([key], self.timeout)[0].value or 0)
-        found = self._change(key, lambda old: str(int(old or 0) + amount).encode(), once=True)
-        return int(found or 0)
+        return int(self._change(key, lambda old: str(int(old or 0) + amount).encode()))
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to a value, which starts empty."""
-        self._change(key, lambda old: (old or b"") + _as_bytes(value), once=True)
+        self._change(key, lambda old: old + _as_bytes(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write a value if the key has the expected one; "" expects a key without a value.
@@ -168,31 +145,30 @@ class EtcdStore(Store):
         Returns:
             The value of the key after that.
         """
-        old, new = _as_bytes(expected), _as_bytes(desired)
-        start = self._written.get(key, _MISSING) if old else _MISSING
-        if (start.value or b"") != old:
-            (start,) = self._read([key], self.timeout)
-        # If the key has another value, the first attempt returns it.
-        found = self._change(key, lambda value: new if (value or b"") == old else None, start)
-        return old if found is None else found
+        of, name, old = self._library.transactions, self._name(key), _as_bytes(expected)
+        # In one request. If an attempt whose answer was lost has written it, it is there.
+        same = of.Value(name) == old if old else of.Version(name) == 0
+        put, get = of.Put(name, _as_bytes(desired)), of.Get(name)
+        rows = self._transact([same], [put, get], [get])[-1]
+        return bytes(rows[0][0]) if rows else old
 
     def delete_key(self, key: str) -> bool:
         """Delete a key, and return whether it had a value."""
         return bool(self._call(lambda client: client.delete(self._name(key))))
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+    def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
         """Wait for all the keys, and return their values."""
-        return [entry.value or b"" for entry in self._wait_for(keys, self.timeout)]
+        timeout = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + timeout.total_seconds()
+        while None in (values := self._read(keys)):
+            if time.monotonic() > deadline:
+                raise DistStoreError(f"{self!r}: no values of all of {list(keys)} after {timeout}")
+            time.sleep(_PAUSE)
+        return [value for value in values if value is not None]
 
     def num_keys(self) -> int:
         """Number of keys that have values."""
-        return len(self.list_keys())
-
-    def list_keys(self) -> list[str]:
-        """The keys that have values."""
-        prefix = self._name("")
-        rows = self._call(lambda client: list(client.get_prefix(prefix, keys_only=True)))
-        return [about.key.decode().removeprefix(prefix) for _, about in rows]
+        return len(self._call(lambda client: [*client.get_prefix(self._name(""), keys_only=True)]))
 
     # The names that a `PrefixStore` calls.
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
@@ -200,66 +176,44 @@ class EtcdStore(Store):
     def _name(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
-    def _wait_for(self, keys: Sequence[str], timeout: timedelta) -> list[_Entry]:
-        deadline = time.monotonic() + timeout.total_seconds()
-        while _MISSING in (found := self._read(keys, timeout)):
-            if time.monotonic() > deadline:
-                raise DistStoreError(f"{self!r}: no values of all of {list(keys)} after {timeout}")
-            time.sleep(_PAUSE)
-        return found
-
-    def _read(self, keys: Sequence[str], timeout: timedelta) -> list[_Entry]:
-        """The entries of the keys."""
-        found: list[_Entry] = []
+    def _read(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values of the keys; None for a key without one."""
+        found: list[bytes | None] = []
         for start in range(0, len(keys), _MOST_OPERATIONS):
             part = keys[start : start + _MOST_OPERATIONS]
             gets = [self._library.transactions.Get(self._name(key)) for key in part]
-            found += map(_entry_of, self._transact([], gets, [], timeout)[1])
+            found += [rows[0][0] if rows else None for rows in self._transact([], gets, [])]
         return found
 
-    def _change(
-        self, key: str, change: Change, entry: _Entry = _MISSING, once: bool = False
-    ) -> bytes | None:
-        """Write what depends on the present value, unless it is None; return the value after that.
+    def _change(self, key: str, change: Callable[[bytes], bytes]) -> bytes:
+        """Write what depends on the present value, which starts empty, and return it.
 
-        Args:
-            key: the key.
-            change: from the present value to the new one.
-            entry: what the key probably has.
-            once: whether a receipt is written with the value, which shows whether an attempt whose
-                answer was lost has taken effect.
+        A receipt that is written with the value shows whether an attempt whose answer was lost has
+        taken effect.
         """
-        name, receipt = self._name(key), f"{self._prefix}.receipts/{uuid.uuid4()}"
-        of, names = self._library.transactions, [receipt, name] if once else [name]
-        gets = [of.Get(each) for each in names]
-        while (new := change(entry.value)) is not None:
-            puts = [of.Put(each, new) for each in names]
-            same = of.Mod(name) == entry.revision
-            written, answers = self._transact([same], [*puts, gets[-1]], gets)
-            entry = _entry_of(answers[-1])
-            if written:
-                self._written[key] = entry
-                break
-            if once and (done := _entry_of(answers[0])) != _MISSING:
-                entry = done
-                break
-        if once:
-            self._call(lambda client: client.delete(receipt))
-        return entry.value
+        of, names = self._library.transactions, [self._name(key)]
+        names.append(f"{self._prefix}.receipts/{uuid.uuid4()}")
+        gets = [of.Get(name) for name in names]
+        present, receipt = self._transact([], gets, [])
+        while not receipt:
+            value, revision = (present[0][0], present[0][1].mod_revision) if present else (b"", 0)
+            puts = [of.Put(name, change(value)) for name in names]
+            same = of.Mod(names[0]) == revision
+            present, receipt = self._transact([same], [*puts, *gets], gets)[-2:]
+        self._call(lambda client: client.delete(names[1]))
+        return bytes(receipt[0][0])
 
-    def _transact(
-        self, compare: Any, success: Any, failure: Any, timeout: timedelta | None = None
-    ) -> Any:
-        return self._call(lambda client: client.transaction(compare, success, failure), timeout)
+    def _transact(self, compare: Any, success: Any, failure: Any) -> Any:
+        """The answers to `success` if `compare` holds, otherwise to `failure`."""
+        return self._call(lambda client: client.transaction(compare, success, failure))[1]
 
-    def _call(self, ask: Callable[[Any], Result], timeout: timedelta | None = None) -> Result:
+    def _call(self, ask: Callable[[Any], Any]) -> Any:
         """Ask one server after the other until one answers.
 
         Raises:
             DistStoreError: no server has answered in time, or one has refused the call.
         """
-        timeout = self.timeout if timeout is None else timeout
-        deadline, reason = time.monotonic() + timeout.total_seconds(), ""
+        deadline, reason = time.monotonic() + self.timeout.total_seconds(), ""
         while True:
             try:
                 # Two threads may connect at once; both clients work.
@@ -274,7 +228,7 @@ class EtcdStore(Store):
                     code = "UNAVAILABLE"
                 refused = self._is_closed or code in _FINAL
                 if refused or time.monotonic() > deadline:
-                    late = "" if refused else f"no majority has answered for {timeout}: "
+                    late = "" if refused else f"no majority has answered for {self.timeout}: "
                     raise DistStoreError(f"etcd at {self._endpoints}: {late}{reason}") from error
             time.sleep(_PAUSE)
 
@@ -308,27 +262,9 @@ def _code_and_text(error: Exception) -> tuple[str, str]:
     cause: Any = error if hasattr(error, "code") else error.__context__
     if hasattr(cause, "code") and hasattr(cause, "details"):
         return cause.code().name, f"{cause.code().name}, {cause.details()}"
-    if type(error).__module__.startswith("pyetcd"):
-        # All servers have just failed.
-        return "UNAVAILABLE", ""
-    return "", f"{type(error).__name__}: {error}"
-
-
-def _entry_of(rows: Sequence[tuple[bytes, Any]]) -> _Entry:
-    """The entry in the answer to a read of one key."""
-    return _Entry(rows[0][0], rows[0][1].mod_revision) if rows else _Entry()
-
-
-def read_endpoints(text: str) -> list[tuple[str, int]]:
-    """Host and port of each server.
-
-    Args:
-        text: as in "host1:2379,host2:2379,host3:2379".
-
-    Raises:
-        ValueError: it has another form.
-    """
-    return [read_endpoint(each) for each in text.split(",")]
+    # The client's own error without a cause: all servers have just failed.
+    all_failed = type(error).__module__.startswith("pyetcd")
+    return ("UNAVAILABLE", "") if all_failed else ("", f"{type(error).__name__}: {error}")
 
 
 def read_endpoint(text: str) -> tuple[str, int]:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import NamedTuple
 from urllib.parse import parse_qsl
 
-from decent_optim_wrapper.comm.etcd_store import EtcdStore, read_endpoint, read_endpoints
+from decent_optim_wrapper.comm.etcd_store import EtcdStore, read_endpoint
 
 __all__ = ["EXAMPLE", "STORE_VARIABLE", "StoreUrl", "read_endpoint"]
 
@@ -45,7 +45,8 @@ class StoreUrl(NamedTuple):
         if scheme != "etcd" or not prefix:
             # Without the query, which may hold a password.
             raise ValueError(f"expected a store as {EXAMPLE!r}, got {text.partition('?')[0]!r}")
-        read_endpoints(endpoints)
+        for each in endpoints.split(","):
+            read_endpoint(each)
         options = dict(parse_qsl(query, keep_blank_values=True))
         if unknown := options.keys() - _OPTIONS:
             raise ValueError(
