@@ -331,7 +331,7 @@ def build_extensions(
         built.append(GradientTracking())
     if isinstance(schedule.average_state, tuple):
         built.append(StateGossip(schedule.average_state))
-    elif type(optimizer) not in SPLITTABLE:
+    if type(optimizer) not in SPLITTABLE:
         built.append(OwnCopyCheck())
     if schedule.outer is not None:
         built.append(OuterOptimizer(schedule.outer))

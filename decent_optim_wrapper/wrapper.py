@@ -371,6 +371,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         with self._step() as step:
             update = partial(self._local_update.whole, closure, self._scaling)
             result = step.advance(step.buckets, update)
+            # A closure may have given them gradients.
+            self._local_update.check_outside(self.rank)
         return result if loss is None else loss
 
     @property
@@ -738,9 +740,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             self._local_update.by_bucket(scaling, self._pipeline.buckets, apply) as update,
         ):
             yield lambda bucket: step.advance([bucket], partial(update, bucket))
-            if in_backward:
-                # When the step began, their gradients were not there yet.
-                self._local_update.check_outside(self.rank)
+            # In a backward pass their gradients were not there when the step began.
+            self._local_update.check_outside(self.rank)
 
     @property
     def _scaling(self) -> Scaling:

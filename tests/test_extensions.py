@@ -562,6 +562,7 @@ TEXT = {"state": 'average_state=("master",)', "beside": 'overlap="forward" or Fa
         (Masters, {}, "state"),
         (Masters, {"overlap": False}, "state"),
         (Masters, {"schedule": Schedule(average_state=("master",))}, None),
+        (Masters, {"schedule": Schedule(average_state=("other",))}, "state"),
         (Offloads, {}, "beside"),
         (Offloads, {"overlap": False}, None),
         (OffloadsInStep, {}, None),
@@ -569,12 +570,12 @@ TEXT = {"state": 'average_state=("master",)', "beside": 'overlap="forward" or Fa
         (SGD, {}, None),
     ],
 )
-@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize(("views", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_a_base_that_overwrites_what_was_mixed_is_warned_of_and_no_other(
-    kind: Any, options: dict[str, Any], said: str | None, views: bool
+    kind: Any, options: dict[str, Any], said: str | None, views: bool, dtype: torch.dtype
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> float:
-        params = make_params(dtype=torch.float32)
+        params = make_params(dtype=dtype)
         base = kind(params, lr=0.005)
         wrapper = wrap(params, group, base, topology="ring", param_as_bucket_view=views, **options)
         take_steps(wrapper, params, rank, range(60))

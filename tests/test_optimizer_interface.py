@@ -355,6 +355,27 @@ def test_parameters_that_only_the_base_knows_are_named_before_they_are_trained(
     torch.testing.assert_close(*run_threads(2, main))
 
 
+def test_a_closure_that_reaches_a_parameter_in_no_bucket_is_an_error_in_its_own_step() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        params = make_params()
+        params[1].requires_grad_(False)
+        base = torch.optim.LBFGS(params, lr=0.01, max_iter=2)
+        wrapper = wrap(params, group, base, topology="complete", overlap=False)
+
+        def closure() -> Tensor:
+            wrapper.zero_grad()
+            return backward([param for param in params if param.requires_grad], rank, 0)
+
+        before = flatten(params)
+        wrapper.step(closure)
+        assert not torch.equal(flatten(params), before)
+        params[1].requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"gossiped, but 0\.1 .*rebuild_buckets"):
+            wrapper.step(closure)
+
+    run_threads(2, main)
+
+
 def test_a_state_dict_loads_into_a_bare_base_and_back() -> None:
     params = make_params()
     wrapper, bare, twin = wrap(params), sgd(make_params()), wrap(make_params())
