@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +24,11 @@ from torch import Tensor
 from warned import warned_texts
 
 from decent_optim_wrapper import DecentOptimWrapper, PeerError
-from decent_optim_wrapper.checkpoint import Checkpoints, sealed_file
+from decent_optim_wrapper.checkpoint import Checkpoints, whole_file
+from decent_optim_wrapper.checkpoint.saved_set import SavedSet
 
 WORLD = 2
+GUIDE = Path(__file__).parent.parent / "examples" / "guides" / "checkpoints.md"
 
 
 class Run(NamedTuple):
@@ -73,9 +78,9 @@ def start(
     return Run(params, optimizer, Checkpoints(folder, optimizer, keep))
 
 
-def train(folder: Path, steps: int) -> None:
+def train(folder: Path, steps: int, seed: int = 0) -> None:
     """Train from step 0 and save after every step."""
-    run_threads(WORLD, lambda rank, group: start(group, folder).advance(rank, range(steps)))
+    run_threads(WORLD, lambda rank, group: start(group, folder, seed).advance(rank, range(steps)))
 
 
 def resume(folder: Path) -> list[int]:
@@ -87,9 +92,14 @@ def file_of(folder: Path, step: int, rank: int, world_size: int = WORLD) -> Path
     return folder / f"step_{step:08d}" / f"rank_{rank}_of_{world_size}.pt"
 
 
+def marker_of(folder: Path, step: int, world_size: int = WORLD) -> Path:
+    return folder / f"step_{step:08d}" / f"set_of_{world_size}.sha256"
+
+
 def sets_of(folder: Path, *steps: int) -> list[Path]:
     """The files of whole sets."""
-    return [file_of(folder, step, rank) for step in steps for rank in range(WORLD)]
+    own = {rank: [file_of(folder, step, rank) for step in steps] for rank in range(WORLD)}
+    return sorted([*chain(*own.values()), *(marker_of(folder, step) for step in steps)])
 
 
 def files(folder: Path) -> list[Path]:
@@ -127,13 +137,13 @@ def test_a_resumed_run_ends_bit_for_bit_like_one_that_was_never_stopped(
 
     one, other, *_ = run_threads(world_size, main)
     assert not torch.equal(one, other)
-    assert len(files(tmp_path)) == world_size
+    assert len(files(tmp_path)) == world_size + (1 if shared else world_size)
 
 
 def take_a_file_of_another_saving(path: Path) -> None:
     """A run that was restarted wrote the step again, and was killed before both ranks had."""
     again = path.parent.parent / "again"
-    train(again, 4)
+    train(again, 4, seed=1)
     (again / path.parent.name / path.name).replace(path)
 
 
@@ -147,12 +157,19 @@ def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
     return act
 
 
+def to_marker(act: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Does it to the marker in place of the file."""
+    return lambda path: act(path.with_name("set_of_2.sha256"))
+
+
 UNUSABLE = "step_00000004/rank_1_of_2.pt cannot be used"
-NO_FILE = f"{UNUSABLE}: it is not a regular file"
-# What happens to the file of rank 1, and what is said of it.
+NO_FILE = f"{UNUSABLE}: it is missing, or no regular file"
+MARKER = "step_00000004/set_of_2.sha256 cannot be used"
+LINE = len(f"{'0' * 64}  step_00000004/rank_0_of_2.pt\n")
+# What happens to the file of rank 1 or to the marker, and what is said of it.
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (lambda path: os.truncate(path, 0), UNUSABLE),
-    "no seal": (lambda path: os.truncate(path, path.stat().st_size - 40), UNUSABLE),
+    "torn": (lambda path: os.truncate(path, path.stat().st_size - 40), UNUSABLE),
     "a bit": (flip_a_bit, UNUSABLE),
     "the other rank's": (
         lambda path: shutil.copy(path.with_name("rank_0_of_2.pt"), path),
@@ -162,10 +179,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: shutil.copy(path.parent.parent / "step_00000003" / path.name, path),
         UNUSABLE,
     ),
-    "another saving's": (take_a_file_of_another_saving, "of another set is rank_1_of_2.pt"),
+    "another saving's": (take_a_file_of_another_saving, UNUSABLE),
     "a fifo": (instead(os.mkfifo), NO_FILE),
     "a device": (instead(partial(os.symlink, "/dev/zero")), NO_FILE),
-    "missing": (Path.unlink, "step_00000004 is passed over: no whole rank_1_of_2.pt"),
+    "missing": (Path.unlink, NO_FILE),
+    "an empty marker": (to_marker(lambda path: os.truncate(path, 0)), MARKER),
+    "a marker without a line": (to_marker(lambda path: os.truncate(path, LINE)), MARKER),
+    "a bit of the marker": (to_marker(flip_a_bit), UNUSABLE),
+    "another step's marker": (
+        to_marker(lambda path: shutil.copy(path.parent.parent / "step_00000003" / path.name, path)),
+        MARKER,
+    ),
+    "a fifo for a marker": (to_marker(instead(os.mkfifo)), MARKER),
+    "a marker without text": (to_marker(lambda path: path.write_bytes(b"\xff")), MARKER),
 }
 
 
@@ -202,6 +228,42 @@ def test_a_damaged_file_of_one_rank_makes_all_use_the_previous_set(
     assert "no complete set of 2 ranks" in "".join(warned)
 
 
+def test_sets_of_two_savings_on_disks_of_their_own_are_not_mixed(
+    saved: Path, tmp_path: Path, warned: list[str]
+) -> None:
+    """Rank 1 has the set of step 4 that a run before the last restart has saved."""
+    for rank in range(WORLD):
+        shutil.copytree(saved, tmp_path / str(rank))
+    train(tmp_path / "again", 4, seed=1)
+    shutil.rmtree(tmp_path / "1" / "step_00000004")
+    shutil.move(tmp_path / "again" / "step_00000004", tmp_path / "1")
+
+    def resumed(rank: int, group: dist.ProcessGroup) -> int:
+        return start(group, tmp_path / str(rank), seed=5).resume()
+
+    assert run_threads(WORLD, resumed) == [3, 3]
+    assert "step_00000004 of 2 ranks is passed over: its marker is missing, or" in "".join(warned)
+
+
+def test_a_set_of_an_earlier_version_is_loaded_after_the_command_of_the_guide(
+    saved: Path, tmp_path: Path, warned: list[str]
+) -> None:
+    """Its files end with a seal, which torch.load ignores, and have no marker."""
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder)
+    for path in files(folder):
+        if path.suffix == ".pt":
+            path.write_bytes(path.read_bytes() + b"\1" * 40)
+        else:
+            path.unlink()
+    assert resume(folder) == [0, 0]
+    assert "sets of an earlier version, which have no set_of_2.sha256" in "".join(warned)
+    (command,) = re.findall(r"^sha256sum .*", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+    command = command.replace("120", "004").replace("of_4", "of_2")
+    subprocess.run(command, shell=True, cwd=folder, check=True)
+    assert resume(folder) == [4, 4]
+
+
 def test_the_newest_complete_sets_stay_and_older_ones_go(tmp_path: Path) -> None:
     train(tmp_path, 6)
     assert files(tmp_path) == sets_of(tmp_path, 5, 6)
@@ -213,7 +275,7 @@ def test_the_newest_complete_sets_stay_and_older_ones_go(tmp_path: Path) -> None
         run.advance(rank, range(5, 6))
 
     file_of(tmp_path, 6, rank=1).unlink()
-    left = sealed_file.partial(file_of(tmp_path, 2, rank=1))
+    left = whole_file.part_of(file_of(tmp_path, 2, rank=1))
     left.parent.mkdir()
     left.write_bytes(b"left by a killed process")
     run_threads(WORLD, resumed)
@@ -230,7 +292,9 @@ def test_a_file_that_would_run_code_does_not(tmp_path: Path) -> None:
     checkpoints.save(1, {})
     path = file_of(tmp_path, 1, 0, world_size=1)
     with torch.serialization.safe_globals([os.mkdir]):
-        sealed_file.write(path, Trap(), sealed_file.read_stamp(path))
+        digest = whole_file.write_state(path, Trap())
+    marker = marker_of(tmp_path, 1, world_size=1)
+    marker.write_text(f"{digest}  step_00000001/{path.name}\n")
     with pytest.raises(Exception, match="mkdir"):
         checkpoints.load()
     assert not (tmp_path / "sprung").exists()
@@ -240,8 +304,14 @@ def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def write_and_die(path: Path, state: Any, stamp: int, write: Any = sealed_file.write) -> None:
-    write(path, state, stamp)
+def write_and_die(path: Path, *args: Any, write: Any = whole_file.write) -> None:
+    write(path, *args)
+    if path.suffix == ".pt":
+        die()
+
+
+def mark_and_die(*args: Any, mark: Any = SavedSet.mark) -> None:
+    mark(*args)
     die()
 
 
@@ -279,7 +349,10 @@ MOMENTS = {
     "half written": Moment(torch, "save", save_half_and_die, partial=True, timeout=20),
     "flush": Moment(os, "fsync", die, partial=True),
     "rename": Moment(Path, "replace", die, partial=True, timeout=20),
-    "agreement": Moment(sealed_file, "write", write_and_die, found=3),
+    "agreement": Moment(whole_file, "write", write_and_die),
+    # The survivor has written its marker.
+    "marker": Moment(SavedSet, "mark", die),
+    "second agreement": Moment(SavedSet, "mark", mark_and_die, found=3),
     "removal": Moment(Path, "unlink", die, saved=3, found=3, timeout=20),
 }
 
@@ -288,7 +361,8 @@ def save_after_a_loss(rank: int, folder: Path, name: str) -> None:
     """The survivor cannot go on, and says which set stays."""
     dist.init_process_group("gloo")
     moment = MOMENTS[name]
-    run = start(None, folder, keep=1, timeout=moment.timeout)
+    # A disk of each rank: the marker of the survivor is of no use to the other.
+    run = start(None, folder / str(rank), keep=1, timeout=moment.timeout)
     run.advance(rank, range(2))
     if rank == 1:
         setattr(moment.owner, moment.name, moment.fault)
@@ -309,11 +383,11 @@ def test_a_survivor_saves_nothing_alone_and_a_new_run_finds_the_last_complete_se
     name: str, tmp_path: Path
 ) -> None:
     run_processes(WORLD, save_after_a_loss, tmp_path, name, lost={1})
-    partial = sealed_file.partial(file_of(tmp_path, 3, rank=1))
+    partial = whole_file.part_of(file_of(tmp_path / "1", 3, rank=1))
     assert partial.exists() == MOMENTS[name].partial
 
     def go_on(rank: int, group: dist.ProcessGroup) -> int:
-        run = start(group, tmp_path)
+        run = start(group, tmp_path / str(rank))
         step = run.resume()
         assert not torch.equal(flatten(run.params), flatten(make_params()))
         run.advance(rank, range(4, 6))
@@ -332,15 +406,15 @@ def test_a_step_that_does_not_come_after_the_last_set_is_refused(tmp_path: Path)
             run.save(1 + rank)
         assert not files(tmp_path)
         run.advance(rank, range(2))
-        gather, ended = run.optimizer.all_gather, False
+        gather, marks = run.optimizer.all_gather, False
 
         def lose_the_answer(numbers: Tensor) -> Tensor:
-            nonlocal ended
+            nonlocal marks
             answers = gather(numbers)
-            if len(numbers) == 1 and ended:
+            # After the digests the ranks ask each other whether all have written their markers.
+            marks |= len(numbers) == 4
+            if marks and len(numbers) == 1 and answers.all():
                 raise PeerError("the answer did not come")
-            # Before, the ranks ask each other whether all have ended their writing.
-            ended = len(numbers) == 1 and bool(answers.all())
             return answers
 
         if rank == 1:
@@ -403,6 +477,7 @@ def test_sets_of_fewer_ranks_never_displace_those_of_all(tmp_path: Path) -> None
     assert 4 < alone < last
     kept = [(4, 3, (0, 1, 2)), (alone, 2, (0, 1)), (last, 3, (0, 1, 2))]
     expected = [file_of(tmp_path, step, rank, size) for step, size, all in kept for rank in all]
+    expected += [marker_of(tmp_path, step, size) for step, size, _ in kept]
     # The rank that came back does not know of the sets before, and removes nothing yet.
     assert files(tmp_path) == sorted([*expected, file_of(tmp_path, 2, 2, 3)])
 
@@ -418,7 +493,7 @@ def test_sets_of_fewer_ranks_never_displace_those_of_all(tmp_path: Path) -> None
 
 
 def fill_the_disk(path: Path, patch: pytest.MonkeyPatch) -> None:
-    part = sealed_file.partial(path)
+    part = whole_file.part_of(path)
     part.parent.mkdir()
     part.symlink_to("/dev/full")
 
@@ -438,7 +513,7 @@ def damage_on_the_way(path: Path, patch: pytest.MonkeyPatch) -> None:
     ("prevent", "error"),
     [
         (fill_the_disk, r"\[Errno 28\] No space left on device"),
-        (damage_on_the_way, "its bytes do not match its seal"),
+        (damage_on_the_way, "its bytes are not those that were written"),
     ],
 )
 def test_a_rank_that_could_not_write_says_why_and_older_sets_stay_until_all_have(
@@ -462,7 +537,7 @@ def test_a_rank_that_could_not_write_says_why_and_older_sets_stay_until_all_have
         else:
             run.checkpoints.save(3, large)
         assert set(sets_of(tmp_path, 2)) <= set(files(tmp_path))
-        assert not sealed_file.partial(file_of(tmp_path, 3, rank=1)).exists()
+        assert not whole_file.part_of(file_of(tmp_path, 3, rank=1)).exists()
 
     def go_on(rank: int, group: dist.ProcessGroup) -> None:
         run = start(group, tmp_path, keep=1)
@@ -471,7 +546,7 @@ def test_a_rank_that_could_not_write_says_why_and_older_sets_stay_until_all_have
 
     run_threads(WORLD, fail)
     (text,) = warned
-    assert "step_00000003 is not complete: could not write rank_1_of_2.pt" in text
+    assert "step_00000003 is not complete: could not write on rank 1" in text
     run_threads(WORLD, go_on)
     assert files(tmp_path) == sets_of(tmp_path, 4)
 
@@ -482,9 +557,9 @@ def test_wrong_arguments_and_states_that_could_not_be_loaded_are_refused(tmp_pat
     save: Any = make(optimizer).save
     calls: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: make(optimizer.optimizer), TypeError, "expects the DecentOptimWrapper .* got SGD"),
-        (lambda: make(optimizer, keep="2"), TypeError, "keep expects a whole number, got '2'"),
+        (lambda: make(optimizer, keep="2"), TypeError, "'str' object cannot be interpreted"),
         (lambda: make(optimizer, keep=0), ValueError, "keep must be 1 or more sets, got 0"),
-        (lambda: save(1.5, {}), TypeError, "step expects a whole number, got 1.5"),
+        (lambda: save(1.5, {}), TypeError, "'float' object cannot be interpreted"),
         (lambda: save(1, {"where": tmp_path}), TypeError, r"=True\) reads again, got pathlib"),
     ]
     for call, error, match in calls:
@@ -492,7 +567,7 @@ def test_wrong_arguments_and_states_that_could_not_be_loaded_are_refused(tmp_pat
             call()
     assert files(tmp_path) == []
     save(torch.tensor(1), {"where": str(tmp_path)})
-    assert files(tmp_path) == [file_of(tmp_path, 1, 0, world_size=1)]
+    assert files(tmp_path) == [file_of(tmp_path, 1, 0, 1), marker_of(tmp_path, 1, 1)]
 
 
 def test_nobody_is_given_up_while_a_rank_writes_or_reads_for_longer_than_the_timeout(
@@ -517,8 +592,8 @@ def test_nobody_is_given_up_while_a_rank_writes_or_reads_for_longer_than_the_tim
         return loaded and (loaded.step, loaded.state["value"])
 
     with monkeypatch.context() as patch:
-        patch.setattr(sealed_file, "write", hold_up(sealed_file.write))
+        patch.setattr(whole_file, "write", hold_up(whole_file.write))
         run_threads(WORLD, save)
-    monkeypatch.setattr(sealed_file, "read_stamp", hold_up(sealed_file.read_stamp))
+    monkeypatch.setattr(whole_file, "check", hold_up(whole_file.check))
     assert run_threads(WORLD, load) == [(3, 0), (3, 1)]
     assert len(slow) == 2

@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_leaves
 from warned import warned_texts
 
 from decent_optim_wrapper import NonFiniteError, Schedule, TopologyFactory
-from decent_optim_wrapper.checkpoint import Checkpoint, averaging, sealed_file
+from decent_optim_wrapper.checkpoint import Checkpoint, averaging, whole_file
+from decent_optim_wrapper.checkpoint.saved_set import FileName, SavedSet, folder_of
 from decent_optim_wrapper.cli import main as command
 from decent_optim_wrapper.optim import QGSGD, AccumAdam
 
@@ -291,7 +292,7 @@ def test_averaging_takes_the_memory_of_one_model_and_of_a_piece_of_a_tensor(
         torch.manual_seed(rank)
         # Dense, but not contiguous.
         model = {str(i): torch.randn(large // 200, 200).t() for i in range(count)}
-        sealed_file.write(path, {"model": model}, 1)
+        whole_file.write_state(path, {"model": model})
     states = dict(enumerate(map(averaging.map_file, paths)))
     assert all(str(path) in Path("/proc/self/maps").read_text() for path in paths)
     with Allocations() as made:
@@ -300,17 +301,24 @@ def test_averaging_takes_the_memory_of_one_model_and_of_a_piece_of_a_tensor(
     assert not torch.equal(mean["model"]["0"], model["0"])
 
 
-def write(folder: Path, step: int, size: int, values: dict[int, Any], stamp: int = 5) -> None:
-    """A set in which the models of these ranks have one parameter with these values."""
-    for rank, value in values.items():
-        state = {"model": {"weight": torch.as_tensor(value)}}
-        sealed_file.write(file_of(folder, step, rank, size), state, stamp)
+def write(folder: Path, step: int, size: int, states: dict[int, Any]) -> None:
+    """A set with these states of the ranks that have saved it."""
+    digests = {
+        FileName(rank, size): whole_file.write_state(file_of(folder, step, rank, size), state)
+        for rank, state in states.items()
+    }
+    SavedSet(step, folder_of(folder, step), digests).mark(next(iter(digests)))
 
 
 def save(folder: Path, size: int, step: int, model: int) -> None:
     """A set in which the models of the ranks have this mean."""
-    values = {rank: [model + rank - (size - 1) / 2] * 3 for rank in range(size)}
-    write(folder, step, size, values, stamp=model)
+    values = [[model + rank - (size - 1) / 2] * 3 for rank in range(size)]
+    write(folder, step, size, dict(enumerate(map(of_model, values))))
+
+
+def of_model(values: Any) -> dict[str, Any]:
+    """A state in which the model has one parameter with these values."""
+    return {"model": {"weight": torch.as_tensor(values)}}
 
 
 def load(
@@ -347,8 +355,9 @@ def test_the_newest_complete_set_is_loaded_whatever_its_size(tmp_path: Path) -> 
         assert load(tmp_path, 1) == [(1, 4, 10.0)]
         assert load(tmp_path, 1, same_world=True) == [NOTHING]
     text = "".join(warned)
-    assert "step_00000003 of 6 ranks cannot be used: expected 6 whole files of one set" in text
-    assert "rank_5_of_6.pt cannot be used: its bytes do not match its seal" in text
+    assert "step_00000003 of 6 ranks is passed over: its files cannot be used on rank 0" in text
+    assert "rank_5_of_6.pt cannot be used: its bytes are not those that were written" in text
+    assert "rank_1_of_3.pt cannot be used: it is missing" in text
     assert "no complete set of 1 ranks" in warned[-1]
     # Of one step, that of the same size.
     save(tmp_path, 3, 1, 50)
@@ -364,20 +373,20 @@ def test_ranks_that_see_different_folders_load_what_all_of_them_see(tmp_path: Pa
     with warned_texts() as warned:
         assert load(folders, 3) == [(1, 4, 10.0)] * 3
     (text,) = warned
-    assert "step_00000002 of 6 ranks is passed over: rank 2 does not find all of its files" in text
-    assert "put them into a folder that every rank sees" in text
+    assert "step_00000002 of 6 ranks is passed over: every rank must see all of its files" in text
+    assert "its marker is missing, or another one, on rank 2" in text
     # Another run's set of the same step.
     shutil.rmtree(folders[1])
     save(folders[1], 4, 1, 70)
     with warned_texts() as warned:
         assert load(folders, 3) == [NOTHING] * 3
-    assert "or finds others" in "".join(warned)
+    assert "another one, on rank 1" in "".join(warned)
 
 
 def test_a_set_that_members_with_gaps_have_saved_is_averaged_and_stays(tmp_path: Path) -> None:
     """Of three ranks 1 was lost: the files are those of 0 and 2."""
     save(tmp_path, 3, 1, 10)
-    write(tmp_path, 2, 2, {0: [1.0], 2: [4.0]})
+    write(tmp_path, 2, 2, {0: of_model([1.0]), 2: of_model([4.0])})
     assert load(tmp_path, 2) == [(2, 2, 2.5)] * 2
     assert load(tmp_path, 3) == [(2, 2, 2.5)] * 3
 
@@ -389,13 +398,13 @@ def test_a_set_that_members_with_gaps_have_saved_is_averaged_and_stays(tmp_path:
         checkpoints.save(3, {})
 
     run_threads(3, go_on)
-    assert len(list((tmp_path / "step_00000002").iterdir())) == 2
+    assert len(list((tmp_path / "step_00000002").iterdir())) == 3
 
 
 def test_nan_in_one_file_is_an_error_on_every_rank_of_another_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path, 3, 3, {0: [1.0], 1: [float("nan")], 2: [4.0]})
+    write(tmp_path, 3, 3, dict(enumerate(of_model([each]) for each in (1.0, float("nan"), 4.0))))
     file, out = file_of(tmp_path, 3, 1, 3), tmp_path / "model.pt"
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
@@ -417,13 +426,13 @@ def test_the_command_writes_the_averaged_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "new" / "model.pt"
-    models = []
+    models, states = [], {}
     for rank in range(3):
         torch.manual_seed(rank)
         model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
         models.append(model.double().state_dict())
-        state = {"model": {**models[-1], "tied": models[-1]["0.bias"]}, "other": 1}
-        sealed_file.write(file_of(run, 7, rank, 3), state, stamp=9)
+        states[rank] = {"model": {**models[-1], "tied": models[-1]["0.bias"]}, "other": 1}
+    write(run, 7, 3, states)
     assert command(["average", str(run), "--out", str(out)]) == 0
     assert f"{out}: the average over 3 ranks of step 7" in capsys.readouterr().out
     mean = torch.load(out, weights_only=True)
@@ -440,7 +449,7 @@ def test_the_command_writes_the_averaged_model(
     assert sorted(path.name for path in out.parent.iterdir()) == ["model.pt", "model.safetensors"]
 
 
-@pytest.mark.filterwarnings("ignore:.*step 1 of 2 ranks is passed over")
+@pytest.mark.filterwarnings("ignore:.*set_of_2.sha256 cannot be used")
 def test_the_command_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -452,9 +461,13 @@ def test_the_command_says_what_is_missing(
         return capsys.readouterr().err
 
     state = {"net": {"weight": torch.ones(2)}, "epoch": 3}
-    for name in ("run/step_1/rank_0_of_1.pt", "half/step_1/rank_0_of_2.pt"):
-        sealed_file.write(tmp_path / name, state, 1)
-    sealed_file.write(tmp_path / "mesh" / "step_1" / "rank_0_of_1_shard_0_of_2.pt", state, 1)
+    write(tmp_path / "run", 1, 1, {0: state})
+    write(tmp_path / "half", 1, 2, {0: state})
+    shards = {
+        FileName(0, 1, shard, 2): whole_file.write_state(tmp_path / "mesh/step_1/x.pt", state)
+        for shard in range(2)
+    }
+    SavedSet(1, tmp_path / "mesh/step_1", shards).mark(FileName(0, 1, 0, 2))
     assert "has no part 'model' in ['epoch', 'net']; pass --part" in refusal("run")
     assert "tensors by name only" in refusal("run", "--part", "epoch")
     assert "expected a folder with a complete checkpoint set" in refusal("half")

@@ -15,7 +15,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +46,13 @@ def nearest(rank: int, saved: Iterable[int]) -> int:
     return min(saved, key=lambda each: (abs(each - rank), each))
 
 
-class _OverflowError(Exception):
-    """A tensor has NaN or infinity where others have finite values.
-
-    Args:
-        tensor: the tensor.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.tensor = tensor
-
-
 @torch.no_grad()
 def averaged(
     states: Mapping[int, Any],
     rank: int,
     extensions: Collection[str] = (),
     files: Mapping[int, Path] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Any:
     """The average of nested states, in new memory.
 
@@ -72,161 +63,128 @@ def averaged(
         rank: values that cannot be averaged are taken from the saved rank nearest to this one.
         extensions: the names of the extensions whose state is kept.
         files: the files of the states by rank, for errors.
+        device: of the result.
 
     Raises:
         NonFiniteError: a state has NaN or infinity where others have finite values.
     """
-    own = states[nearest(rank, states)]
-    try:
-        return _Averager(frozenset(extensions))(own, [states[each] for each in sorted(states)])
-    except _OverflowError as error:
-        raise _nonfinite_error(error.tensor, states, files or {}) from None
+    average = _Averager(extensions, files or {}, device)
+    return average(states[nearest(rank, states)], dict(sorted(states.items())))
 
 
-def _nonfinite_error(
-    tensor: Tensor, states: Mapping[int, Any], files: Mapping[int, Path]
-) -> NonFiniteError:
-    """Name the tensor and its file."""
-    saved_by, name = next(
-        (rank, name)
-        for rank, state in states.items()
-        for name, each in _tensors(state)
-        if each is tensor
-    )
-    return NonFiniteError(
-        f"expected finite values to average, but {name} in "
-        f"{files.get(saved_by, 'the state')} of rank {saved_by} has NaN or infinity where other "
-        f"ranks have finite values; remove that set to use an older one, or resume with as many "
-        f'ranks as have saved it and on_nonfinite="skip"',
-        ranks=[saved_by],
-    )
-
-
-def _tensors(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a nested state, with the keys on the way to each."""
-    if isinstance(state, Tensor):
-        yield name, state
-    elif isinstance(state, (dict, list, tuple)):
-        items = state.items() if isinstance(state, dict) else enumerate(state)
-        for key, value in items:
-            yield from _tensors(value, f"{name}/{key}" if name else str(key))
-
-
-def moved(state: Any, device: torch.device | str) -> Any:
-    """A nested state with its tensors on a device."""
-    if isinstance(state, Tensor):
-        return state.to(device)
-    if isinstance(state, dict):
-        result = copy.copy(state)
-        result.update({key: moved(value, device) for key, value in state.items()})
-        return result
-    if isinstance(state, (list, tuple)):
-        return type(state)(moved(value, device) for value in state)
-    return state
-
-
+@dataclass(frozen=True)
 class _Averager:
     """Averages nested values; values that share memory still share it afterwards.
 
     Args:
         extensions: as in `averaged`.
-        counters: names of values that are not averaged.
+        files: as in `averaged`.
+        device: as in `averaged`.
+        done: the averages of tensors, by their place in memory.
     """
 
-    def __init__(
-        self, extensions: Collection[str] = (), counters: Collection[str] = frozenset()
-    ) -> None:
-        self._extensions = extensions
-        self._counters = counters
-        self._done: dict[tuple[Any, ...], Tensor] = {}
+    extensions: Collection[str]
+    files: Mapping[int, Path]
+    device: torch.device | str
+    done: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
-    def __call__(self, own: Any, everywhere: Sequence[Any]) -> Any:
+    def __call__(
+        self,
+        own: Any,
+        everywhere: Mapping[int, Any],
+        name: str = "",
+        counters: Collection[str] = frozenset(),
+    ) -> Any:
         """The average of a value.
 
         Args:
             own: the value of the nearest rank.
-            everywhere: the values of all ranks that have one, always in the same order for the same
-                `own`.
+            everywhere: the values of all ranks that have one, by rank, always the same ones for the
+                same `own`; empty for a copy of `own`.
+            name: the keys on the way to the value, for errors.
+            counters: the keys of values that are not averaged.
         """
         if isinstance(own, Tensor):
-            return self._tensor(own, everywhere)
-        if isinstance(own, (list, tuple)):
-            alike = [each for each in everywhere if _is_alike(each, own)]
-            rows = [self(value, [each[i] for each in alike]) for i, value in enumerate(own)]
-            return rows if isinstance(own, list) else tuple(rows)
-        if not isinstance(own, dict):
+            return self._tensor(own, everywhere, name)
+        if not isinstance(own, (dict, list, tuple)):
             return own
-        if own.keys() >= _GOSSIP:
-            return self._gossip(own, everywhere)
         # Keeps the attributes of a module's state dict.
-        merged = copy.copy(own)
-        for key, value in own.items():
-            if key == "state" and "param_groups" in own:
-                merged[key] = _optimizer_state(value, _at(key, everywhere))
-            else:
-                rows = [value] if key in self._counters else _at(key, everywhere)
-                merged[key] = self(value, rows)
-        return merged
+        merged = copy.copy(own) if isinstance(own, dict) else dict(enumerate(own))
+        if merged.keys() >= _GOSSIP:
+            return self._gossip(merged, everywhere, name)
+        for key, value in merged.items():
+            rows, path = {} if key in counters else _at(key, everywhere), f"{name}/{key}".strip("/")
+            is_state = key == "state" and "param_groups" in merged
+            average = self._optimizer if is_state else self
+            merged[key] = average(value, rows, path, counters)
+        return merged if isinstance(own, dict) else type(own)(merged.values())
 
-    def _gossip(self, own: dict[str, Any], everywhere: Sequence[Any]) -> dict[str, Any]:
+    def _gossip(self, own: Any, everywhere: Mapping[int, Any], name: str) -> Any:
         merged = {key: value for key, value in own.items() if key not in _OF_MEMBERS}
-        merged |= {"in_flight": False, "round": max(_at("round", everywhere))}
-        states, average = _at("extensions", everywhere), _Averager(counters=COUNTERS)
+        merged |= {"in_flight": False, "round": max(_at("round", everywhere).values())}
         if "extensions" in own:
+            states, path = _at("extensions", everywhere), f"{name}/extensions"
             # A name without a state remains for the others, so that loading can warn of them.
-            merged["extensions"] = {
-                name: average(state, _at(name, states)) if name in self._extensions else None
-                for name, state in own["extensions"].items()
+            kept = {
+                each: state for each, state in own["extensions"].items() if each in self.extensions
             }
+            merged["extensions"] = dict.fromkeys(own["extensions"]) | self(
+                kept, states, path, COUNTERS
+            )
         return merged
 
-    def _tensor(self, own: Tensor, everywhere: Sequence[Any]) -> Tensor:
+    def _optimizer(self, own: Any, everywhere: Mapping[int, Any], name: str, _: object) -> Any:
+        """The states by parameter; a rank may have none for a parameter without gradients."""
+        merged = {}
+        for param in dict.fromkeys(param for state in everywhere.values() for param in state):
+            rows = _at(param, everywhere)
+            row = own.get(param, next(iter(rows.values())))
+            parts = row.values() if isinstance(row, dict) else [row]
+            if not all(isinstance(part, (Tensor, *_NUMBERS)) for part in parts):
+                rows = {}
+            merged[param] = self(row, rows, f"{name}/{param}", COUNTERS)
+        return merged
+
+    def _tensor(self, own: Tensor, everywhere: Mapping[int, Any], name: str) -> Tensor:
         if own.layout != torch.strided:
-            return own.detach().clone()
+            return own.detach().to(self.device, copy=True)
         place = own.untyped_storage().data_ptr(), own.storage_offset()
         key = (*place, own.shape, own.stride(), own.dtype)
-        if key not in self._done:
-            alike = [each for each in everywhere if _is_alike(each, own)]
-            self._done[key] = mean(alike) if _has_fractions(own) else own.detach().clone()
-        return self._done[key]
+        if key not in self.done:
+            alike = {rank: each for rank, each in everywhere.items() if _is_alike(each, own)}
+            has_fractions = own.is_floating_point() or own.is_complex()
+            mean = self._mean(alike, name) if alike and has_fractions else own.detach().clone()
+            self.done[key] = mean.to(self.device)
+        return self.done[key]
 
+    def _mean(self, tensors: Mapping[int, Tensor], name: str) -> Tensor:
+        """The mean of tensors of the same shape and dtype, summed in float64 and rounded once."""
+        result = torch.empty_like(next(iter(tensors.values())), device="cpu")
+        wide = torch.complex128 if result.is_complex() else torch.float64
+        flat, parts = _flat(result, result), [_flat(each, result) for each in tensors.values()]
+        for start in range(0, len(flat), PIECE):
+            piece = slice(start, start + PIECE)
+            # A copy even of float64, so that the state does not change.
+            total = parts[0][piece].to(wide, copy=True)
+            for part in parts[1:]:
+                total += part[piece].to(wide)
+            if not total.isfinite().all():
+                finite = torch.stack([part[piece].isfinite() for part in parts])
+                # Where some are finite and some are not.
+                bad = (finite.any(0) & ~finite).flatten(1).any(1)
+                if bad.any():
+                    raise self._error([*tensors][int(bad.int().argmax())], name)
+            flat[piece] = total / len(parts)
+        return result
 
-def _optimizer_state(own: dict[Any, Any], everywhere: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
-    """The states by parameter; a rank may have none for a parameter without gradients."""
-    merged = {}
-    for param in dict.fromkeys(param for state in everywhere for param in state):
-        rows = _at(param, everywhere)
-        row = own.get(param, rows[0])
-        parts = row.values() if isinstance(row, dict) else [row]
-        if not all(isinstance(part, (Tensor, *_NUMBERS)) for part in parts):
-            rows = [row]
-        merged[param] = _Averager(counters=COUNTERS)(row, rows)
-    return merged
-
-
-def mean(tensors: Sequence[Tensor]) -> Tensor:
-    """The mean of tensors of the same shape and dtype, summed in float64 and rounded once.
-
-    Raises:
-        _OverflowError: a tensor has NaN or infinity where others have finite values.
-    """
-    result = torch.empty_like(tensors[0], device="cpu")
-    wide = torch.complex128 if result.is_complex() else torch.float64
-    flat, parts = _flat(result, result), [_flat(each, result) for each in tensors]
-    for start in range(0, len(flat), PIECE):
-        piece = slice(start, start + PIECE)
-        # A copy even of float64, so that the state does not change.
-        total = parts[0][piece].to(wide, copy=True)
-        for part in parts[1:]:
-            total += part[piece].to(wide)
-        if not total.isfinite().all():
-            finite = torch.stack([part[piece].isfinite() for part in parts])
-            # Where some are finite and some are not.
-            for tensor, has in zip(tensors, finite, strict=True):
-                if (finite.any(0) & ~has).any():
-                    raise _OverflowError(tensor)
-        flat[piece] = total / len(parts)
-    return result
+    def _error(self, rank: int, name: str) -> NonFiniteError:
+        return NonFiniteError(
+            f"expected finite values to average, but {name} in "
+            f"{self.files.get(rank, 'the state')} of rank {rank} has NaN or infinity where other "
+            f"ranks have finite values; remove that set to use an older one, or resume with as "
+            f'many ranks as have saved it and on_nonfinite="skip"',
+            ranks=[rank],
+        )
 
 
 def _flat(tensor: Tensor, like: Tensor) -> Tensor:
@@ -237,18 +195,16 @@ def _flat(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _has_fractions(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _is_alike(one: Any, other: Tensor) -> bool:
+    same_kind = isinstance(one, Tensor) and one.dtype == other.dtype
+    return same_kind and one.shape == other.shape
 
 
-def _is_alike(one: Any, other: Any) -> bool:
-    """Whether two values hold the same number of things of the same kind."""
-    if isinstance(other, Tensor):
-        same_kind = isinstance(one, Tensor) and one.dtype == other.dtype
-        return same_kind and one.shape == other.shape
-    return type(one) is type(other) and len(one) == len(other)
-
-
-def _at(key: Any, everywhere: Iterable[Any]) -> list[Any]:
-    """The values under a key, where there is one."""
-    return [each[key] for each in everywhere if isinstance(each, dict) and key in each]
+def _at(key: Any, everywhere: Mapping[int, Any]) -> dict[int, Any]:
+    """The values under a key or at a position, by rank, where there is one."""
+    found = {}
+    for rank, each in everywhere.items():
+        if isinstance(each, (dict, list, tuple)):
+            with suppress(LookupError):
+                found[rank] = each[key]
+    return found

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.checkpoint.averaging import averaged, map_file
-from decent_optim_wrapper.checkpoint.files import FileName, IncompleteSetError, found, read_set
-from decent_optim_wrapper.checkpoint.sealed_file import partial
+from decent_optim_wrapper.checkpoint.saved_set import FileName, SavedSet, complete_sets
+from decent_optim_wrapper.checkpoint.whole_file import part_of
 from decent_optim_wrapper.warn import warn
 
 
@@ -44,36 +44,38 @@ def export_average(folder: Path, out: Path, part: str = "model") -> Exported:
         NonFiniteError: a file has NaN or infinity where others have finite values.
         ModuleNotFoundError: safetensors is not installed.
     """
-    step, paths = _newest(folder)
+    held = _newest(folder)
+    paths = held.paths(held.like)
     states = {rank: _part(map_file(path), part, path) for rank, path in paths.items()}
     average = averaged(states, min(states), files=paths)
     out.parent.mkdir(parents=True, exist_ok=True)
     # The name must never stand for half a file.
     if out.suffix == ".safetensors":
-        _save_safetensors(average, partial(out))
+        _save_safetensors(average, part_of(out))
     else:
-        torch.save(average, partial(out))
-    partial(out).replace(out)
-    return Exported(step=step, world_size=len(paths))
+        torch.save(average, part_of(out))
+    part_of(out).replace(out)
+    return Exported(step=held.step, world_size=len(paths))
 
 
-def _newest(folder: Path) -> tuple[int, dict[int, Path]]:
-    """The step of the newest complete set, and its files by rank."""
-    sets = {(step, name.world_size): name for step, name, _ in found(folder) if name.shards == 1}
-    for step, world_size in sorted(sets, reverse=True):
+def _newest(folder: Path) -> SavedSet:
+    """The newest complete set."""
+    sets, problems = complete_sets(folder)
+    for problem in problems:
+        warn(problem)
+    whole = [each for each in sets if each.like.shards == 1]
+    for held in sorted(whole, key=lambda each: (each.step, each.like.world_size), reverse=True):
         try:
-            return step, read_set(folder, step, sets[step, world_size])[1]
-        except IncompleteSetError as error:
-            warn(f"{folder}: step {step} of {world_size} ranks is passed over: {error}")
-    if any(name.shards > 1 for _, name, _ in found(folder)):
-        raise ValueError(
-            f"{folder} has sets of replicas that are spread over a mesh, whose files hold parts of "
-            f"the model; save the average with torch.distributed.checkpoint inside averaged()"
-        )
-    example = FileName(rank=0, world_size=4)
+            held.check(held.like, all_ranks=True)
+        except OSError as error:
+            warn(f"step {held.step} of {held.like.world_size} ranks is passed over: {error}")
+        else:
+            return held
     raise ValueError(
-        f"expected a folder with a complete checkpoint set, such as step_00000120/{example} and "
-        f"the files of the other ranks, but {folder} has none"
+        f"expected a folder with a complete checkpoint set, such as "
+        f"step_00000120/{FileName(rank=0, world_size=4).marker} and the files that it lists, but "
+        f"{folder} has none. Of replicas that are spread over a mesh, save the average with "
+        f"torch.distributed.checkpoint inside averaged()"
     )
 
 
@@ -87,12 +89,8 @@ def _part(state: Any, part: str, path: Path) -> Any:
 
 
 def _save_safetensors(state: Any, path: Path) -> None:
-    try:
-        from safetensors.torch import save_file
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "a file .safetensors expects the package safetensors; install it, or write a .pt"
-        ) from error
+    from safetensors.torch import save_file
+
     if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
         raise ValueError("safetensors holds tensors by name only; choose another part or a .pt")
     # safetensors refuses tensors that share memory, such as tied weights.

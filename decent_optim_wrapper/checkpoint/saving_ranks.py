@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
+from itertools import compress
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.checkpoint.files import FileName
+from decent_optim_wrapper.checkpoint.saved_set import FileName, SavedSet
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.waiting import wait_for_any
 from decent_optim_wrapper.errors import PeerError
-from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
@@ -35,60 +35,50 @@ class SavingRanks:
         self._optimizer = optimizer
 
     @property
-    def rank(self) -> int:
-        """This rank, as numbered at the start."""
-        return self._optimizer.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that take part now."""
-        return self._optimizer.world_size
-
-    @property
-    def replica(self) -> Replica:
-        """The ranks of a mesh that together hold one copy of the model."""
-        return self._optimizer.replica
-
-    @property
-    def warns(self) -> bool:
-        """Whether this rank warns for all of them."""
-        return self.rank == self.replica.shard == 0
-
-    def own_name(self) -> FileName:
+    def own(self) -> FileName:
         """The name of this rank's file."""
-        return self._name(self.rank, self.replica.shard)
+        return self._name(self._optimizer.rank, self._optimizer.replica.shard)
+
+    @property
+    def names(self) -> list[FileName]:
+        """The names of all files; the shards of a replica follow each other."""
+        shards = range(self._optimizer.replica.size)
+        return [self._name(rank, shard) for rank in self._optimizer.members for shard in shards]
 
     def _name(self, rank: int, shard: int) -> FileName:
-        return FileName(rank, self.world_size, shard, self.replica.size)
+        shards = self._optimizer.replica.size
+        return FileName(rank, self._optimizer.world_size, shard, shards)
+
+    def have_saved(self, each: SavedSet) -> bool:
+        """Return whether exactly these ranks have saved a set, so that each needs its own file."""
+        return each.digests.keys() == {*self.names}
 
     def gather(self, *numbers: int) -> Tensor:
         """Stack numbers of all ranks; collective.
 
         Returns:
-            int64 tensor of shape (files of a set, len(numbers)); the shards of a replica follow
-            each other.
+            int64 tensor of shape (files of a set, len(numbers)), in the order of `names`.
 
         Raises:
             PeerError: a rank did not answer.
         """
         answers = self._optimizer.all_gather(torch.tensor(numbers, device="cpu"))
-        if len(answers) != self.world_size * self.replica.size:
+        if len(answers) != len(self.names):
             raise PeerError(
-                f"rank {self.rank}: expected all {self.world_size} ranks to take part in a "
+                f"rank {self.own.rank}: expected all {self.own.world_size} ranks to take part in a "
                 f"checkpoint, but {len(answers)} answered: a rank was lost before; look at the "
                 f"other ranks for the first error"
             )
         return answers
 
-    def rows(self, which: Tensor) -> Iterator[tuple[int, int]]:
-        """The rank and the shard of each row of `gather` that is True."""
-        return (divmod(row, self.replica.size) for row in which.nonzero().flatten().tolist())
-
-    def in_touch(self, action: Callable[[], Result]) -> Result:
+    def together(self, action: Callable[[], Result]) -> tuple[Future[Result], list[bool]]:
         """Run an action on every rank, which may take any time; collective.
 
         Meanwhile the ranks meet again and again, so that none waits for another one longer than its
         timeout.
+
+        Returns:
+            This rank's result or error, and for every rank whether the action has failed.
 
         Raises:
             PeerError: a rank was lost. The action has ended on this rank, and its own error is
@@ -96,25 +86,33 @@ class SavingRanks:
         """
         future = in_background(action)
         try:
-            everywhere = False
-            while not everywhere:
+            # Of every rank: 0 while it runs, then 1, or 2 if it has failed.
+            states = [0]
+            while not all(states):
                 with suppress(TimeoutError):
                     wait_for_any([future], _TOUCH_SECONDS)
-                everywhere = bool(self.gather(int(future.done()))[:, 0].all())
+                state = 0 if not future.done() else 2 if future.exception() else 1
+                states = self.gather(state).flatten().tolist()
         except Exception:
             # Values must not change while they are being written.
             future.result()
             raise
-        return future.result()
+        return future, [state == 2 for state in states]
 
-    def warn(self, place: Path, problem: str, bad: Tensor) -> None:
-        """Warn once for all ranks of files of a set.
+    @property
+    def warns(self) -> bool:
+        """This rank warns for all of them."""
+        return self.own == self.names[0]
+
+    def savers(self, which: list[bool]) -> str:
+        """Some of the ranks, for messages.
 
         Args:
-            place: the folder of the set.
-            problem: what is wrong, before the names of the files.
-            bad: for each row of `gather`, whether its file is bad.
+            which: for every rank, in the order of `names`.
         """
+        return ", ".join(name.saver for name in compress(self.names, which))
+
+    def warn(self, problem: str, which: list[bool]) -> None:
+        """Warn once for all ranks of a problem on some of them."""
         if self.warns:
-            names = ", ".join(str(self._name(*each)) for each in self.rows(bad))
-            warn(f"checkpoint {place} {problem} {names}")
+            warn(f"{problem} on {self.savers(which)}")

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import operator
-import secrets
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from loguru import logger
-from torch.distributed.tensor import DTensor
 
-from decent_optim_wrapper.checkpoint import sealed_file
-from decent_optim_wrapper.checkpoint.averaging import averaged, map_file, moved
-from decent_optim_wrapper.checkpoint.files import described, folder_of, named
+from decent_optim_wrapper.checkpoint.averaging import averaged, map_file
+from decent_optim_wrapper.checkpoint.saved_set import SavedSet, complete_sets, folder_of, folders
 from decent_optim_wrapper.checkpoint.saving_ranks import SavingRanks
-from decent_optim_wrapper.checkpoint.search import NO_SET, HeldSet, SetSearch
+from decent_optim_wrapper.checkpoint.whole_file import part_of, write_state
 from decent_optim_wrapper.comm.state_transfer import difference
 from decent_optim_wrapper.errors import PeerError
-from decent_optim_wrapper.mesh.replica import Replica
+from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.parameters import named_parameters
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
@@ -28,6 +27,8 @@ __all__ = ["Checkpoint", "Checkpoints"]
 
 # The key of the part of a replica in a file, next to the user's state.
 _PART = "decent_optim_wrapper.part"
+# In the place of the key of a set if there is none.
+_NONE = (-1, 0, 0, 0)
 
 
 class Checkpoint(NamedTuple):
@@ -51,9 +52,9 @@ class Checkpoints:
     ``rank_3_of_4_shard_1_of_2.pt``. The ranks of the whole mesh save and load together, and a file
     says which part of the parameters it has.
 
-    A file contains a digest, and gets its name when all of it is on the disk. A set is *complete*
-    if the file of every rank is complete and one `save()` wrote them all. If a process is killed at
-    any moment, the previous set remains usable.
+    A file gets its name when all of it is on the disk. When every rank has written its file, each
+    of them writes the same marker, ``set_of_4.sha256``, with the digests of all files: then the set
+    is *complete*. If a process is killed at any moment, the previous set remains usable.
 
     If ranks are lost and come back, or a run continues with another number of ranks, there are sets
     of several sizes. They are counted separately, so sets of one size never displace others.
@@ -78,13 +79,12 @@ class Checkpoints:
                 f"{type(optimizer).__name__}; pass the wrapper, not the optimizer inside it "
                 f"(of a DecentralizedDataParallel its .optimizer)"
             )
-        self._keep = _whole("keep", keep)
+        self._keep = operator.index(keep)
         if self._keep < 1:
             raise ValueError(f"keep must be 1 or more sets, got {keep}")
         self._folder = Path(folder)
         self._optimizer = optimizer
         self._ranks = SavingRanks(optimizer)
-        self._search = SetSearch(self._folder, self._ranks)
         # Steps of the newest sets that are known to be complete on all ranks, by number of ranks.
         self._complete: dict[int, list[int]] = {}
 
@@ -103,7 +103,7 @@ class Checkpoints:
             OSError: this rank could not write. Rank 0 warns of it, and the old sets remain.
             PeerError: a rank was lost. The old sets remain, and no rank saves alone.
         """
-        step = _whole("step", step)
+        step = operator.index(step)
         try:
             if self._save_together(step, state):
                 steps = [*self._steps(), step][-self._keep :]
@@ -144,154 +144,166 @@ class Checkpoints:
                 have finite values; raised on all ranks.
             PeerError: a rank was lost.
         """
-        held = self._search.agree(same_world)
+        held = self._newest(same_world)
         self._complete = {}
-        if held == NO_SET:
+        if held is None:
             return None
-        self._complete[held.world_size] = [held.step]
-        self._check_whole(held)
-        state = self._read(held, map_location)
-        self._check_part(held.step, state.pop(_PART, None))
-        return Checkpoint(step=held.step, state=state, world_size=held.world_size)
-
-    def _check_whole(self, held: HeldSet) -> None:
-        """Make sure that no set of another number of replicas holds shards of tensors.
-
-        Their files name the ranks of a mesh that no longer exists.
-        """
-        if held.is_own or not self._replica.dimensions:
-            return
-        groups = self._optimizer.param_groups
-        sharded = any(isinstance(param, DTensor) for group in groups for param in group["params"])
-        if self._ranks.gather(int(sharded)).any():
+        self._complete[held.like.world_size] = [held.step]
+        future, failed = self._ranks.together(lambda: self._read(held, map_location))
+        state = future.result()
+        if any(failed):
             raise ValueError(
-                f"rank {self._optimizer.rank}, shard {self._replica.shard}: "
-                f"{described(self._folder, held.step, held.world_size)} holds shards of tensors "
-                f"(FSDP2, tensor parallelism), which load with {held.world_size} replicas only; "
-                f"start so many, or save with torch.distributed.checkpoint and load the average of "
-                f"the replicas as in the guide to checkpoints, or pass same_world=True"
+                f"{self._ranks.own.saver}: {held.folder} could not be loaded on "
+                f"{self._ranks.savers(failed)}; look there for the error"
+            )
+        return Checkpoint(step=held.step, state=state, world_size=held.like.world_size)
+
+    def _newest(self, same_world: bool) -> SavedSet | None:
+        """The newest complete set whose files all ranks can read."""
+        own = self._ranks.own
+        found, problems = self._ranks.together(lambda: complete_sets(self._folder))[0].result()
+        # Of one step, the set of these ranks is the highest.
+        sets = {
+            (
+                each.step,
+                int(self._ranks.have_saved(each)),
+                each.like.world_size,
+                each.checksum,
+            ): each
+            for each in found
+            if each.like.shards == own.shards and (self._ranks.have_saved(each) or not same_world)
+        }
+        while True:
+            for problem in problems:
+                warn(f"{own.saver}: {problem}; looking for an older set")
+            rows = [tuple(row) for row in self._ranks.gather(*max(sets, default=_NONE)).tolist()]
+            newest, oldest, problems = max(rows), min(rows), []
+            if newest == _NONE:
+                self._warn_of_no_set(same_world)
+                return None
+            step, is_own, world_size, _ = newest
+            if newest == oldest:
+                held = sets.pop(newest)
+                check = partial(held.check, own, all_ranks=not is_own)
+                future, failed = self._ranks.together(check)
+                if not any(failed):
+                    return held
+                problems = [str(error)] if (error := future.exception()) else []
+                problem = "its files cannot be used"
+            else:
+                failed = [row != newest for row in rows]
+                sets = {key: each for key, each in sets.items() if key <= oldest}
+                problem = "its marker is missing, or another one,"
+                if not is_own:
+                    problem = "every rank must see all of its files, but " + problem
+            place = f"checkpoint {folder_of(self._folder, step)} of {world_size} ranks"
+            self._ranks.warn(f"{place} is passed over: {problem}", failed)
+
+    def _warn_of_no_set(self, same_world: bool) -> None:
+        if self._ranks.warns and any(self._folder.glob("step_*/rank_*.pt")):
+            own = self._ranks.own
+            of = f" of {own.shards} shards" if own.shards > 1 else ""
+            more = "" if same_world else ", nor one of another number of ranks"
+            warn(
+                f"{self._folder} has checkpoints, but no complete set of {own.world_size} ranks"
+                f"{of}{more}; the guide to checkpoints says how to load sets of an earlier "
+                f"version, which have no {own.marker}, and replicas that were spread in another way"
             )
 
-    def _read(self, held: HeldSet, map_location: torch.device | str | None) -> dict[str, Any]:
-        rank = self._optimizer.rank
+    def _read(self, held: SavedSet, map_location: torch.device | str | None) -> dict[str, Any]:
+        own, paths = self._ranks.own, held.paths(self._ranks.own)
         state: dict[str, Any]
-        if held.is_own:
-            path = held.paths[rank]
-            state = torch.load(path, map_location=map_location, weights_only=True)
-            return state
-        if self._ranks.warns:
-            logger.info(
-                "step {} was saved by {} ranks; all {} ranks start from the average",
-                *(held.step, held.world_size, self._optimizer.world_size),
+        if self._ranks.have_saved(held):
+            state = torch.load(paths[own.rank], map_location=map_location, weights_only=True)
+        elif any(dimension.has_shards for dimension in self._optimizer.replica.dimensions):
+            # The files name the ranks of a mesh that no longer exists.
+            raise ValueError(
+                f"{own.saver}: {held.folder} of {held.like.world_size} ranks holds shards of "
+                f"tensors (FSDP2, tensor parallelism), which load with {held.like.world_size} "
+                f"replicas only; start so many, or load their average as in the guide to "
+                f"checkpoints, or pass same_world=True"
             )
-        # The state of an extension that belongs to a rank is not valid for other members.
-        kept = [each.name for each in self._optimizer.extensions if not each.belongs_to_rank]
-        files = {each: map_file(path) for each, path in held.paths.items()}
-        state = averaged(files, rank, kept, held.paths)
-        return state if map_location is None else moved(state, map_location)
-
-    def _check_part(self, step: int, saved: list[str] | None) -> None:
-        """Make sure that every rank holds the part of the replica that is in its file."""
-        here = self._part()
-        if not here:
-            return
+        else:
+            logger.info("{}: {} of other ranks is averaged", own.saver, held.folder)
+            # The state of an extension that belongs to a rank is not valid for other members.
+            kept = [each.name for each in self._optimizer.extensions if not each.belongs_to_rank]
+            files = {rank: map_file(path) for rank, path in paths.items()}
+            state = averaged(files, own.rank, kept, paths, map_location or "cpu")
+        here = self._part().get(_PART, [])
         # A set of an earlier version has no such entry.
-        same = self._ranks.gather(int(saved in (None, here)))[:, 0] == 1
-        if same.all():
-            return
-        what = f"rank {self._optimizer.rank}, shard {self._replica.shard}"
-        where = f"{self._path(step).parent} was saved with the model in another layout"
-        remedy = (
-            "pass the mesh and spread the model as in the run that saved it; or save with "
-            "torch.distributed.checkpoint, which loads in another layout"
-        )
-        if saved in (None, here):
-            others = self._ranks.rows(~same)
-            names = ", ".join(f"rank {rank}, shard {shard}" for rank, shard in others)
-            raise ValueError(f"{what}: {where}, which {names} found; {remedy}")
-        differing = difference("\n".join(saved or ()), "\n".join(here), "this run")
-        raise ValueError(f"{what}: {where}: it has {differing}; {remedy}")
+        if here != (saved := state.pop(_PART, here)) and here:
+            differing = difference("\n".join(saved), "\n".join(here), "this run")
+            raise ValueError(
+                f"{own.saver}: {held.folder} was saved with the model in another layout: it has "
+                f"{differing}; pass the mesh and spread the model as in the run that saved it, or "
+                f"save with torch.distributed.checkpoint, which loads in another layout"
+            )
+        return state
 
-    def _with_part(self, state: dict[str, Any]) -> dict[str, Any]:
-        part = self._part()
-        return {**state, _PART: part} if part else state
-
-    def _part(self) -> list[str]:
-        """The part of the replica on this rank, as lines; empty without a mesh."""
-        if not self._replica.dimensions:
-            return []
+    def _part(self) -> dict[str, list[str]]:
+        """The part of the replica on this rank, as lines to save; empty without a mesh."""
+        if not self._optimizer.replica.dimensions:
+            return {}
         named = named_parameters(self._optimizer.param_groups)
         names: Sequence[str] = [each.name for each in named]
         # Stages may hold tensors of the same shapes; only the model's names are the same wherever
         # a parameter is. It may be unknown, or lack some.
         with suppress(ValueError):
-            names = self._replica.names_of(each.tensor for each in named)
-        return [f"{name}: {each.part}" for name, each in zip(names, named, strict=True)]
+            names = self._optimizer.replica.names_of(each.tensor for each in named)
+        return {_PART: [f"{name}: {each.part}" for name, each in zip(names, named, strict=True)]}
 
     def _save_together(self, step: int, state: dict[str, Any]) -> bool:
-        """Write this rank's file; return whether every rank has written its own."""
-        stamp = self._agree_to_save(step)
-        try:
-            content, path = self._with_part(state), self._path(step)
-            self._ranks.in_touch(lambda: sealed_file.write(path, content, stamp))
-        except Exception:
-            # This rank's own error comes first, even if the others are lost.
-            with suppress(PeerError):
-                self._ranks.gather(0)
-            raise
-        written = self._ranks.gather(1)[:, 0] == 1
-        if not written.all():
-            self._ranks.warn(path.parent, "is not complete: could not write", ~written)
-        return bool(written.all())
+        """Write this rank's file, and the marker once every rank has; return whether all have."""
+        self._check_step(step)
+        own, folder = self._ranks.own, folder_of(self._folder, step)
+        path = folder / str(own)
+        digest = self._write(folder, lambda: write_state(path, {**state, **self._part()}))
+        if digest is None:
+            return False
+        rows = self._ranks.gather(*struct.unpack("4q", bytes.fromhex(digest))).tolist()
+        digests = [struct.pack("4q", *row).hex() for row in rows]
+        written = SavedSet(step, folder, dict(zip(self._ranks.names, digests, strict=True)))
+        # Older sets stay until every rank has it.
+        return self._write(folder, lambda: written.mark(own)) is not None
 
-    def _agree_to_save(self, step: int) -> int:
-        """Check the step on all ranks, and return a random number for the set, drawn by rank 0."""
-        newest = max((steps[-1] for steps in self._complete.values()), default=NO_SET.step)
-        # Not torch's generator: a run that writes the set again has the same seed, and files of
-        # both must not count as one set.
-        everywhere = self._ranks.gather(step, newest, secrets.randbits(62))
+    def _write(self, folder: Path, action: Callable[[], str]) -> str | None:
+        """The digest of what this rank has written; None if another rank could not write."""
+        future, failed = self._ranks.together(action)
+        digest = future.result()
+        if not any(failed):
+            return digest
+        self._ranks.warn(f"checkpoint {folder} is not complete: could not write", failed)
+        return None
+
+    def _check_step(self, step: int) -> None:
+        newest = max((steps[-1] for steps in self._complete.values()), default=-1)
+        everywhere = self._ranks.gather(step, newest)
         steps = everywhere[:, 0].tolist()
         # A rank that was cut off from the last save() does not know that this set is complete on
         # the others, and must not overwrite its file.
         newest = int(everywhere[:, 1].max())
         if len(set(steps)) > 1 or step <= newest:
             raise ValueError(
-                f"rank {self._optimizer.rank}: save() expects one step on every rank, above "
-                f"{newest}, that of the last set, got {steps} by rank (the shards of a "
-                f"replica one after the other); call it at the same place everywhere, and once for "
-                f"each step"
+                f"{self._ranks.own.saver}: save() expects one step on every rank, above {newest}, "
+                f"that of the last set, got {steps} by rank (the shards of a replica one after the "
+                f"other); call it at the same place everywhere, and once for each step"
             )
-        return int(everywhere[0, 2])
 
     def _prune(self) -> None:
         """Remove this rank's files of incomplete sets and of those older than the sets to keep."""
-        complete = self._steps()
+        complete, own = self._steps(), self._ranks.own
         if len(complete) < self._keep:
             return
-        own = str(self._ranks.own_name())
-        for pattern in (own, sealed_file.partial(Path(own)).name):
-            for step, path in named(self._folder, pattern):
-                # Other ranks may be writing a newer one.
-                if step < complete[-1] and step not in complete:
-                    # The last rank removes the folder. Files that remain only take space.
-                    with suppress(OSError):
-                        path.unlink()
-                        path.parent.rmdir()
+        for step, folder in folders(self._folder):
+            # Other ranks may be writing a newer one.
+            if step < complete[-1] and step not in complete:
+                file = folder / str(own)
+                # The last rank removes the folder. Files that remain only take space.
+                with suppress(OSError):
+                    for path in (folder / own.marker, file, part_of(file)):
+                        path.unlink(missing_ok=True)
+                    folder.rmdir()
 
     def _steps(self) -> list[int]:
         """Steps of the newest complete sets of the present number of ranks."""
         return self._complete.get(self._optimizer.world_size, [])
-
-    @property
-    def _replica(self) -> Replica:
-        return self._optimizer.replica
-
-    def _path(self, step: int) -> Path:
-        return folder_of(self._folder, step) / str(self._ranks.own_name())
-
-
-def _whole(name: str, number: Any) -> int:
-    try:
-        return operator.index(number)
-    except TypeError:
-        raise TypeError(f"{name} expects a whole number, got {number!r}") from None

@@ -1,0 +1,142 @@
+"""Complete checkpoint sets: the names of their files, and the marker with their digests."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from decent_optim_wrapper.checkpoint import whole_file
+
+_FOLDER = re.compile(r"step_(\d+)")
+_FILE = re.compile(r"rank_(\d+)_of_(\d+)(?:_shard_(\d+)_of_(\d+))?\.pt")
+
+
+class FileName(NamedTuple):
+    """Which part of a set a file holds.
+
+    Args:
+        rank: the rank that saved it, as numbered at the start of the run.
+        world_size: number of ranks that took part.
+        shard: the part of a replica that is spread over a mesh.
+        shards: number of parts.
+    """
+
+    rank: int
+    world_size: int
+    shard: int = 0
+    shards: int = 1
+
+    def __str__(self) -> str:
+        part = f"_shard_{self.shard}_of_{self.shards}" if self.shards > 1 else ""
+        return f"rank_{self.rank}_of_{self.world_size}{part}.pt"
+
+    @property
+    def saver(self) -> str:
+        """The rank that saved it, for messages."""
+        return f"rank {self.rank}" + (f", shard {self.shard}" if self.shards > 1 else "")
+
+    @property
+    def marker(self) -> str:
+        """The name of the marker of its set."""
+        part = f"_with_{self.shards}_shards" if self.shards > 1 else ""
+        return f"set_of_{self.world_size}{part}.sha256"
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """The folder of a set."""
+    return root / f"step_{step:08d}"
+
+
+def folders(root: Path) -> Iterator[tuple[int, Path]]:
+    """The folders of all sets in the folder of a run, with their steps."""
+    for path in sorted(root.glob("step_*")):
+        if match := _FOLDER.fullmatch(path.name):
+            yield int(match[1]), path
+
+
+class SavedSet(NamedTuple):
+    """A set whose files all ranks have written.
+
+    Its marker lists the files, as ``sha256sum`` does in the folder of the run.
+
+    Args:
+        step: the step of the set.
+        folder: its folder.
+        digests: the SHA-256 digest of each file, in hexadecimal.
+    """
+
+    step: int
+    folder: Path
+    digests: dict[FileName, str]
+
+    def __str__(self) -> str:
+        return "".join(f"{d}  {self.folder.name}/{name}\n" for name, d in self.digests.items())
+
+    @property
+    def like(self) -> FileName:
+        """The name of its first file."""
+        return next(iter(self.digests))
+
+    @property
+    def checksum(self) -> int:
+        """56 bits that are the same for the same files."""
+        return int.from_bytes(hashlib.sha256(str(self).encode()).digest()[:7])
+
+    def paths(self, own: FileName) -> dict[int, Path]:
+        """The files of all ranks for the shard of one of them, by rank."""
+        names = (name for name in self.digests if name.shard == own.shard)
+        return {name.rank: self.folder / str(name) for name in names}
+
+    def check(self, own: FileName, all_ranks: bool) -> None:
+        """Check a rank's own file, or those of all ranks for its shard.
+
+        Raises:
+            OSError: a file is missing, damaged or cannot be read.
+        """
+        for name, digest in self.digests.items():
+            if name == own or (all_ranks and name.shard == own.shard):
+                whole_file.check(self.folder / str(name), digest)
+
+    def mark(self, own: FileName) -> str:
+        """Write the marker, as all ranks do, through the temporary name of this rank's file.
+
+        Returns:
+            Its digest.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        part = whole_file.part_of(self.folder / str(own))
+        text = str(self).encode()
+        return whole_file.write(self.folder / own.marker, lambda file: file.write(text), part)
+
+
+def complete_sets(root: Path) -> tuple[list[SavedSet], list[str]]:
+    """The sets with a marker in the folder of a run, and what is wrong with other markers."""
+    sets, problems = [], []
+    for step, folder in folders(root):
+        for marker in sorted(folder.glob("set_of_*.sha256")):
+            try:
+                sets.append(_read(step, marker))
+            except (OSError, ValueError) as error:
+                problems.append(f"checkpoint {marker} cannot be used: {error}")
+    return sets, problems
+
+
+def _read(step: int, marker: Path) -> SavedSet:
+    # Opening a FIFO would wait for a writer.
+    text = marker.read_text(encoding="utf-8") if marker.is_file() else ""
+    digests = {}
+    for line in text.splitlines():
+        digest, _, name = line.partition(f"  {marker.parent.name}/")
+        if match := _FILE.fullmatch(name):
+            rank, world_size, shard, shards = (int(number or 0) for number in match.groups())
+            digests[FileName(rank, world_size, shard, shards or 1)] = digest
+    found = SavedSet(step=step, folder=marker.parent, digests=digests)
+    # A torn one lists fewer.
+    if str(found) != text or {name.world_size * name.shards for name in digests} != {len(digests)}:
+        raise ValueError("expected the digests of all files of a set, one in a line")
+    return found

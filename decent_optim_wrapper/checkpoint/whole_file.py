@@ -1,0 +1,119 @@
+"""A file that exists as a whole or not at all, and its SHA-256 digest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+
+class DamagedFileError(OSError):
+    """A file does not contain the bytes that were written under its name."""
+
+
+def part_of(path: Path) -> Path:
+    """The name of a file until it is complete."""
+    return path.with_name(path.name + ".part")
+
+
+def write(path: Path, fill: Callable[[BinaryIO], object], part: Path) -> str:
+    """Write a file, which gets its name only when all of it is on the disk.
+
+    Args:
+        path: where to save; its folder is created if it does not exist.
+        fill: function that writes the content.
+        part: the name until then, which no other rank uses.
+
+    Returns:
+        The SHA-256 digest of the file, in hexadecimal.
+
+    Raises:
+        OSError: the disk is full, the folder cannot be written to, or the file differs from what
+            was written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with part.open("w+b") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        digest = _digest(part)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    part.replace(path)
+    # A name is on the disk only if its folder is.
+    for folder in (path.parent, path.parent.parent):
+        _sync_folder(folder)
+    # Older files are removed once this one is known to be whole.
+    check(path, digest)
+    return digest
+
+
+def check(path: Path, digest: str) -> None:
+    """Check the digest of a file.
+
+    Raises:
+        DamagedFileError: the file is missing, torn or altered, not a regular file, or cannot be
+            read.
+    """
+    problem: object
+    try:
+        # Opening a FIFO would wait for a writer.
+        if not path.is_file():
+            problem = "it is missing, or no regular file"
+        elif _digest(path) == digest:
+            return
+        else:
+            problem = "its bytes are not those that were written; give every run its own folder"
+    except OSError as error:
+        problem = error
+    raise DamagedFileError(f"checkpoint {path} cannot be used: {problem}")
+
+
+def write_state(path: Path, state: Any) -> str:
+    """Write a state that ``torch.load(..., weights_only=True)`` reads again; see `write`.
+
+    Raises:
+        TypeError: `state` contains objects that could not be loaded again.
+        OSError: as in `write`.
+    """
+    return write(path, partial(_serialize, state), part_of(path))
+
+
+def _serialize(state: Any, file: BinaryIO) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        # torch's writer replaces the error of the disk by one about its own position.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+    # Fail while saving, not later when the run depends on the file.
+    file.seek(0)
+    foreign = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if foreign:
+        raise TypeError(
+            f"a checkpoint expects tensors, numbers, strings and containers of these, which "
+            f"torch.load(..., weights_only=True) reads again, got {', '.join(sorted(foreign))}; "
+            f"save state_dict()s and plain values, or allow the classes with "
+            f"torch.serialization.add_safe_globals()"
+        )
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
