@@ -14,8 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from framework_ranks import run_example
+from problem import TINY_CAP_MB, adamw, backward, make_params
 from ranks import run_processes, run_script, run_script_on_ranks
+from torch import Tensor
+
+from decent_optim_wrapper import DecentOptimWrapper
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # Looked for and not imported, which every worker would wait for.
@@ -121,6 +126,49 @@ def test_the_digits_are_learnt_though_ranks_are_killed(tmp_path: Path) -> None:
     (accuracy,) = re.findall(r"ranks \(1, 3\) are left: averaged model (.*)%", out)
     assert float(accuracy) >= 90
     assert nothing == "rank 3 starts at step 0\n"
+
+
+def numbers(params: list[Tensor]) -> list[float]:
+    found: list[float] = torch.cat([param.detach().flatten() for param in params]).tolist()
+    return found
+
+
+def gossip_in_both_ways(rank: int) -> list[list[float]]:
+    """Parameters before training, after it with the library, and with the minimal example."""
+    dist.init_process_group("gloo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        minimal = importlib.import_module("minimal_gossip").MinimalGossip
+    found: list[list[float]] = []
+    for wrapped in (True, False):
+        # Rank 0's values are in place of the others' when training begins.
+        params = make_params(seed=rank, dtype=torch.float32)
+        base = adamw(params)
+        options: dict[str, Any] = {
+            "topology": "one-peer-exp",
+            "overlap": False,
+            "bucket_cap_mb": TINY_CAP_MB,
+        }
+        gossip = DecentOptimWrapper(base, **options) if wrapped else minimal(base)
+        first = numbers(params)
+        for step in range(7):
+            backward(params, rank, step)
+            gossip.step()
+        found.append(numbers(params))
+    dist.destroy_process_group()
+    return [first, *found]
+
+
+def test_the_library_does_bit_for_bit_what_the_minimal_example_does() -> None:
+    ranks = run_processes(4, gossip_in_both_ways)
+    for first, library, minimal in ranks:
+        assert library == minimal != first
+    assert ranks[0][1] != ranks[1][1]
+
+
+def test_the_minimal_example_learns(on_ranks: Run) -> None:
+    out = on_ranks("minimal_gossip.py")
+    assert "largest error of a weight of the averaged model: 0.0000" in out
 
 
 def test_a_custom_topology_is_trained_on(on_ranks: Run) -> None:
