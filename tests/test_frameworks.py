@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -683,7 +685,34 @@ def test_hugging_faces_trainer_evaluates_saves_and_resumes_as_plain_torch(
     run(train_with_the_trainer, tmp_path)
 
 
+class TwoRates:
+    """Runs trials as the backend of Transformers for optuna does, which is not installed."""
+
+    def ensure_available(self) -> None:
+        pass
+
+    def default_hp_space(self, trial: Any) -> Any:
+        return trial
+
+    def run(self, trainer: Any, n_trials: int, direction: str) -> list[float]:
+        from accelerate.utils.memory import release_memory
+
+        losses = []
+        for rate in (0.05, 0.01)[:n_trials]:
+            trainer.train(trial={"learning_rate": rate})
+            losses.append(trainer.compute_objective(trainer.evaluate()))
+            if trainer.args.process_index == 0:
+                trainer.model_wrapped, trainer.model = release_memory(
+                    trainer.model_wrapped, trainer.model
+                )
+                trainer.accelerator.clear()
+        return losses
+
+
 def search_and_train(rank: int, folder: Path) -> None:
+    from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS
+    from transformers.trainer_utils import HPSearchBackend
+
     made: list[weakref.ref[nn.Module]] = []
 
     def model_init() -> nn.Module:
@@ -692,10 +721,16 @@ def search_and_train(rank: int, folder: Path) -> None:
 
     trainer = make_hugging_face_trainer(folder, model_init, save_strategy="no")
     trainer.train()
-    # Each trial of `hyperparameter_search` begins with another accelerator.
-    trainer.create_accelerator_and_postprocess()
-    for _ in range(2):
-        trainer.train()
+    # Of this kind, a trial is a dict. Its package names the folder of a trial.
+    named: Any = SimpleNamespace(run=SimpleNamespace(id="trial"))
+    with (
+        patch.dict(sys.modules, wandb=named),
+        patch.dict(ALL_HYPERPARAMETER_SEARCH_BACKENDS, {HPSearchBackend.WANDB: TwoRates}),
+        patch("transformers.integrations.integration_utils.is_wandb_available", lambda: True),
+    ):
+        one, other = trainer.hyperparameter_search(backend="wandb", n_trials=2)
+    assert one != other
+    trainer.train()
     trainer.save_model(folder)  # Rank 0 does.
     dist.barrier()
     saved = load_file(folder / "model.safetensors")

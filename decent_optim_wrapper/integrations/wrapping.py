@@ -54,8 +54,7 @@ class Wrapping:
         """Gossip trainable parameters that only the base optimizers know; collective if any."""
         for wrapper in self.wrappers:
             gossiped = {id(param) for bucket in wrapper.buckets for param in bucket.members}
-            trained = {id(param) for param in _params_of(wrapper) if param.requires_grad}
-            if trained - gossiped:
+            if any(p.requires_grad and id(p) not in gossiped for p in _params_of(wrapper)):
                 wrapper.rebuild_buckets()
 
     @property
