@@ -694,6 +694,44 @@ def test_an_export_finds_whole_rounds_and_the_training_goes_on() -> None:
     assert_as_without_overlap(2, trained)
 
 
+def read_in_a_handler(rank: int) -> list[tuple[list[float], list[str]]]:
+    """Train without overlap and with; a signal comes in the middle of mixing the third bucket."""
+    dist.init_process_group("gloo")
+    trained = []
+    for overlap in (False, "forward"):
+        errors: list[str] = []
+        training = Training(rank, None, overlap=overlap, timeout=PATIENCE)
+        model, bucket = training.model, training.optimizer.buckets[2]
+
+        def read(*_: object, model: Any = model, errors: list[str] = errors) -> None:
+            for look in (lambda: model[0].weight, lambda: model[4].weight, model.state_dict):
+                try:
+                    look()
+                except CallOrderError as error:
+                    errors.append(str(error))
+
+        def mix(*args: Any, mix: Any = bucket.mix_) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+            mix(*args)
+
+        signal.signal(signal.SIGUSR1, read)
+        training.train(range(2))
+        bucket.mix_ = mix  # type: ignore[method-assign, assignment]
+        training.train(range(2, STEPS))
+        trained.append((training.end().tolist(), errors))
+    return trained
+
+
+@pytest.mark.slow
+def test_a_signal_handler_that_interrupts_the_mixing_is_told_so() -> None:
+    """A thread waits until all is mixed; a handler of the same thread would wait for itself."""
+    for (without, none), (early, errors) in run_processes(2, read_in_a_handler):
+        assert early == without
+        assert none == []
+        assert len(errors) >= 6
+        assert all("has interrupted their mixing; set a flag" in each for each in errors)
+
+
 OTHER = make_model()
 NEEDS: list[tuple[Any, str, dict[str, Any]]] = [
     (ValueError, "pass model=model", {"overlap": "forward"}),

@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from decent_optim_wrapper.errors import NonFiniteError
-from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.round import Round
 from decent_optim_wrapper.gossip.schedule import RoundKind
@@ -22,15 +21,15 @@ class EarlyMixing:
 
     Args:
         pipeline: the rounds. This class has no effect if their pacing mixes in steps only.
-        local_update: knows the names of the parameters.
+        check: checks the parameters for changes since they were sent.
     """
 
-    def __init__(self, pipeline: Pipeline, local_update: LocalUpdate) -> None:
+    def __init__(self, pipeline: Pipeline, check: Callable[[], None]) -> None:
         self.pipeline = pipeline
-        self._local_update = local_update
+        self._check = check
         self.is_on = pipeline.policy.pacing.mixes_early
         # The values of buckets before they were mixed, until their whole round is mixed.
-        self._before: list[tuple[Bucket, Flat]] = []
+        self._before: dict[Bucket, Flat] = {}
         # Memory for these values, if the sent copy cannot be used.
         self._copies: WeakKeyDictionary[Bucket, Flat] = WeakKeyDictionary()
 
@@ -51,12 +50,13 @@ class EarlyMixing:
         flying = pipeline.in_flight.round
         if flying is None or not (wanted := self._wanted(flying, params)):
             return
-        if changed := flying.changed_in_flight():
-            rank = pipeline.session.transport.initial_rank
-            self._local_update.check(pipeline.buckets, changed, rank)
+        if flying.changed_in_flight():
+            self._check()
         pipeline.check_on_gpu()
         pipeline.policy.meter.note_round(pipeline.in_flight.age)
-        if len(wanted) == len(flying.unmixed) or self._is_whole(flying):
+        # Extensions cannot be undone.
+        has_state = any(each.name for each in pipeline.extensions.all)
+        if has_state or len(wanted) == len(flying.unmixed) or flying.plan.kind is RoundKind.AVERAGE:
             self._finish(flying)
             return
         pipeline.begin_mixing(flying)
@@ -66,11 +66,6 @@ class EarlyMixing:
                 self._finish(flying)
                 return
             self._mix(flying, bucket, partial(pipeline.mix, flying))
-
-    def _is_whole(self, flying: Round) -> bool:
-        """Whether a round is mixed as a whole, because extensions cannot be undone."""
-        has_state = any(each.name for each in self.pipeline.extensions.all)
-        return has_state or flying.plan.kind is RoundKind.AVERAGE
 
     def _wanted(self, flying: Round, params: Iterable[Tensor] | None) -> list[Bucket]:
         """The buckets of these parameters that are still to be mixed, in sending order."""
@@ -83,12 +78,11 @@ class EarlyMixing:
         return wanted
 
     def _mix(self, flying: Round, bucket: Bucket, mix: Callable[[Bucket], None]) -> None:
-        before = flying.sent(bucket)
-        if before is None:
+        if (before := flying.sent(bucket)) is None:
             if bucket not in self._copies:
                 self._copies[bucket] = bucket.new_flat()
             before = bucket.pack(self._copies[bucket])
-        self._before.append((bucket, before))
+        self._before[bucket] = before
         mix(bucket)
 
     def _finish(self, flying: Round) -> None:
@@ -105,11 +99,11 @@ class EarlyMixing:
 
     def settle(self) -> None:
         """Keep the mixed buckets: the round is complete, or its parameters are replaced."""
-        self._before = []
+        self._before.clear()
 
     def restored(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors as `undo` would leave them: copies of those that it would restore."""
-        copies = copies_of(self._before)
+        copies = copies_of([*self._before.items()])
         return [copies.get(tensor, tensor) for tensor in tensors]
 
     def undo(self, buckets: Collection[Bucket] | None = None) -> None:
@@ -118,9 +112,6 @@ class EarlyMixing:
         Args:
             buckets: the buckets to restore; None for all.
         """
-        before, self._before = self._before, []
-        for bucket, values in before:
+        for bucket in [*self._before]:
             if buckets is None or bucket in buckets:
-                bucket.unpack_(values)
-            else:
-                self._before.append((bucket, values))
+                bucket.unpack_(self._before.pop(bucket))

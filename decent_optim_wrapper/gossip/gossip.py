@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.comm.announcements import read, send_to_all
-from decent_optim_wrapper.errors import NonFiniteError
+from decent_optim_wrapper.errors import CallOrderError, NonFiniteError
 from decent_optim_wrapper.gossip.average import WorldAverage, consensus_distance
 from decent_optim_wrapper.gossip.early_mixing import EarlyMixing
 from decent_optim_wrapper.gossip.failures import Failures
@@ -49,10 +49,11 @@ class Gossip:
         self.average = average
         self.replica = replica
         self.members = members
-        self.early = EarlyMixing(pipeline, local_update)
+        self.early = EarlyMixing(pipeline, self.check_parameters)
         self.failures = Failures(self.early, replica, members)
         self.loaded = Loaded(pipeline, alone=members is not None)
-        self._mixing = threading.RLock()
+        # The second one is held by the thread that is in the middle of mixing.
+        self._lock, self._mixing = threading.RLock(), threading.Lock()
         # Whether all ranks have launched the same round, and made no step since.
         self._assembled = False
 
@@ -129,20 +130,32 @@ class Gossip:
 
         Args:
             params: the parameters that are about to be read; None for all.
+
+        Raises:
+            CallOrderError: a signal handler has interrupted the mixing.
         """
         if not self.early.is_on:
             return
         # Modules may run on several threads, all of which need what one of them mixes.
-        with self._mixing:
+        with self._lock:
+            if self._mixing.locked():
+                raise CallOrderError(
+                    f"rank {self.pipeline.session.transport.initial_rank}: a signal handler reads "
+                    f"parameters, but has interrupted their mixing; set a flag in the handler, and "
+                    f"act on it after step()"
+                )
             if (flying := self.pipeline.in_flight.round) is None:
                 return
             if len(flying.unmixed) == len(self.pipeline.buckets):
                 # A step has launched it, and the parameters were not checked since.
                 self.check_parameters()
-            if self.replica.may_gather:
-                self.replica.reshard()
+            self.replica.reshard()
             with self.failures.propagating():
-                self.failures.with_recovery(partial(self.early.mix, params))
+                self.failures.with_recovery(partial(self._mix_early, params))
+
+    def _mix_early(self, params: Iterable[Tensor] | None) -> None:
+        with self._mixing:
+            self.early.mix(params)
 
     def settle(self) -> None:
         """Mix the round in flight, or restore the mixed buckets of a dropped round.
@@ -158,9 +171,8 @@ class Gossip:
         self.settle()
         self.check_parameters()
         with self.failures.propagating():
-            recover = self.failures.with_recovery
-            recover(partial(self._assemble, CollectiveCall.SYNCHRONIZE))
-            recover(self._finish)
+            self.failures.with_recovery(partial(self._assemble, CollectiveCall.SYNCHRONIZE))
+            self.failures.with_recovery(self._finish)
             # No step may follow that would check it.
             self.pipeline.check_on_gpu()
 
