@@ -555,13 +555,11 @@ def meet_in_a_forward_pass(
     def pack_late(*args: Any, **options: Any) -> Any:
         if not waits.is_set() and optimizer.members == awaited and optimizer.round >= 3:
             epoch = int(keys.get("epoch"))
-            dead, asked = f"{epoch}/dead", f"{epoch + 1}/join_request"
             waits.set()
             report("waits", epoch)
-            while (keys.get(dead), keys.get(asked)) == (b"[]", b"nobody"):
+            # Until rank 0 meets the others again.
+            while not keys.check([f"{epoch + 1}/note/0"]):
                 time.sleep(0.05)
-            # The others notice it, too.
-            time.sleep(1.5)
         return pack(*args, **options)
 
     if optimizer.round == 0:
