@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakMethod, WeakSet
 
-# Those of this process that still exist.
+# The connections of this process that still exist.
 _connections = WeakSet[Any]()
 _in_child = set[WeakMethod[Callable[[], object]]]()
 

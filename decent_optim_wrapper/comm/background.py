@@ -50,7 +50,7 @@ def in_background(action: Callable[[], Result]) -> Future[Result]:
 
 
 def is_background() -> bool:
-    """Whether this thread runs an action of `in_background`."""
+    """Return whether this thread runs an action of `in_background`."""
     return threading.current_thread().name == _THREAD_NAME
 
 

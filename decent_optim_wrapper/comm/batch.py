@@ -28,7 +28,7 @@ class Batches:
 
     @property
     def collects(self) -> bool:
-        """Whether operations wait for `launch`."""
+        """True if operations wait for `launch`."""
         return self._open is not None
 
     def collect(self) -> None:
@@ -121,6 +121,6 @@ class Batch:
             work.wait()
 
     def is_completed(self) -> bool:
-        """Whether the GPU has finished everything, or it could not start."""
+        """Return whether the GPU has finished everything, or it could not start."""
         # Nothing is left of it after a launch that failed, for which no thread must wait.
         return not self._operations and all(work.is_completed() for work in self._works)

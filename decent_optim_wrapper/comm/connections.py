@@ -156,7 +156,7 @@ class Connections:
         return self._subgroups[ranks]
 
     def coalesces(self, device: torch.device) -> bool:
-        """Whether a send must be posted together with its receive, as on NCCL."""
+        """Return whether a send must be posted together with its receive, as on NCCL."""
         if device.type not in self._coalescing:
             backend = backend_of(self._world, device)
             self._coalescing[device.type] = backend.supports_coalescing
@@ -238,7 +238,7 @@ class Connections:
             self.abort(f"this rank failed with {type(error).__name__}: {error}", broken)
 
     def _leave_to_parent(self) -> None:
-        """Use the connections of the parent no more, in a forked process."""
+        """Drop the connections of the parent in a forked process."""
         reason = (
             "this process was forked, and leaves them to its parent; make this call in the parent"
         )

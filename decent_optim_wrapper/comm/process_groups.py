@@ -37,7 +37,7 @@ def backend_of(group: Any, device: torch.device) -> Any:
 
 
 def serves(group: Any, device: torch.device) -> bool:
-    """Whether the group has a backend for `device`."""
+    """Return whether the group has a backend for `device`."""
     try:
         backend = backend_of(group, device)
     except RuntimeError:
@@ -63,7 +63,7 @@ def store_of(group: Any) -> Any | None:
 
 
 def is_registered(group: Any) -> bool:
-    """Whether torch.distributed knows the group."""
+    """Return whether torch.distributed knows the group."""
     try:
         dist.get_process_group_ranks(group)
     except KeyError:
@@ -72,7 +72,7 @@ def is_registered(group: Any) -> bool:
 
 
 def is_closed(group: Any) -> bool:
-    """Whether the group has been destroyed: it has a name, but is not registered."""
+    """Return whether the group has been destroyed: it has a name, but is not registered."""
     if not isinstance(group, dist.ProcessGroup) or is_registered(group):
         return False
     try:
@@ -188,7 +188,7 @@ def set_nccl_timeout(communicator: Any, timeout: timedelta) -> None:
 
 
 def is_nccl(name: str) -> bool:
-    """Whether a backend of this name is NCCL: torch has several, such as "nccl2"."""
+    """Return whether a backend of this name is NCCL: torch has several, such as "nccl2"."""
     return name.startswith(_NCCL)
 
 

@@ -42,7 +42,7 @@ class QueuedSend:
         self.sent.result(timeout.total_seconds())
 
     def is_completed(self) -> bool:
-        """Whether it is sent."""
+        """Return whether it is sent."""
         return self.sent.done()
 
 

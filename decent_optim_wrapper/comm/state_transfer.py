@@ -29,7 +29,7 @@ def send_state(state: Any, transport: Transport) -> None:
 
 
 def sendable(state: Any) -> bool:
-    """Whether everything in a state can be sent."""
+    """Return whether everything in a state can be sent."""
     try:
         json.dumps(_describe(state, []))
     except TypeError:

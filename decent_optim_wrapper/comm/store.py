@@ -108,7 +108,7 @@ class BoundedStore:
         return self.get(key) if self.check([key]) else None
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all the keys exist."""
+        """Return whether all the keys exist."""
         return bool(self._call(lambda store: store.check(list(keys))))
 
     def add(self, key: str, amount: int) -> int:
@@ -217,7 +217,7 @@ def _connect_to_server_of(store: Any) -> socket.socket | None:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Whether the other side has closed the connection, over which it never sends anything."""
+    """Return whether the other side, which never sends anything, has closed the connection."""
     try:
         return not connection.recv(1, socket.MSG_PEEK)
     except BlockingIOError:

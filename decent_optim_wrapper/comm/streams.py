@@ -36,7 +36,7 @@ class OnStream:
         self._work.wait()
 
     def is_completed(self) -> bool:
-        """Whether the GPU has finished it."""
+        """Return whether the GPU has finished it."""
         return self._work.is_completed()
 
 
@@ -59,7 +59,7 @@ class AsyncHostCopy:
 
     @property
     def waits(self) -> bool:
-        """Whether `read` may wait for a GPU."""
+        """True if `read` may wait for a GPU."""
         return self._copied is not None
 
     def read(self) -> list[Any]:
@@ -87,12 +87,12 @@ class PostingThread:
 
     @property
     def ended_well(self) -> bool:
-        """Whether all actions are done, and none has failed."""
+        """True if all actions are done, and none has failed."""
         return self.future.done() and self.future.exception() is None
 
     @property
     def runs_here(self) -> bool:
-        """Whether an action asks."""
+        """True when called from the posting thread."""
         return threading.get_ident() == self._thread
 
     def add(self, action: Action, device: torch.device | None = None) -> None:

@@ -68,7 +68,7 @@ class Transport(Connections):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the connections were aborted."""
+        """True if the connections were aborted."""
         return self._closure is not None
 
     def limit_waits(self, timeout: timedelta) -> None:
@@ -245,7 +245,7 @@ class Transport(Connections):
             raise
 
     def sends_alone(self, device: torch.device) -> bool:
-        """Whether `send` and `receive` work for tensors on this device: not on NCCL."""
+        """Return whether `send` and `receive` work for tensors on this device: not on NCCL."""
         return self._ready is not None and not self.coalesces(device)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Waitable:

@@ -45,7 +45,7 @@ class Waitable(Protocol):
         """Wait until it is done; once, unless it says otherwise."""
 
     def is_completed(self) -> bool:
-        """Whether it is done; works of gloo do not know before they are waited for."""
+        """Return whether it is done; works of gloo do not know before they are waited for."""
 
 
 class PendingMessage(NamedTuple):

@@ -68,7 +68,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._dealing = Dealing(rules, optimizer.members)
         # Number of steps made, and of steps whose batches the iterator has returned.
         self._done = self._fetched = 0
-        # The batches that no step has used: those that the iterator has returned come first.
+        # The batches that no step has used, beginning with the ones that the iterator has returned.
         self._waiting: deque[list[int]] = deque()
         # Upper bound of the number of samples that were used twice.
         self._repeated = 0

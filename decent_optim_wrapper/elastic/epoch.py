@@ -64,7 +64,7 @@ class Epoch:
 
     @property
     def has_newcomers(self) -> bool:
-        """Whether a member needs the state of another one."""
+        """True if a member needs the state of another one."""
         return len(self._donors) < len(self.notes)
 
     @property

@@ -83,14 +83,14 @@ class Heartbeat:
         self._leaves = False
 
     def is_taken(self) -> bool:
-        """Whether another process sends heartbeats of this rank; takes a second or two if not.
+        """Return whether another process sends heartbeats of this rank.
 
-        Call it before `start`.
+        Call it before `start`. It takes a second or two if there is none.
         """
         return self._hears([self._rank], lambda beat: True)
 
     def hears_members(self, ranks: Iterable[int], patiently: bool = False) -> bool:
-        """Whether one of these ranks is alive and in an epoch.
+        """Return whether one of these ranks is alive and in an epoch.
 
         Args:
             ranks: the ranks.
@@ -106,7 +106,7 @@ class Heartbeat:
         counts: Callable[[str], bool],
         looks: int = _LOOKS_FOR_OTHERS,
     ) -> bool:
-        """Whether one of these ranks sends two new heartbeats that count.
+        """Return whether one of these ranks sends two new matching heartbeats.
 
         One may be the last one of a process that has ended: once a link is back, the kernel sends
         again what it could not send before.
@@ -150,12 +150,12 @@ class Heartbeat:
         self._looked = looked
 
     def alive(self, rank: int) -> bool:
-        """Whether no rank has found this one dead in the present epoch."""
+        """Return whether no rank has found this one dead in the present epoch."""
         return self._looked is None or rank not in self._looked.watch.dead
 
     @property
     def is_over(self) -> bool:
-        """Whether the members must meet again, because one is dead or a rank asks for it."""
+        """True if the members must meet again, because one is dead or a rank asks for it."""
         return self.is_replaced or (self._looked is not None and self._looked.watch.is_over)
 
     def say(self, text: str) -> None:

@@ -46,7 +46,7 @@ class Links:
         self._failed = -1
 
     def failed_in(self, epoch: int) -> bool:
-        """Whether the members of the epoch could not connect although they are alive."""
+        """Return whether the members of the epoch could not connect although they are alive."""
         return self._failed == epoch
 
     def find_dead(self, epoch: int, members: Collection[int], heartbeat: Heartbeat) -> None:

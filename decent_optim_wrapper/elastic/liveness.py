@@ -32,13 +32,13 @@ class EpochWatch:
 
     @property
     def is_over(self) -> bool:
-        """Whether the members must meet again."""
+        """True if the members must meet again."""
         return self.requested or bool(self.dead)
 
     def look(
         self, beats: Mapping[int, bytes], told: Collection[int], requested: bool = False
     ) -> bool:
-        """Take in one look at the others.
+        """Update from one poll of the other ranks.
 
         Args:
             beats: the newest heartbeats of the watched ranks.
@@ -62,7 +62,7 @@ class EpochWatch:
         return not dead.issubset(told)
 
     def _choose(self) -> tuple[int, ...]:
-        """The ranks to watch among those that are alive."""
+        """Choose the ranks to watch among the living ones."""
         ring = [rank for rank in self._members if rank == self._rank or rank not in self.dead]
         if self._rank not in ring:
             return ()

@@ -183,7 +183,7 @@ class Recovery:
 
     @property
     def joins(self) -> bool:
-        """Whether this rank joins others that are training already."""
+        """True if this rank joins others that are training already."""
         return self._note.needs_state
 
     def agree(self, text: str) -> None:
@@ -236,7 +236,7 @@ class Recovery:
         self._assemble()
 
     def end_step(self) -> None:
-        """Note that the next round is launched: no rank waits for the step of this one any more."""
+        """Mark the step of this rank as complete: no rank waits for it any more."""
         self._call = None
 
     def meet(self, call: CollectiveCall, action: Callable[[], Result]) -> Result:
@@ -344,7 +344,7 @@ class Recovery:
         self._note = self._epoch.note
 
     def _catch_up(self) -> None:
-        """Bring the members to the same round, without those that are lost meanwhile."""
+        """Bring the members to the same round, without ranks that are lost meanwhile."""
         while True:
             try:
                 self._begin_epoch()

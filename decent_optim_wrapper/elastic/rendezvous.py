@@ -108,7 +108,7 @@ class Rendezvous:
 
     @property
     def wanted(self) -> bool:
-        """Whether a new epoch is due, because a member is dead, lost a peer, or comes back."""
+        """True if a new epoch is due, because a member is dead, lost a peer, or comes back."""
         return self._heartbeat.is_over
 
     def say(self, text: str) -> None:
@@ -387,7 +387,7 @@ class Rendezvous:
         return Transport(*parts, should_stop=lambda: heartbeat.is_over)
 
     def _present(self, epoch: int, ranks: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """Those of some ranks that have entered; None for all ranks.
+        """Return the ranks that have entered, among some or, with None, all.
 
         Where few are missing it takes few calls: a half that is complete is one.
         """
@@ -426,11 +426,11 @@ def _note_key(epoch: int, rank: int) -> str:
 
 
 def _asked(store: BoundedStore, rank: int) -> list[int]:
-    """Those of the members of the last connected epoch that this rank asks whether they train."""
+    """Choose the members of the last connected epoch that this rank asks whether they train."""
     epoch = store.find("epoch")
     members = [] if epoch is None else json.loads(store.get(_members_key(int(epoch))))
     others = [member for member in members if member != rank]
-    # Those of one node may be lost together.
+    # The ranks of one node may be lost together.
     return others[:: max(1, len(others) // _ASKED)][:_ASKED]
 
 

@@ -105,8 +105,8 @@ class RoundHeader(NamedTuple):
         if sums_first != self.sums_first or not 0 <= summed < 1 << 53:
             raise CallOrderError(
                 f"rank {own_rank}: expected rank {rank} to sum {self.sums_first} buckets first, as "
-                f"here, but it sums {sums_first} and proposes {summed}, and would add up other "
-                f"buckets; restart all ranks from a checkpoint"
+                f"here, but it sums {sums_first:.0f} and proposes {summed:.0f}, and would add up "
+                f"other buckets; restart all ranks from a checkpoint"
             )
 
 

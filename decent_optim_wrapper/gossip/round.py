@@ -62,8 +62,8 @@ class Round:
         references = session.references.groups.get(group.ranks)
         self.plan = plan
         # The order in which buckets are posted.
-        sums = policy.in_backward_order and group.size > 2
-        self.order = session.sum_order.of(group.ranks) if sums else GIVEN_ORDER
+        reorders = policy.in_backward_order and group.size > 2
+        self.order = session.sum_order.of(group.ranks) if reorders else GIVEN_ORDER
         self._header = header._replace(
             coded_rounds=0 if references is None else references.coded_rounds,
             sums_first=self.order.first,
@@ -105,7 +105,7 @@ class Round:
         return self
 
     def end_backward(self) -> None:
-        """Count how many sums the backward pass, which is over, has given time for."""
+        """Count the all-reduces for which the backward pass, which is over, has given time."""
         self.order.note(each.works for each in self._exchanges.values())
 
     def order_sends(self, buckets: Sequence[Bucket]) -> None:

@@ -20,7 +20,7 @@ class Session:
         topology: the topology of the members.
         schedule: the rounds of this rank.
         references: the references that this rank shares with each of its groups.
-        sum_order: the order of the sums of each group.
+        sum_order: the order of the all-reduces of each group.
     """
 
     transport: Transport

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from decent_optim_wrapper.comm.store_url import EXAMPLE, STORE_VARIABLE, StoreUrl, read_endpoint
 
-# Those of torchrun have the names that they have there.
+# Options of torchrun keep their names.
 USAGE = "python -m decent_optim_wrapper run --nproc-per-node 4 script.py --its-options"
 
 

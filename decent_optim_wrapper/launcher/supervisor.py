@@ -85,7 +85,7 @@ class Supervisor:
 
     @property
     def had_failures(self) -> bool:
-        """Whether a rank has ended with an error, even if it came back."""
+        """True if a rank has ended with an error, even if it came back."""
         return bool(self._first)
 
     def _start(self, rank: RankProcess) -> None:
@@ -108,7 +108,7 @@ class Supervisor:
         if not self._reason and self._have_failed_alike():
             within = f"within {_EARLY_SECONDS:g} s of their first start"
             self._reason = f"all ranks of this node failed {within}"
-            # Those that were started again already would wait for the others.
+            # Ranks that were started again already would wait for the others.
             self._kill()
         if reason := self._why_not(rank):
             self._lost[rank] = end
@@ -147,7 +147,7 @@ class Supervisor:
                     self._note_end(rank, End(1, f"it cannot be started: {error}", rank.folder))
 
     def _have_failed_alike(self) -> bool:
-        """Whether the first failure of every rank predicts that its next start fails, too."""
+        """Return whether all ranks have failed in a way that the next start will not mend."""
         ends = self._first.values()
         # A kill says nothing about the next start, and a missing peer may be there by then.
         own = [end for end in ends if "PeerError" not in end.error]

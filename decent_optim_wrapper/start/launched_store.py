@@ -66,7 +66,7 @@ def find_launched_store(
 
 def _in_etcd(url: StoreUrl, environ: Mapping[str, str], bound: timedelta) -> LaunchedStore:
     ranks, store = find_ranks(environ), url.open(bound)
-    # Servers that start with the ranks take a while, and those of other nodes start later.
+    # Servers that start with the ranks take a while, and servers on other nodes start later.
     _connect(
         lambda: store.check(["any key"]),
         *(ranks.rank, bound),

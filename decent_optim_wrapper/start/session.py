@@ -190,7 +190,7 @@ class Setup:
     Received data is never unpickled: descriptions are sent as UTF-8 bytes in tensors.
 
     Args:
-        start: reaches the other ranks if this one fails, including those of a mesh.
+        start: reaches the other ranks if this one fails, including the ranks of a mesh.
         inputs: the inputs of the wrapper.
         model: the tensors that are trained on this rank.
         world: the ranks and their connections.
@@ -250,7 +250,7 @@ class Setup:
             )
 
     def check(self, parameters: Sequence[Named], transport: Transport) -> None:
-        """Compare the settings and all tensors with those of the other ranks; collective.
+        """Compare the settings and all tensors with the other ranks; collective.
 
         Raises:
             ValueError: on every rank; names a rank that differs from rank 0, and the first

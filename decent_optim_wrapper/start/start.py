@@ -67,7 +67,7 @@ class Start:
 
     @property
     def elastic(self) -> bool:
-        """Whether the ranks meet in a store, without a process group for the exchanges."""
+        """True if the ranks meet in a store, without a process group for the exchanges."""
         return isinstance(self.arguments.elastic, Elastic)
 
     @cached_property

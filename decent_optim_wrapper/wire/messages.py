@@ -84,7 +84,7 @@ class Sender:
         if exchange.via_cpu and self.thread is None:
             self._start_thread()
         if self.thread is not None:
-            # Later ones, too: sums must have the same order on all ranks.
+            # Later ones, too: all-reduces must have the same order on all ranks.
             device = exchange.device if exchange.via_cpu else None
             self._posted[exchange] = Future()
             self.thread.add(partial(self._start, exchange, then), device)

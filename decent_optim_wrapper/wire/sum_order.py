@@ -17,11 +17,11 @@ _ALL = 1 << 30
 class SumOrder:
     """Sums as many buckets as a backward pass gives time for, and then those that are needed first.
 
-    Sums must come in the same order on all ranks of a group. In the order of the backward pass, the
-    next forward pass would wait for all of them before its first module. So the last buckets come
-    in the order of the forward pass. Each rank counts how many sums its backward pass has given
-    time for, and tells the number in the header of the next round of the group. The round after
-    that begins with the lowest number of all.
+    All-reduces must have the same order on all ranks of a group. In the order of the backward pass,
+    the next forward pass would wait for all of them before its first module. So the last buckets
+    follow in the order of the forward pass. Each rank counts the all-reduces for which its backward
+    pass has given time, and sends the number in the header of the next round of the group. The
+    round after that begins with the lowest number of all ranks.
     """
 
     def __init__(self) -> None:
@@ -32,10 +32,10 @@ class SumOrder:
     def of(self, group: Ranks) -> RoundOrder:
         """The order of the next round of a group."""
         first, summed = self._first.get(group, _ALL), self._summed.get(group, _ALL)
-        return RoundOrder(sums=self, group=group, first=first, summed=summed)
+        return RoundOrder(noted_in=self, group=group, first=first, summed=summed)
 
     def note(self, group: Ranks, summed: int) -> None:
-        """Note how many sums of a round a backward pass of this rank has given time for."""
+        """Note the all-reduces of a round for which a backward pass of this rank gave time."""
         # One more, or the wire would be idle if the pass takes longer. A single slow round counts
         # for little: the group could add only one in each of the next rounds.
         self._summed[group] = max(summed + 1, self._summed.get(group, 0) - 1)
@@ -46,16 +46,16 @@ class SumOrder:
 
 
 class RoundOrder(NamedTuple):
-    """The order of the sums of one round.
+    """The order of the all-reduces of one round.
 
     Args:
-        sums: where the orders of later rounds are noted.
+        noted_in: where the orders of later rounds are noted.
         group: the ranks.
         first: how many buckets are summed in the given order.
         summed: the number that this rank tells the others.
     """
 
-    sums: SumOrder
+    noted_in: SumOrder
     group: Ranks
     first: int
     summed: int
@@ -65,14 +65,14 @@ class RoundOrder(NamedTuple):
         return [*buckets[: self.first], *reversed(buckets[self.first :])]
 
     def note(self, works: Iterable[Sequence[Waitable]]) -> None:
-        """Count the sums that are done at the end of a backward pass, by their works."""
-        # Those that a thread still posts have no works.
+        """Count the all-reduces that are done at the end of a backward pass, by their works."""
+        # Exchanges that a thread still posts have no works.
         done = sum(bool(each) and all(work.is_completed() for work in each) for each in works)
-        self.sums.note(self.group, done)
+        self.noted_in.note(self.group, done)
 
     def agree(self, others: Iterable[float]) -> None:
         """Note the numbers that the other ranks have told."""
-        self.sums.agree(self.group, int(min(self.summed, *others)))
+        self.noted_in.agree(self.group, int(min(self.summed, *others)))
 
 
 GIVEN_ORDER = SumOrder().of(())
