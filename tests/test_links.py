@@ -15,8 +15,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from decent_optim_wrapper.comm.process_groups import connect_gloo
 from decent_optim_wrapper.comm.store import BoundedStore
+from decent_optim_wrapper.elastic.epoch import Note
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat
-from decent_optim_wrapper.elastic.links import Links, left_out
+from decent_optim_wrapper.elastic.links import check_links
 from decent_optim_wrapper.errors import PeerError
 
 CONNECT, PREFIX = (
@@ -45,88 +46,91 @@ def lose_rank_1(pair: tuple[str, Any], *args: Any) -> None:
     (no_route if "1" in pair[0].rpartition("/")[2] else all_work)(pair, *args)
 
 
-def alive(ranks: Collection[int]) -> Any:
+def lose_0_to_1(pair: tuple[str, Any], *args: Any) -> None:
+    (no_route if pair[0].endswith("[0, 1]") else all_work)(pair, *args)
+
+
+def alive(ranks: Collection[int], own: int = 0) -> Any:
     """The heartbeat of a rank that hears these."""
-    heartbeat = mock.Mock(spec=Heartbeat, is_replaced=False)
+    heartbeat = mock.Mock(spec=Heartbeat, is_replaced=False, rank=own)
     heartbeat.alive = lambda rank: rank in ranks
     return heartbeat
 
 
+def notes_of(ranks: Collection[int], newcomers: Collection[int] = ()) -> dict[int, Note]:
+    return {rank: Note(round=3, needs_state=rank in newcomers) for rank in ranks}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("connect", "missing"),
+    ("connect", "newcomers", "missing", "leave"),
     [
-        (all_work, [[], [], []]),
-        (lose_first, [[], [], []]),
-        (lose_rank_1, [[1], [0, 2], [1]]),
-        (no_route, [[1, 2], [0, 2], [0, 1]]),
+        (all_work, [], [[], [], []], {}),
+        (lose_first, [], [[], [], []], {}),
+        # The one with two dead links, even if the others are newcomers.
+        (lose_rank_1, [0, 2], [[1], [0, 2], [1]], {1: [0, 2]}),
+        (lose_0_to_1, [], [[1], [0], []], {1: [0]}),
+        (lose_0_to_1, [0], [[1], [0], []], {0: [1]}),
+        (no_route, [], [[1, 2], [0, 2], [0, 1]], {1: [0, 2], 2: [0, 1]}),
     ],
 )
-def test_a_link_is_dead_if_all_attempts_fail(
-    connect: Callable[..., None], missing: list[list[int]]
+def test_a_link_is_dead_if_all_attempts_fail_and_one_end_leaves(
+    connect: Callable[..., None],
+    newcomers: list[int],
+    missing: list[list[int]],
+    leave: dict[int, list[int]],
 ) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def find(rank: int) -> Links:
+    def try_links(rank: int) -> str:
         store = BoundedStore(TCPStore("127.0.0.1", server.port, is_master=False), TIMEOUT)
-        links = Links(store, rank, TIMEOUT)
-        links.find_dead(3, (0, 1, 2), alive((0, 1, 2)))
-        return links
+        heartbeat = alive((0, 1, 2), rank)
+        try:
+            check_links(store, 3, notes_of((0, 1, 2), newcomers), heartbeat, TIMEOUT)
+        except PeerError as error:
+            assert heartbeat.leave.called
+            return str(error)
+        assert not heartbeat.leave.called
+        return ""
 
     pairs = mock.patch(PREFIX, lambda prefix, store: (prefix, store))
     with mock.patch(CONNECT, connect), pairs, ThreadPoolExecutor() as pool:
-        found = [*pool.map(find, range(3), timeout=PATIENCE)]
-    assert [json.loads(server.get(f"3/missing/{rank}")) for rank in range(3)] == missing
-    for links, dead in zip(found, missing, strict=True):
-        assert links.failed_in(3)
-        links.check(4)
-        if dead:
-            with pytest.raises(PeerError, match=f"this rank and ranks .{dead[0]}.* are alive"):
-                links.check(3)
-        else:
-            links.check(3)
-    out = left_out(dict(enumerate(missing)), ())
-    assert found[0].choose(3, (0, 1, 2), ()) == tuple(rank for rank in range(3) if rank not in out)
+        texts = [*pool.map(try_links, range(3), timeout=PATIENCE)]
+    assert [json.loads(server.get(f"3/missing/{rank}"))[3] for rank in range(3)] == missing
+    for rank, text in enumerate(texts):
+        dead = leave.get(rank)
+        assert (f"rank {rank}: this rank and ranks {dead} are alive" in text) == (dead is not None)
+
+
+@pytest.mark.parametrize("theirs", [None, "[0, false, 0, []]"])
+def test_a_rank_stays_unless_the_other_end_says_so_too(theirs: str | None) -> None:
+    store = mock.Mock(spec=BoundedStore)
+    store.clone.side_effect = HashStore
+    store.find.return_value = theirs
+    store.check.return_value = theirs is not None
+    with mock.patch(CONNECT, no_route):
+        check_links(store, 1, notes_of((0, 1)), alive((0, 1), 1), timedelta(seconds=0.2))
+    store.set.assert_called_with("1/missing/1", "[1, false, 1, [0]]")
 
 
 def test_of_a_link_that_was_not_tried_nothing_is_known() -> None:
     """The store is slow, a member dies meanwhile, or there are too many to try."""
     store = mock.Mock(spec=BoundedStore)
     for members, heard in (((0, 1), (0,)), (range(33), range(33))):
-        links = Links(store, 0, TIMEOUT)
-        links.find_dead(1, members, alive(heard))
+        check_links(store, 1, notes_of(members), alive(heard), TIMEOUT)
         assert not store.mock_calls
-        assert not links.failed_in(1)
     store.clone.side_effect = lambda: time.sleep(1.0)
-    Links(store, 0, timedelta(seconds=0.2)).find_dead(1, (0, 1), alive((0, 1)))
-    store.set.assert_called_with("1/missing/0", "[]")
+    check_links(store, 1, notes_of((0, 1)), alive((0, 1)), timedelta(seconds=0.2))
+    store.set.assert_called_with("1/missing/0", "[0, false, 0, []]")
 
 
 def test_links_of_many_ranks_are_tried_once() -> None:
     """Else the process that holds the store might run out of open files."""
     store = mock.Mock(spec=BoundedStore)
     store.clone.side_effect = HashStore
+    store.find.return_value = None
     for size, attempts in ((16, 2), (17, 1)):
         store.clone.reset_mock()
         with mock.patch(CONNECT, no_route):
-            Links(store, 0, TIMEOUT).find_dead(1, range(size), alive(range(size)))
+            check_links(store, 1, notes_of(range(size)), alive(range(size)), TIMEOUT)
         assert store.clone.call_count == attempts * (size - 1)
-
-
-@pytest.mark.parametrize(
-    ("missing", "newcomers", "out"),
-    [
-        ({}, [], set()),
-        # Both ends must say so.
-        ({0: [1]}, [], set()),
-        ({0: [1], 1: [0]}, [], {1}),
-        ({0: [1], 1: [0]}, [0], {0}),
-        # One rank with two dead links, even if the others are newcomers.
-        ({0: [1, 2], 1: [0], 2: [0]}, [1, 2], {0}),
-        ({0: [1], 1: [0], 2: [3], 3: [2]}, [2], {1, 2}),
-    ],
-)
-def test_the_fewest_ranks_are_left_out(
-    missing: dict[int, list[int]], newcomers: list[int], out: set[int]
-) -> None:
-    assert left_out(missing, newcomers) == out

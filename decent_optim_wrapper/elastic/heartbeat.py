@@ -70,7 +70,7 @@ class Heartbeat:
     def __init__(self, store: BoundedStore, rank: int, stale_after: float) -> None:
         self._pause, self._looks = pace(stale_after)
         self._store = store
-        self._rank = rank
+        self.rank = rank
         self._life = 0
         self._sent = ""
         self._looked: _Looked | None = None
@@ -87,7 +87,7 @@ class Heartbeat:
 
         Call it before `start`. It takes a second or two if there is none.
         """
-        return self._hears([self._rank], lambda beat: True)
+        return self._hears([self.rank], lambda beat: True)
 
     def hears_members(self, ranks: Iterable[int], patiently: bool = False) -> bool:
         """Return whether one of these ranks is alive and in an epoch.
@@ -136,13 +136,13 @@ class Heartbeat:
         self._life = life
         self._sent = f"{life} 0 0 "
         # At once, since the ranks that watch this one expect a heartbeat.
-        self._store.set(_key(self._rank), self._sent)
+        self._store.set(_key(self.rank), self._sent)
         name = f"{THREAD_PREFIX}heartbeat"
         threading.Thread(target=self._run, daemon=True, name=name).start()
 
     def watch(self, members: Collection[int], epoch: int) -> None:
         """Watch the members of an epoch, all of which are known to be alive."""
-        watch = EpochWatch(self._rank, members, self._looks)
+        watch = EpochWatch(self.rank, members, self._looks)
         looked = _Looked(epoch, watch, f"{epoch}/dead", request_key(epoch + 1))
         # Every key that is looked at must exist: a store waits for a missing key.
         self._store.claim(looked.dead_key, "[]")
@@ -197,7 +197,7 @@ class Heartbeat:
                 if self._stop.wait(self._pause):
                     if self._leaves and self._looked is not None:
                         known = store.get(self._looked.dead_key).decode()
-                        self._tell(store, self._looked, {self._rank}, known)
+                        self._tell(store, self._looked, {self.rank}, known)
                     return
         except RuntimeError:
             # The store is gone, and no agreement is possible without it.
@@ -205,7 +205,7 @@ class Heartbeat:
 
     def _beat(self, store: Any, beat: str) -> None:
         """Send one heartbeat, and notice another process that sends them for this rank."""
-        key = _key(self._rank)
+        key = _key(self.rank)
         found = store.compare_set(key, self._sent, beat).decode()
         if found != beat:
             life, *_ = found.split()

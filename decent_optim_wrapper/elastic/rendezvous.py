@@ -32,7 +32,7 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.elastic.epoch import Epoch, Note, with_donor
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat, request_key
-from decent_optim_wrapper.elastic.links import Links
+from decent_optim_wrapper.elastic.links import check_links
 from decent_optim_wrapper.errors import PeerError, text_of
 
 _POLL_SECONDS = 0.02
@@ -76,7 +76,6 @@ class Rendezvous:
         # Whether this rank has been a member.
         self._took_part = False
         self._life = 0
-        self._links = Links(self._store, rank, timeout)
         self._heartbeat = Heartbeat(self._store, rank, stale_after)
         weakref.finalize(self, self._heartbeat.stop)
 
@@ -187,18 +186,14 @@ class Rendezvous:
                 epoch = self._enter(note)
                 members = self._agree_on_members(epoch, note.needs_state)
                 if self.rank not in members:
-                    try:
-                        self._links.check(epoch - 1)
-                    except PeerError:
-                        self.leave()
-                        raise
                     # The others continued without this rank: it comes back as a restarted one.
                     logger.warning("rank {}: the others have gone on, ask to join", self.rank)
                     note = note._replace(needs_state=True)
                     continue
-                if connected := self._connect_epoch(epoch, self._notes(epoch, members)):
+                notes = self._notes(epoch, members)
+                if connected := self._connect_epoch(epoch, notes):
                     return connected
-                self._links.find_dead(epoch, members, self._heartbeat)
+                check_links(self._store, epoch, notes, self._heartbeat, self._timeout)
         raise PeerError(
             f"rank {self.rank}: the ranks agreed on the members {list(self._members)} several "
             f"times, but could not connect; look for ranks that fail one after the other and for "
@@ -298,8 +293,8 @@ class Rendezvous:
                 self.leave()
                 raise PeerError(
                     f"rank {self.rank}: waited {timeout} for at least half of the last members "
-                    f"{list(self._members)}, of which only {list(self._able(epoch))} came and can "
-                    f"connect; the others may train on where this rank cannot see them; restart "
+                    f"{list(self._members)}, of which only {list(self._present(epoch))} came; "
+                    f"the others may train on where this rank cannot see them; restart "
                     f"those that have ended meanwhile, or all ranks from a checkpoint"
                 )
             else:
@@ -327,18 +322,9 @@ class Rendezvous:
         awaited = [rank for rank in self._members if self._heartbeat.alive(rank)]
         if not late and not self._entered(epoch, awaited):
             return ()
-        able = self._able(epoch)
-        returned = {*self._members}.intersection(able)
-        return able if 2 * len(returned) >= len(self._members) else ()
-
-    def _able(self, epoch: int) -> tuple[int, ...]:
-        """The ranks that have entered, without one end of each link that is known to be dead."""
         present = self._present(epoch)
-        if not self._links.failed_in(epoch - 1):
-            return present
-        notes = self._notes(epoch, present)
-        newcomers = {rank for rank, note in notes.items() if note.needs_state}
-        return self._links.choose(epoch - 1, present, newcomers)
+        returned = {*self._members}.intersection(present)
+        return present if 2 * len(returned) >= len(self._members) else ()
 
     def _read_members(self, epoch: int) -> tuple[int, ...]:
         """The members of the epoch; there are none if a rank could not start.
