@@ -692,6 +692,20 @@ def test_an_export_finds_whole_rounds_and_the_training_goes_on() -> None:
     assert_as_without_overlap(2, trained)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+def test_torchscript_is_told_to_take_a_model_that_was_not_wrapped() -> None:
+    training, fresh = Training(0, None), make_model()
+    training.train(range(2))
+    for model in (training.model, training.model[4], copy.deepcopy(training.model)):
+        with pytest.raises(AttributeError, match="a model that was not wrapped: build it again"):
+            torch.jit.script(model)
+    fresh.load_state_dict(training.model.state_dict())
+    for compiled in (torch.jit.script(fresh), torch.jit.trace(training.model, batch(0, 0))):
+        assert torch.equal(compiled(batch(0, 1)), training.model(batch(0, 1)))
+    training.train([2])
+    assert not torch.equal(fresh(batch(0, 1)), training.model(batch(0, 1)))
+
+
 def read_in_a_handler(rank: int) -> list[tuple[list[float], list[str]]]:
     """Train without overlap and with; a signal comes in the middle of mixing the third bucket."""
     dist.init_process_group("gloo")
