@@ -700,7 +700,8 @@ def test_torchscript_is_told_to_take_a_model_that_was_not_wrapped() -> None:
         with pytest.raises(AttributeError, match="a model that was not wrapped: build it again"):
             torch.jit.script(model)
     fresh.load_state_dict(training.model.state_dict())
-    for compiled in (torch.jit.script(fresh), torch.jit.trace(training.model, batch(0, 0))):
+    traced = torch.jit.trace(training.model, batch(0, 0))  # type: ignore[no-untyped-call]
+    for compiled in (torch.jit.script(fresh), traced):
         assert torch.equal(compiled(batch(0, 1)), training.model(batch(0, 1)))
     training.train([2])
     assert not torch.equal(fresh(batch(0, 1)), training.model(batch(0, 1)))
