@@ -19,7 +19,7 @@ from decent_optim_wrapper.planning import (
     steady_error,
     suggest,
 )
-from decent_optim_wrapper.topo import RandomMatching, Topology
+from decent_optim_wrapper.topo import RandomMatching, Topology, default_name
 
 WEIGHTED = listed(6, [[Group([0, 3], 0.7), Group([1, 2, 4], 0.2)], [Group([0, 1, 5], 0.5), [2, 3]]])
 NAMED = [
@@ -170,6 +170,24 @@ def test_steady_errors_and_bytes_of_known_topologies() -> None:
         assert bytes_per_round(TopologyFactory.create(name, n), 1000) == (1000 * copies,) * 2
     some_idle = listed(3, [[[0, 1]], [[0, 2]]])
     assert bytes_per_round(some_idle, 300) == pytest.approx((200, 300))
+
+
+@pytest.mark.parametrize(
+    "sizes", [range(2, 13), pytest.param(range(13, 41), marks=pytest.mark.slow)]
+)
+def test_by_default_ranks_mix_as_the_best_pairs_in_which_all_of_them_mix(sizes: range) -> None:
+    for n in sizes:
+        pairs = [2] * (n // 2 - n % 2) + [3] * (n % 2)
+        costs = {}
+        fitting = [name for name, kind in TopologyFactory.registered() if kind.accepts(n, 1)]
+        for name in fitting:
+            topology = TopologyFactory.create(name, n)
+            phases = map(topology.groups, range(topology.period))
+            if all(sorted(group.size for group in groups) == pairs for groups in phases):
+                costs[name] = steady_error(topology) * bytes_per_round(topology, 1).mean
+        assert costs[default_name(n)] <= min(costs.values()) * (1 + 1e-9), (n, costs)
+    assert len(costs) > 1
+    assert default_name(1) == "one-peer-exp"
 
 
 @pytest.mark.parametrize("sizes", [(7, 1), (8, 2), (12, 4)])

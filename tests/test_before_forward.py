@@ -763,6 +763,39 @@ def test_the_model_has_to_contain_all_parameters() -> None:
     assert len(optimizer.param_groups) == 1
 
 
+def traced(model: nn.Module) -> nn.Module:
+    """The same parameters in TorchScript."""
+    script: nn.Module = torch.jit.trace(model, batch(0, 0))  # type: ignore[no-untyped-call]
+    return script
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")
+@pytest.mark.parametrize(
+    ("options", "overlap"),
+    [
+        ({}, "forward"),
+        ({"schedule": Schedule(average_state=("momentum_buffer",))}, "forward"),
+        ({"gradient_tracking": True}, "forward"),
+        ({"model": None}, "True"),
+        ({"model": OTHER}, "True"),
+        ({"model": traced}, "True"),
+        ({"schedule": Schedule(gossip_every="auto")}, "True"),
+        ({"schedule": Schedule(gossip_every=2, staleness=2)}, "True"),
+        ({"schedule": Schedule(average_state="average")}, "True"),
+        ({"overlap": False}, "False"),
+    ],
+)
+def test_a_known_model_is_mixed_before_its_forward_pass_unless_something_is_against_it(
+    options: dict[str, Any], overlap: str
+) -> None:
+    model = make_model()
+    options = {"model": model, **options}
+    if options["model"] is traced:
+        options["model"] = traced(model)
+    optimizer = DecentOptimWrapper(modules.sgd(model.parameters()), **options)
+    assert f"overlap: {overlap}\n" in repr(optimizer)
+
+
 class Blocks(nn.Module):
     """Blocks before an output layer, whose weight is read before it is called."""
 
