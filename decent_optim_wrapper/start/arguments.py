@@ -112,7 +112,7 @@ def resolve_process_group(arguments: Arguments) -> Any | None:
     return group
 
 
-def check_sizes(group: Any | None, rank: int | None, world_size: int | None) -> None:
+def check_sizes(group: Any | None, arguments: Arguments) -> None:
     """Compare `rank` and `world_size` with the process group.
 
     Raises:
@@ -120,16 +120,27 @@ def check_sizes(group: Any | None, rank: int | None, world_size: int | None) -> 
         RuntimeError: there is more than one rank and no process group.
     """
     if group is None:
-        _check_alone(rank, world_size)
-        return
+        _check_alone(arguments.rank, arguments.world_size)
+    else:
+        _check_numbers(arguments, "the process group", group.rank(), group.size())
+
+
+def launched_ranks(group: Any | None) -> Sequence[int]:
+    """The number that the launcher gave to each rank of a process group, as far as is known."""
+    if group is None:
+        return [0]
+    return dist.get_process_group_ranks(group) if is_registered(group) else range(group.size())
+
+
+def _check_numbers(arguments: Arguments, whose: str, rank: int, world_size: int) -> None:
     for name, given, actual in (
-        ("rank", rank, group.rank()),
-        ("world_size", world_size, group.size()),
+        ("rank", arguments.rank, rank),
+        ("world_size", arguments.world_size, world_size),
     ):
         if given is not None and given != actual:
             raise ValueError(
-                f"{name}={given} contradicts the process group, whose {name} is {actual} here; "
-                f"leave {name} out or pass the process group's"
+                f"{name}={given} contradicts {whose}, whose {name} is {actual} here; leave {name} "
+                f"out, or pass {actual}"
             )
 
 
@@ -186,17 +197,16 @@ _NO_STORE = (
 
 def _world_of(group: Any, arguments: Arguments) -> StoreWorld:
     """The ranks of a process group, in its store."""
-    check_sizes(group, arguments.rank, arguments.world_size)
+    check_sizes(group, arguments)
     store = store_of(group)
     if store is None:
         raise ValueError(_NO_STORE)
-    ranks = dist.get_process_group_ranks(group) if is_registered(group) else ()
     return StoreWorld(
         store=store,
         rank=group.rank(),
         world_size=group.size(),
         timeout=timeout_of(group),
-        launched_as=ranks or range(group.size()),
+        launched_as=launched_ranks(group),
     )
 
 
@@ -206,15 +216,7 @@ def _launched_world(arguments: Arguments) -> StoreWorld:
     if found is None:
         _check_alone(arguments.rank, arguments.world_size)
         raise ValueError(_NO_STORE)
-    for name, given, actual in (
-        ("rank", arguments.rank, found.rank),
-        ("world_size", arguments.world_size, found.world_size),
-    ):
-        if given is not None and given != actual:
-            raise ValueError(
-                f"{name}={given} contradicts the launcher, whose {name} is {actual} here; leave "
-                f"{name} out, or pass Elastic(store=...) for ranks of your own"
-            )
+    _check_numbers(arguments, "the launcher", found.rank, found.world_size)
     return StoreWorld(
         store=found.store,
         rank=found.rank,

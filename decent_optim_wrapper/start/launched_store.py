@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import TCPStore
@@ -48,41 +49,31 @@ def find_launched_store(
         PeerError: the store does not answer.
     """
     bound = min(max(timeout or _LONGEST_CONNECT, _SHORTEST_CONNECT), _LONGEST_CONNECT)
-    if url := environ.get(STORE_VARIABLE):
-        return _in_etcd(StoreUrl.parse(url), environ, bound)
+    store: Any
+    if text := environ.get(STORE_VARIABLE):
+        url, ranks = StoreUrl.parse(text), find_ranks(environ)
+        store, where = url.open(bound), f"the store in etcd at {url.endpoints}"
+        remedy = "start most of these servers, or correct the URL"
+        # Servers that start with the ranks take a while, and servers on other nodes start later.
+        _connect(partial(store.check, ["any key"]), bound, ranks.rank, where, remedy)
     # Without it, rank 0 itself would hold the store.
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    elif environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        ranks, host, port = find_launch(environ)
+        where, remedy = f"the launcher's store at {host}:{port}", "look at the launcher of node 0"
+        make = partial(TCPStore, host, int(port), is_master=False, timeout=bound)
+        store = _connect(make, bound, ranks.rank, where, remedy)
+    else:
         return None
-    launch = find_launch(environ)
-    host, port = launch.master_addr, int(launch.master_port)
-    store = _connect(
-        lambda: TCPStore(host, port, is_master=False, timeout=bound),
-        *(launch.ranks.rank, bound),
-        missing=f"the launcher's store at {host}:{port}",
-        remedy="look at the launcher of node 0",
-    )
-    return LaunchedStore(store=store, rank=launch.ranks.rank, world_size=launch.ranks.world_size)
-
-
-def _in_etcd(url: StoreUrl, environ: Mapping[str, str], bound: timedelta) -> LaunchedStore:
-    ranks, store = find_ranks(environ), url.open(bound)
-    # Servers that start with the ranks take a while, and servers on other nodes start later.
-    _connect(
-        lambda: store.check(["any key"]),
-        *(ranks.rank, bound),
-        missing=f"the store in etcd at {url.endpoints}",
-        remedy="start most of these servers, or correct the URL",
-    )
     return LaunchedStore(store=store, rank=ranks.rank, world_size=ranks.world_size)
 
 
 def _connect(
-    connect: Callable[[], Any], rank: int, bound: timedelta, missing: str, remedy: str
+    connect: Callable[[], Any], bound: timedelta, rank: int, where: str, remedy: str
 ) -> Any:
     try:
         # On another thread: Ctrl-C does not end a call of C++.
         return within(bound.total_seconds(), connect)
     except (TimeoutError, DistError) as error:
         raise PeerError(
-            f"rank {rank}: {missing} does not answer within {bound} ({text_of(error)}); {remedy}"
+            f"rank {rank}: {where} does not answer within {bound} ({text_of(error)}); {remedy}"
         ) from error

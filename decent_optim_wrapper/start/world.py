@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import socket
 from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from typing import NamedTuple
-
-import torch.distributed as dist
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, Settings, read_timeout
 from decent_optim_wrapper.elastic.epoch import FIRST_NOTE
 from decent_optim_wrapper.elastic.recovery import Recovery
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous
-from decent_optim_wrapper.start.arguments import check_sizes, resolve_store, resolve_topology
+from decent_optim_wrapper.start.arguments import (
+    check_sizes,
+    launched_ranks,
+    resolve_store,
+    resolve_topology,
+)
 from decent_optim_wrapper.start.start import Start, exchange
 from decent_optim_wrapper.topo import Topology
 
@@ -59,10 +60,10 @@ def find_world(
 def _in_process_group(start: Start, topology: str | Topology | None) -> World:
     arguments = start.arguments
     with start.failing_together():
-        transport = start.transport
-        check_sizes(start.process_group, arguments.rank, arguments.world_size)
-        node = node_name(arguments.local_world_size or launched_local_world_size(), transport.rank)
-    local_world_size = agree_on_local_world_size(arguments.local_world_size, node, transport)
+        transport, group = start.transport, start.process_group
+        check_sizes(group, arguments)
+        own = own_local_world_size(arguments.local_world_size, launched_ranks(group))
+    local_world_size = agree_on_local_world_size(arguments.local_world_size, own, transport)
     with start.failing_together():
         resolved = resolve_topology(topology, transport.world_size, arguments, local_world_size)
     return World(transport=transport, topology=resolved, recovery=None)
@@ -79,10 +80,8 @@ def _in_store(
     with start.failing_together():
         world = resolve_store(arguments)
         # The ranks cannot agree yet: every rank takes the size of its own node for all.
-        local_world_size = arguments.local_world_size
-        if local_world_size is None:
-            size = launched_local_world_size()
-            local_world_size = ranks_per_node([rank // size for rank in world.launched_as])
+        own = own_local_world_size(None, world.launched_as)
+        local_world_size = arguments.local_world_size or own
         resolved = resolve_topology(topology, world.world_size, arguments, local_world_size)
     timeout = read_timeout(settings.timeout) or world.timeout
     rendezvous = Rendezvous(world.store, world.rank, world.world_size, timeout, elastic.stale_after)
@@ -94,20 +93,34 @@ def _in_store(
     return World(transport=epoch.transport, topology=resolved, recovery=recovery)
 
 
-def agree_on_local_world_size(given: int | None, node: str, transport: Transport) -> int:
+def agree_on_local_world_size(given: int | None, own: int, transport: Transport) -> int:
     """The number of ranks per node, the same on all ranks; collective.
 
     Args:
         given: the user's argument, which is used if it is the same on all ranks.
-        node: `node_name` of this rank.
+        own: `own_local_world_size`, which is used if it is the same on all ranks.
         transport: connects the ranks.
     """
-    digest = hashlib.sha256(node.encode()).digest()[:8]
-    rows = exchange(transport, [given or 0, int.from_bytes(digest, "little", signed=True)])
-    stated, nodes = rows[:, 0].tolist(), rows[:, 1].tolist()
+    stated, sizes = exchange(transport, [given or 0, own])[:, :2].T.tolist()
     if given is not None and len(set(stated)) == 1:
         return given
-    return ranks_per_node(nodes)
+    return own if len(set(sizes)) == 1 else 1
+
+
+def own_local_world_size(given: int | None, launched_as: Sequence[int]) -> int:
+    """The number of ranks per node, as far as this rank knows.
+
+    Args:
+        given: the user's argument; None for the launcher's number.
+        launched_as: the number that the launcher gave to each rank; consecutive ones share a node.
+    """
+    size = given or launched_local_world_size()
+    place, rank = (os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK"))
+    is_known = place.isdecimal() and rank.isdecimal()
+    if is_known and int(rank) % size != int(place) < size:
+        # Not in blocks of this size, as with Slurm's cyclic distribution.
+        return 1
+    return ranks_per_node([rank // size for rank in launched_as])
 
 
 def ranks_per_node(nodes: Sequence[Hashable]) -> int:
@@ -130,26 +143,3 @@ def launched_local_world_size() -> int:
             f"number of ranks of this node, or unset it"
         )
     return int(text)
-
-
-def node_name(local_world_size: int, rank: int) -> str:
-    """A name for the node of this process: the host and the first rank on the node.
-
-    The host alone would be the same for several simulated nodes on one machine.
-
-    Args:
-        local_world_size: number of ranks on this node.
-        rank: this rank, for processes that no launcher has numbered.
-    """
-    number = _variable("RANK")
-    if number is None:
-        number = dist.get_rank() if dist.is_initialized() else rank
-    place = _variable("LOCAL_RANK")
-    if place is None or not place < local_world_size or place > number:
-        place = number % local_world_size
-    return f"{socket.gethostname()} from rank {number - place}"
-
-
-def _variable(name: str) -> int | None:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() else None
