@@ -217,6 +217,18 @@ def test_every_way_into_the_parameters_finds_them_mixed(read: Any) -> None:
     assert_as_without_overlap(4, partial(straight_on, **options), True)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
+def test_a_weight_is_computed_from_mixed_parameters(norm: Callable[..., Any]) -> None:
+    def normed() -> nn.Module:
+        model = make_model()
+        norm(model[2])
+        return model
+
+    options: dict[str, Any] = {"make": normed, "param_as_bucket_view": True}
+    assert_as_without_overlap(2, partial(straight_on, **options), True)
+
+
 def values_of(model: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
