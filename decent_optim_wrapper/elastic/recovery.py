@@ -338,7 +338,7 @@ class Recovery:
 
     def _gather(self) -> None:
         """Close the connections, and connect the remaining ranks."""
-        self._gossip.pipeline.in_flight.abandon()
+        self._gossip.abandon_round()
         self.transport.abort("the members gather again")
         self._epoch = self._rendezvous.gather(self._note)
         self._note = self._epoch.note

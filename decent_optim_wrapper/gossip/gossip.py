@@ -16,11 +16,11 @@ from decent_optim_wrapper.gossip.average import WorldAverage, consensus_distance
 from decent_optim_wrapper.gossip.early_mixing import EarlyMixing
 from decent_optim_wrapper.gossip.failures import Failures
 from decent_optim_wrapper.gossip.header import CollectiveCall, check_calls
-from decent_optim_wrapper.gossip.loaded import Loaded
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.members import Members
 from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.replica import Replica
+from decent_optim_wrapper.gossip.resume import PendingResume, agree, relaunch, resume
 
 Result = TypeVar("Result")
 
@@ -51,7 +51,8 @@ class Gossip:
         self.members = members
         self.early = EarlyMixing(pipeline, self.check_parameters)
         self.failures = Failures(self.early, replica, members)
-        self.loaded = Loaded(pipeline, alone=members is not None)
+        # What a loaded state leaves to the next step.
+        self.pending = PendingResume()
         # The second one is held by the thread that is in the middle of mixing.
         self._lock, self._mixing = threading.RLock(), threading.Lock()
         # Whether all ranks have launched the same round, and made no step since.
@@ -62,10 +63,20 @@ class Gossip:
         """All parameters of the base, in the order of its groups."""
         return self._local_update.params
 
-    def resume_at(self, round: int) -> None:
-        """Continue with this round, as all other ranks do; none is in flight."""
-        self.loaded.end()
+    def resume_at(self, round: int, pending: PendingResume | None = None) -> None:
+        """Continue with this round, as all other ranks do; none is in flight.
+
+        Args:
+            round: number of the next round.
+            pending: what a loaded state leaves to the next step; None if the ranks have agreed.
+        """
+        self.pending = pending or self.pending._replace(source=None)
         self.pipeline.resume_at(round)
+
+    def abandon_round(self) -> None:
+        """Drop the round in flight, or the one to be launched again, without waiting for it."""
+        self.pending = self.pending.without_round()
+        self.pipeline.in_flight.abandon()
 
     def begin_step(self) -> None:
         """Check parameters, averages and members for changes since the last step."""
@@ -78,14 +89,15 @@ class Gossip:
         pipeline.session.transport.check_open()
         self.check_parameters()
         self._local_update.check_outside(pipeline.session.transport.initial_rank)
-        if self.loaded.is_average or self.average.snapshot is not None:
+        if self.pending.keeps_average or self.average.snapshot is not None:
             self.keep_average()
         if self.members:
             self.members.begin_step()
         self._assembled = False
-        if self.loaded.source:
+        if self.pending.source or self.pending.in_flight:
             with self.failures.propagating():
-                self.failures.with_recovery(self.loaded.agree)
+                recover = self.failures.with_recovery
+                self.pending = recover(lambda: resume(pipeline, self.pending))
         if pipeline.extensions.all:
             pipeline.begin_extensions()
 
@@ -178,6 +190,7 @@ class Gossip:
 
     def discard(self) -> None:
         """Wait for the round in flight, if there is one, and drop it without mixing."""
+        self.pending = self.pending.without_round()
         self.pipeline.forget()
         self.failures.with_recovery(self.pipeline.take)
         self.early.settle()
@@ -186,6 +199,8 @@ class Gossip:
         # A closure may have gathered the parameters again.
         if self.replica.may_gather:
             self.replica.reshard()
+        if self.pending.in_flight:
+            self.pending = relaunch(self.pipeline, self.pending)
         self.pipeline.finish()
 
     def global_avg(self, may_revert: bool) -> None:
@@ -212,7 +227,7 @@ class Gossip:
 
     def keep_average(self) -> None:
         """Accept the average in place as the ranks' own parameters; collective."""
-        self.loaded.accept_average()
+        self.pending = self.pending._replace(keeps_average=False)
         self.average.keep()
         with self.failures.propagating():
             self.discard()
@@ -291,7 +306,7 @@ class Gossip:
         together = pipeline.policy.pacing.synchronous or self.average.snapshot is not None
         if together or transport.world_size == 1:
             return
-        self.loaded.agree()
+        self.pending = agree(pipeline, self.pending)
         coming = send_to_all(torch.tensor([call], device="cpu"), transport)
         nonfinite: list[NonFiniteError] = []
         pipeline.launch()

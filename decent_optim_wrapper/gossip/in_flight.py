@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,29 +12,8 @@ from decent_optim_wrapper.gossip.round import Round
 from decent_optim_wrapper.wire.bucket import fill_copies
 
 
-class GossipState(NamedTuple):
-    """The state of the rounds that a checkpoint needs.
-
-    Args:
-        round: number of the next round.
-        in_flight: whether the last round is still to be mixed.
-        mixing_rate: the mixing rate of the next round.
-        last_rate: the mixing rate of the last round.
-        age: number of steps since the launch of the last round.
-    """
-
-    round: int
-    in_flight: bool
-    mixing_rate: float
-    last_rate: float
-    age: int
-
-
 class InFlight:
-    """The round in flight, if there is one, or a round that a resumed run must launch again.
-
-    Loading a state cannot launch it, since it must not communicate and may come before the
-    parameters are loaded.
+    """The round in flight, if there is one.
 
     Args:
         rate: the mixing rate of the first round.
@@ -47,17 +25,8 @@ class InFlight:
         self.age = 0
         # The mixing rate with which the last round was launched.
         self.rate = rate
-        # Whether a resumed run must still launch it.
-        self.is_pending = False
-        # The parameters at its first launch, if they have changed since.
-        self.snapshot: dict[Tensor, Tensor] = {}
         # Whether the extensions were told of its arrival.
         self._is_announced = False
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is left to be mixed."""
-        return self.round is None and not self.is_pending
 
     def put(self, launched: Round, rate: float, age: int = 0) -> None:
         """Leave a round in flight, launched so many steps ago."""
@@ -82,29 +51,11 @@ class InFlight:
         """Whether the step that begins now mixes it."""
         return self.round is not None and pacing.is_due(self.age, self.round.has_arrived)
 
-    def clear_pending(self) -> None:
-        """Note that no round is to be launched again."""
-        self.is_pending = False
-        self.snapshot = {}
-
     def abandon(self) -> None:
         """Drop it without waiting for it."""
-        self.is_pending = False
         if self.round:
             self.round.abandon()
         self.round = None
-
-    def restore(self, state: GossipState, snapshot: Mapping[Tensor, Tensor] | None) -> None:
-        """Launch the round again that was in flight when a state was saved.
-
-        Args:
-            state: the state.
-            snapshot: the parameters at its launch; None if parameters do not change while a round
-                is in flight.
-        """
-        self.is_pending, self.rate = state.in_flight, state.last_rate
-        self.age = 1 if snapshot is None else state.age
-        self.snapshot = dict(snapshot or {})
 
     def changed(self) -> Sequence[Tensor]:
         """Parameters that must not be changed by hand meanwhile, but have been."""
@@ -113,10 +64,9 @@ class InFlight:
     @torch.no_grad()
     def values(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Copies of the parameters at its launch, or of the present ones without a round."""
-        copies = {param: self.snapshot.get(param, param).detach().clone() for param in params}
-        if self.round is None or self.snapshot:
-            return [*copies.values()]
-        for bucket in self.round.unmixed:
-            if launched := self.round.snapshot_of(bucket):
-                fill_copies(copies, bucket, launched)
+        copies = {param: param.detach().clone() for param in params}
+        if self.round:
+            for bucket in self.round.unmixed:
+                if launched := self.round.snapshot_of(bucket):
+                    fill_copies(copies, bucket, launched)
         return [*copies.values()]

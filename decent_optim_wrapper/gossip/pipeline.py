@@ -14,12 +14,11 @@ from decent_optim_wrapper.comm.background import in_background, is_background
 from decent_optim_wrapper.errors import NonFiniteError, late_error, unannounced_error
 from decent_optim_wrapper.gossip.extension import Extensions, ReceivedBucket
 from decent_optim_wrapper.gossip.header import CollectiveCall, RoundHeader
-from decent_optim_wrapper.gossip.in_flight import GossipState, InFlight
+from decent_optim_wrapper.gossip.in_flight import InFlight
 from decent_optim_wrapper.gossip.round import Round, RoundPolicy
 from decent_optim_wrapper.gossip.schedule import RoundKind, RoundPlan
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.wire.bucket import Bucket
-from decent_optim_wrapper.wire.references import SavedReference
 
 # How long a dropped wrapper waits for peers that must still launch its last round.
 _CLOSE_TIMEOUT = timedelta(seconds=5)
@@ -97,42 +96,12 @@ class Pipeline:
             logger.info("rank {} bucket {}: {!r}", rank, index, bucket)
 
     def resume_at(self, round: int) -> None:
-        """Continue with this round, as all other ranks do; none is in flight."""
+        """Continue with this round; none is in flight."""
         self.round = round
 
     def mix_with(self, rate: float) -> None:
         """Launch rounds with this mixing rate from now on."""
         self.mixing_rate = rate
-
-    @property
-    def state(self) -> GossipState:
-        """The state of the rounds, to save now."""
-        return GossipState(
-            round=self.round,
-            in_flight=not self.in_flight.is_empty,
-            mixing_rate=self.mixing_rate,
-            last_rate=self.in_flight.rate,
-            age=self.in_flight.age,
-        )
-
-    def restore(
-        self,
-        state: GossipState,
-        snapshot: Mapping[Tensor, Tensor],
-        references: Mapping[str, SavedReference],
-    ) -> None:
-        """Continue from a state; nothing is in flight.
-
-        Args:
-            state: the state.
-            snapshot: the parameters at the launch of the round in flight.
-            references: the references of coded differences, by group.
-        """
-        self.round, self.mixing_rate = state.round, state.mixing_rate
-        needs_snapshot = self.policy.pacing.needs_snapshot
-        self.in_flight.restore(state, snapshot if needs_snapshot else None)
-        session = self.session
-        session.references.load(references, self.buckets, session.transport.members)
 
     def begin(self, number: int | None = None, rate: float | None = None) -> Round | None:
         """Begin a round, to which buckets are posted one by one.
@@ -208,25 +177,10 @@ class Pipeline:
         """Start the next round outside of a step, unless one is in flight."""
         if launched := self.begin():
             for bucket in launched.order.apply(self.buckets):
-                self.post(launched, bucket, self.in_flight.snapshot)
+                self.post(launched, bucket)
             self.hand_over(launched)
             # As if the previous step had launched it.
             self.in_flight.count_step()
-
-    def _relaunch(self) -> None:
-        """Launch the round that was in flight when the state was saved."""
-        flight = self.in_flight
-        # synchronize() may come before any step(), and the state may come from a run without an
-        # outer optimizer, which would then have no anchors when the round is mixed.
-        self.begin_extensions()
-        if launched := self.begin(self.round - flight.age, flight.rate):
-            for bucket in launched.order.apply(self.buckets):
-                self.post(launched, bucket, flight.snapshot)
-            launched.seal()
-            if not self.policy.pacing.synchronous:
-                launched.watch()
-            flight.put(launched, flight.rate, flight.age)
-        flight.clear_pending()
 
     def begin_extensions(self) -> None:
         """Let the extensions begin a step."""
@@ -245,8 +199,6 @@ class Pipeline:
         Raises:
             NonFiniteError: the round must not be mixed, and is no longer in flight.
         """
-        if self.in_flight.is_pending:
-            self._relaunch()
         due = self.in_flight.is_due(self.policy.pacing)
         for extension in self.extensions.all:
             extension.received(in_flight=self.in_flight.round is not None and not due)
@@ -295,9 +247,8 @@ class Pipeline:
         return taken
 
     def forget(self) -> None:
-        """Forget the round to be launched again, and the findings of a GPU in the last one."""
+        """Forget the findings of a GPU in the last round."""
         self.mixed = None
-        self.in_flight.clear_pending()
 
     def check_on_gpu(self) -> None:
         """Check the findings of a GPU in the last mixed round, unless they were checked.
@@ -332,8 +283,6 @@ class Pipeline:
 
     def finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
-        if self.in_flight.is_pending:
-            self._relaunch()
         if arrived := self._receive():
             for bucket in tuple(arrived.unmixed):
                 self.mix(arrived, bucket)

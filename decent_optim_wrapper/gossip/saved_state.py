@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from decent_optim_wrapper.gossip.gossip import Gossip
-from decent_optim_wrapper.gossip.in_flight import GossipState
+from decent_optim_wrapper.gossip.resume import PendingResume
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.plan import read_plan, rebuild, saved_plan
@@ -20,49 +20,55 @@ class SavedState(NamedTuple):
     """The checked contents of a state dict.
 
     Args:
-        gossip: the state of the rounds.
-        kept: whether an average was in place, which the next step keeps.
+        round: number of the next round.
+        mixing_rate: its mixing rate.
+        pending: what the next step does first.
         extensions: continue each extension with its state.
-        snapshot: the parameters at the launch of the round in flight, if they may have changed
-            since.
         references: the references of coded differences, by group.
         plan: the members of each bucket, if a new wrapper would plan others.
     """
 
-    gossip: GossipState
-    kept: bool
+    round: int
+    mixing_rate: float
+    pending: PendingResume
     extensions: list[Callable[[], None]]
-    snapshot: dict[Tensor, Tensor]
     references: dict[str, SavedReference]
     plan: list[list[Tensor]]
 
 
 def gossip_state(gossip: Gossip) -> dict[str, Any]:
     """The state of the gossip, to save now, with parameters that are settled."""
-    state = gossip.pipeline.state._asdict()
-    age = state.pop("age")
-    # Even outside of an average: torch.distributed.checkpoint loads into existing entries.
-    state["kept"] = False
-    if gossip.loaded.is_average or gossip.average.snapshot is not None:
-        # The next step() would keep the average, which is what is saved now.
-        state |= {"in_flight": False, "kept": True}
-    if not gossip.pipeline.policy.pacing.synchronous:
+    pipeline, pending = gossip.pipeline, gossip.pending
+    pacing, flight = pipeline.policy.pacing, pipeline.in_flight
+    # The next step() would keep the average, which is what is saved now.
+    kept = pending.keeps_average or gossip.average.snapshot is not None
+    in_flight = pending.in_flight or flight.round is not None
+    last = pending if pending.in_flight else flight
+    state: dict[str, Any] = {
+        "round": pipeline.round,
         # Others may have mixed it, or not have launched it yet.
-        state["in_flight"] = False
-    elif gossip.pipeline.policy.pacing.needs_snapshot:
+        "in_flight": in_flight and not kept and pacing.synchronous,
+        "mixing_rate": pipeline.mixing_rate,
+        "last_rate": last.rate,
+        # Even outside of an average: torch.distributed.checkpoint loads into existing entries.
+        "kept": kept,
+    }
+    if pacing.synchronous and pacing.needs_snapshot:
         # Even if no round is in flight.
-        state |= {"age": age, "launch_snapshot": gossip.pipeline.in_flight.values(gossip.params)}
+        now = flight.values(gossip.params)
+        launched = [pending.snapshot.get(*each) for each in zip(gossip.params, now, strict=True)]
+        state |= {"age": last.age, "launch_snapshot": launched}
     if extensions := {
-        each.name: each.state_dict() for each in gossip.pipeline.extensions.all if each.name
+        each.name: each.state_dict() for each in pipeline.extensions.all if each.name
     }:
         own = _saved_by(gossip)
         # What belongs to another rank is reset by the next step() on all ranks.
-        saved_by = [None] * len(own) if gossip.loaded.source == "other" else own
+        saved_by = [None] * len(own) if pending.source == "other" else own
         state |= {"extensions": extensions, "saved_by": saved_by}
     if params := _referring(gossip):
-        session = gossip.pipeline.session
+        session = pipeline.session
         state["references"] = session.references.state(params, session.transport.members)
-    if plan := saved_plan(gossip.pipeline.buckets, gossip.params):
+    if plan := saved_plan(pipeline.buckets, gossip.params):
         state["plan"] = plan
     return state
 
@@ -153,7 +159,10 @@ def restore(gossip: Gossip, saved: SavedState) -> None:
             gossip.pipeline.plan(rebuild(saved.plan, gossip.pipeline.buckets))
         for load in saved.extensions:
             load()
-        gossip.loaded.restore(saved.gossip, saved.kept, saved.snapshot, saved.references)
+        pipeline, session = gossip.pipeline, gossip.pipeline.session
+        pipeline.mix_with(saved.mixing_rate)
+        session.references.load(saved.references, pipeline.buckets, session.transport.members)
+        gossip.resume_at(saved.round, saved.pending)
 
 
 def _read(
@@ -176,18 +185,20 @@ def _read(
     try:
         saved = by_position(saved)
         rate = check_mixing_rate(saved.get("mixing_rate", mixing_rate))
-        state = GossipState(
-            round=index(saved["round"]),
+        pacing = gossip.pipeline.policy.pacing
+        pending = PendingResume(
+            keeps_average=bool(saved.get("kept", False)),
+            source=_source(gossip, saved),
             # Others may have mixed it already, or count rounds in another way.
-            in_flight=bool(saved["in_flight"]) and gossip.pipeline.policy.pacing.synchronous,
-            mixing_rate=rate,
-            last_rate=check_mixing_rate(saved.get("last_rate", rate)),
-            age=max(1, index(saved.get("age", 1))),
+            in_flight=bool(saved["in_flight"]) and pacing.synchronous,
+            rate=check_mixing_rate(saved.get("last_rate", rate)),
+            age=max(1, index(saved.get("age", 1))) if pacing.needs_snapshot else 1,
+            snapshot=_read_snapshot(gossip, saved),
         )
-        if state.round < state.in_flight * state.age:
-            raise ValueError(f"round must be 0 or more, and 1 in flight, got {state.round}")
-        extensions = _read_extensions(gossip, saved)
-        snapshot = _read_snapshot(gossip, saved)
+        round = index(saved["round"])
+        if round < pending.in_flight * pending.age:
+            raise ValueError(f"round must be 0 or more, and 1 in flight, got {round}")
+        extensions = _read_extensions(gossip, saved, is_own=pending.source == "own")
         references = _read_references(gossip, saved)
         buckets = gossip.pipeline.buckets
         plan = read_plan(saved["plan"], gossip.params, buckets) if "plan" in saved else []
@@ -197,10 +208,10 @@ def _read(
             f"({type(error).__name__}: {error}); nothing was loaded"
         ) from error
     return SavedState(
-        gossip=state,
-        kept=bool(saved.get("kept", False)),
+        round=round,
+        mixing_rate=rate,
+        pending=pending,
         extensions=extensions,
-        snapshot=snapshot,
         references=references,
         plan=plan,
     )
@@ -212,31 +223,50 @@ def _saved_by(gossip: Gossip) -> list[int]:
     return [transport.initial_rank, *transport.members]
 
 
-def _read_extensions(gossip: Gossip, saved: dict[str, Any]) -> list[Callable[[], None]]:
-    """Check the states of the extensions; extensions without a saved state are reset."""
-    states = dict(saved.get("extensions", {}))
+def _source(gossip: Gossip, saved: dict[str, Any]) -> Literal["own", "other"] | None:
+    """Which rank has saved the states of extensions that belong to a rank; see `PendingResume`."""
+    if not gossip.pipeline.policy.pacing.synchronous:
+        # Each rank may have saved its own round.
+        return "other"
+    belong = {each.name for each in gossip.pipeline.extensions.all if each.belongs_to_rank}
+    if gossip.members or not belong:
+        # A rank that comes back may load at another step than the others.
+        return None
     is_own = list(saved.get("saved_by", [])) == _saved_by(gossip)
-    loads = []
-    for extension in gossip.pipeline.extensions.all:
-        state = states.pop(extension.name, None)
-        loads.append(gossip.loaded.prepare(extension, state, is_own))
-    if states:
+    return "own" if is_own and belong <= {*saved.get("extensions", {})} else "other"
+
+
+def _read_extensions(
+    gossip: Gossip, saved: dict[str, Any], is_own: bool
+) -> list[Callable[[], None]]:
+    """Check the states of the extensions; extensions without a valid state are reset."""
+    states, extensions = saved.get("extensions", {}), gossip.pipeline.extensions.all
+    if dropped := sorted({*states} - {each.name for each in extensions}):
         warn(
-            f"the state of {' and '.join(sorted(states))} is dropped: pass the same extensions, or "
+            f"the state of {' and '.join(dropped)} is dropped: pass the same extensions, or "
             f"options, as in the run that was saved, to go on with it"
         )
-    return loads
+    # What belongs to another rank starts again.
+    names = [None if each.belongs_to_rank and not is_own else each.name for each in extensions]
+    pairs = zip(extensions, names, strict=True)
+    return [extension.prepare_load(states.get(name)) for extension, name in pairs]
 
 
 def _read_snapshot(gossip: Gossip, saved: dict[str, Any]) -> dict[Tensor, Tensor]:
     """The parameters at the launch of the round in flight; empty if they have not changed."""
-    if "launch_snapshot" not in saved or not saved["in_flight"]:
+    needed = gossip.pipeline.policy.pacing.needs_snapshot and saved["in_flight"]
+    if "launch_snapshot" not in saved or not needed:
         return {}
-    snapshot = dict(zip(gossip.params, saved["launch_snapshot"], strict=True))
-    for param, launched in snapshot.items():
-        if param.shape != launched.shape:
-            raise ValueError(f"expected a snapshot of shape {param.shape}, got {launched.shape}")
-    return snapshot
+    return _by_param(gossip.params, saved["launch_snapshot"])
+
+
+def _by_param(params: Sequence[Tensor], values: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """What was saved of each parameter, in its shape."""
+    found = dict(zip(params, values, strict=True))
+    for param, value in found.items():
+        if param.shape != value.shape:
+            raise ValueError(f"expected values of shape {param.shape}, got {value.shape}")
+    return found
 
 
 def _referring(gossip: Gossip) -> list[Tensor]:
@@ -262,9 +292,7 @@ def _read_references(gossip: Gossip, saved: dict[str, Any]) -> dict[str, SavedRe
         if len(kept) != len(params):
             # Parameters were frozen or unfrozen since, on all ranks: references start again.
             return {}
-        values = dict(zip(params, kept, strict=True))
-        for param, value in values.items():
-            if param.shape != value.shape:
-                raise ValueError(f"expected a reference of shape {param.shape}, got {value.shape}")
-        found[group] = SavedReference(coded_rounds=index(reference["coded_rounds"]), values=values)
+        found[group] = SavedReference(
+            coded_rounds=index(reference["coded_rounds"]), values=_by_param(params, kept)
+        )
     return found
