@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import Any, Literal
 
@@ -12,14 +12,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from decent_optim_wrapper.checks import expect, instance_of, is_real, take_fields
-from decent_optim_wrapper.config import check_base, check_closures
+from decent_optim_wrapper.config import check_base
 from decent_optim_wrapper.ddp.autograd_hooks import AutogradHooks
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
-from decent_optim_wrapper.gossip.pacing import Delayed
 from decent_optim_wrapper.optim.delegating import check_state_dict
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.start.arguments import Arguments
@@ -63,7 +62,8 @@ class DecentralizedDataParallel(Module):
             parameters of the model that require a gradient, in the model's order; called once. Pass
             parameters that are unfrozen later to ``optimizer.add_param_group``, on all ranks.
         lr_scheduler_fn: function that makes a scheduler from the base. The scheduler is stepped
-            after every step. None for no scheduler.
+            after every step. None for no scheduler. One that
+            needs a metric, such as ReduceLROnPlateau, takes `optimizer`: step it yourself.
         topology: a name known to `TopologyFactory`, or an instance.
         scaler: the GradScaler with which you scale the loss; never call its `step` or `update`.
             With updates inside the backward pass, an overflow skips the update of its bucket on
@@ -122,22 +122,17 @@ class DecentralizedDataParallel(Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if param_as_bucket_view is None:
-            param_as_bucket_view = wants_views(model, options.get("mesh"))
         with Start(take_fields(Arguments, options)).failing_together():
-            _check(model, grad_clip_norm, update_in_backward)
-            _check_overlap(overlap)
-            _check_parts(optim_fn, scaler, options)
+            _check(model, optim_fn, scaler, grad_clip_norm)
+            _check_step(update_in_backward, overlap)
+            if param_as_bucket_view is None:
+                param_as_bucket_view = wants_views(model, options.get("mesh"))
             ignored = set(map(id, ignored_params))
             named = [pair for pair in model.named_parameters() if id(pair[1]) not in ignored]
             base = optim_fn([pair for pair in named if pair[1].requires_grad])
             check_base(base)
             _check_ignored(ignored, model, base)
-            check_closures(base, Delayed())
-            if update_in_backward and type(base) not in SPLITTABLE:
-                raise _not_in_parts(base)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(base)
-            _check_scheduler(scheduler)
         chosen = overlap_of(overlap, options.get("schedule"), model, params_of(base))
         at_end = update_in_backward is False or type(base) not in SPLITTABLE
         self.module = model
@@ -213,10 +208,9 @@ class DecentralizedDataParallel(Module):
             The distance, or None without `return_d2c`.
         """
         self._stepper.check()
+        self.optimizer.global_avg(will_revert or return_d2c)
         if not return_d2c:
-            self.optimizer.global_avg(will_revert)
             return None
-        self.optimizer.global_avg()
         distance = self.optimizer.distance_to_average()
         if not will_revert:
             self.optimizer.keep_average()
@@ -237,53 +231,6 @@ class DecentralizedDataParallel(Module):
     def get_lr(self) -> float:
         """The current learning rate of the first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"])
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's own parameters and names; `parameters()` follows it."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The model's own buffers and names; `buffers()` follows it."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
-
-    def get_parameter(self, target: str) -> nn.Parameter:
-        """A parameter by its name in `named_parameters()`, or by its path below this module."""
-        try:
-            return self.module.get_parameter(target)
-        except AttributeError:
-            if not target.startswith("module."):
-                raise
-            return super().get_parameter(target)
-
-    def get_buffer(self, target: str) -> Tensor:
-        """A buffer by its name in `named_buffers()`, or by its path below this module."""
-        try:
-            return self.module.get_buffer(target)
-        except AttributeError:
-            if not target.startswith("module."):
-                raise
-            return super().get_buffer(target)
-
-    def __getattr__(self, name: str) -> Any:
-        """Explain where to find an attribute of the model."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if hasattr(self.__dict__.get("_modules", {}).get("module"), name):
-                raise _of_the_model(name) from None
-            raise
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # functional_call() would call the model with its own tensor instead, and nobody would know.
-        if isinstance(value, Tensor):
-            model = self.__dict__.get("_modules", {}).get("module")
-            if isinstance(getattr(model, name, None), Tensor):
-                raise _of_the_model(name)
-        super().__setattr__(name, value)
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
@@ -344,29 +291,31 @@ class DecentralizedDataParallel(Module):
         }
 
 
-def _of_the_model(name: str) -> AttributeError:
-    return AttributeError(
-        f"a DecentralizedDataParallel has no attribute {name!r}, but its model has: use .module, "
-        f"as in torch.func.functional_call(wrapped.module, ...)"
-    )
-
-
-def wants_views(model: Any, mesh: Any) -> bool:
-    """Whether the parameters may be views of buckets, as far as the model shows."""
-    modules = model.modules() if isinstance(model, Module) else ()
-    rnns = (module for module in modules if isinstance(module, nn.RNNBase))
+def wants_views(model: Module, mesh: Any) -> bool:
+    """Return whether the parameters may be views of buckets, as far as the model shows."""
+    rnns = (module for module in model.modules() if isinstance(module, nn.RNNBase))
     return mesh is None and not any(param.is_cuda for rnn in rnns for param in rnn.parameters())
 
 
-def _check(model: Any, grad_clip_norm: Any, update_in_backward: Any) -> None:
-    if not isinstance(model, Module):
-        raise TypeError(f"model expects a torch.nn.Module, got {type(model).__name__}")
+def _check(model: Any, optim_fn: Any, scaler: Any, grad_clip_norm: Any) -> None:
+    instance_of("a torch.nn.Module", Module)("model", model)
     if isinstance(model, (DecentralizedDataParallel, DistributedDataParallel)):
         raise TypeError(f"model expects a module that is not wrapped yet, got a {type(model)}")
+    expected = "optim_fn expects a function from [(name, parameter), ...] to an optimizer"
+    expect(callable(optim_fn), expected, optim_fn)
+    instance_of("a torch.amp.GradScaler or None", GradScaler, NoneType)("scaler", scaler)
     expect(is_real(grad_clip_norm), "grad_clip_norm expects a number", grad_clip_norm)
     if not grad_clip_norm >= 0 or math.isinf(grad_clip_norm):
         raise ValueError(f"grad_clip_norm must be 0 or more and finite, got {grad_clip_norm}")
+
+
+def _check_step(update_in_backward: Any, overlap: Any) -> None:
     instance_of("True, False or None", bool, NoneType)("update_in_backward", update_in_backward)
+    if overlap is not None and overlap is not True and overlap != "forward":
+        raise ValueError(
+            f'overlap expects True or "forward" here, where a backward pass sends what it updates, '
+            f"got {overlap!r}; use DecentOptimWrapper for another one"
+        )
 
 
 def _check_ignored(ignored: set[int], model: Module, base: Optimizer) -> None:
@@ -376,43 +325,6 @@ def _check_ignored(ignored: set[int], model: Module, base: Optimizer) -> None:
         raise ValueError(
             "ignored_params expects parameters that optim_fn leaves out, but it gave some of them "
             "to the optimizer; build it from the parameters that optim_fn receives"
-        )
-
-
-def _check_overlap(overlap: Any) -> None:
-    if overlap is not None and overlap is not True and overlap != "forward":
-        raise ValueError(
-            f'overlap expects True or "forward" here, where a backward pass sends what it updates, '
-            f"got {overlap!r}; use DecentOptimWrapper for another one"
-        )
-
-
-# Arguments of the wrapper that have another name here, or are fixed.
-_OTHERWISE = {
-    "bucket_cap_mb": "bucket_size_in_mb",
-    "buffers": "sync_buffer_in_global_avg=True",
-    "_local_world_size": "local_world_size",
-}
-
-
-def _check_parts(optim_fn: Any, scaler: Any, options: dict[str, Any]) -> None:
-    if not callable(optim_fn):
-        raise TypeError(
-            f"optim_fn expects a function from [(name, parameter), ...] to an optimizer, got "
-            f"{type(optim_fn).__name__}"
-        )
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise TypeError(f"scaler expects a torch.amp.GradScaler or None, got {scaler!r}")
-    for name in options:
-        if name in _OTHERWISE:
-            raise TypeError(f"DecentralizedDataParallel takes no {name}: {_OTHERWISE[name]}")
-
-
-def _check_scheduler(scheduler: Any) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError(
-            "lr_scheduler_fn expects a scheduler that steps without a metric, got "
-            "ReduceLROnPlateau; build it on `optimizer` and step it yourself"
         )
 
 
