@@ -253,11 +253,6 @@ PRINTED = {
         "| every 8 steps, 8 late | 8.0 | *, lr 0.005 |",
         "| auto | * | *, lr 0.005 |",
     ],
-    "benchmark/time_to_accuracy.py --ranks 2 --rate '' --epochs 1 --lrs 1e-6 0.05 --target 0.3 "
-    "--methods DDP 'ours, auto'": [
-        *("DDP, lr 1e-06, seed 0: inf s*", "ours, auto, lr 1e-06, seed 0: inf s*"),
-        *("| DDP | 0.05 | *.* | *% |", "| ours, auto | 0.05 | *.* | *% |"),
-    ],
     "benchmark/tracking.py --world-sizes 4 --epochs 1 --bases SGD --methods DDP --seeds 0 1 "
     "--lrs 1e-6 0.02": ["| SGD | 4 | all | DDP | 0.02 |*| 2.63 |"],
     # Tracking sends the estimates of the gradients, too, and with Schedule-Free its iterate.
@@ -302,24 +297,6 @@ def test_the_timeline_shows_what_a_method_does_in_a_step(in_a_process: Run, tmp_
         for activity in ("wait", "mix", "send"):
             assert (spent[activity] > 0) == method.startswith("ours"), (method, activity)
     assert is_png(tmp_path / "runs" / "timeline.png")
-
-
-def test_the_time_to_a_loss_is_measured_against_the_end_of_ddp(in_a_process: Run) -> None:
-    small = "--ranks 2 --steps 2 --lrs 0.006 --seeds 0 --lengths 1 --timed 1"
-    command = f"benchmark/time_to_loss.py {small} --methods DDP"
-    timed = in_a_process(f"{command} --rates ''")
-    assert "ms per step" in timed
-    ((*ddp, seconds),) = cells_of(timed)
-    _, _, loss, steps, end = ddp
-    assert (loss, steps) == (end, "2")
-    assert re.fullmatch(r"\d+ s", seconds)
-    out = in_a_process(f"{command} 'ours, forward, int8' 'ours, overlap=False, int8' --rates")
-    first, forward, within = cells_of(out)
-    # What was measured is not measured again.
-    assert first[:5] == ddp
-    assert "DDP | 0.006" not in out.partition("\n\n")[0]
-    # Mixing before the forward pass has the trajectory without overlap.
-    assert forward[1:5] == within[1:5] != first[1:5]
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory from /proc")

@@ -1,13 +1,12 @@
-"""Seconds until the averaged model of a small GPT has the loss at which DDP ends, over slow links.
+"""The loss of a small GPT after equally many steps, by method and number of ranks.
 
-    sudo python examples/benchmark/time_to_loss.py
+    python examples/benchmark/time_to_loss.py --table
 
-Four ranks with model, data and schedule of `train_gpt.py` and AdamW. The losses do not depend on
-the network, and the seconds per step not on the data, so that they are measured apart: the losses
-in whole trainings over loopback, with schedules of several lengths, as the learning rate falls to
-zero in each; the seconds per step in 40 steps with each rank in its own network namespace behind
-a slow link (root and iproute2 needed). What was measured before is read from the output and not
-measured again. A training of 500 steps takes one to two minutes on 2 cores, all of them hours.
+A GPT of 98,304 parameters sees 20 tokens per parameter of Python's own sources. The ranks are
+simulated in one process (`simulated_ranks.py`). For each row, learning rates that are a factor of
+1.5 apart are tried until the best one is at no end: first with one seed, then with three. What is
+in the file of results is not measured again, so the script can be stopped at any time. A training
+takes half a minute on one core, all of them hours.
 """
 
 from __future__ import annotations
@@ -15,384 +14,229 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import sys
-import time
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import netlab
 import torch
-import torch._dynamo  # the first optimizer step would import it, in every rank
-import torch.distributed as dist
-from peers import MuonWithAdamW, Training, ddp, post_local_sgd
-from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from simulated_ranks import OPTIMIZERS, Method, train
+from stacked_gpt import STEPS, validation_loss
+from torch.optim import SGD
 
-from decent_optim_wrapper import DecentOptimWrapper
-from decent_optim_wrapper.optim import lr_scheduler_fn_cosine_with_warmup
-from decent_optim_wrapper.utils import init_distributed
+from decent_optim_wrapper.codecs import Int8Codec
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from train_gpt import BATCH, CONTEXT, GPT, load_data, loss_at
-
-CPU = torch.device("cpu")
-# How often parameters are copied in a run.
-POINTS = 25
-# Steps before the clock starts.
-WARM_UP = 8
+RESULTS = Path(__file__).with_suffix(".json")
+INT8 = Int8Codec()
 
 
-def alone(model: nn.Module, base: torch.optim.Optimizer) -> Training:
-    return Training(model, base)
+def diloco(every: int, lr: float, momentum: float) -> Method:
+    outer = partial(SGD, lr=lr, momentum=momentum, nesterov=True)
+    return Method(topology="complete", every=every, outer=outer)
 
 
-def gossip(model: nn.Module, base: torch.optim.Optimizer, **options: Any) -> Training:
-    optimizer = DecentOptimWrapper(base, topology="ring", model=model, bucket_cap_mb=1, **options)
-    return Training(model, optimizer, optimizer.synchronize)
+def slow_momentum(lr: float, momentum: float) -> Method:
+    return Method(outer=partial(SGD, lr=lr, momentum=momentum, nesterov=True))
 
 
-class Method(NamedTuple):
-    """A method with what was best for it.
-
-    Args:
-        build: wraps model and optimizer.
-        lr: the learning rate.
-        lengths: steps of the schedule, relative to DDP's.
-    """
-
-    build: Callable[[nn.Module, torch.optim.Optimizer], Training]
-    lr: float
-    lengths: tuple[float, ...] = (1.0,)
-
-
-METHODS: dict[str, Method] = {
-    "no communication": Method(alone, 0.006),
-    "DDP": Method(ddp, 0.006),
-    "DDP, bf16 hook": Method(partial(ddp, compress=True), 0.006),
-    "PostLocalSGD, period 8": Method(partial(post_local_sgd, period=8), 0.006, (1.0, 1.3, 1.5)),
-    "ours": Method(gossip, 0.006, (1.0, 1.2, 1.5)),
-    "ours, int8": Method(partial(gossip, comm_dtype=torch.int8), 0.006, (1.0, 1.1, 1.2)),
-    "ours, overlap=False, int8": Method(
-        partial(gossip, overlap=False, comm_dtype=torch.int8), 0.008, (1.0, 1.1, 1.2)
-    ),
-    "ours, forward": Method(partial(gossip, overlap="forward"), 0.008, (1.0, 1.1)),
-    "ours, forward, int8": Method(
-        partial(gossip, overlap="forward", comm_dtype=torch.int8), 0.008, (1.0, 1.1)
-    ),
-    "ours, tracking, int8": Method(
-        partial(gossip, gradient_tracking=True, comm_dtype=torch.int8), 0.006
-    ),
-    "ours, forward, tracking, int8": Method(
-        partial(gossip, overlap="forward", gradient_tracking=True, comm_dtype=torch.int8), 0.006
-    ),
+OUTER = ((0.7, 0.5), (0.7, 0.9), (1.0, 0.5), (1.0, 0.8))
+# The methods of each row; of several, those with the best loss at the first learning rate.
+METHODS: dict[str, dict[str, Method]] = {
+    name: {name: method}
+    for name, method in {
+        "DDP": Method(topology=None, reduce_dtype=torch.float32),
+        "DDP, bf16 hook": Method(topology=None, reduce_dtype=torch.bfloat16),
+        "PostLocalSGD 8": Method(topology="complete", every=8),
+        "decent-dp": Method(topology="complete", late=1),
+        "ours": Method(),
+        "ours, int8": Method(codec=INT8),
+        "ours, delayed": Method(late=1),
+        "ours, delayed, int8": Method(late=1, codec=INT8),
+        "ours, 2 steps late, int8": Method(every=2, late=2, codec=INT8),
+        "ours, 4 steps late, int8": Method(every=4, late=4, codec=INT8),
+    }.items()
+}
+METHODS |= {
+    f"DiLoCo {every}": {
+        f"DiLoCo {every}, outer {lr}, {momentum}": diloco(every, lr, momentum)
+        for lr, momentum in OUTER
+    }
+    for every in (8, 30)
+}
+METHODS["ours, outer"] = {
+    f"ours, outer {lr}, {momentum}": slow_momentum(lr, momentum)
+    for lr, momentum in ((1.0, 0.2), (1.0, 0.5), (0.7, 0.5))
 }
 
 
-def name(*settings: Any) -> str:
-    """The key of a measurement."""
-    return " | ".join(map(str, settings))
-
-
-def adamw(model: nn.Module, lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lr, betas=betas)
-
-
-BASES: dict[str, Callable[..., torch.optim.Optimizer]] = {"AdamW": adamw, "Muon": MuonWithAdamW}
-
-
-class Run(NamedTuple):
-    """What is trained, and how.
+class Row(NamedTuple):
+    """What a row of the table compares.
 
     Args:
-        method: the method.
-        lr: its learning rate.
-        betas: those of AdamW.
-        steps: of the schedule.
-        seed: of the model, and with the rank of the batches.
-        base: the optimizer that is wrapped.
-        shards: what each rank trains on, as in `train_gpt.py`.
+        name: a key of METHODS.
+        ranks: number of ranks.
+        optimizer: a key of OPTIMIZERS.
+        start: the exponent of the first learning rate, of `rate`.
     """
 
-    method: str
-    lr: float
-    betas: tuple[float, float]
-    steps: int
-    seed: int
-    base: str
-    shards: str
-
-    @property
-    def key(self) -> str:
-        """Its name in the file of results."""
-        return name(*self)
+    name: str
+    ranks: int = 4
+    optimizer: str = "AdamW"
+    start: int = 1
 
 
-class Loop:
-    """Trains on one rank."""
-
-    def __init__(self, run: Run) -> None:
-        world = init_distributed()
-        self._shard, _, characters = load_data(run.shards, world.rank, world.world_size, CPU)
-        torch.manual_seed(run.seed)
-        self._model = GPT(characters, 128, 5)
-        base = BASES[run.base](self._model, lr=run.lr, betas=run.betas)
-        self._network, self._optimizer, self.finish = METHODS[run.method].build(self._model, base)
-        warmup = run.steps // 20
-        base = getattr(self._optimizer, "optim", self._optimizer)
-        self._scheduler = lr_scheduler_fn_cosine_with_warmup(base, run.steps - warmup, warmup)
-        self._generator = torch.Generator().manual_seed(1000 * run.seed + world.rank)
-
-    def step(self) -> None:
-        starts = torch.randint(len(self._shard) - CONTEXT, (BATCH,), generator=self._generator)
-        self._optimizer.zero_grad()
-        loss_at(self._network, self._shard, starts).backward()
-        nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-        self._optimizer.step()
-        self._scheduler.step()
-
-    def copy(self) -> Tensor:
-        return parameters_to_vector(self._model.parameters()).detach().clone()
+# In the order in which they are measured; all rows of a line with one seed first.
+ROWS = [
+    [Row("DDP", start=0), Row("ours"), Row("ours, int8"), Row("ours, delayed")],
+    [Row("DiLoCo 8"), Row("DiLoCo 30"), Row("decent-dp", optimizer="AccumAdamW"), Row("decent-dp")],
+    [Row("ours, 2 steps late, int8"), Row("PostLocalSGD 8"), Row("ours, delayed, int8")],
+    [Row("ours", ranks=16, start=3), Row("ours, int8", ranks=16, start=3)],
+    [Row("DDP", optimizer="SGD", start=9), Row("ours", optimizer="SGD", start=9)],
+    [Row("DDP", optimizer="Muon", start=0), Row("ours", optimizer="Muon", start=0)],
+    [Row("ours, outer"), Row("DDP, bf16 hook", start=0), Row("ours, 4 steps late, int8")],
+    [Row("DiLoCo 8", optimizer="Muon"), Row("DiLoCo 30", optimizer="Muon")],
+    [Row("ours", optimizer="AccumAdamW")],
+    [Row("ours", ranks=8, start=2), Row("ours, int8", ranks=8, start=2)],
+    [Row("ours", 16, "SGD", start=9), Row("ours", 16, "Muon", start=1)],
+    [Row("ours", 8, "SGD", start=9), Row("ours", 8, "Muon", start=1)],
+    [Row("ours, delayed", ranks=16, start=3), Row("ours, delayed", ranks=8, start=2)],
+]
+SEEDS = (0, 1, 2)
+EXPONENTS = range(-12, 24)
 
 
-def train(run: Run) -> list[tuple[int, Any]]:
-    """Run in every rank: steps and parameters, now and then."""
-    loop, steps = Loop(run), run.steps
-    history = []
-    for step in range(1, steps + 1):
-        loop.step()
-        if step % max(1, steps // POINTS) == 0 or step == steps:
-            history.append((step, loop.copy().numpy()))
-    loop.finish()
-    dist.barrier()
-    return history
-
-
-def time_steps(steps: int, run: Run) -> float:
-    """Run in every rank: seconds per step, from as many steps."""
-    loop = Loop(run)
-    for _ in range(WARM_UP):
-        loop.step()
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        loop.step()
-    seconds = (time.perf_counter() - start) / steps
-    loop.finish()
-    dist.barrier()
-    return seconds
-
-
-@torch.no_grad()
-def evaluate(ranks: list[list[tuple[int, Any]]]) -> list[tuple[int, float]]:
-    """Steps and the loss of the averaged model at every copy."""
-    _, held_out, characters = load_data("shuffled", 0, 1, CPU)
-    exam = torch.arange(0, len(held_out) - CONTEXT, 8 * CONTEXT)
-    model = GPT(characters, 128, 5)
-    points = []
-    for of_ranks in zip(*ranks, strict=True):
-        rows = torch.stack([torch.from_numpy(row) for _, row in of_ranks])
-        vector_to_parameters(rows.mean(0), model.parameters())
-        points.append((of_ranks[0][0], loss_at(model, held_out, exam).item()))
-    return points
+def rate(exponent: int) -> float:
+    return 0.01 * 1.5**exponent
 
 
 class Results:
-    """What was measured, in a file.
+    """The losses that were measured, in a file.
 
     Args:
-        path: the file; created if need be.
+        path: the file; created by the first loss.
+        steps: steps of the schedule.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        # Steps and losses by run; seconds per step by rate and method.
-        found = json.loads(path.read_text()) if path.exists() else {}
-        self.losses: dict[str, list[tuple[int, float]]] = found.get("losses", {})
-        self.seconds: dict[str, float] = found.get("seconds", {})
+    def __init__(self, path: Path, steps: int) -> None:
+        self._path, self._steps = path, steps
+        self._losses: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
 
-    def save(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        found = {"losses": self.losses, "seconds": self.seconds}
-        self._path.write_text(json.dumps(found, indent=1))
+    def key(self, row: Row, variant: str, exponent: int, seed: int) -> str:
+        """The name of a training in the file."""
+        replicas = METHODS[row.name][variant].replicas(row.ranks)
+        settings = f"{replicas} replicas | {self._steps} steps | lr {rate(exponent):.3g}"
+        return f"{variant} | {row.optimizer} | {settings} | seed {seed}"
 
+    def known(self, row: Row, variant: str, exponent: int, seed: int) -> float | None:
+        """The loss of a training, if it was measured."""
+        return self._losses.get(self.key(row, variant, exponent, seed))
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--lrs", type=float, nargs="+", help="instead of those in METHODS")
-    parser.add_argument("--lengths", type=float, nargs="+", help="instead of those in METHODS")
-    parser.add_argument("--betas", type=float, nargs=2, default=[0.9, 0.999], help="of AdamW")
-    parser.add_argument("--base", choices=BASES, default="AdamW")
-    parser.add_argument("--shards", choices=("shuffled", "topics"), default="shuffled")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=500, help="of DDP's schedule")
-    parser.add_argument(
-        "--timed", type=int, default=40, help="steps on the clock: a multiple of every period"
-    )
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument(
-        "--rates", nargs="*", default=["100mbit", "400mbit", "1gbit"], help="of each link"
-    )
-    parser.add_argument("--output", type=Path, default=Path("runs/time_to_loss.json"))
-    parser.add_argument("--picture", type=Path, help="the same as bars")
-    return parser.parse_args()
+    def loss(self, row: Row, variant: str, exponent: int, seed: int) -> float:
+        """The loss of a training, which is measured if it was not before."""
+        found = self.known(row, variant, exponent, seed)
+        if found is None:
+            method = METHODS[row.name][variant]
+            x = train(method, row.optimizer, row.ranks, rate(exponent), seed, self._steps)
+            found = round(validation_loss(x.mean(0)), 5)
+            # Diverged; JSON knows no infinity.
+            found = found if math.isfinite(found) else 99.0
+            key = self.key(row, variant, exponent, seed)
+            self._losses[key] = found
+            self._path.write_text(json.dumps(self._losses, indent=0, sort_keys=True) + "\n")
+            print(f"{key}: {found:.4f}", flush=True)
+        return found
 
-
-def measure_losses(args: argparse.Namespace, results: Results) -> None:
-    """Train with every method, learning rate, length and seed."""
-    for seed, method in product(args.seeds, args.methods):
-        for lr, steps in product(lrs_of(args, method), steps_of(args, method)):
-            run = run_of(args, method, lr, steps, seed)
-            if run.key in results.losses:
-                continue
-            with netlab.lab(args.ranks, "") as where:
-                points = evaluate(netlab.run(where, args.ranks, train, run, timeout=3000))
-            results.losses[run.key] = points
-            results.save()
-            print(f"{run.key}: loss {points[-1][1]:.4f}", flush=True)
+    def mean(self, row: Row, variant: str, exponent: int, seeds: Sequence[int]) -> float:
+        """The mean loss of several seeds."""
+        return statistics.mean(self.loss(row, variant, exponent, seed) for seed in seeds)
 
 
-def measure_seconds(args: argparse.Namespace, results: Results) -> None:
-    """Time the steps of every method behind links of every rate."""
-    for rate, method in product(args.rates, args.methods):
-        if name(rate, method) in results.seconds:
-            continue
-        run = run_of(args, method, METHODS[method].lr, args.steps, seed=0)
-        with netlab.lab(args.ranks, netlab.possible(rate)) as where:
-            timed = netlab.run(where, args.ranks, time_steps, args.timed, run, timeout=600)
-        results.seconds[name(rate, method)] = seconds = max(timed)
-        results.save()
-        print(f"{name(rate, method)}: {1000 * seconds:.0f} ms per step", flush=True)
+def settle(results: Results, row: Row, variant: str, start: int, seeds: Sequence[int]) -> int:
+    """The exponent of the best learning rate, both of whose neighbours are worse."""
+    best = start
+    while True:
+        near = {k: results.mean(row, variant, k, seeds) for k in (best, best + 1, best - 1)}
+        better = min(near, key=near.__getitem__)
+        if better == best:
+            return best
+        best = better
 
 
-def run_of(args: argparse.Namespace, method: str, lr: float, steps: int, seed: int) -> Run:
-    """A run with the base, the betas and the shards of the command line."""
-    return Run(
-        method=method,
-        lr=lr,
-        betas=tuple(args.betas),
-        steps=steps,
-        seed=seed,
-        base=args.base,
-        shards=args.shards,
-    )
-
-
-def lrs_of(args: argparse.Namespace, method: str) -> Sequence[float]:
-    """The learning rates that are tried for a method."""
-    return args.lrs or [METHODS[method].lr]
-
-
-def steps_of(args: argparse.Namespace, method: str) -> list[int]:
-    """The lengths of the schedules that are tried for a method, in steps."""
-    return [round(length * args.steps) for length in args.lengths or METHODS[method].lengths]
-
-
-def mean_end(args: argparse.Namespace, results: Results, *settings: Any) -> float:
-    """The loss at the end, in the mean of the seeds; infinite if it was not measured."""
-    keys = [run_of(args, *settings, seed).key for seed in args.seeds]
-    if not keys or any(key not in results.losses for key in keys):
-        return math.inf
-    return sum(results.losses[key][-1][1] for key in keys) / len(keys)
-
-
-class Row(NamedTuple):
-    """The shortest schedule of a method that ends where DDP ends.
-
-    Args:
-        method: the method.
-        lr: its learning rate.
-        usual: the loss after DDP's number of steps, infinite if it was not measured.
-        steps: those of the schedule; None if no schedule ends there.
-        end: the loss of the schedule, or of the longest one.
-    """
-
-    method: str
-    lr: float
-    usual: float
-    steps: int | None
-    end: float
-
-    def seconds(self, results: Results, rate: str) -> float:
-        """How long its schedule takes; infinite if none ends where DDP ends."""
-        per_step = results.seconds.get(name(rate, self.method), math.nan)
-        return math.inf if self.steps is None else self.steps * per_step
-
-
-def rows_of(args: argparse.Namespace, results: Results) -> list[Row]:
-    """A row for every method and learning rate."""
-    goal = min(mean_end(args, results, "DDP", lr, args.steps) for lr in lrs_of(args, "DDP"))
-    rows = []
-    for method in args.methods:
-        for lr in lrs_of(args, method):
-            lengths = steps_of(args, method)
-            ends = {steps: mean_end(args, results, method, lr, steps) for steps in lengths}
-            steps = next((each for each in lengths if ends[each] <= goal), None)
-            rows.append(
-                Row(
-                    method=method,
-                    lr=lr,
-                    usual=ends.get(args.steps, math.inf),
-                    steps=steps,
-                    end=ends[steps or lengths[-1]],
-                )
-            )
-    return rows
-
-
-def print_table(args: argparse.Namespace, results: Results, rows: list[Row]) -> None:
-    """Print the rows."""
-    columns = ["method", "lr", f"loss after {args.steps}", "steps", "loss", *args.rates]
-    print("\n| " + " | ".join(columns) + " |" + "\n" + "|---" * len(columns) + "|")
+def measure(results: Results, rows: Sequence[Row], seeds: Sequence[int]) -> None:
+    """Search with one seed in each row, and then with all."""
+    found = {}
     for row in rows:
-        seconds = [row.seconds(results, rate) for rate in args.rates]
-        cells = ["-" if math.isinf(each) else f"{each:.0f} s" for each in seconds]
-        steps = row.steps or "not reached"
-        print(
-            f"| {row.method} | {row.lr:g} | {row.usual:.3f} | {steps} | {row.end:.3f} | "
-            + " | ".join(cells)
-            + " |"
-        )
+        variants = METHODS[row.name]
+        variant = min(variants, key=lambda v: results.mean(row, v, row.start, seeds[:1]))
+        found[row] = variant, settle(results, row, variant, row.start, seeds[:1])
+    for row, (variant, best) in found.items():
+        results.mean(row, variant, best, seeds)
+    for row, (variant, best) in found.items():
+        settle(results, row, variant, best, seeds)
 
 
-def draw(args: argparse.Namespace, results: Results, rows: list[Row]) -> None:
-    """Draw the seconds of the methods that end where DDP ends, for every rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = [row for row in rows if row.steps is not None]
-    figure, axes = pyplot.subplots(
-        1, len(args.rates), figsize=(10, 0.4 * len(shown) + 1), sharey=True, squeeze=False
-    )
-    for axis, rate in zip(axes[0], args.rates, strict=True):
-        seconds = [row.seconds(results, rate) for row in shown]
-        colors = ["C0" if row.method.startswith("ours") else "C7" for row in shown]
-        bars = axis.barh([row.method for row in shown], seconds, color=colors)
-        axis.bar_label(bars, fmt="%.0f", padding=2)
-        axis.set(title=rate or "loopback", xlabel="seconds to DDP's loss")
-        axis.margins(x=0.15)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(args.picture, dpi=100)
+def best(results: Results, row: Row, seeds: Sequence[int]) -> tuple[int, list[float]] | None:
+    """The exponent of the best learning rate that was measured with all seeds, and their losses."""
+    found = {}
+    for variant, exponent in product(METHODS[row.name], EXPONENTS):
+        losses = [results.known(row, variant, exponent, seed) for seed in seeds]
+        if None not in losses:
+            found[variant, exponent] = [loss for loss in losses if loss is not None]
+    if not found:
+        return None
+    variant, exponent = min(found, key=lambda key: statistics.mean(found[key]))
+    return exponent, found[variant, exponent]
 
 
-def main() -> None:
-    args = parse_arguments()
-    os.environ.setdefault("LOGURU_LEVEL", "ERROR")
-    results = Results(args.output)
-    measure_seconds(args, results)
-    measure_losses(args, results)
-    rows = rows_of(args, results)
-    print_table(args, results, rows)
-    if args.picture:
-        draw(args, results, rows)
+def table(results: Results, seeds: Sequence[int]) -> str:
+    """The rows that were measured with all seeds, each with its best learning rate."""
+    head = ["method", "ranks", "optimizer", "lr", "loss", "above DDP with this optimizer"]
+    lines = [head]
+    goals = {row.optimizer: best(results, row, seeds) for row in flat_rows() if row.name == "DDP"}
+    for row in flat_rows():
+        found, goal = best(results, row, seeds), goals.get(row.optimizer.removeprefix("Accum"))
+        if found is None or goal is None:
+            continue
+        above = [100 * (a / b - 1) for a, b in zip(found[1], goal[1], strict=True)]
+        ranks = "any" if row.name == "DDP" else str(row.ranks)
+        cells = [spread(found[1], 3), "-" if row.name == "DDP" else f"{spread(above, 1)} %"]
+        lines.append([row.name, ranks, row.optimizer, f"{rate(found[0]):.3g}", *cells])
+    first, *others = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([first, "|---" * len(head) + "|", *others])
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Mean and standard deviation."""
+    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+    return f"{statistics.mean(values):.{digits}f} ± {deviation:.{digits}f}"
+
+
+def flat_rows() -> list[Row]:
+    return [row for rows in ROWS for row in rows]
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=[*OPTIMIZERS])
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the schedule")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="read, and written")
+    parser.add_argument("--table", action="store_true", help="print what is there, and stop")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    torch.set_num_threads(1)
+    results = Results(args.results, args.steps)
+    for rows in [] if args.table else ROWS:
+        chosen = [row for row in rows if row.name in args.methods and row.ranks in args.ranks]
+        measure(results, [row for row in chosen if row.optimizer in args.optimizers], args.seeds)
+    print(table(results, args.seeds))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,133 @@
+"""The ranks that the benchmark of losses simulates are those of the library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stacked_gpt
+import time_to_loss
+import torch
+import torch.distributed as dist
+from ranks import run_threads
+from simulated_ranks import Method, train
+from stacked_gpt import batch, initial_weights, split, stacked_loss
+from torch import Tensor, nn
+
+from decent_optim_wrapper import DecentOptimWrapper, Schedule
+from decent_optim_wrapper.codecs import Int8Codec
+from decent_optim_wrapper.optim import lr_scheduler_fn_cosine_with_warmup
+
+RANKS, STEPS, LR, SEED = 4, 12, 0.01, 3
+OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.5, nesterov=True)
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """In float32 a rounding error changes a code now and then, and Adam makes it as long as lr."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Replica(nn.Module):
+    """The model of one rank, with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = split(initial_weights(SEED).unsqueeze(0))
+        self.parts = nn.ParameterList([nn.Parameter(part[0].clone()) for part in parts])
+
+    def forward(self, pieces: Tensor) -> Tensor:
+        return stacked_loss([part.unsqueeze(0) for part in self.parts], pieces.unsqueeze(0))
+
+
+def real(options: dict[str, Any] | None, rank: int, group: dist.ProcessGroup) -> Tensor:
+    """The parameters of a rank after training with the library; None sums gradients, as DDP."""
+    model = Replica()
+    base = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95))
+    scheduler = lr_scheduler_fn_cosine_with_warmup(base, STEPS - STEPS // 10, STEPS // 10)
+    optimizer: torch.optim.Optimizer = base
+    if options is not None:
+        optimizer = DecentOptimWrapper(
+            base, process_group=group, model=model, bucket_cap_mb=0.06, **options
+        )
+    generator = torch.Generator().manual_seed(SEED)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(generator, RANKS)[rank]).backward()
+        if options is None:
+            for part in model.parts:
+                dist.all_reduce(part.grad.div_(RANKS), group=group)
+        optimizer.step()
+        scheduler.step()
+    if isinstance(optimizer, DecentOptimWrapper):
+        assert optimizer.stats().rounds
+        optimizer.synchronize()
+    return torch.cat([part.detach().flatten() for part in model.parts])
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (Method(topology=None, reduce_dtype=torch.float32), None),
+        (Method(), {}),
+        (Method(codec=Int8Codec()), {"comm_dtype": torch.int8}),
+        (Method(late=1), {"overlap": True}),
+        (Method(late=1, codec=Int8Codec()), {"overlap": True, "comm_dtype": torch.int8}),
+        (Method(every=1, outer=OUTER), {"schedule": Schedule(outer=OUTER)}),
+        (
+            Method(every=3, late=2, codec=Int8Codec()),
+            {"comm_dtype": torch.int8, "schedule": Schedule(gossip_every=3, staleness=2)},
+        ),
+        (
+            Method(topology="complete", every=4, outer=OUTER),
+            {"topology": "complete", "schedule": Schedule(gossip_every=4, outer=OUTER)},
+        ),
+    ],
+    ids=str,
+)
+def test_a_simulated_rank_has_the_parameters_of_a_real_one(
+    method: Method, options: dict[str, Any] | None
+) -> None:
+    expected = torch.stack(run_threads(RANKS, partial(real, options)))
+    found = train(method, "AdamW", RANKS, LR, SEED, STEPS)
+    torch.testing.assert_close(found.expand_as(expected), expected, rtol=0, atol=1e-9)
+    mean = expected.mean(0)
+    assert (mean - initial_weights(SEED)).abs().max() > LR
+    # Rounds of all ranks in the last step leave no difference, nor does DDP.
+    same = method.topology != "one-peer-exp"
+    assert ((expected - mean).abs().max() < 1e-9) == same
+
+
+def test_every_row_of_the_table_has_the_best_of_its_rates_and_is_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [[time_to_loss.Row("DDP", start=4), time_to_loss.Row("ours", start=4)]]
+    monkeypatch.setattr(time_to_loss, "ROWS", rows)
+    path = tmp_path / "losses.json"
+    options = ["--seeds", "0", "--steps", "2", "--results", str(path)]
+    time_to_loss.main(options)
+    out = capsys.readouterr().out
+    losses = json.loads(path.read_text())
+    for line in out.splitlines()[-2:]:
+        name, *_, rate, loss, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        tried = {key.split(" | ")[4]: each for key, each in losses.items() if key.startswith(name)}
+        best = min(tried, key=tried.__getitem__)
+        assert (f"lr {rate}", loss.split()[0]) == (best, f"{tried[best]:.3f}")
+        rates = sorted(float(each.removeprefix("lr ")) for each in tried)
+        assert rates[0] < float(rate) < rates[-1]
+    # What was measured is not measured again.
+    monkeypatch.delattr(time_to_loss, "train")
+    time_to_loss.main(options)
+    assert out.endswith(capsys.readouterr().out)
+
+
+def test_the_table_of_the_readme_is_that_of_the_results() -> None:
+    results = time_to_loss.Results(time_to_loss.RESULTS, stacked_gpt.STEPS)
+    readme = time_to_loss.RESULTS.with_name("README.md").read_text()
+    assert time_to_loss.table(results, time_to_loss.SEEDS) in readme
