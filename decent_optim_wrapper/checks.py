@@ -104,5 +104,5 @@ def whole(least: int, expected: str, unit: str = "") -> Check:
 
 
 def is_real(value: Any) -> bool:
-    """Whether the value is a number, and not a bool."""
+    """Return whether the value is a number, and not a bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)

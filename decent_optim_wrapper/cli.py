@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     comm.add_argument("--mib", type=float, default=8, help="size of the large message")
     comm.add_argument("--repeats", type=int, default=5)
     average = add("average", _average, "write the averaged model of a checkpoint set")
-    average.add_argument("folder", type=Path, help="that of Checkpoints, such as runs/mine")
+    average.add_argument("folder", type=Path, help="the folder of Checkpoints, such as runs/mine")
     average.add_argument("--out", type=Path, required=True, help="model.pt or model.safetensors")
     average.add_argument("--part", default="model", help='of the saved state; "model" by default')
     return parser

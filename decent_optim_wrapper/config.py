@@ -233,8 +233,8 @@ class Elastic:
 
     Args:
         store: where the ranks agree on who is left; with a store, `rank` and `world_size`, no
-            process group is needed. None takes that of the process group if there is one, else that
-            of the launcher: ``python -m decent_optim_wrapper run``, or torchrun. The variable
+            process group is needed. None takes the store of the process group if there is one, else
+            the launcher's: ``python -m decent_optim_wrapper run``, or torchrun. The variable
             DECENT_STORE names one in etcd, which takes precedence over the launcher's own.
         on_membership_change: function that is called with the old and the new `members`, to shard
             the data again.

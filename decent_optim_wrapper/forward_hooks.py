@@ -34,7 +34,7 @@ class ForwardHooks:
 
     - in the first pass, and in a pass that begins with another module than the previous one;
     - without gradients, since autograd would not notice a parameter that changes later;
-    - if they are sharded, since FSDP gathers those of the next module ahead;
+    - if they are sharded, since FSDP gathers the shards of the next module ahead;
     - by a compiled model, since no hook runs in compiled code, and while a part is compiled;
     - before `state_dict()` of any module, and before a module is copied or pickled.
 

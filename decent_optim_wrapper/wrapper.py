@@ -254,7 +254,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @property
     def is_averaged(self) -> bool:
-        """Whether an average is in place that `revert_global_avg()` can revert."""
+        """True if an average is in place that `revert_global_avg()` can revert."""
         return self._gossip.average.snapshot is not None
 
     @property
@@ -272,7 +272,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @property
     def gradient_tracking(self) -> bool:
-        """Whether gradients are tracked.
+        """True if gradients are tracked.
 
         Setting it to False is collective and frees the memory of the tracking. It cannot be set to
         True again.
@@ -377,7 +377,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @property
     def _evaluates_first(self) -> bool:
-        """Whether a closure is evaluated before the base's step."""
+        """True if a closure is evaluated before the base's step."""
         pipeline = self._pipeline
         in_step = pipeline.policy.pacing.mixes_in_step(pipeline.round)
         return not in_step or pipeline.extensions.corrects_gradients

@@ -91,7 +91,7 @@ class SavedSet(NamedTuple):
         return {name.rank: self.folder / str(name) for name in names}
 
     def check(self, own: FileName, all_ranks: bool) -> None:
-        """Check a rank's own file, or those of all ranks for its shard.
+        """Check a rank's own file, or the files of all ranks for its shard.
 
         Raises:
             OSError: a file is missing, damaged or cannot be read.

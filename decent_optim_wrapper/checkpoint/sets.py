@@ -92,7 +92,7 @@ class Checkpoints:
         """Write this rank's file and wait for the other ranks' files; collective.
 
         Args:
-            step: number of steps done, the same on all ranks, above that of the last set.
+            step: number of steps done, the same on all ranks, above the step of the last set.
             state: ``state_dict()``s, tensors, numbers, strings and containers of these.
 
         Raises:

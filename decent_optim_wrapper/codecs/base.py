@@ -42,7 +42,7 @@ class Codec(ABC):
 
     @abstractmethod
     def is_finite(self, message: Tensor) -> Tensor:
-        """Whether the coded values are finite: bool of shape (), on the device of the message."""
+        """Return whether the coded values are finite: bool of shape (), on the message's device."""
 
     @abstractmethod
     def write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:
@@ -125,7 +125,7 @@ class Codec(ABC):
 
 
 def is_finite_on_device(values: Tensor) -> Tensor:
-    """Whether all elements are finite, as a bool tensor of shape (), without a read by the host."""
+    """Return whether all elements are finite: bool of shape (), which the host does not read."""
     if not values.numel():
         return torch.ones((), dtype=torch.bool, device=values.device)
     values = values.detach()

@@ -25,7 +25,7 @@ class CastCodec(Codec):
         return numel * self.dtype.itemsize
 
     def is_finite(self, message: Tensor) -> Tensor:
-        """Whether the values are finite after the cast."""
+        """Return whether the values are finite after the cast."""
         return is_finite_on_device(message.view(self.dtype))
 
     def write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:

@@ -82,7 +82,7 @@ class Fused:
             return None
 
     def serves(self, device: torch.device) -> bool:
-        """Whether functions are compiled for a device."""
+        """Return whether functions are compiled for a device."""
         return device.type == "cuda" and not self._fails
 
 

@@ -50,7 +50,7 @@ class ScaledCodec(Codec):
         return -(-numel // _BLOCK) * (self._code_bytes + torch.float32.itemsize)
 
     def is_finite(self, message: Tensor) -> Tensor:
-        """Whether all blocks are finite; one that is not has a scale that is not."""
+        """Return whether all blocks are finite; one that is not has a scale that is not."""
         # Of the largest code: a scale that was rounded up may be finite, and its values infinite.
         return is_finite_on_device(self._split(message)[1] * self.largest)
 

@@ -36,7 +36,7 @@ class TopKCodec(Codec):
         return -(-numel // _BLOCK) * self.k * 5
 
     def is_finite(self, message: Tensor) -> Tensor:
-        """Whether the values are finite; NaN and infinity count as the largest of their block."""
+        """Return whether the values are finite; NaN and infinity are the largest of their block."""
         return is_finite_on_device(self._split(message)[0])
 
     def write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:

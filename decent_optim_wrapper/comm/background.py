@@ -33,7 +33,7 @@ _EXIT_POLL_SECONDS = 0.005
 def in_background(action: Callable[[], Result]) -> Future[Result]:
     """Run an action on a daemon thread, which does not delay the end of the process.
 
-    It may block outside of Python. The GPU of the caller is that of the action.
+    It may block outside of Python. The action runs on the GPU of the caller.
     """
     future: Future[Result] = Future()
     # A new thread is on the first GPU, where its calls would make a context of their own.
@@ -114,6 +114,6 @@ def _end_with_process() -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-# Finalizers run in the reverse order of their creation: this one after those of the wrappers, which
-# end what the threads wait for.
+# Finalizers run in the reverse order of their creation: this one after the finalizers of the
+# wrappers, which end what the threads wait for.
 weakref.finalize(_end_with_process, _end_with_process)

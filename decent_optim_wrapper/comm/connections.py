@@ -85,7 +85,7 @@ class Connections:
         self._user_group = user_group
         self._registered = user_group is not None and is_registered(user_group)
         self._subgroups: dict[tuple[int, ...], Any] = {}
-        # Those of this rank, in the order in which all their ranks meet: by phase.
+        # The groups of this rank, in the order in which all their ranks meet: by phase.
         self._groups: tuple[Group, ...] = ()
         # That exchange over NCCL.
         self.gpus: list[torch.device] = []

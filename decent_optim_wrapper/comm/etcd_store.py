@@ -91,8 +91,8 @@ class EtcdStore(Store):
         self._login = {} if user is None else login
         self._files = (ca_cert, client_key, client_cert)
         self._prefix = prefix
-        # The client of this process, and those of its parents, whose connections a forked process
-        # must not close.
+        # The clients of this process and of its parents, whose connections a forked process must
+        # not close.
         self._clients: dict[int, Any] = {}
         self._is_closed = False
         self.set_timeout(timeout)
@@ -258,7 +258,7 @@ def _client_library() -> Any:
 
 def _code_and_text(error: Exception) -> tuple[str, str]:
     """The name of gRPC's code ("" if the error is not one of gRPC), and the text."""
-    # The client raises errors without a text while it handles those of gRPC.
+    # The client raises errors without a text while it handles the errors of gRPC.
     cause: Any = error if hasattr(error, "code") else error.__context__
     if hasattr(cause, "code") and hasattr(cause, "details"):
         return cause.code().name, f"{cause.code().name}, {cause.details()}"

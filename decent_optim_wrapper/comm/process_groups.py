@@ -228,7 +228,7 @@ def abort(communicators: list[Any], seconds: float = _ABORT_SECONDS) -> None:
     Args:
         communicators: process groups or gloo backends. The list is emptied, and should hold the
             only references: whoever drops the last one waits for the destructor.
-        seconds: bound of the wait for those of NCCL.
+        seconds: bound of the wait for NCCL's communicators.
     """
     _abort_all(communicators, seconds)
     # The frame above has ended, and this one refers to the list only.
@@ -241,7 +241,7 @@ def _abort_all(communicators: Iterable[Any], seconds: float) -> None:
     gloo's own `abort` does nothing, but a receive that times out closes the connections to all
     ranks: works that wait on them raise at once, also on other threads.
 
-    Those of NCCL are aborted all together: one by one, the first may wait for a kernel that waits
+    NCCL's are aborted all together: one by one, the first may wait for a kernel that waits
     for a kernel of the next (pytorch#119797). Some aborts never end (NVIDIA/nccl#1777).
     """
     kinds = [

@@ -321,7 +321,7 @@ class Transport(Connections):
             self._collective(tensor, lambda world: world.allreduce([tensor]))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite `tensor`, of any dtype, with that of rank `source`; collective."""
+        """Overwrite `tensor`, of any dtype, with the tensor of rank `source`; collective."""
         if self.world_size > 1 and tensor.numel():
             options = dist.BroadcastOptions()
             options.rootRank = source

@@ -71,7 +71,7 @@ class Expected(NamedTuple):
         works: the works, those that receive first.
         bucket: the position of the bucket that an error names.
         suspects: the ranks, by position.
-        on_gpu: whether the works are those of a GPU, which know whether they are done. A wait for
+        on_gpu: whether the works are a GPU's, which know whether they are done. A wait for
             them orders a stream, so the thread that mixes must wait itself.
     """
 
@@ -191,7 +191,7 @@ def wait_watchfully(
     """Wait on another thread, and check here whether to stop.
 
     Repeated short waits are not possible: gloo closes all connections when a wait times out. If the
-    check ends the wait here, closing the connections ends that of the thread.
+    check ends the wait here, closing the connections ends the wait of the thread.
 
     Raises:
         TimeoutError: the check has ended it.

@@ -132,7 +132,7 @@ class Deal:
         return sum(max(0, step - start) for start in self.starts.values())
 
     def dealt(self, step: int, ranks: Sequence[int] = ()) -> int:
-        """The number of samples in all batches before a step, and in those of ranks in it."""
+        """The number of samples in all batches before a step, and in its batches so far."""
         end, uneven, total = self._ending
         if step < uneven or uneven == end:
             return self._in_full_steps(step) + sum(self.shares[rank] for rank in ranks)
@@ -194,7 +194,7 @@ class Dealing:
         return self._came[rank][2]
 
     def samples(self, step: int, rank: int) -> list[int]:
-        """The batch of a rank in a step; before its first step that of the first."""
+        """The batch of a rank in a step; before its first step the batch of the first."""
         index, place = self._place(max(step, self.begins(rank)), rank)
         found: list[int] = self._pool(index)[place].tolist()
         return found

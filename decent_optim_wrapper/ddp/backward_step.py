@@ -33,7 +33,7 @@ class BackwardOptimizer(DecentOptimWrapper):
         parts: objects whose state belongs to the training, such as a scheduler.
         in_forward_order: fill them in the order of the forward pass, which waits for each: what is
             sent at the end of a backward pass may as well begin with its first layers.
-        options: those of `DecentOptimWrapper`.
+        options: the arguments of `DecentOptimWrapper`.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class BackwardOptimizer(DecentOptimWrapper):
 
     @property
     def splits(self) -> bool:
-        """Whether a step can be made in parts now: no hook waits for a call of `step()`."""
+        """True if a step can be made in parts now: no hook waits for a call of `step()`."""
         return self._local_update.splits and not step_hooks(self) and not global_step_hooks()
 
     @property
     def scales_itself(self) -> bool:
-        """Whether the base takes scaled gradients, and skips an overflow by itself."""
+        """True if the base takes scaled gradients, and skips an overflow by itself."""
         return self._local_update.scales_itself
 
     @property

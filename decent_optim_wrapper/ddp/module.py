@@ -40,7 +40,7 @@ class DecentralizedDataParallel(Module):
     ``x <- W_t (x - u(x))``. If the base's update is per parameter, the trajectory is the same: bit
     for bit in pairs, and up to rounding in larger groups, whose buckets contain other parameters.
     As soon as all gradients of a bucket are complete, the bucket is updated and launched, and its
-    gradients are freed, so memory never holds many more gradients than those of one bucket. The
+    gradients are freed, so memory never holds many more gradients than one bucket has. The
     bucket is mixed right before the next forward pass reads it. Do not call `step()` or
     `zero_grad()`:
 
@@ -179,7 +179,7 @@ class DecentralizedDataParallel(Module):
     def idle_step(self) -> None:
         """Take part in a round without a local update; the scheduler steps.
 
-        Call it on a rank whose data ends before that of the others.
+        Call it on a rank whose data ends before the others' data.
         """
         self._stepper.idle()
 

@@ -101,7 +101,7 @@ class StateBucket(Bucket):
         self.group_codec = None
 
     def holds(self, entries: Sequence[Tensor | None]) -> bool:
-        """Whether these are its entries."""
+        """Return whether these are its entries."""
         return all(one is other for one, other in zip(self._entries, entries, strict=True))
 
     @torch.no_grad()

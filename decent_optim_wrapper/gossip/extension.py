@@ -189,7 +189,7 @@ class Extensions:
 
     @property
     def corrects_gradients(self) -> bool:
-        """Whether any of them changes gradients."""
+        """True if any of them changes gradients."""
         return any(each.corrects_gradients for each in self.all)
 
     def mixing(self, received: ReceivedBucket) -> AbstractContextManager[None]:

@@ -33,7 +33,7 @@ class Failures:
 
     @property
     def transports(self) -> Sequence[Transport]:
-        """The connections to the ranks that this one gossips with, and to those of its replica."""
+        """The connections to the ranks with which this one gossips, and to its replica."""
         return [self._pipeline.session.transport, *self._replica.transports]
 
     def with_recovery(self, action: Callable[[], Result]) -> Result:

@@ -39,7 +39,7 @@ class InFlight:
         return taken
 
     def announce(self) -> bool:
-        """Whether this is the first call since its launch."""
+        """Return whether this is the first call since its launch."""
         announced, self._is_announced = self._is_announced, True
         return not announced
 
@@ -48,7 +48,7 @@ class InFlight:
         self.age += 1
 
     def is_due(self, pacing: Pacing) -> bool:
-        """Whether the step that begins now mixes it."""
+        """Return whether the step that begins now mixes it."""
         return self.round is not None and pacing.is_due(self.age, self.round.has_arrived)
 
     def abandon(self) -> None:

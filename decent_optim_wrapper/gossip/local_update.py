@@ -104,7 +104,7 @@ class LocalUpdate:
 
     @property
     def splits(self) -> bool:
-        """Whether the next update goes bucket by bucket.
+        """True if the next update goes bucket by bucket.
 
         Hooks of the base may change parameters after the update, and a replaced `step` may do
         anything: both need one update of everything before the launch.
@@ -118,7 +118,7 @@ class LocalUpdate:
         return [param for group in self._optimizer.param_groups for param in group["params"]]
 
     def know(self, parameters: Iterable[Named]) -> None:
-        """Register added parameters, which do not count as replacements of others."""
+        """Register added parameters, so that they are not reported as replaced."""
         self._names_of |= {id(each.tensor): each.name for each in parameters}
 
     def check(self, buckets: Sequence[Bucket], changed: Sequence[Tensor], rank: int) -> None:
@@ -278,7 +278,7 @@ class LocalUpdate:
 
     @property
     def scales_itself(self) -> bool:
-        """Whether the base takes scaled gradients; corrected gradients are never scaled."""
+        """True if the base takes scaled gradients; corrected gradients are never scaled."""
         scales = bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
         return scales and not self._extensions.corrects_gradients
 
@@ -309,7 +309,7 @@ class LocalUpdate:
 
 
 def step_hooks(optimizer: Optimizer) -> bool:
-    """Whether this optimizer has hooks before or after its steps."""
+    """Return whether this optimizer has hooks before or after its steps."""
     # A base that skips Optimizer.__init__ has no hook tables.
     return bool(
         getattr(optimizer, "_optimizer_step_pre_hooks", None)
@@ -318,7 +318,7 @@ def step_hooks(optimizer: Optimizer) -> bool:
 
 
 def global_step_hooks() -> bool:
-    """Whether there are hooks before or after the steps of all optimizers."""
+    """Return whether there are hooks before or after the steps of all optimizers."""
     return bool(
         torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
     )

@@ -29,11 +29,11 @@ class Pacing:
     mixes_early: ClassVar[bool] = False
 
     def mixes_in_step(self, round: int) -> bool:
-        """Whether the step that launches this round also mixes it, without overlap."""
+        """Return whether the step that launches this round also mixes it, without overlap."""
         return False
 
     def is_due(self, age: int, has_arrived: Callable[[], bool]) -> bool:
-        """Whether the step that begins now mixes the round in flight.
+        """Return whether the step that begins now mixes the round in flight.
 
         Args:
             age: number of steps since its launch, at least 1.
@@ -80,7 +80,7 @@ class Late(Pacing):
     steps: int
 
     def is_due(self, age: int, has_arrived: Callable[[], bool]) -> bool:
-        """Whether `steps` steps were made."""
+        """Return whether `steps` steps were made."""
         return age >= self.steps
 
 
@@ -97,5 +97,5 @@ class AsItArrives(Pacing):
     max_steps: int
 
     def is_due(self, age: int, has_arrived: Callable[[], bool]) -> bool:
-        """Whether the round has arrived, or must not wait any longer."""
+        """Return whether the round has arrived, or must not wait any longer."""
         return has_arrived() or age >= self.max_steps

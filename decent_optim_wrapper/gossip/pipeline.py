@@ -140,7 +140,7 @@ class Pipeline:
 
         Args:
             launched: the round.
-            ahead: whether the memory for receiving it is free.
+            ahead: whether receive buffers may be posted now.
         """
         ahead = ahead and not any(each.sends for each in self.extensions.all)
         launched.order_sends(self.buckets if ahead else ())

@@ -202,7 +202,7 @@ class Round:
         return expected
 
     def has_arrived(self) -> bool:
-        """Whether everything has arrived, as far as a thread has watched."""
+        """Return whether everything has arrived, as far as a thread has watched."""
         return self._watch is not None and self._watch.future.done()
 
     def receive(self) -> None:
@@ -349,7 +349,7 @@ class Round:
         return None if exchange is None else exchange.launched
 
     def refuses(self, bucket: Bucket) -> bool:
-        """Whether a bucket or one attached to it must not be mixed, because of a rank's values."""
+        """Return whether the values of some rank forbid mixing a bucket or one attached to it."""
         found = (self._exchanges.get(each) for each in (bucket, *self.unmixed[bucket]))
         return any(each is not None and each.position in self.flags.refused for each in found)
 

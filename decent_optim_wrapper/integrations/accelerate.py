@@ -87,7 +87,7 @@ class GossipOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether an overflow has skipped the local update; schedulers then do not step."""
+        """True if an overflow has skipped the local update; schedulers then do not step."""
         # Accelerate asks whether the scaler has called step(), which it always does here.
         return bool(self.optimizer.stats().skipped)
 

@@ -59,7 +59,7 @@ class Wrapping:
 
     @property
     def is_averaged(self) -> bool:
-        """Whether the averages of all wrappers are in place."""
+        """True if the averages of all wrappers are in place."""
         return all(wrapper.is_averaged for wrapper in self.wrappers)
 
     @contextmanager

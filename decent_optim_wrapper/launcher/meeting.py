@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 from decent_optim_wrapper.comm.store_url import STORE_VARIABLE
 from decent_optim_wrapper.launcher.options import LaunchOptions
 
-# How long the launcher of another node may be earlier than that of node 0.
+# How long the launcher of another node may be earlier than the launcher of node 0.
 _CONNECT = timedelta(minutes=5)
 
 

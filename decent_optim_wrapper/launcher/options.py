@@ -25,7 +25,7 @@ class LaunchOptions:
         node_rank: the number of this node, from 0.
         endpoint: host and port at which node 0 holds the store; None takes a free port of this
             machine, for one node.
-        store: a store in etcd in place of that of node 0.
+        store: a store in etcd in place of the store of node 0.
         max_restarts: how often each rank is started again after it has died.
         backoff: seconds from the first death of a rank to its restart; doubles with every death.
         log_dir: folder for the output of each rank; None keeps the output only if a rank fails.

@@ -57,7 +57,7 @@ class RankProcess:
     Args:
         rank: its number among all ranks.
         command: what it runs, without the interpreter.
-        environ: its variables, in addition to those of this process.
+        environ: its variables, in addition to the variables of this process.
         folder: where its output is kept.
         console: where its output is copied to.
     """

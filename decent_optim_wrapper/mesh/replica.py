@@ -95,7 +95,7 @@ class Replica:
         return place
 
     def spans(self, ranks: Collection[int]) -> bool:
-        """Whether these ranks, this one among them, are those along some of the dimensions."""
+        """Return whether these ranks, this one among them, span some of the dimensions."""
         inside = (d.ranks for d in self.dimensions if d.ranks <= {*ranks})
         return math.prod(map(len, inside)) == len(ranks)
 
@@ -173,7 +173,7 @@ class Replica:
         """The norm of all gradients of the replica, float64 on the CPU; collective over it.
 
         Args:
-            params: those of this rank.
+            params: the parameters of this rank.
             norm_type: p of the p-norm, 1 or more; infinity for the largest absolute value.
         """
         parts = [(local_grad(p), self.copies(p)) for p in params if p.grad is not None]

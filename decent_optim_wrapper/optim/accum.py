@@ -25,11 +25,11 @@ class AccumAdam(OptimizerOfGroups):
         every s steps: m <- β1 m + (1 - β1) b,  v <- β2 v + (1 - β2) b²,  b <- 0
 
     (Wang et al., "From Promise to Practice", 2025, and decent-dp). The gradient of one rank is
-    noisier than that of the global batch, which makes v too large. The average of s steps has about
-    the noise of a batch that is s times as large. s = 1 is `torch.optim.Adam`, which holds one copy
-    less of the parameters.
+    noisier than the gradient of the global batch, which makes v too large. The average of s
+    steps has about the noise of a batch that is s times as large. s = 1 is `torch.optim.Adam`,
+    which holds one copy less of the parameters.
 
-    Weight decay is that of Adam: λx is added to g, and so is part of b. The state is per parameter:
+    Weight decay is as in Adam: λx is added to g, and so is part of b. The state is per parameter:
     ``step`` is the number of finished windows, k - 1, and ``position`` the number of gradients in
     the current window. A parameter without a gradient is skipped, and its window waits. A state
     dict contains the current window, and a resumed run continues it. If ``group["accum_iter"]`` is
@@ -138,7 +138,7 @@ class AccumAdam(OptimizerOfGroups):
 class AccumAdamW(AccumAdam):
     """`AccumAdam` with the weight decay of AdamW: x <- (1 - lr λ) x in every step, not in g and b.
 
-    s = 1 is `torch.optim.AdamW`. Arguments and errors are those of `AccumAdam`; λ is 0.01 by
+    s = 1 is `torch.optim.AdamW`. Arguments and errors are as in `AccumAdam`; λ is 0.01 by
     default.
     """
 

@@ -35,7 +35,7 @@ def recalibrated(
             norms = [module for module in model.modules() if _is_estimated(module)]
             if norms:
                 _estimate(model, norms, batches)
-        # A forward pass in training mode moves other statistics, too, such as those of instance
+        # A forward pass in training mode moves other statistics, too, such as the ones of instance
         # norms and the vectors of spectral norms.
         own.restore(but=norms)
         yield
@@ -57,7 +57,7 @@ class _Buffers:
 
     @torch.no_grad()
     def restore(self, but: Sequence[nn.Module] = ()) -> None:
-        """Restore the buffers and their values, except those of some modules."""
+        """Restore the buffers and their values, except for some modules."""
         for module, buffers in self._owned:
             if module in but:
                 continue
@@ -70,7 +70,7 @@ class _Buffers:
 
 
 def _is_writable(buffer: Tensor) -> bool:
-    """Whether the values can be changed in place: elements of an expanded tensor share memory."""
+    """Return whether the values can be changed in place; elements of an expanded one overlap."""
     if buffer.layout != torch.strided:
         return True
     return all(
@@ -110,7 +110,7 @@ def _estimate(model: nn.Module, norms: Sequence[_BatchNorm], batches: Iterable[A
             norm.reset_running_stats()
             # None makes the statistics the mean over all batches.
             norm.momentum = None
-        # Dropout draws random numbers, which must not change those of the training afterwards.
+        # Dropout draws random numbers, which must not change the numbers that the training draws.
         with torch.random.fork_rng(devices), torch.no_grad():
             for batch in batches:
                 inputs = batch[0] if isinstance(batch, (list, tuple)) else batch

@@ -36,7 +36,7 @@ class QGSGD(OptimizerOfGroups):
 
     The state is per parameter: h and z_{t-1} (each a copy of the parameter) and η_{t-1}. Steps with
     learning rate 0, and the mixing after them, do not change h. A parameter without a gradient is
-    skipped; z_{t-1} of its next step is that of its last step that was not skipped. All other
+    skipped; its next step takes z_{t-1} from its last step that was not skipped. All other
     changes of the parameters between two steps, such as keeping a world average, count as mixing.
     The mixing is also divided by the learning rate: a rate that falls faster than the ranks
     approach each other makes h large.

@@ -52,7 +52,7 @@ def consensus_rate(topology: Topology) -> float:
         power, log_size = _rescaled(power - power.mean(dim=0, keepdim=True))
         log_radius += log_size
     # The k-th root of the size of the k-th power, k = 2, 4, 8, ..., tends to the spectral radius.
-    # Not by eigenvalues: LAPACK does not always find those of a product of many rounds.
+    # Not by eigenvalues: LAPACK does not always find the eigenvalues of a product of many rounds.
     for doubling in range(1, _MOST_DOUBLINGS + 1):
         power, log_size = _rescaled(power @ power)
         log_radius += log_size / 2**doubling

@@ -83,7 +83,7 @@ def resolve_process_group(arguments: Arguments) -> Any | None:
     """Find the process group.
 
     Returns:
-        The given group, that of the mesh, or the default group; None for a world of one rank.
+        The given group, the group of the mesh, or the default group; None for a world of one rank.
 
     Raises:
         TypeError: it is not a process group.

@@ -72,7 +72,7 @@ class Launch(NamedTuple):
 def init_distributed(backend: str | None = None, timeout: timedelta | None = None) -> DistInfo:
     """Make the default process group under torchrun, Slurm's srun or Open MPI's mpirun; collective.
 
-    Variables of torchrun take precedence over those of Open MPI, and these over those of Slurm.
+    Variables of torchrun take precedence over Open MPI's, and these over Slurm's.
     MASTER_ADDR and MASTER_PORT are taken from the environment. If they are missing, the defaults
     under Slurm are the first node of the job step and a port made from the numbers of job and step;
     under Open MPI on one node the address is 127.0.0.1. Under all three launchers the variables

@@ -1,4 +1,4 @@
-"""The store that a launcher names: one in etcd, or that of our own launcher or of torchrun."""
+"""The store that a launcher names: one in etcd, or the store of our own launcher or of torchrun."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class ModuleExtras:
         carried: further tensors that start the same on all ranks, and that a restarted rank
             receives.
         parts: objects whose `state_dict` a restarted rank receives.
-        in_backward_order: whether `order` is that of a backward pass.
+        in_backward_order: whether `order` is the order of a backward pass.
     """
 
     order: tuple[Tensor, ...] = ()

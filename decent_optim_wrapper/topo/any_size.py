@@ -54,14 +54,14 @@ class Base2(Topology):
     """Exact averaging of any number of ranks in pairs, from phase 0 on.
 
     The ranks are split into blocks of descending powers of two (`_split_group`). For a world size
-    of 2^a q there is a second schedule: that of q in every block of q, then XOR hops across the
-    blocks. The shorter one is taken. Takezawa et al., "Beyond Exponential Graph:
+    of 2^a q there is a second schedule: the schedule of q in every block of q, then XOR hops
+    across the blocks. The shorter one is taken. Takezawa et al., "Beyond Exponential Graph:
     Communication-Efficient Topologies for Decentralized Learning via Finite-time Convergence"
     (2023).
     """
 
     def phase_count(self) -> int:
-        """That of the shorter schedule."""
+        """The phases of the shorter schedule."""
         return min(_split_phases(self._world_size), sum(self._product_phases()))
 
     def own_group(self, rank: int, phase: int) -> Group:
@@ -154,7 +154,7 @@ class Hierarchical(Topology):
         return self._nodes.period * (2 if self._local_world_size > 1 else 1)
 
     def own_group(self, rank: int, phase: int) -> Group:
-        """The ranks of the own node, or those of the same local rank on other nodes."""
+        """The ranks of the own node, or the ranks with the same local rank on other nodes."""
         local = self._local_world_size
         node, place = divmod(rank, local)
         if local > 1:

@@ -70,7 +70,7 @@ class Topology:
         )
 
     def own_group(self, rank: int, phase: int) -> Group | Sequence[int]:
-        """The group of one rank in one phase, without those of the others.
+        """The group of one rank in one phase, without the groups of other ranks.
 
         Args:
             rank: from 0 to ``world_size - 1``.
@@ -82,12 +82,12 @@ class Topology:
 
     @classmethod
     def fits(cls, world_size: int, local_world_size: int = 1) -> bool:
-        """Whether the topology is defined for these sizes; `condition` describes them in words."""
+        """Return whether the topology is defined for these sizes, which `condition` describes."""
         return True
 
     @classmethod
     def accepts(cls, world_size: int, local_world_size: int = 1) -> bool:
-        """Whether the topology can be built: it fits, or there is a single rank.
+        """Return whether the topology can be built: it fits, or there is a single rank.
 
         Raises:
             ValueError: a size is below 1, or `local_world_size` does not divide `world_size`.
@@ -118,7 +118,7 @@ class Topology:
 
     @cached_property
     def _has_formula(self) -> bool:
-        """Whether `own_group` defines the schedule: of this and `phases`, the most derived does."""
+        """True if `own_group` defines the schedule: of this and `phases`, the most derived does."""
         names = (vars(kind).keys() & {"phases", "own_group"} for kind in type(self).__mro__)
         return "own_group" in next(filter(None, names))
 

@@ -105,5 +105,5 @@ class AlternatingExponentialRing(Topology):
 
 
 def is_power_of_two(number: int) -> bool:
-    """Whether `number` is 1, 2, 4, 8, ..."""
+    """Return whether `number` is 1, 2, 4, 8, ..."""
     return number & (number - 1) == 0

@@ -57,7 +57,7 @@ class Greedy(Topology):
 
 
 def _mixed(covariance: Tensor, matching: Matching) -> Tensor:
-    """W C W': a rank's row and column become the means of those of its group."""
+    """W C W': a rank's row and column become the means over its group."""
     mixed = _group_means(_group_means(covariance, matching).T.contiguous(), matching)
     # Exactly symmetric: the sums above and below the diagonal are rounded in different orders.
     return (mixed + mixed.T) / 2

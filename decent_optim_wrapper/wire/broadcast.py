@@ -21,7 +21,7 @@ def broadcast(
     source: int = 0,
     keep: bool = False,
 ) -> int:
-    """Overwrite the tensors with those of one rank, bucket by bucket; collective.
+    """Overwrite the tensors with the values of one rank, bucket by bucket; collective.
 
     Args:
         tensors: the tensors, of the same kind and order on every rank.
@@ -56,7 +56,7 @@ def digest(tensor: Tensor) -> int:
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bytes, including NaN."""
+    """Return whether two tensors have the same bytes, including NaN."""
     return torch.equal(_bytes(one), _bytes(other))
 
 

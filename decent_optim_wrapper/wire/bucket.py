@@ -114,12 +114,12 @@ class Bucket:
 
     @property
     def via_cpu(self) -> bool:
-        """Whether the values are copied between a GPU and the CPU before they are sent."""
+        """True if the values are copied between a GPU and the CPU before they are sent."""
         return self.wire_device.type != self.device.type
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a GPU exchanges it."""
+        """True if a GPU exchanges it."""
         return self.wire_device.type == "cuda"
 
     def pair(self, needs_snapshot: bool = False) -> Pair:
@@ -154,7 +154,7 @@ class Bucket:
         Args:
             others: as in `pack`.
             needs_snapshot: whether the vector must not change when the tensors do.
-            dtype: dtype of a packed vector; None takes that of the tensors.
+            dtype: dtype of a packed vector; None takes the dtype of the tensors.
         """
         if self._storage is not None and not others and not needs_snapshot:
             return self._storage
@@ -288,7 +288,7 @@ class Bucket:
 
     @torch.no_grad()
     def is_finite(self) -> Tensor:
-        """Whether the tensors contain neither NaN nor infinity.
+        """Return whether the tensors contain neither NaN nor infinity.
 
         Returns:
             bool tensor of shape () on their device, without a read by the host.
@@ -300,7 +300,7 @@ class Bucket:
 
     @property
     def is_sent_in_place(self) -> bool:
-        """Whether the members' own storage is sent."""
+        """True if the members' own storage is sent."""
         return self._storage is not None
 
     @property
@@ -379,13 +379,13 @@ def changed_since(stamps: Sequence[int], bucket: Bucket) -> list[Tensor]:
 
 
 def is_finite(data: Tensor) -> bool:
-    """Whether all elements are finite: one pass, and a second one if the sum overflows."""
+    """Return whether all elements are finite: one pass, and a second one if the sum overflows."""
     data = data.detach()
     return bool(data.sum().isfinite()) or bool(data.isfinite().all())
 
 
 def all_finite(buckets: Sequence[Bucket]) -> list[bool]:
-    """Whether the tensors of each bucket are finite; a GPU is read once."""
+    """Return whether the tensors of each bucket are finite; a GPU is read once."""
     found = [bucket.is_finite() for bucket in buckets]
     places = dict.fromkeys(each.device for each in found)
     for device in places:

@@ -35,7 +35,7 @@ class CheckedOnGpu:
 
     @classmethod
     def gather(cls, wire: Wire, exchanges: Sequence[Exchange], tag: int) -> CheckedOnGpu:
-        """Send this rank's flags to the group, and receive those of the others.
+        """Send this rank's flags to the group, and receive the others' flags.
 
         Args:
             wire: what the exchanges have in common.

@@ -94,10 +94,10 @@ class CodedExchange(Exchange):
                 self._wire.references.settle(self._bucket, self._reference)
 
     def mix_usable(self, rate: float, usable: MixMask) -> None:
-        """Mix the received values if those of both ends are finite, which only the GPU knows.
+        """Mix the received values if both ends' values are finite, which only the GPU knows.
 
-        Otherwise both ends mix and refer to zeros. A rank whose own values are not finite takes
-        the received ones.
+        Otherwise both ranks treat the message as zeros. A rank whose own values are not finite
+        takes the received ones.
         """
         if usable.own is None:
             self._mix_where(usable.arrived, rate)
@@ -124,7 +124,7 @@ class CodedExchange(Exchange):
     @property
     @abstractmethod
     def _arrived(self) -> list[Tensor]:
-        """The received message of each chunk: that of the peer, or that of the mean."""
+        """The received message of each chunk, from the peer or with the mean."""
 
     @abstractmethod
     def _changes(self, present: Sequence[int]) -> Iterator[Part]:
@@ -152,10 +152,10 @@ class CodedPair(CodedExchange):
     Args:
         wire: as in `CodedExchange`.
         bucket: the bucket.
-        codec: that of the bucket.
+        codec: the codec of the bucket.
         snapshot: what is sent in place of its members' values.
         position: its number among the buckets of the round.
-        tag: that of its messages.
+        tag: the tag of its messages.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class CodedGroup(CodedExchange):
     Args:
         wire: as in `CodedExchange`.
         bucket: the bucket.
-        codec: that of the bucket.
+        codec: the codec of the bucket.
         snapshot: what is sent in place of its members' values.
         position: its number among the buckets of the round.
         tags: of the messages to the owners, and of those from them.

@@ -100,7 +100,7 @@ class CodedMean:
         return True
 
     def is_completed(self) -> bool:
-        """Whether all means have arrived, or something has failed."""
+        """Return whether all means have arrived, or something has failed."""
         return self._failure.done()
 
     def _run(self) -> str:

@@ -270,7 +270,7 @@ class PlainPair(PlainExchange):
         bucket: the bucket.
         snapshot: what is sent in place of its members' values.
         position: its number among the buckets of the round.
-        tag: that of its messages.
+        tag: the tag of its messages.
     """
 
     def __init__(

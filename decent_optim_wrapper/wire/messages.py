@@ -179,7 +179,7 @@ class Waits(NamedTuple):
     ) -> None:
         """Wait for works, of which there are none left then; see `Expected`."""
         try:
-            # Another stream may wait again for those of a GPU.
+            # Another stream may wait again for the works of a GPU.
             self.wire.transport.wait(works[:] if on_gpu else works)
         except WireError as error:
             raise self.lost(bucket, suspects, error.silent) from error

@@ -22,12 +22,12 @@ class NonFinitePolicy(NamedTuple):
 
     @property
     def checks(self) -> bool:
-        """Whether values are checked before they are mixed."""
+        """True if values are checked before they are mixed."""
         return self.on_nonfinite != "ignore"
 
     @property
     def replaces(self) -> bool:
-        """Whether mixing replaces parameters that are not finite."""
+        """True if mixing replaces parameters that are not finite."""
         return self.on_nonfinite == "skip"
 
 

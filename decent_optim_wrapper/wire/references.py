@@ -137,7 +137,7 @@ class References:
 
     @classmethod
     def of(cls, topology: Topology, rank: int) -> References:
-        """Those of one rank; none on any rank if one of them has too many groups."""
+        """Create the references of a rank; no rank has any if one has too many groups."""
         few = topology.period <= MOST_REFERENCES or all(
             len(_groups(topology, each)) <= MOST_REFERENCES for each in range(topology.world_size)
         )
@@ -163,7 +163,7 @@ class References:
     def load(
         self, saved: Mapping[str, SavedReference], buckets: Sequence[Bucket], members: Sequence[int]
     ) -> None:
-        """Continue with saved references; those of other groups start at zero.
+        """Continue with saved references; the references of other groups start at zero.
 
         Args:
             saved: by group, as `state` names them.
@@ -190,7 +190,7 @@ class References:
 
 
 def uses_reference(bucket: Bucket, size: int) -> bool:
-    """Whether the difference to a reference is sent in a group of this size."""
+    """Return whether the difference to a reference is sent in a group of this size."""
     codec = bucket.codec(size)
     return codec is not None and codec.uses_reference and bucket.may_use_reference
 

@@ -36,7 +36,7 @@ class Arena:
         self._bytes = new_vector(0, torch.uint8, device)
 
     def fits(self, count: int, numel: int, dtype: torch.dtype) -> bool:
-        """Whether `vectors` of this form need no new memory."""
+        """Return whether `vectors` of this form need no new memory."""
         return count * _stride(numel, dtype) <= self._bytes.numel()
 
     def vectors(self, count: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
