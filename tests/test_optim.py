@@ -181,14 +181,6 @@ def test_a_closure_is_evaluated_and_a_parameter_without_gradient_is_skipped(make
     assert torch.equal(flatten(params), after)
 
 
-@ALL_THREE
-def test_a_sparse_gradient_is_refused(make: Make) -> None:
-    layer = nn.Embedding(4, 2, sparse=True)
-    layer(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(RuntimeError, match=r"dense gradients.*sparse_coo.*\(4, 2\)"):
-        make(list(layer.parameters())).step()
-
-
 @pytest.mark.parametrize(
     "wrong",
     [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1.0}, {"weight_decay": -1.0}, {"accum_iter": 0}],

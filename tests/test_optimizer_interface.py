@@ -496,8 +496,7 @@ def test_public_attributes_of_the_base_are_reached_through_the_wrapper_and_no_ot
     assert "_base_optimizer" in vars(base)
     for name in ("_base_optimizer", "__fspath__", "anything_else"):
         assert not hasattr(wrapper, name)
-    both = "neither 'DecentOptimWrapper' object nor its base optimizer, a Lookahead, has"
-    with pytest.raises(AttributeError, match=f"{both} attribute 'anything_else'"):
+    with pytest.raises(AttributeError, match="'Lookahead' object has no attribute 'anything_else'"):
         _ = wrapper.anything_else
     unpickled = DecentOptimWrapper.__new__(DecentOptimWrapper)
     assert not hasattr(unpickled, "is_second_order")

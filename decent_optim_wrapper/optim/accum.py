@@ -83,15 +83,6 @@ class AccumAdam(OptimizerOfGroups):
         }
         super().__init__(params, defaults)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for slots in self.state.values():
-            if missing := {"step", "position", *_SLOTS} - slots.keys():
-                raise ValueError(
-                    f"{type(self).__name__} expects its own state, got one without "
-                    f"{', '.join(sorted(missing))}; load the state dict of the same optimizer"
-                )
-
     def _step_group(self, group: dict[str, Any]) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             # A replay would repeat the counts of the captured step.

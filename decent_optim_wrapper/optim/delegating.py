@@ -8,6 +8,19 @@ from typing import Any, NoReturn
 from torch.optim import Optimizer
 
 
+def _of_the_base(name: str, what: str) -> Any:
+    """A property that is the base's attribute at every access.
+
+    The base's load_state_dict replaces its groups and its state, and an alias would let a scheduler
+    drive groups that nobody steps any more.
+    """
+    return property(
+        lambda self: getattr(self._base, name),
+        lambda self, value: setattr(self._base, name, value),
+        doc=f"The base's {what}.",
+    )
+
+
 class DelegatingOptimizer(Optimizer):
     """Presents groups, state, defaults and state-dict hooks of a base optimizer as its own, live.
 
@@ -21,50 +34,20 @@ class DelegatingOptimizer(Optimizer):
         self._base = optimizer
         # The tables only: Optimizer.__init__ would make parameter groups of its own.
         super().__setstate__({})
-        # Hooks on state dicts belong to the base, whose state dict it is.
-        for table in (
-            "_optimizer_state_dict_pre_hooks",
-            "_optimizer_state_dict_post_hooks",
-            "_optimizer_load_state_dict_pre_hooks",
-            "_optimizer_load_state_dict_post_hooks",
-        ):
-            # A base that skips Optimizer.__init__, as a delegating one does, has none.
-            if table in vars(self._base):
-                setattr(self, table, getattr(self._base, table))
+        # Hooks on state dicts belong to the base, whose state dict it is. A base that skips
+        # Optimizer.__init__, as a delegating one does, has none.
+        for name, table in vars(optimizer).items():
+            if name.endswith(("state_dict_pre_hooks", "state_dict_post_hooks")):
+                setattr(self, name, table)
 
     @property
     def optimizer(self) -> Optimizer:
         """The base optimizer."""
         return self._base
 
-    # Forwarded at every access: the base's load_state_dict replaces both objects, and an alias
-    # would let a scheduler drive groups that nobody steps any more.
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The base's parameter groups."""
-        return self._base.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self._base.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The base's state."""
-        return self._base.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self._base.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The base's defaults."""
-        return self._base.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self._base.defaults = value
+    param_groups: list[dict[str, Any]] = _of_the_base("param_groups", "parameter groups")
+    state: Any = _of_the_base("state", "state")
+    defaults: dict[str, Any] = _of_the_base("defaults", "defaults")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as the base does."""
@@ -74,13 +57,7 @@ class DelegatingOptimizer(Optimizer):
         """Forward public names only: the base's private flags for GradScaler must not leak."""
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        try:
-            return getattr(self._base, name)
-        except AttributeError as error:
-            raise AttributeError(
-                f"neither {type(self).__name__!r} object nor its base optimizer, a "
-                f"{type(self._base).__name__}, has attribute {name!r}"
-            ) from error
+        return getattr(self._base, name)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -134,11 +134,8 @@ def lr_scheduler_fn_cosine_with_warmup(
 def _groups(params: Named, weight_decay: float) -> list[dict[str, Any]]:
     exempt = [tensor for name, tensor in params if _is_exempt(name, tensor)]
     others = [tensor for name, tensor in params if not _is_exempt(name, tensor)]
-    groups = [
-        {"params": others, "weight_decay": weight_decay},
-        {"params": exempt, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    groups = (others, weight_decay), (exempt, 0.0)
+    return [{"params": tensors, "weight_decay": decay} for tensors, decay in groups if tensors]
 
 
 def _is_exempt(name: str, tensor: Tensor) -> bool:

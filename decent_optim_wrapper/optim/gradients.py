@@ -28,7 +28,7 @@ class OptimizerOfGroups(Optimizer):
             The result of the closure; None without one.
 
         Raises:
-            RuntimeError: a gradient is sparse, or the optimizer cannot step here.
+            RuntimeError: the optimizer cannot step here.
         """
         loss = None
         if closure is not None:
@@ -43,19 +43,9 @@ class OptimizerOfGroups(Optimizer):
 
 
 def with_gradients(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters that have a gradient, and what this rank holds of the gradients.
-
-    Raises:
-        RuntimeError: a gradient is sparse.
-    """
-    pairs = [(param, param.grad) for param in params if param.grad is not None]
-    for param, grad in pairs:
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"expected dense gradients, got one of layout {grad.layout} for a parameter of "
-                f"shape {tuple(param.shape)}; build its layer with sparse=False"
-            )
-    return [param for param, _ in pairs], [local_grad(param) for param, _ in pairs]
+    """Return the parameters that have a gradient, and what this rank holds of the gradients."""
+    present = [param for param in params if param.grad is not None]
+    return present, [local_grad(param) for param in present]
 
 
 def unscale_(optimizer: Optimizer, grad_scale: Tensor) -> None:
