@@ -60,10 +60,7 @@ def export_average(folder: Path, out: Path, part: str = "model") -> Exported:
 
 def _newest(folder: Path) -> SavedSet:
     """The newest complete set."""
-    sets, problems = complete_sets(folder)
-    for problem in problems:
-        warn(problem)
-    whole = [each for each in sets if each.like.shards == 1]
+    whole = [each for each in complete_sets(folder) if each.like.shards == 1]
     for held in sorted(whole, key=lambda each: (each.step, each.like.world_size), reverse=True):
         try:
             held.check(held.like, all_ranks=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from decent_optim_wrapper.checkpoint import whole_file
+from decent_optim_wrapper.warn import warn
 
 _FOLDER = re.compile(r"step_(\d+)")
 _FILE = re.compile(r"rank_(\d+)_of_(\d+)(?:_shard_(\d+)_of_(\d+))?\.pt")
@@ -32,6 +33,11 @@ class FileName(NamedTuple):
     def __str__(self) -> str:
         part = f"_shard_{self.shard}_of_{self.shards}" if self.shards > 1 else ""
         return f"rank_{self.rank}_of_{self.world_size}{part}.pt"
+
+    @property
+    def sizes(self) -> str:
+        """The size of its set, for messages."""
+        return f"{self.world_size} ranks" + (f" of {self.shards} shards" if self.shards > 1 else "")
 
     @property
     def saver(self) -> str:
@@ -114,16 +120,16 @@ class SavedSet(NamedTuple):
         return whole_file.write(self.folder / own.marker, lambda file: file.write(text), part)
 
 
-def complete_sets(root: Path) -> tuple[list[SavedSet], list[str]]:
-    """The sets with a marker in the folder of a run, and what is wrong with other markers."""
-    sets, problems = [], []
+def complete_sets(root: Path) -> list[SavedSet]:
+    """The sets with a marker in the folder of a run; warns of markers that cannot be used."""
+    sets = []
     for step, folder in folders(root):
         for marker in sorted(folder.glob("set_of_*.sha256")):
             try:
                 sets.append(_read(step, marker))
             except (OSError, ValueError) as error:
-                problems.append(f"checkpoint {marker} cannot be used: {error}")
-    return sets, problems
+                warn(f"checkpoint {marker} cannot be used: {error}")
+    return sets
 
 
 def _read(step: int, marker: Path) -> SavedSet:

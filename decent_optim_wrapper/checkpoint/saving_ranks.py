@@ -9,12 +9,10 @@ from itertools import compress
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from decent_optim_wrapper.checkpoint.saved_set import FileName, SavedSet
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.waiting import wait_for_any
-from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
@@ -53,23 +51,14 @@ class SavingRanks:
         """Return whether exactly these ranks have saved a set, so that each needs its own file."""
         return each.digests.keys() == {*self.names}
 
-    def gather(self, *numbers: int) -> Tensor:
-        """Stack numbers of all ranks; collective.
-
-        Returns:
-            int64 tensor of shape (files of a set, len(numbers)), in the order of `names`.
+    def gather(self, *numbers: int) -> list[tuple[int, ...]]:
+        """The numbers of every rank, in the order of `names`; collective.
 
         Raises:
             PeerError: a rank did not answer.
         """
         answers = self._optimizer.all_gather(torch.tensor(numbers, device="cpu"))
-        if len(answers) != len(self.names):
-            raise PeerError(
-                f"rank {self.own.rank}: expected all {self.own.world_size} ranks to take part in a "
-                f"checkpoint, but {len(answers)} answered: a rank was lost before; look at the "
-                f"other ranks for the first error"
-            )
-        return answers
+        return [tuple(row) for row in answers.tolist()]
 
     def together(self, action: Callable[[], Result]) -> tuple[Future[Result], list[bool]]:
         """Run an action on every rank, which may take any time; collective.
@@ -87,22 +76,17 @@ class SavingRanks:
         future = in_background(action)
         try:
             # Of every rank: 0 while it runs, then 1, or 2 if it has failed.
-            states = [0]
-            while not all(states):
+            states: list[tuple[int, ...]] = [(0,)]
+            while (0,) in states:
                 with suppress(TimeoutError):
                     wait_for_any([future], _TOUCH_SECONDS)
                 state = 0 if not future.done() else 2 if future.exception() else 1
-                states = self.gather(state).flatten().tolist()
+                states = self.gather(state)
         except Exception:
             # Values must not change while they are being written.
             future.result()
             raise
-        return future, [state == 2 for state in states]
-
-    @property
-    def warns(self) -> bool:
-        """This rank warns for all of them."""
-        return self.own == self.names[0]
+        return future, [state == (2,) for state in states]
 
     def savers(self, which: list[bool]) -> str:
         """Some of the ranks, for messages.
@@ -112,7 +96,7 @@ class SavingRanks:
         """
         return ", ".join(name.saver for name in compress(self.names, which))
 
-    def warn(self, problem: str, which: list[bool]) -> None:
-        """Warn once for all ranks of a problem on some of them."""
-        if self.warns:
-            warn(f"{problem} on {self.savers(which)}")
+    def warn(self, text: str) -> None:
+        """Warn once for all ranks."""
+        if self.own == self.names[0]:
+            warn(text)

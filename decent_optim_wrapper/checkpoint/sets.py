@@ -28,7 +28,7 @@ __all__ = ["Checkpoint", "Checkpoints"]
 # The key of the part of a replica in a file, next to the user's state.
 _PART = "decent_optim_wrapper.part"
 # In the place of the key of a set if there is none.
-_NONE = (-1, 0, 0, 0)
+_NONE: tuple[int, ...] = (-1, 0, 0, 0)
 
 
 class Checkpoint(NamedTuple):
@@ -161,54 +161,46 @@ class Checkpoints:
     def _newest(self, same_world: bool) -> SavedSet | None:
         """The newest complete set whose files all ranks can read."""
         own = self._ranks.own
-        found, problems = self._ranks.together(lambda: complete_sets(self._folder))[0].result()
-        # Of one step, the set of these ranks is the highest.
-        sets = {
-            (
-                each.step,
-                int(self._ranks.have_saved(each)),
-                each.like.world_size,
-                each.checksum,
-            ): each
-            for each in found
-            if each.like.shards == own.shards and (self._ranks.have_saved(each) or not same_world)
-        }
+        found = self._ranks.together(lambda: complete_sets(self._folder))[0].result()
+        sets: dict[tuple[int, ...], SavedSet] = {}
+        for each in found:
+            is_own = self._ranks.have_saved(each)
+            if each.like.shards == own.shards and (is_own or not same_world):
+                # Of one step, the set of these ranks is the highest.
+                sets[each.step, is_own, each.like.world_size, each.checksum] = each
         while True:
-            for problem in problems:
-                warn(f"{own.saver}: {problem}; looking for an older set")
-            rows = [tuple(row) for row in self._ranks.gather(*max(sets, default=_NONE)).tolist()]
-            newest, oldest, problems = max(rows), min(rows), []
+            rows = self._ranks.gather(*max(sets, default=_NONE))
+            newest, oldest = max(rows), min(rows)
             if newest == _NONE:
-                self._warn_of_no_set(same_world)
-                return None
-            step, is_own, world_size, _ = newest
+                break
+            step, own_set, world_size, _ = newest
             if newest == oldest:
                 held = sets.pop(newest)
-                check = partial(held.check, own, all_ranks=not is_own)
-                future, failed = self._ranks.together(check)
+                check = partial(held.check, own, all_ranks=not own_set)
+                checked, failed = self._ranks.together(check)
                 if not any(failed):
                     return held
-                problems = [str(error)] if (error := future.exception()) else []
+                if error := checked.exception():
+                    warn(f"{own.saver}: {error}; looking for an older set")
                 problem = "its files cannot be used"
             else:
                 failed = [row != newest for row in rows]
                 sets = {key: each for key, each in sets.items() if key <= oldest}
                 problem = "its marker is missing, or another one,"
-                if not is_own:
+                if not own_set:
                     problem = "every rank must see all of its files, but " + problem
-            place = f"checkpoint {folder_of(self._folder, step)} of {world_size} ranks"
-            self._ranks.warn(f"{place} is passed over: {problem}", failed)
-
-    def _warn_of_no_set(self, same_world: bool) -> None:
-        if self._ranks.warns and any(self._folder.glob("step_*/rank_*.pt")):
-            own = self._ranks.own
-            of = f" of {own.shards} shards" if own.shards > 1 else ""
-            more = "" if same_world else ", nor one of another number of ranks"
-            warn(
-                f"{self._folder} has checkpoints, but no complete set of {own.world_size} ranks"
-                f"{of}{more}; the guide to checkpoints says how to load sets of an earlier "
-                f"version, which have no {own.marker}, and replicas that were spread in another way"
+            self._ranks.warn(
+                f"checkpoint {folder_of(self._folder, step)} of {world_size} ranks is passed over: "
+                f"{problem} on {self._ranks.savers(failed)}"
             )
+        if any(self._folder.glob("step_*/rank_*.pt")):
+            self._ranks.warn(
+                f"{self._folder} has checkpoints, but no complete set of {own.sizes}"
+                f"{'' if same_world else ', nor of others'}; the guide to checkpoints says how to "
+                f"load sets of an earlier version, which have no {own.marker}, and replicas that "
+                f"were spread in another way"
+            )
+        return None
 
     def _read(self, held: SavedSet, map_location: torch.device | str | None) -> dict[str, Any]:
         own, paths = self._ranks.own, held.paths(self._ranks.own)
@@ -260,7 +252,7 @@ class Checkpoints:
         digest = self._write(folder, lambda: write_state(path, {**state, **self._part()}))
         if digest is None:
             return False
-        rows = self._ranks.gather(*struct.unpack("4q", bytes.fromhex(digest))).tolist()
+        rows = self._ranks.gather(*struct.unpack("4q", bytes.fromhex(digest)))
         digests = [struct.pack("4q", *row).hex() for row in rows]
         written = SavedSet(step, folder, dict(zip(self._ranks.names, digests, strict=True)))
         # Older sets stay until every rank has it.
@@ -272,21 +264,20 @@ class Checkpoints:
         digest = future.result()
         if not any(failed):
             return digest
-        self._ranks.warn(f"checkpoint {folder} is not complete: could not write", failed)
+        savers = self._ranks.savers(failed)
+        self._ranks.warn(f"checkpoint {folder} is not complete: could not write on {savers}")
         return None
 
     def _check_step(self, step: int) -> None:
         newest = max((steps[-1] for steps in self._complete.values()), default=-1)
-        everywhere = self._ranks.gather(step, newest)
-        steps = everywhere[:, 0].tolist()
+        steps, last = zip(*self._ranks.gather(step, newest), strict=True)
         # A rank that was cut off from the last save() does not know that this set is complete on
         # the others, and must not overwrite its file.
-        newest = int(everywhere[:, 1].max())
-        if len(set(steps)) > 1 or step <= newest:
+        if len(set(steps)) > 1 or step <= max(last):
             raise ValueError(
-                f"{self._ranks.own.saver}: save() expects one step on every rank, above {newest}, "
-                f"that of the last set, got {steps} by rank (the shards of a replica one after the "
-                f"other); call it at the same place everywhere, and once for each step"
+                f"{self._ranks.own.saver}: save() expects one step on every rank, above "
+                f"{max(last)}, that of the last set, got {[*steps]} by rank and shard; call it at "
+                f"the same place everywhere, and once for each step"
             )
 
     def _prune(self) -> None:

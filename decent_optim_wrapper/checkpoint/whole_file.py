@@ -12,10 +12,6 @@ from typing import Any, BinaryIO
 import torch
 
 
-class DamagedFileError(OSError):
-    """A file does not contain the bytes that were written under its name."""
-
-
 def part_of(path: Path) -> Path:
     """The name of a file until it is complete."""
     return path.with_name(path.name + ".part")
@@ -59,8 +55,7 @@ def check(path: Path, digest: str) -> None:
     """Check the digest of a file.
 
     Raises:
-        DamagedFileError: the file is missing, torn or altered, not a regular file, or cannot be
-            read.
+        OSError: the file is missing, torn or altered, not a regular file, or cannot be read.
     """
     problem: object
     try:
@@ -73,7 +68,7 @@ def check(path: Path, digest: str) -> None:
             problem = "its bytes are not those that were written; give every run its own folder"
     except OSError as error:
         problem = error
-    raise DamagedFileError(f"checkpoint {path} cannot be used: {problem}")
+    raise OSError(f"checkpoint {path} cannot be used: {problem}")
 
 
 def write_state(path: Path, state: Any) -> str:
@@ -99,10 +94,9 @@ def _serialize(state: Any, file: BinaryIO) -> None:
     foreign = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     if foreign:
         raise TypeError(
-            f"a checkpoint expects tensors, numbers, strings and containers of these, which "
-            f"torch.load(..., weights_only=True) reads again, got {', '.join(sorted(foreign))}; "
-            f"save state_dict()s and plain values, or allow the classes with "
-            f"torch.serialization.add_safe_globals()"
+            f"a checkpoint expects what torch.load(..., weights_only=True) reads again: tensors, "
+            f"numbers, strings and containers of these, got {', '.join(sorted(foreign))}; allow "
+            f"other classes with torch.serialization.add_safe_globals()"
         )
 
 
