@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 from decent_optim_wrapper.comm.background import THREAD_PREFIX
 from decent_optim_wrapper.comm.store import BoundedStore, values_of
@@ -22,40 +22,6 @@ _LOOKS_FOR_OTHERS = 3
 _NOBODY = "nobody"
 
 
-class Pace(NamedTuple):
-    """How often a rank sends a heartbeat and looks at others'.
-
-    Args:
-        pause: seconds between two heartbeats, and between two looks.
-        looks: number of looks without a new heartbeat after which a rank is dead.
-    """
-
-    pause: float
-    looks: int
-
-
-def pace(stale_after: float) -> Pace:
-    """The pace that finds a rank dead after `stale_after` seconds."""
-    pause = min(_LONGEST_PAUSE, stale_after / _LOOKS)
-    return Pace(pause=pause, looks=round(stale_after / pause))
-
-
-class _Looked(NamedTuple):
-    """What is looked at in an epoch.
-
-    Args:
-        epoch: its number, from 1.
-        watch: what this rank knows about the members.
-        dead_key: the key of the list of dead ranks.
-        request_key: the key under which a rank asks for the next epoch.
-    """
-
-    epoch: int
-    watch: EpochWatch
-    dead_key: str
-    request_key: str
-
-
 class Heartbeat:
     """Sends this rank's heartbeats and watches others', on a thread of its own.
 
@@ -68,12 +34,14 @@ class Heartbeat:
     """
 
     def __init__(self, store: BoundedStore, rank: int, stale_after: float) -> None:
-        self._pause, self._looks = pace(stale_after)
+        # Seconds between two heartbeats, and the looks without one after which a rank is dead.
+        self._pause = min(_LONGEST_PAUSE, stale_after / _LOOKS)
+        self._looks = round(stale_after / self._pause)
         self._store = store
         self.rank = rank
         self._life = 0
         self._sent = ""
-        self._looked: _Looked | None = None
+        self._watch: EpochWatch | None = None
         # The text that is sent with each heartbeat.
         self._text = ""
         # Whether a later process of this rank sends heartbeats.
@@ -142,21 +110,19 @@ class Heartbeat:
 
     def watch(self, members: Collection[int], epoch: int) -> None:
         """Watch the members of an epoch, all of which are known to be alive."""
-        watch = EpochWatch(self.rank, members, self._looks)
-        looked = _Looked(epoch, watch, f"{epoch}/dead", request_key(epoch + 1))
         # Every key that is looked at must exist: a store waits for a missing key.
-        self._store.claim(looked.dead_key, "[]")
-        self._store.claim(looked.request_key, _NOBODY)
-        self._looked = looked
+        self._store.claim(_dead_key(epoch), "[]")
+        self._store.claim(request_key(epoch + 1), _NOBODY)
+        self._watch = EpochWatch(epoch, self.rank, members, self._looks)
 
     def alive(self, rank: int) -> bool:
         """Return whether no rank has found this one dead in the present epoch."""
-        return self._looked is None or rank not in self._looked.watch.dead
+        return self._watch is None or rank not in self._watch.dead
 
     @property
     def is_over(self) -> bool:
         """True if the members must meet again, because one is dead or a rank asks for it."""
-        return self.is_replaced or (self._looked is not None and self._looked.watch.is_over)
+        return self.is_replaced or (self._watch is not None and self._watch.is_over)
 
     def say(self, text: str) -> None:
         """Send this text with every heartbeat from now on."""
@@ -187,17 +153,17 @@ class Heartbeat:
             store = self._store.clone()
             for count in itertools.count(1):
                 self._store.check_server()
-                epoch = 0 if self._looked is None else self._looked.epoch
+                watch, epoch = self._watch, self._watch.epoch if self._watch else 0
                 self._beat(store, f"{self._life} {count} {epoch} {self._text}")
                 if self.is_replaced:
                     return
-                if self._looked is not None:
-                    self._look(store, self._looked)
+                if watch is not None:
+                    self._look(store, watch)
                 self._store.note_answer()
                 if self._stop.wait(self._pause):
-                    if self._leaves and self._looked is not None:
-                        known = store.get(self._looked.dead_key).decode()
-                        self._tell(store, self._looked, {self.rank}, known)
+                    if self._leaves and (watch := self._watch):
+                        known = store.get(_dead_key(watch.epoch)).decode()
+                        self._tell(store, watch.epoch, {self.rank}, known)
                     return
         except RuntimeError:
             # The store is gone, and no agreement is possible without it.
@@ -214,21 +180,20 @@ class Heartbeat:
                 store.set(key, beat)
         self._sent = beat
 
-    def _look(self, store: Any, looked: _Looked) -> None:
+    def _look(self, store: Any, watch: EpochWatch) -> None:
         """Read everything that concerns this rank, in one call."""
-        watch = looked.watch
-        watched = watch.watched
-        keys = [looked.dead_key, looked.request_key, *map(_key, watched)]
+        epoch, watched = watch.epoch, watch.watched
+        keys = [_dead_key(epoch), request_key(epoch + 1), *map(_key, watched)]
         dead, requested, *beats = values_of(store, keys)
         newest, asked = dict(zip(watched, beats, strict=True)), requested.decode() != _NOBODY
         if watch.look(newest, json.loads(dead), asked):
-            self._tell(store, looked, watch.dead, dead.decode())
+            self._tell(store, epoch, watch.dead, dead.decode())
 
-    def _tell(self, store: Any, looked: _Looked, dead: Set[int], known: str) -> None:
+    def _tell(self, store: Any, epoch: int, dead: Set[int], known: str) -> None:
         """Add dead ranks to the common list; other ranks may do so at the same time."""
         while True:
             text = json.dumps(sorted(dead | {*json.loads(known)}))
-            found = store.compare_set(looked.dead_key, known, text).decode()
+            found = store.compare_set(_dead_key(epoch), known, text).decode()
             if found == text:
                 return
             known = found
@@ -237,6 +202,11 @@ class Heartbeat:
 def request_key(epoch: int) -> str:
     """The key under which a rank asks all others to enter the epoch."""
     return f"{epoch}/join_request"
+
+
+def _dead_key(epoch: int) -> str:
+    """The key of the list of dead ranks."""
+    return f"{epoch}/dead"
 
 
 def _key(rank: int) -> str:

@@ -13,12 +13,14 @@ class EpochWatch:
     member that was found dead stays dead until the next epoch.
 
     Args:
+        epoch: its number, from 1.
         rank: this rank.
         members: the ranks of the epoch.
         looks: number of looks without a new heartbeat after which a rank is dead.
     """
 
-    def __init__(self, rank: int, members: Collection[int], looks: int) -> None:
+    def __init__(self, epoch: int, rank: int, members: Collection[int], looks: int) -> None:
+        self.epoch = epoch
         self._rank = rank
         self._members = sorted(members)
         self._looks = looks
