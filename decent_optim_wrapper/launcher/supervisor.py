@@ -50,8 +50,8 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._running = set[RankProcess]()
-        # When each rank has died that is started again, and when it is.
-        self._due: dict[RankProcess, tuple[float, float]] = {}
+        # The ranks that have died: how, when, and seconds until they are started again.
+        self._due: dict[RankProcess, tuple[End, float, float]] = {}
         # The first failure of each rank, and how those ended that were given up, in this order.
         self._first: dict[RankProcess, End] = {}
         self._lost: dict[RankProcess, End] = {}
@@ -110,19 +110,10 @@ class Supervisor:
             self._reason = f"all ranks of this node failed {within}"
             # Ranks that were started again already would wait for the others.
             self._kill()
-        if reason := self._why_not(rank):
-            self._lost[rank] = end
-            self.console.say(
-                f"rank {rank.rank} ended ({end}); it is not started again, because {reason}"
-            )
-        else:
-            longest = max(self.options.backoff, _LONGEST_BACKOFF)
-            pause = min(self.options.backoff * 2 ** (rank.starts - 1), longest)
-            self._due[rank] = (time.monotonic(), time.monotonic() + pause)
-            self.console.say(
-                f"rank {rank.rank} ended ({end}); it is started again in {pause:g} s (restart "
-                f"{rank.starts} of {self.options.max_restarts})"
-            )
+        longest = max(self.options.backoff, _LONGEST_BACKOFF)
+        pause = min(self.options.backoff * 2 ** (rank.starts - 1), longest)
+        self._due[rank] = (end, time.monotonic(), pause)
+        self.console.say(f"rank {rank.rank} ended ({end})")
 
     def _why_not(self, rank: RankProcess) -> str:
         """Why a rank that has died is not started again; empty if it is."""
@@ -133,13 +124,15 @@ class Supervisor:
         return self.nodes.why_no_restart() if self.nodes else ""
 
     def _start_again(self) -> None:
-        for rank, (died, due) in list(self._due.items()):
+        for rank, (end, died, pause) in list(self._due.items()):
             if reason := self._why_not(rank):
                 del self._due[rank]
-                self._lost[rank] = self._first[rank]
+                self._lost[rank] = end
                 self.console.say(f"rank {rank.rank} is not started again, because {reason}")
-            elif time.monotonic() >= due and (not self.nodes or self.nodes.can_meet(died)):
+            elif time.monotonic() >= died + pause and (not self.nodes or self.nodes.can_meet(died)):
                 del self._due[rank]
+                restart = f"restart {rank.starts} of {self.options.max_restarts}"
+                self.console.say(f"rank {rank.rank} is started again ({restart})")
                 try:
                     self._start(rank)
                 except OSError as error:
