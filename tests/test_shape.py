@@ -30,7 +30,7 @@ MOST_METHODS, MOST_REWRITTEN = 25, 12
 FOLDER_LINES = {
     **{"": 1_264, "gossip": 1_832, "wire": 1_622, "comm": 1_421, "start": 1_042, "elastic": 821},
     **{"launcher": 597, "planning": 275, "checkpoint": 559, "topo": 563, "extensions": 644},
-    **{"ddp": 498, "optim": 519, "data": 380, "integrations": 316, "codecs": 283, "mesh": 120},
+    **{"ddp": 498, "optim": 518, "data": 380, "integrations": 316, "codecs": 283, "mesh": 120},
 }
 # One idea in each file: fewer files of a step would mean longer ones.
 MOST_CALLS, MOST_FILES = 140, 18

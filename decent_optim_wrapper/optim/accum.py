@@ -70,9 +70,7 @@ class AccumAdam(OptimizerOfGroups):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must be at least 0 and below 1, got {betas}")
         if not isinstance(accum_iter, int) or accum_iter < 1:
-            raise ValueError(
-                f"accum_iter must be a whole number of steps above 0, got {accum_iter}"
-            )
+            raise ValueError(f"accum_iter must be a whole number above 0, got {accum_iter}")
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -82,6 +80,11 @@ class AccumAdam(OptimizerOfGroups):
             "maximize": maximize,
         }
         super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if any({"step", "position", *_SLOTS} - slots.keys() for slots in self.state.values()):
+            raise ValueError(f"{type(self).__name__} expects its own state, got another one's")
 
     def _step_group(self, group: dict[str, Any]) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

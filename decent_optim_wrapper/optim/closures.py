@@ -19,8 +19,7 @@ def evaluates_inside_step(optimizer: Optimizer) -> str | None:
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         # The interface of SAM (Foret et al., 2021) and its variants.
         return "evaluates its closure at parameters that it has moved"
-    second_order = bool(getattr(optimizer, "is_second_order", False))
-    if second_order or kind.__name__.lower() == "adahessian":
+    if getattr(optimizer, "is_second_order", False) or kind.__name__.lower() == "adahessian":
         return "differentiates the gradient once more in its step"
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:

@@ -40,9 +40,7 @@ def local_grad(param: Tensor) -> Tensor:
     Args:
         param: has a gradient.
     """
-    grad = param.grad
-    if grad is None:
-        raise RuntimeError("local_grad() expects a parameter with a gradient")
+    grad: Tensor = param.grad  # type: ignore[assignment]
     if not isinstance(grad, DTensor) or not isinstance(param, DTensor):
         return grad
     if grad.placements != param.placements:
