@@ -28,14 +28,14 @@ class ForwardHooks:
     each parameter is also announced when it is read as an attribute of its module, and when code in
     a forward pass iterates over `parameters()`. Other code, as in TorchScript, may hold the
     parameters themselves. So a module also announces the parameters of all modules below it that
-    were compiled, or not called in the previous pass. If a pass begins with another module than the
-    model, the parameters of the model itself are announced first, and the parameters that no called
-    module contains. All parameters are announced together
+    were not called in the previous pass. If a pass begins with another module than the model, the
+    parameters of the model itself are announced first, and the parameters that no called module
+    contains. All parameters are announced together
 
     - in the first pass, and in a pass that begins with another module than the previous one;
     - without gradients, since autograd would not notice a parameter that changes later;
     - if they are sharded, since FSDP gathers the shards of the next module ahead;
-    - by a compiled model, since no hook runs in compiled code, and while a part is compiled;
+    - by a model that is compiled, or has compiled parts, since no hook runs in compiled code;
     - before `state_dict()` of any module, and before a module is copied or pickled.
 
     At the end of a pass through the whole model, all others are announced.
@@ -51,8 +51,6 @@ class ForwardHooks:
         self._announce = announce if is_fake else partial(_with_real_tensors, announce)
         self._settle = settle
         self._root = model
-        # For compiled code: torch.compile refuses a module that it reaches in two ways.
-        self._root_key = id(model)
         self._sharded = any(isinstance(param, DTensor) for param in model.parameters())
         # The parameters of each module, by its id. Not as they are when it
         # is called: functional_call() puts other tensors in their place.
@@ -60,8 +58,8 @@ class ForwardHooks:
         # The modules that were called since the last step, and before it, by id; the first first.
         self._called: dict[int, None] = {}
         self._called_before: dict[int, None] = {}
-        # Modules that were compiled, by id: their hooks run only for inputs that were not.
-        self._compiled: set[int] = set()
+        # Whether compiled code calls the model, and whether it calls parts of it.
+        self._is_compiled = self._has_compiled = False
         # What each of them announces, as long as the same modules are called.
         self._announced: dict[int, list[Tensor]] = {}
         # The parameters that were announced since the last step, by id.
@@ -74,14 +72,15 @@ class ForwardHooks:
 
     def watch(self) -> None:
         """Follow the modules and parameters that the model has now."""
-        names = "before", "before_reading", "before_listing", "before_saving"
-        before, read, listed, saved = (_Hook(self, name) for name in names)
+        names = "before_model", "before", "before_reading", "before_listing", "before_saving"
+        first, before, read, listed, saved = (_Hook(self, name) for name in names)
         for module in self._root.modules():
             # TorchScript modules take no hooks: the module above announces their parameters.
             if id(module) not in self._own and not isinstance(module, torch.jit.ScriptModule):
+                called = first if module is self._root else before
                 handles = (
                     # First of all: FSDP gathers shards in such a hook.
-                    module.register_forward_pre_hook(before, prepend=True),
+                    module.register_forward_pre_hook(called, prepend=True),
                     module.register_state_dict_pre_hook(saved),  # type: ignore[no-untyped-call]
                     Watch(module, read=read, listed=listed, copied=saved),
                 )
@@ -107,21 +106,25 @@ class ForwardHooks:
             self._called_before, self._called = self._called, {}
         self._known = set()
 
+    def before_model(self, model: nn.Module, *inputs: Any) -> None:
+        """Announce the parameters that the model itself reads, or all if it is compiled."""
+        if torch.compiler.is_compiling():
+            self._announce_all()
+            return
+        # A state may have been loaded since: a round is in flight again.
+        self._known = set()
+        self.before(model)
+
     def before(self, module: nn.Module, *inputs: Any) -> None:
         """Announce the parameters that a module is about to read."""
-        key = id(module)
         if torch.compiler.is_compiling():
-            if key == self._root_key:
-                self._announce_all()
-            elif torch.compiler.is_dynamo_compiling():
-                self._note_compiled(key)
+            # Without a look at the module: its code would be compiled anew for each layer.
+            if torch.compiler.is_dynamo_compiling():
+                self._note_compiled()
             return
-        if key == self._root_key:
-            # A state may have been loaded since: a round is in flight again.
-            self._known = set()
-        begins = not self._called
+        key, begins = id(module), not self._called
         begins_anew = begins and next(iter(self._called_before), None) != key
-        if self._sharded or not torch.is_grad_enabled() or begins_anew:
+        if self._sharded or self._has_compiled or not torch.is_grad_enabled() or begins_anew:
             self._announce(None)
         else:
             if begins:
@@ -137,7 +140,7 @@ class ForwardHooks:
 
     def before_reading(self, param: nn.Parameter) -> None:
         """Announce a parameter that is read as an attribute, unless it was announced."""
-        if id(param) not in self._known and self._root_key not in self._compiled:
+        if id(param) not in self._known and not self._is_compiled:
             self._announce((param,))
             # Only now: another thread must wait, too.
             self._known.add(id(param))
@@ -157,20 +160,18 @@ class ForwardHooks:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _announce_all(self) -> None:
         self._announce(None)
-        self._called[self._root_key] = None
+        self._called[id(self._root)] = None
         # From now on its guards read all parameters before that, where an error would be lost.
-        self._compiled.add(self._root_key)
+        self._is_compiled = True
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _note_compiled(self, key: int) -> None:
-        """Let the modules above announce the parameters of a module that is being compiled.
+    def _note_compiled(self) -> None:
+        """Announce all parameters now, while a part of the model is compiled, and in each pass.
 
-        Modules that were called earlier in this pass have not done so: all are announced now.
+        Its hooks do not run any more, or only for some inputs.
         """
-        if key not in self._compiled:
-            self._compiled.add(key)
-            self._announced = {}
-            self._announce(None)
+        self._has_compiled = True
+        self._announce(None)
 
     def _announce_for(self, module: nn.Module) -> None:
         """Announce the parameters that a module may read, which are searched only once."""
@@ -185,9 +186,8 @@ class ForwardHooks:
         own = self._own.get(id(module))
         yield from module.parameters(recurse=False) if own is None else own
         for child in module.children():
-            runs = id(child) in self._called_before and id(child) not in self._compiled
             # The module above may call flatten_parameters(), which moves the weights on a GPU.
-            if not runs or isinstance(child, nn.RNNBase):
+            if id(child) not in self._called_before or isinstance(child, nn.RNNBase):
                 yield from self._read_by(child)
 
 

@@ -886,6 +886,24 @@ def test_a_compiled_model_finds_mixed_parameters(at: int, limit: int) -> None:
 
 
 @pytest.mark.slow
+def test_blocks_with_the_same_code_are_compiled_once() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(12))).double()
+    training = Training(0, None, model=model, cap_mb=1e-4)
+    for block in model:
+        block.compile(backend=backend, fullgraph=True)
+    training.train(range(3), lambda model, *at: model(batch(*at, 8, 3)).square().mean())
+    # The first block is another one: its input has no gradient.
+    assert len(graphs) == 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("topology", "size", "views"), [("ring", 2, False), ("complete", 4, True)])
 def test_on_a_gpu_the_host_waits_for_nothing_and_mixes_each_bucket_before_its_module(
     topology: str, size: int, views: bool
