@@ -186,6 +186,7 @@ def _read(
         saved = by_position(saved)
         rate = check_mixing_rate(saved.get("mixing_rate", mixing_rate))
         pacing = gossip.pipeline.policy.pacing
+        launched = saved.get("launch_snapshot") if pacing.needs_snapshot else None
         pending = PendingResume(
             keeps_average=bool(saved.get("kept", False)),
             source=_source(gossip, saved),
@@ -193,7 +194,7 @@ def _read(
             in_flight=bool(saved["in_flight"]) and pacing.synchronous,
             rate=check_mixing_rate(saved.get("last_rate", rate)),
             age=max(1, index(saved.get("age", 1))) if pacing.needs_snapshot else 1,
-            snapshot=_read_snapshot(gossip, saved),
+            snapshot=_by_param(gossip.params, launched) if launched and saved["in_flight"] else {},
         )
         round = index(saved["round"])
         if round < pending.in_flight * pending.age:
@@ -252,14 +253,6 @@ def _read_extensions(
     return [extension.prepare_load(states.get(name)) for extension, name in pairs]
 
 
-def _read_snapshot(gossip: Gossip, saved: dict[str, Any]) -> dict[Tensor, Tensor]:
-    """The parameters at the launch of the round in flight; empty if they have not changed."""
-    needed = gossip.pipeline.policy.pacing.needs_snapshot and saved["in_flight"]
-    if "launch_snapshot" not in saved or not needed:
-        return {}
-    return _by_param(gossip.params, saved["launch_snapshot"])
-
-
 def _by_param(params: Sequence[Tensor], values: Sequence[Tensor]) -> dict[Tensor, Tensor]:
     """What was saved of each parameter, in its shape."""
     found = dict(zip(params, values, strict=True))
@@ -274,12 +267,9 @@ def _referring(gossip: Gossip) -> list[Tensor]:
 
     With "auto" each rank may have mixed other rounds, so all references start again from zero.
     """
-    if (
-        not gossip.pipeline.policy.pacing.synchronous
-        or not gossip.pipeline.session.references.keeps
-    ):
-        return []
-    members = referring(gossip.pipeline.buckets)
+    pipeline = gossip.pipeline
+    keeps = pipeline.policy.pacing.synchronous and pipeline.session.references.keeps
+    members = referring(pipeline.buckets) if keeps else ()
     return [param for param in gossip.params if param in members]
 
 
