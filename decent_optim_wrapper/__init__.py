@@ -7,13 +7,20 @@ from decent_optim_wrapper.comm.etcd_store import EtcdStore
 from decent_optim_wrapper.config import Elastic, Schedule
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
+from decent_optim_wrapper.extensions import (
+    GradientTracking,
+    OuterOptimizer,
+    StateAverage,
+    StateGossip,
+)
 from decent_optim_wrapper.gossip.extension import Extension
-from decent_optim_wrapper.gossip.pacing import Pacing
+from decent_optim_wrapper.gossip.pacing import AsItArrives, Late, Pacing
 from decent_optim_wrapper.log import configure as _configure_log
 from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 __all__ = [
+    "AsItArrives",
     "CallOrderError",
     "Codec",
     "DecentOptimWrapper",
@@ -21,11 +28,16 @@ __all__ = [
     "Elastic",
     "EtcdStore",
     "Extension",
+    "GradientTracking",
     "Group",
+    "Late",
     "NonFiniteError",
+    "OuterOptimizer",
     "Pacing",
     "PeerError",
     "Schedule",
+    "StateAverage",
+    "StateGossip",
     "Topology",
     "TopologyFactory",
     "__version__",

@@ -1,6 +1,6 @@
 """Checks of arguments, given in the annotations of the fields of a record.
 
-    staleness: Annotated[int, check_steps] = 1
+    steps: Annotated[int, check_steps] = 2
 
 A check takes the name and the value of a field. It returns the value to keep, or raises a
 `TypeError` or `ValueError` that says what was expected.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from types import NoneType
@@ -24,20 +24,10 @@ from decent_optim_wrapper.checks import (
     whole,
 )
 from decent_optim_wrapper.codecs import Codec, codec_of
-from decent_optim_wrapper.extensions import (
-    GradientTracking,
-    OuterOptimizer,
-    OwnCopyCheck,
-    StateAverage,
-    StateGossip,
-)
-from decent_optim_wrapper.extensions.outer_optimizer import MakeOptimizer
-from decent_optim_wrapper.gossip.extension import Extension, Extensions
+from decent_optim_wrapper.deprecated import OldFields, number_or_auto
 from decent_optim_wrapper.gossip.pacing import (
-    AsItArrives,
     BeforeForward,
     Delayed,
-    Late,
     Pacing,
     WithinStep,
 )
@@ -45,15 +35,12 @@ from decent_optim_wrapper.gossip.schedule import Intervals
 from decent_optim_wrapper.optim.closures import evaluates_inside_step
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
-from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.wire.nonfinite import OnNonfinite as OnNonfinite
 
 # Called with the old and the new members.
 OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
 Overlap = bool | Literal["forward"] | Pacing
-AverageState = Literal["keep", "average"] | tuple[str, ...]
 
-_MAX_STALENESS = 16
 # What torch's stores and backends can wait for: whole milliseconds, counted in 32 bits.
 _SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 0.001, 2_000_000
 
@@ -82,25 +69,9 @@ def _check_timeout(name: str, timeout: Any) -> Any:
     return timeout
 
 
-def _check_gossip_every(name: str, value: Any) -> Any:
-    if value == "auto":
-        return value
-    expected = f'{name} expects a number of steps or "auto"'
-    expect(not isinstance(value, str), expected, value)
-    return _steps(name, value)
-
-
 def _check_mixing_rate(name: str, value: Any) -> float:
     # As a float: the ranks compare its text, and 1 and 1.0 are the same rate.
     return check_mixing_rate(value)
-
-
-def _check_average_state(name: str, value: Any) -> Any:
-    if not isinstance(value, tuple):
-        return one_of("keep", "average")(name, value)
-    is_names = bool(value) and all(isinstance(each, str) for each in value)
-    expect(is_names, f"{name} expects names of the base's state", value)
-    return value
 
 
 def _check_comm_dtype(name: str, value: Any) -> Any:
@@ -121,110 +92,33 @@ _steps = whole(1, "a number of steps", " step")
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """When the ranks mix, and how far; the same on all ranks.
+class Schedule(OldFields):
+    """Which rounds there are, and how far they mix; the same on all ranks.
 
     Args:
-        gossip_every: number of steps from one round of gossip to the next; or "auto": a step mixes
-            the round in flight if it has arrived, and then launches the next one. No step waits
-            for the network or for a slower rank before `max_staleness` is reached. Rounds are then
-            counted separately from steps.
+        gossip_every: number of steps from one round of gossip to the next.
         mixing_rate: γ in (0, 1] in x <- (1 - γ) x + γ W_t x. Assign `mixing_rate` of the wrapper to
             change it during training.
-        global_avg_every: number of steps (with "auto", of rounds) from one exact average to the
-            next (Gossip-PGA, Chen et al. 2021); None for no averages. An average replaces the round
-            that would be due, and is overlapped like a round.
-        average_state: what to do with the base optimizer's state (momenta) when an exact average
-            is kept or scheduled: "keep" it, or "average" it, too (`on_nonfinite` then applies to it
-            as to the parameters). Or a tuple of names of state entries, such as
-            ``("exp_avg_sq",)``, which are sent and mixed in every round with the parameters.
-        outer: function that makes an outer optimizer from a list of tensors, the anchors, such as
-            ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``; None for no outer
-            optimizer. It steps at every exact average if `global_avg_every` is set, otherwise at
-            every round of gossip, with the gradient anchor - mixed; then x <- anchor. The anchors
-            start as the parameters of the first step. The optimizer is stepped bucket by bucket, so
-            it must update each tensor by itself. It costs a copy of the parameters and its own
-            state.
-        staleness: number of steps from the launch of a round to its mixing, at most `gossip_every`.
-            The transfer may take that many forward and backward passes. With s_i the parameters at
-            the launch, x_i <- x_i + γ Σ_j W_ij (s_j - s_i), so the mean over the ranks does not
-            move. A value above 1 costs a copy of the parameters.
-        max_staleness: upper bound of the staleness with "auto"; a step that reaches it waits.
+        global_avg_every: number of steps (with `AsItArrives`, of rounds) from one exact average to
+            the next (Gossip-PGA, Chen et al. 2021); None for no averages. An average replaces the
+            round that would be due, and is overlapped like a round.
 
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range.
     """
 
-    gossip_every: Annotated[int | Literal["auto"], _check_gossip_every] = 1
+    gossip_every: Annotated[int, number_or_auto(_steps)] = 1
     mixing_rate: Annotated[float, _check_mixing_rate] = 1.0
     global_avg_every: Annotated[int | None, optional(_steps)] = None
-    average_state: Annotated[AverageState, _check_average_state] = "keep"
-    outer: Annotated[
-        MakeOptimizer | None,
-        instance_of(
-            "a function from a list of tensors to a torch.optim.Optimizer, such as "
-            "partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), or None",
-            *(Callable, NoneType),
-        ),
-    ] = None
-    staleness: Annotated[int, _steps] = 1
-    max_staleness: Annotated[int, _steps] = _MAX_STALENESS
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self._check_staleness()
-        if isinstance(self.average_state, tuple) and self.pacing.needs_snapshot:
-            raise ValueError(
-                f"average_state={self.average_state!r} expects rounds that are mixed in the next "
-                f'step, not staleness above 1 or gossip_every="auto": second moments that have '
-                f"become smaller since the launch could become negative"
-            )
-
-    def _check_staleness(self) -> None:
-        """Check that each round is mixed before the next one is launched."""
-        if self.gossip_every == "auto":
-            if self.staleness != 1:
-                raise ValueError(
-                    f'staleness expects gossip_every to be a number of steps; with "auto", pass '
-                    f"max_staleness={self.staleness} instead"
-                )
-            if self.average_state == "average":
-                raise ValueError(
-                    'average_state="average" expects all ranks to mix in the same step, which they '
-                    'do not with gossip_every="auto"; pass average_state="keep"'
-                )
-        elif self.max_staleness != _MAX_STALENESS:
-            raise ValueError(
-                f'max_staleness expects gossip_every="auto"; with a number of steps, pass '
-                f"staleness={self.max_staleness} instead"
-            )
-        elif self.staleness > self.gossip_every:
-            raise ValueError(
-                f"staleness must be at most gossip_every={self.gossip_every}, since one round is "
-                f"mixed before the next one is launched, got {self.staleness}"
-            )
-        elif self.global_avg_every is not None and self.staleness > math.gcd(
-            self.gossip_every, self.global_avg_every
-        ):
-            raise ValueError(
-                f"staleness={self.staleness} expects at least as many steps between a round "
-                f"and an exact average, got gossip_every={self.gossip_every} and "
-                f"global_avg_every={self.global_avg_every}, whose greatest common divisor is less"
-            )
 
     @property
     def intervals(self) -> Intervals:
         """How often rounds are launched."""
-        every = 1 if isinstance(self.gossip_every, str) else self.gossip_every
-        return Intervals(gossip_every=every, global_avg_every=self.global_avg_every)
-
-    @property
-    def pacing(self) -> Pacing:
-        """When a round is mixed if `overlap` is True."""
-        if self.gossip_every == "auto":
-            return AsItArrives(self.max_staleness)
-        return Delayed() if self.staleness == 1 else Late(self.staleness)
+        return Intervals(gossip_every=self.gossip_every, global_avg_every=self.global_avg_every)
 
 
 @dataclass(frozen=True)
@@ -259,6 +153,15 @@ class Elastic:
         check_fields(self)
 
 
+def pacing_of(overlap: Overlap | None) -> Pacing:
+    """The pacing that an `overlap` stands for."""
+    if isinstance(overlap, Pacing):
+        return overlap
+    if overlap == "forward":
+        return BeforeForward()
+    return WithinStep() if overlap is False else Delayed()
+
+
 @dataclass(frozen=True)
 class Settings:
     """Further options of `DecentOptimWrapper`; the same on all ranks.
@@ -274,17 +177,24 @@ class Settings:
     sync_at_start: Annotated[bool, _flag]
     comm_dtype: Annotated[torch.dtype | Codec | None, optional(_check_comm_dtype)]
     param_as_bucket_view: Annotated[bool, _flag]
-    gradient_tracking: Annotated[bool, _flag]
     timeout: Annotated[timedelta | float | None, _check_timeout]
     on_nonfinite: Annotated[OnNonfinite, one_of("raise", "skip", "ignore")]
     schedule: Annotated[Schedule, instance_of("a Schedule", Schedule)]
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.schedule.pacing.needs_snapshot and self.overlap not in (None, True):
+        every, average_every = self.schedule.intervals
+        between = math.gcd(every, average_every or every)
+        if not self.pacing.synchronous and every != 1:
             raise ValueError(
-                'staleness above 1 and gossip_every="auto" expect overlap=True: with False a round '
-                'is mixed in the step that launches it, with "forward" before the next gradient'
+                f"overlap={self.pacing!r} expects gossip_every=1, since it launches a round in the "
+                f"step that mixes the last one, got {every}"
+            )
+        if self.pacing.synchronous and self.pacing.longest_flight > between:
+            raise ValueError(
+                f"overlap={self.pacing!r} expects at least as many steps from one round to the "
+                f"next, got gossip_every={every} and global_avg_every={average_every}, whose "
+                f"greatest common divisor is {between}"
             )
 
     @property
@@ -295,49 +205,13 @@ class Settings:
     @property
     def pacing(self) -> Pacing:
         """When a round is mixed."""
-        if isinstance(self.overlap, Pacing):
-            return self.overlap
-        if self.overlap == "forward":
-            return BeforeForward()
-        return WithinStep() if self.overlap is False else self.schedule.pacing
+        return pacing_of(self.overlap)
 
     def lines(self) -> list[str]:
         """One line for each option that the ranks compare as text; extensions have their own."""
         options = {**vars(self), **vars(self.schedule)}
-        return [f"{k}={v!r}" for k, v in options.items() if k not in ("schedule", "outer")]
-
-
-def build_extensions(
-    settings: Settings, own: Sequence[Extension], optimizer: Optimizer
-) -> Extensions:
-    """Build the extensions for these settings and this base, followed by the user's own.
-
-    Raises:
-        TypeError: one of the user's own is not an `Extension`.
-        ValueError: two have the same name, or one that has a state has no name.
-    """
-    expected = "extensions expects a sequence of instances of Extension"
-    expect(isinstance(own, Sequence), expected, own)
-    for each in own:
-        expect(isinstance(each, Extension), expected, each)
-        if not each.name and type(each).state_dict is not Extension.state_dict:
-            raise ValueError(
-                f"extensions expects a name for each extension with a state, as its key in "
-                f"checkpoints; set {type(each).__name__}.name"
-            )
-    schedule = settings.schedule
-    built: list[Extension] = []
-    if settings.gradient_tracking:
-        built.append(GradientTracking())
-    if isinstance(schedule.average_state, tuple):
-        built.append(StateGossip(schedule.average_state))
-    if type(optimizer) not in SPLITTABLE:
-        built.append(OwnCopyCheck())
-    if schedule.outer is not None:
-        built.append(OuterOptimizer(schedule.outer))
-    if schedule.average_state == "average":
-        built.append(StateAverage())
-    return Extensions([*built, *own])
+        left_out = {"schedule", *OldFields.__dataclass_fields__}
+        return [f"{name}={value!r}" for name, value in options.items() if name not in left_out]
 
 
 def check_base(optimizer: Any) -> None:

@@ -55,20 +55,12 @@ class NonFiniteError(RuntimeError):
         self.ranks = tuple(ranks)
 
 
-def late_error(rank: int, round: int, pacing: object) -> RuntimeError:
-    """The error of a round that is due while another one is in flight."""
-    return RuntimeError(
-        f"rank {rank}: {pacing!r} leaves a round in flight while round {round} is due, which would "
-        f"be skipped; pass Schedule(gossip_every=k) with k at least the number of steps for which "
-        f"a round is in flight"
-    )
-
-
-def unannounced_error(rank: int, extension: object) -> RuntimeError:
-    """The error of an extension that sends buckets although its `sends` is False."""
-    return RuntimeError(
-        f"rank {rank}: launch() of {type(extension).__name__} expects nothing to send, since its "
-        f"`sends` is False; set it to True"
+def step_in_average_error(rank: int) -> CallOrderError:
+    """The error of a step in the body of `averaged()`."""
+    return CallOrderError(
+        f"rank {rank}: step() expects the rank's own parameters, but the average is in place until "
+        f"`with optimizer.averaged():` ends; step after it, or keep an average with "
+        f"global_avg(may_revert=False)"
     )
 
 

@@ -8,9 +8,9 @@ larger group a rank does not know which link it has waited for.
 from __future__ import annotations
 
 import atexit
+import math
 import sys
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
 from statistics import fmean, median
@@ -157,10 +157,10 @@ def diagnose(rows: Tensor, members: Sequence[int], paired: bool) -> Report:
             f"rank {slow_rank} is slow: it computes {factor:.1f} times as long as the others. "
             + (
                 "Look at that machine, give it smaller batches, or let no rank wait for it with "
-                'Schedule(gossip_every="auto")'
+                "overlap=AsItArrives()"
                 if paired
                 else 'Use a topology of pairs, such as "ring", so that only its partners wait, or '
-                'Schedule(gossip_every="auto"), so that no rank waits'
+                "overlap=AsItArrives(), so that no rank waits"
             )
         )
     if slow_link is not None:
@@ -218,36 +218,25 @@ def _otherwise(ranks: Sequence[RankReport], paired: bool) -> str:
 
 def _measure(pipeline: Pipeline) -> Tensor:
     """This rank's row for `diagnose`."""
-    size = pipeline.session.transport.world_size
+    transport = pipeline.session.transport
     steps = [
         (later - earlier, stats)
         for (earlier, _), (later, stats) in pairwise(pipeline.policy.meter.history)
     ]
     costs = [
-        (seconds, seconds - stats.wait_seconds - stats.mix_seconds, stats)
-        for seconds, stats in steps
+        (s, s - each.wait_seconds - each.mix_seconds, each.wait_seconds, each.mix_seconds)
+        for s, each in steps
     ]
     row = [0.0] * 5
-    if costs:
-        row = [
-            median(seconds for seconds, _, _ in costs),
-            median(computing for _, computing, _ in costs),
-            median(stats.wait_seconds for _, _, stats in costs),
-            median(stats.mix_seconds for _, _, stats in costs),
-            fmean(stats.bytes_sent for _, _, stats in costs),
-        ]
-    waits: defaultdict[int, list[float]] = defaultdict(list)
-    pairs: defaultdict[int, list[float]] = defaultdict(list)
-    own = pipeline.session.transport.rank
-    for _, stats in steps:
-        group = _mixed_with(pipeline, stats)
-        for place in group:
-            if place != own:
-                waits[place].append(stats.wait_seconds)
-                if len(group) == 2:
-                    pairs[place].append(stats.wait_seconds)
-    for found in (waits, pairs):
-        row += [median(found[place]) if place in found else float("nan") for place in range(size)]
+    if steps:
+        row = [*map(median, zip(*costs, strict=True)), fmean(each.bytes_sent for _, each in steps)]
+    waits = [
+        ({*_mixed_with(pipeline, each)} - {transport.rank}, each.wait_seconds) for _, each in steps
+    ]
+    for most in (math.inf, 1):
+        for place in range(transport.world_size):
+            found = [wait for others, wait in waits if place in others and len(others) <= most]
+            row.append(median(found or [math.nan]))
     return torch.tensor(row, dtype=torch.float64, device="cpu")
 
 
@@ -256,7 +245,7 @@ def _mixed_with(pipeline: Pipeline, stats: StepStats) -> Sequence[int]:
     pacing, schedule = pipeline.policy.pacing, pipeline.session.schedule
     number = stats.rounds - 1
     if stats.staleness:
-        # With "auto", rounds are counted at their launch, after the one that is mixed.
+        # With `AsItArrives`, rounds are counted at their launch, after the one that is mixed.
         number -= stats.staleness if pacing.synchronous else 1
     elif pacing.mixes_early:
         number -= 1

@@ -13,19 +13,20 @@ _LIBRARIES = {
 }
 
 
-def warn(text: str) -> None:
-    """Issue a UserWarning for the innermost line of user code on the stack.
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning for the innermost line of user code on the stack.
 
     Python shows a text once per line. If there is no user code on the stack, as on a thread of
     autograd, the warning points at the outermost line.
 
     Args:
         text: what happened, on which rank, and what to do.
+        category: the class of the warning.
     """
     level, frame = 2, sys._getframe(1)
     while _in_library(frame) and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)
 
 
 def _in_library(frame: FrameType) -> bool:

@@ -26,13 +26,13 @@ from decent_optim_wrapper.config import (
     Overlap,
     Schedule,
     Settings,
-    build_extensions,
     check_base,
     check_closures,
 )
+from decent_optim_wrapper.deprecated import OldProperties, respelled
 from decent_optim_wrapper.elastic.recovery import Recovery
-from decent_optim_wrapper.errors import CallOrderError
-from decent_optim_wrapper.extensions import GradientTracking
+from decent_optim_wrapper.errors import CallOrderError, step_in_average_error
+from decent_optim_wrapper.extensions.arrange import arrange
 from decent_optim_wrapper.forward_hooks import ForwardHooks
 from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.gossip import Gossip
@@ -51,6 +51,7 @@ from decent_optim_wrapper.gossip.timing import StepStats
 from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.optim.batch_norms import recalibrated
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer, check_state_dict
+from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.report import Report, build_report, print_at_exit
 from decent_optim_wrapper.start.arguments import Arguments
@@ -66,7 +67,7 @@ from decent_optim_wrapper.wire.parameters import Named, named_parameters
 _STATE_KEY = "gossip"
 
 
-class DecentOptimWrapper(DelegatingOptimizer, Joinable):
+class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
     """Wraps an optimizer so that every `step()` also averages parameters with a few neighbours.
 
     Let x_i be the parameters of rank i, W_t the mixing matrix of round t, and u(x) the local update
@@ -81,13 +82,13 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
       the next forward pass runs. The pass waits for each bucket just before a module reads its
       parameters.
 
-    A `Schedule` with `staleness` or ``gossip_every="auto"`` gives a round more time. With s the
-    parameters at its launch, a later step computes ``x <- x + (W s - s) - u(x)``.
+    - ``overlap=Late(steps)`` and ``overlap=AsItArrives()``: a round has more time. With s the
+      parameters at its launch, a later step computes ``x <- x + (W s - s) - u(x)``.
 
     The wrapper is a `torch.optim.Optimizer` with the `param_groups`, `state` and `defaults` of the
     base, so schedulers, GradScaler, clipping and checkpoints work as usual. All ranks must call the
     constructor, `step` and every method that is marked *collective*, in the same order. With
-    ``gossip_every="auto"`` ranks may make different numbers of steps in between. A collective
+    `AsItArrives` ranks may make different numbers of steps in between. A collective
     method then mixes rounds until all ranks have called it, so it changes the parameters.
 
     Args:
@@ -101,12 +102,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             "base-2".
         bucket_cap_mb: upper bound of the size of a bucket, in MiB; None chooses it from the size of
             the model.
-        overlap: when a round is transferred, as above; or a `Pacing` of your own, which expects the
-            default `staleness` and a number for `gossip_every`. None is "forward" with `model`, and
-            True without it, with `mesh`, with ``average_state="average"``, or if rounds take longer
-            than a step. With "forward", code that reads parameters between `step()` and the forward
-            pass sees them before the mixing: call `synchronize()` first. `state_dict()` of the
-            model and of the wrapper mix the round in flight.
+        overlap: when a round is transferred: True, False, "forward" or a `Pacing`, as above. None
+            is "forward" with `model`, and True without it, with `mesh`, or with `StateAverage` or
+            another extension that is collective. With "forward", code that reads parameters between
+            `step()` and the forward pass sees them before the mixing: call `synchronize()` first.
+            `state_dict()` of the model and of the wrapper mix the round in flight.
         process_group: the ranks that gossip; None takes the default group.
         buffers: tensors such as ``model.buffers()``; `global_avg` also averages the floating-point
             ones. A buffer that a forward pass replaces by another tensor of its shape is found by
@@ -125,12 +125,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             and memory. Do not replace their storage afterwards, and call `synchronize()` before
             changing their values by hand, or the next call raises (changes through ``.data`` are
             not noticed). Not for an RNN on a GPU: its flatten_parameters() replaces the storage.
-        gradient_tracking: correct the gradients towards the mean of all ranks, for shards that
-            differ between ranks. With m a running mean of the rank's gradients g,
-            ``y = m + c``, ``c <- c + 0.3 (W_t y - y)``, and the base reads g + c (after DSGT, Pu
-            and Nedic 2018, and Momentum Tracking, Takezawa et al. 2022). Adam, AdamW, Adamax and
-            RAdam use y as their first moment. Tracking doubles the bytes sent, and costs two copies
-            of the parameters and the buffers for y. Clip before `step()`.
+        gradient_tracking: deprecated; pass ``extensions=[GradientTracking()]``.
         timeout: how long to wait for a peer, as a timedelta or in seconds; None takes the timeout
             of the process group.
         on_nonfinite: what to do if parameters contain NaN or infinity before they are mixed:
@@ -139,7 +134,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             A step checks each shard by itself. If a replica is spread over a mesh, the ranks of
             other shards do not raise this error. They end with torch's own error once the ranks of
             this shard have ended. An average checks the whole replica.
-        schedule: when the ranks mix and average, and how; see `Schedule`.
+        schedule: how often the ranks mix and average, and how far; see `Schedule`.
         elastic: None raises a `PeerError` if a rank is lost. An `Elastic` continues without it,
             over gloo, whatever the backend of the process group.
         mesh: all ranks and their arrangement, if a replica is spread over several of them
@@ -147,7 +142,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         gossip_dim: the name of the mesh dimension along which replicas gossip.
         model: the model that the parameters belong to. It is needed if parameters are sharded, with
             ``overlap="forward"``, and for `gossip_state_dict()` with an outer optimizer.
-        extensions: instances of `Extension`, which take part in the rounds.
+        extensions: instances of `Extension`, which take part in the rounds: `GradientTracking`,
+            `OuterOptimizer`, `StateAverage`, `StateGossip`, or your own.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -194,13 +190,13 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         start = Start(take_fields(Arguments, options))
         with start.failing_together():
             check_base(optimizer)
-            params = (param for group in optimizer.param_groups for param in group["params"])
-            known = None if mesh is not None else model
-            options["overlap"] = overlap_of(overlap, schedule, known, params)
+            options = respelled(options)
+            known, given = None if mesh is not None else model, options["extensions"]
+            options["overlap"] = overlap_of(options["overlap"], given, known, params_of(optimizer))
             settings = take_fields(Settings, options)
             check_closures(optimizer, settings.pacing)
             super().__init__(optimizer)
-            parts = build_extensions(settings, extensions, optimizer)
+            parts = arrange(given, optimizer)
             self._local_update = LocalUpdate(optimizer, parts)
         self._settings = settings
         self._gossip, self._setup, self._hand_over = open_session(
@@ -222,14 +218,14 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             hooks = ForwardHooks(model, self._gossip.mix_early, self._gossip.settle)
             self._forward_hooks = hooks
         self._after_step: list[Callable[[], object]] = []
-        # A dict, not an attribute: Join sets the attribute on the object that it is given. Fabric's
-        # proxy of the wrapper has copies of the attributes, and steps read this one.
-        self._join: dict[str, Any] = {}
+        # A dict, not attributes: Join sets its own on the object that it is given, and Fabric's
+        # proxy of the wrapper has copies of the attributes; steps read this one.
+        self._shared: dict[str, Any] = {"average_contexts": 0}
         Joinable.__init__(self)
         if os.environ.get("DECENT_REPORT", "0") != "0":
             print_at_exit(self, DecentOptimWrapper.report, self.rank)
         if self.rank == 0 and (mesh is None or dist.get_rank() == 0):
-            log_summary(self._pipeline, settings.schedule)
+            log_summary(self._pipeline, settings.schedule.gossip_every)
         logger.info("{!r}", self)
 
     @property
@@ -239,7 +235,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @property
     def schedule(self) -> Schedule:
-        """When the ranks mix and average, and how far."""
+        """How often the ranks mix and average, and how far."""
         return self._settings.schedule
 
     @property
@@ -249,7 +245,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
     @property
     def round(self) -> int:
-        """Number of steps so far; with ``gossip_every="auto"``, number of rounds launched."""
+        """Number of steps so far; with `AsItArrives`, number of rounds launched."""
         return self._pipeline.round
 
     @property
@@ -261,41 +257,14 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def mixing_rate(self) -> float:
         """The mixing rate of the next rounds; set the same value on all ranks.
 
-        With ``gossip_every="auto"`` ranks may be at different steps and have different rates. A
-        group then mixes with the lowest rate of its ranks.
+        With `AsItArrives` ranks may be at different steps and have different rates. A group then
+        mixes with the lowest rate of its ranks.
         """
         return self._pipeline.mixing_rate
 
     @mixing_rate.setter
     def mixing_rate(self, rate: float) -> None:
         self._pipeline.mix_with(check_mixing_rate(rate))
-
-    @property
-    def gradient_tracking(self) -> bool:
-        """True if gradients are tracked.
-
-        Setting it to False is collective and frees the memory of the tracking. It cannot be set to
-        True again.
-        """
-        return self._tracking is not None
-
-    @gradient_tracking.setter
-    def gradient_tracking(self, tracks: bool) -> None:
-        if tracks and not self.gradient_tracking:
-            raise ValueError(
-                f"rank {self.rank}: gradient_tracking expects False during the training, got "
-                f"{tracks}; pass gradient_tracking=True to the constructor"
-            )
-        if not tracks and self._tracking is not None:
-            # The round in flight still mixes the tracked gradients.
-            drop = partial(self._pipeline.extensions.drop, self._tracking)
-            self._gossip.meet(CollectiveCall.DROP_EXTENSION, drop)
-            self._notify_change()
-
-    @property
-    def _tracking(self) -> GradientTracking | None:
-        found = (e for e in self._pipeline.extensions.all if isinstance(e, GradientTracking))
-        return next(found, None)
 
     @property
     def rank(self) -> int:
@@ -405,6 +374,28 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             self.param_groups.pop()
             raise
 
+    def drop_extension(self, kind: type[Extension]) -> None:
+        """Stop calling the `extensions` of a class, and free their memory; collective.
+
+        The round in flight still mixes what they have sent.
+
+        Args:
+            kind: the class, such as `GradientTracking`.
+
+        Raises:
+            ValueError: no extension is of this class.
+        """
+        found = [each for each in self.extensions if isinstance(each, kind)]
+        if not found:
+            raise ValueError(
+                f"rank {self.rank}: drop_extension() has found no {kind.__name__} in extensions="
+                f"{[type(each).__name__ for each in self.extensions]}"
+            )
+        for each in found:
+            drop = partial(self._pipeline.extensions.drop, each)
+            self._gossip.meet(CollectiveCall.DROP_EXTENSION, drop)
+        self._notify_change()
+
     def rebuild_buckets(self) -> None:
         """Gossip all parameters of the base that require a gradient; collective.
 
@@ -456,8 +447,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
 
         Use it as ``with optimizer.averaged(): validate()``. The rank's own values are restored at
         the end.
-        Inside another average the parameters do not change. A `step()` in the body keeps the
-        average.
+        Inside another average the parameters do not change. A `step()` in the body raises a
+        `CallOrderError`.
 
         Args:
             recalibrate: a model and batches on which this rank estimates the statistics of the
@@ -466,6 +457,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
                 in evaluation mode do not change. All buffers are restored with the parameters.
         """
         nested = self.is_averaged
+        self._shared["average_contexts"] += 1
         try:
             # Inside the try: the average is in place even if the callback for new members raises.
             if not nested:
@@ -473,6 +465,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             with recalibrated(recalibrate, lambda: self.is_averaged):
                 yield
         finally:
+            self._shared["average_contexts"] -= 1
             if self.is_averaged and not nested:
                 self._gossip.revert_average()
 
@@ -480,7 +473,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """Wait for the round in flight and mix it.
 
         Call it at the end of training, and before you change parameters by hand. With
-        ``gossip_every="auto"`` it is collective and brings all ranks to the same round.
+        `AsItArrives` it is collective and brings all ranks to the same round.
 
         Raises:
             RuntimeError: an average is in place that may be reverted, and mixing would change it.
@@ -524,7 +517,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         Raises:
             RuntimeError: the norm is not finite and `error_if_nonfinite` is True.
         """
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = params_of(self)
         if not self._gossip.replica.transports:
             return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         # All ranks of the replica raise this error, and no other rank waits for them.
@@ -581,7 +574,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """Return the base's state dict with one more key for the gossip; does not communicate.
 
         Every rank must save its own state dict together with its own parameters. With
-        ``gossip_every="auto"`` call `synchronize()` on all ranks first. The state dict holds no
+        `AsItArrives` call `synchronize()` on all ranks first. The state dict holds no
         round in flight, and without one the mean over the ranks would move.
         """
         self._gossip.settle()
@@ -594,14 +587,14 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         model and optimizer may be loaded in any order. A round that is in flight now is dropped.
 
         Load on all ranks or on none. If only some ranks load, with gradient tracking or
-        ``gossip_every="auto"``, all ranks raise a `CallOrderError` in a later round.
+        `AsItArrives`, all ranks raise a `CallOrderError` in a later round.
 
         Args:
             state_dict: the result of `state_dict()`, or the state dict of the bare base optimizer,
                 with which training continues at round 0.
 
         Raises:
-            RuntimeError: with ``gossip_every="auto"``, a round is in flight that other ranks may
+            RuntimeError: with `AsItArrives`, a round is in flight that other ranks may
                 not have launched yet; call `synchronize()` on all ranks first.
             TypeError: `state_dict` is not a dict. Nothing was loaded.
             ValueError: the state dict does not fit this wrapper. Nothing was loaded.
@@ -663,23 +656,24 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
         """Return the hook that `torch.distributed.algorithms.Join` runs on a rank without data.
 
         Raises:
-            ValueError: with ``gossip_every="auto"``, which needs no Join.
+            ValueError: with `AsItArrives`, which needs no Join.
         """
         if not self._pipeline.policy.pacing.synchronous:
             raise ValueError(
-                'gossip_every="auto" does not go with Join, in which ranks wait for each other in '
-                "every step and take no part in rounds meanwhile; ranks may make different numbers "
-                "of steps without it: call synchronize() at the end on all of them"
+                f"overlap={self.pacing!r} does not go with Join, in which ranks wait for each "
+                f"other in every step and take no part in rounds meanwhile; ranks may make "
+                f"different numbers of steps without it: call synchronize() at the end on all of "
+                f"them"
             )
-        return IdleRounds(self._idle_step)
+        return IdleRounds(self._gossip, self._notify_change)
 
     @property
     def _join_config(self) -> Any:
-        return self._join["config"]
+        return self._shared["join_config"]
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
-        self._join["config"] = config
+        self._shared["join_config"] = config
 
     @property
     def join_device(self) -> torch.device:
@@ -698,6 +692,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
     def _step(self, in_backward: bool = False) -> Iterator[Step]:
         if self._join_config.enable:
             Join.notify_join_context(self)
+        if self._shared["average_contexts"] and self.is_averaged:
+            raise step_in_average_error(self.rank)
         if self._forward_hooks is not None:
             _check_forward_pass(self._forward_hooks, self._gossip)
         with Step(self._gossip, in_backward) as step:
@@ -707,14 +703,6 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable):
             self._forward_hooks.end_step()
         for each in self._after_step:
             each()
-        self._notify_change()
-
-    def _idle_step(self) -> None:
-        """One round without a local update."""
-        if self._gossip.replica.may_gather:
-            self._gossip.replica.reshard()
-        with Step(self._gossip, in_backward=False) as step:
-            step.advance(step.buckets, lambda: None)
         self._notify_change()
 
     def _regroup(self, parameters: list[Named], late: list[Named]) -> None:
@@ -770,12 +758,18 @@ class IdleRounds(JoinHook):
     """Takes part in the rounds of other ranks without local updates.
 
     Args:
-        idle_step: makes one round without an update.
+        gossip: the rounds of this rank.
+        notify_change: called after each round.
     """
 
-    def __init__(self, idle_step: Callable[[], None]) -> None:
-        self._idle_step = idle_step
+    def __init__(self, gossip: Gossip, notify_change: Callable[[], None]) -> None:
+        self._gossip = gossip
+        self._notify_change = notify_change
 
     def main_hook(self) -> None:
         """Make one round for a step that another rank still makes."""
-        self._idle_step()
+        if self._gossip.replica.may_gather:
+            self._gossip.replica.reshard()
+        with Step(self._gossip, in_backward=False) as step:
+            step.advance(step.buckets, lambda: None)
+        self._notify_change()

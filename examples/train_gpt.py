@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
-from decent_optim_wrapper import DecentOptimWrapper, TopologyFactory
+from decent_optim_wrapper import DecentOptimWrapper, GradientTracking, TopologyFactory
 from decent_optim_wrapper.optim import lr_scheduler_fn_cosine_with_warmup
 from decent_optim_wrapper.utils import init_distributed
 
@@ -148,7 +148,7 @@ def wrap(
         base,
         topology=args.topology,
         comm_dtype=None if comm_dtype == "float32" else getattr(torch, comm_dtype),
-        gradient_tracking=args.gradient_tracking,
+        extensions=[GradientTracking()] if args.gradient_tracking else [],
         overlap="forward" if args.forward else not args.no_overlap,
         mesh=mesh,
         gossip_dim="gossip",

@@ -23,7 +23,7 @@ Annotation = str | griffe.Expr | None
 
 # What public functions and methods take and return, beside the names in `__all__`.
 RECEIVED = {
-    "config": ("AverageState", "OnChange", "Overlap"),
+    "config": ("OnChange", "Overlap"),
     "report": ("Report", "RankReport", "Link"),
     "gossip.timing": ("StepStats", "Meter"),
     "gossip.extension": ("ExtensionContext", "ReceivedBucket"),

@@ -26,9 +26,11 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from decent_optim_wrapper import (
+    AsItArrives,
     CallOrderError,
     DecentOptimWrapper,
     DecentralizedDataParallel,
+    Late,
     NonFiniteError,
     PeerError,
     Schedule,
@@ -37,14 +39,14 @@ from decent_optim_wrapper.config import OnNonfinite
 from decent_optim_wrapper.gossip.round import Round
 from decent_optim_wrapper.wire.bucket import Bucket
 
-AUTO = Schedule(gossip_every="auto")
+AUTO = AsItArrives()
 LR = 0.05
 
 
 def wrap(
     params: Sequence[Tensor], group: dist.ProcessGroup | None, **options: Any
 ) -> DecentOptimWrapper:
-    options = {"topology": "ring", "schedule": AUTO, **options}
+    options = {"topology": "ring", "overlap": AUTO, **options}
     optimizer = problem.wrap(params, group, torch.optim.SGD(params, lr=LR), **options)
     assert len(optimizer.buckets) > 1
     return optimizer
@@ -137,7 +139,7 @@ def test_the_mean_is_that_of_the_local_updates(
         walk = Walk(
             *(rank, group),
             topology=topology,
-            schedule=Schedule(gossip_every="auto", max_staleness=2),
+            overlap=AsItArrives(2),
             comm_dtype=comm,
             param_as_bucket_view=views,
         )
@@ -159,21 +161,20 @@ def test_the_mean_is_that_of_the_local_updates(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "other", [Schedule(), Schedule(gossip_every=4, staleness=4), AUTO], ids=str
-)
-def test_the_mean_stays_if_a_run_is_resumed_with_another_staleness(other: Schedule) -> None:
-    late = Schedule(gossip_every=3, staleness=3)
+@pytest.mark.parametrize(("every", "overlap"), [(1, True), (4, Late(4)), (1, AUTO)], ids=str)
+def test_the_mean_stays_if_a_run_is_resumed_with_another_pacing(every: int, overlap: Any) -> None:
+    late = {"overlap": Late(3), "schedule": Schedule(gossip_every=3)}
+    other = {"overlap": overlap, "schedule": Schedule(gossip_every=every)}
 
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        walk = Walk(rank, group, schedule=late)
+        walk = Walk(rank, group, **late)
         for step in range(9):
-            # From rounds of any age to the other schedule, and back.
+            # From rounds of any age to the other pacing, and back.
             if step > 2:
-                if other is AUTO and step % 2 == 0:
+                if overlap is AUTO and step % 2 == 0:
                     walk.optimizer.synchronize()
                 state = walk.optimizer.state_dict()
-                walk.wrap(schedule=other if step % 2 else late)
+                walk.wrap(**(other if step % 2 else late))
                 walk.optimizer.load_state_dict(state)
             walk.step()
         return walk.end()
@@ -260,7 +261,7 @@ def average_and_look(walk: Walk, for_good: bool) -> tuple[Tensor, Tensor, float]
     blocks=st.lists(
         st.tuples(*[st.integers(0, 9)] * 4), min_size=1, max_size=3
     ),  # steps of every rank until the next call
-    max_staleness=st.integers(1, 8),
+    max_steps=st.integers(1, 8),
     mode=st.sampled_from(["copies", "views"]),
 )
 def test_whatever_arrives_when_each_round_is_mixed_once_and_averages_are_exact(
@@ -268,18 +269,18 @@ def test_whatever_arrives_when_each_round_is_mixed_once_and_averages_are_exact(
     topology: str,
     delays: list[list[int]],
     blocks: list[tuple[int, ...]],
-    max_staleness: int,
+    max_steps: int,
     mode: str,
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Any, Any, tuple[int, int]]:
         script.delays = itertools.cycle(delays[rank])
-        schedule = Schedule(gossip_every="auto", max_staleness=max_staleness)
-        walk = Walk(rank, group, topology=topology, schedule=schedule, **MODES[mode])
+        overlap = AsItArrives(max_steps)
+        walk = Walk(rank, group, topology=topology, overlap=overlap, **MODES[mode])
         seen = []
         for call, block in enumerate(blocks):
             for _ in range(block[rank]):
                 walk.step()
-                assert walk.optimizer.stats().staleness <= max_staleness
+                assert walk.optimizer.stats().staleness <= max_steps
             seen.append(average_and_look(walk, for_good=call == 2))
         return walk.end(), seen, (walk.optimizer.round, script.mixed)
 
@@ -311,23 +312,22 @@ def test_a_rank_in_another_call_raises_on_all() -> None:
 
 
 # With rounds of up to 16 steps, a rank that is far ahead could end before the NaN arrives.
-SOON, LATE = Schedule(gossip_every="auto", max_staleness=4), Schedule(gossip_every=2, staleness=2)
+SOON, LATE = {"overlap": AsItArrives(4)}, {"overlap": Late(2), "schedule": Schedule(gossip_every=2)}
 
 
 @pytest.mark.parametrize(
-    ("schedule", "topology", "policy"),
+    ("options", "topology", "policy"),
     [
         *((SOON, "complete", "raise"), (LATE, "complete", "raise")),
-        *((AUTO, "ring", "skip"), (LATE, "complete", "skip")),
+        *(({}, "ring", "skip"), (LATE, "complete", "skip")),
     ],
 )
 def test_nan_in_a_late_round_is_raised_by_its_whole_group_or_left_out(
-    schedule: Schedule, topology: str, policy: OnNonfinite
+    options: dict[str, Any], topology: str, policy: OnNonfinite
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, tuple[int, ...]]:
         params = make_params()
-        options: Any = {"topology": topology, "schedule": schedule, "on_nonfinite": policy}
-        optimizer = wrap(params, group, **options)
+        optimizer = wrap(params, group, topology=topology, on_nonfinite=policy, **options)
         ranks: tuple[int, ...] = ()
         try:
             take_drawn_steps(optimizer, params, rank, range(40), bad=(1, 3))
@@ -419,8 +419,8 @@ def train_module(model: nn.Module, group: dist.ProcessGroup, **options: Any) -> 
 @pytest.mark.parametrize("build", [wrap_model, train_module])
 def test_a_model_with_collectives_is_refused_on_all_ranks(build: Callable[..., None]) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> str:
-        with pytest.raises(ValueError, match="auto") as caught:
-            build(Synchronised(), group, schedule=AUTO)
+        with pytest.raises(ValueError, match="AsItArrives") as caught:
+            build(Synchronised(), group, overlap=AUTO)
         # With a number of steps all ranks come to each of them.
         build(Synchronised(), group)
         return str(caught.value)
@@ -434,7 +434,7 @@ def test_a_model_in_ddp_is_refused() -> None:
     try:
         model = DistributedDataParallel(nn.Linear(2, 2))
         with pytest.raises(ValueError, match="got DistributedDataParallel in 'model'"):
-            wrap_model(model, dist.group.WORLD, schedule=AUTO)
+            wrap_model(model, dist.group.WORLD, overlap=AUTO)
     finally:
         dist.destroy_process_group()
 
@@ -442,8 +442,7 @@ def test_a_model_in_ddp_is_refused() -> None:
 def test_a_round_that_a_call_has_launched_is_as_old_as_if_the_last_step_had() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params()
-        schedule = Schedule(gossip_every="auto", max_staleness=1)
-        optimizer = wrap(params, group, schedule=schedule)
+        optimizer = wrap(params, group, overlap=AsItArrives(1))
         for step in range(3):
             optimizer.all_gather(torch.zeros(1))
             take_steps(optimizer, params, rank, [step])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
+import modules
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from problem import flatten, make_params, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor
 
+from decent_optim_wrapper import CallOrderError
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
@@ -132,16 +135,40 @@ def test_what_is_reverted_is_what_was_there_before_the_first_average() -> None:
             optimizer.synchronize()
         optimizer.revert_global_avg()
         assert torch.equal(flatten(params), own)
-        with optimizer.averaged():
-            optimizer.zero_grad()
-            optimizer.step()
-            assert not optimizer.is_averaged
+        optimizer.global_avg()
+        optimizer.zero_grad()
+        optimizer.step()
+        assert not optimizer.is_averaged
         optimizer.synchronize()
         torch.testing.assert_close(flatten(params), average, rtol=1e-15, atol=1e-15)
         with pytest.raises(RuntimeError, match=rf"rank {rank}: revert_global_avg.*call global_avg"):
             optimizer.revert_global_avg()
 
     run_threads(2, main)
+
+
+@pytest.mark.parametrize("overlap", [True, False, "forward"])
+def test_a_step_inside_a_temporary_average_is_an_error_that_changes_nothing(overlap: Any) -> None:
+    """Also in one that is nested. Afterwards training goes on."""
+
+    def main(rank: int, group: dist.ProcessGroup, tries: bool) -> Tensor:
+        model = modules.make_model(rank)
+        optimizer = modules.wrap_base(model, group, overlap=overlap)
+        for step in range(4):
+            modules.train_by_steps(model, optimizer, rank, range(step, step + 1))
+            with optimizer.averaged(), optimizer.averaged():
+                average = modules.flat(model)
+                if tries:
+                    with pytest.raises(CallOrderError, match=f"rank {rank}: step"):
+                        optimizer.step()
+                assert torch.equal(modules.flat(model), average)
+                assert optimizer.is_averaged
+        optimizer.synchronize()
+        return modules.flat(model)
+
+    disturbed, others = (run_threads(2, partial(main, tries=each)) for each in (True, False))
+    assert all(map(torch.equal, disturbed, others))
+    assert not torch.equal(disturbed[0], disturbed[1])
 
 
 @pytest.mark.parametrize("views", [False, True])

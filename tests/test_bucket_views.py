@@ -20,7 +20,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn, optim
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from decent_optim_wrapper import DecentOptimWrapper, Schedule
+from decent_optim_wrapper import DecentOptimWrapper, Late, Schedule
 from decent_optim_wrapper.ddp.module import wants_views
 
 TRAVEL = {name: (MODES | CODED)[name] for name in ("copies", "views", "bf16-views", "int8")}
@@ -158,7 +158,7 @@ VIEWS: dict[str, Any] = {"param_as_bucket_view": True}
         (2, {"comm_dtype": torch.bfloat16}, False),
         (2, {"overlap": False, **VIEWS}, False),
         (2, {"schedule": Schedule(gossip_every=2), **VIEWS}, False),
-        (2, {"schedule": Schedule(gossip_every=2, staleness=2), **VIEWS}, False),
+        (2, {"schedule": Schedule(gossip_every=2), "overlap": Late(2), **VIEWS}, False),
         (1, VIEWS, False),
         (2, VIEWS, True),
     ],

@@ -19,7 +19,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from warned import warned_texts
 
-from decent_optim_wrapper import CallOrderError, DecentOptimWrapper, Schedule, Topology
+from decent_optim_wrapper import (
+    CallOrderError,
+    DecentOptimWrapper,
+    Late,
+    OuterOptimizer,
+    Schedule,
+    Topology,
+)
 from decent_optim_wrapper.codecs import INT4, CastCodec, Codec, TopKCodec
 from decent_optim_wrapper.wire import bucket as bucket_module
 from decent_optim_wrapper.wire import references
@@ -46,11 +53,15 @@ CASES = {
     "nodes": Case("alternating-exp-ring", 4, 2),
 }
 PAIR = Case("ring", 2)
-SCHEDULES = {
-    "each step": Schedule(),
-    "averages": Schedule(global_avg_every=5),
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "each step": {},
+    "averages": {"schedule": Schedule(global_avg_every=5)},
     # The outer step needs the parameters of the launch.
-    "late, outer": Schedule(gossip_every=3, staleness=3, outer=nesterov(0.5)),
+    "late, outer": {
+        "schedule": Schedule(gossip_every=3),
+        "overlap": Late(3),
+        "extensions": [OuterOptimizer(nesterov(0.5))],
+    },
 }
 
 
@@ -122,8 +133,7 @@ def distance(rows: Tensor) -> float:
 def test_codes_without_rounding_give_the_trajectory_without_codes(
     case: str, views: bool, schedule: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overlap = overlap or SCHEDULES[schedule].staleness > 1
-    options = {"schedule": SCHEDULES[schedule], "overlap": overlap, "param_as_bucket_view": views}
+    options = {"overlap": overlap, "param_as_bucket_view": views, **SCHEDULES[schedule]}
     expected = train(CASES[case], 11, **options)
     monkeypatch.setattr(bucket_module, "saving", lambda codec, dtype: codec)
     ours = train(CASES[case], 11, comm_dtype=CastCodec(torch.float64), **options)
@@ -271,8 +281,12 @@ def test_a_late_round_in_flight_is_resumed_by_the_names_of_the_parameters(
         values = [*make_params(seed=rank), torch.zeros(0, dtype=torch.float64)]
         model = torch.nn.ParameterList(values)
         params: list[Tensor] = list(model.parameters())
-        schedule = Schedule(gossip_every=2, staleness=2)
-        options: dict[str, Any] = {"comm_dtype": code, "param_as_bucket_view": views}
+        schedule = Schedule(gossip_every=2)
+        options: dict[str, Any] = {
+            "overlap": Late(2),
+            "comm_dtype": code,
+            "param_as_bucket_view": views,
+        }
         optimizer = wrap(params, group, case, model=model, schedule=schedule, **options)
         if resumes:
             with torch.no_grad():
@@ -334,19 +348,19 @@ def test_references_follow_parameters_into_other_buckets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "views", "change", "schedule"),
+    ("case", "views", "change", "late"),
     pairwise(
         {"one-peer-exp": Case("one-peer-exp", 4), "nodes": CASES["nodes"]},
         VIEWS,
         {"add_param_group": add_group, "rebuild_buckets": DecentOptimWrapper.rebuild_buckets},
-        {"each step": Schedule(), "late": SCHEDULES["late, outer"]},
+        {"each step": {}, "late": SCHEDULES["late, outer"]},
     ),
 )
 def test_replaced_references_are_freed(
     case: Case,
     views: bool,
     change: Callable[[DecentOptimWrapper], None],
-    schedule: Schedule,
+    late: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also those of groups that were not in flight, and those of two changes in one round."""
@@ -361,7 +375,7 @@ def test_replaced_references_are_freed(
 
     def main(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
         params = make_params(seed=rank)
-        options: dict[str, Any] = {"schedule": schedule, "param_as_bucket_view": views}
+        options = {"param_as_bucket_view": views, **late}
         optimizer = wrap(params, group, case, comm_dtype=torch.int8, **options)
         take_steps(optimizer, params, rank, range(7))
         change(optimizer)

@@ -18,10 +18,23 @@ from ranks import run_threads
 from restartable_processes import RestartableProcesses
 from torch._C._distributed_c10d import HashStore
 
-from decent_optim_wrapper import DecentOptimWrapper, Elastic, Pacing, Schedule
+from decent_optim_wrapper import (
+    AsItArrives,
+    DecentOptimWrapper,
+    Elastic,
+    Extension,
+    GradientTracking,
+    Late,
+    OuterOptimizer,
+    Pacing,
+    Schedule,
+    StateAverage,
+    StateGossip,
+)
 from decent_optim_wrapper.checks import checks_of
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.config import Settings
+from decent_optim_wrapper.deprecated import OldFields
 from decent_optim_wrapper.elastic import rendezvous
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat
 from decent_optim_wrapper.start.arguments import Arguments
@@ -31,7 +44,6 @@ def defaults(record: Any) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(record)}
 
 
-SGD = torch.optim.SGD([torch.zeros(1)], lr=0.1)
 # A field of a record, values that it does not take, and what is said of each.
 WRONG: list[tuple[Any, str, list[Any], type[Exception], str]] = [
     (
@@ -46,9 +58,9 @@ WRONG: list[tuple[Any, str, list[Any], type[Exception], str]] = [
     (Schedule, "gossip_every", [1.5, None], TypeError, "gossip_every expects"),
     (Schedule, "global_avg_every", [0], ValueError, "global_avg_every must be 1 step or more"),
     (Schedule, "global_avg_every", [True, "x"], TypeError, "global_avg_every expects"),
-    (Schedule, "average_state", ["forget", "reset"], ValueError, "average_state expects one of"),
-    (Schedule, "average_state", [1], TypeError, "average_state expects"),
-    (Schedule, "outer", [0.5, SGD], TypeError, "outer expects"),
+    (Late, "steps", [1, 0], ValueError, "steps must be 2 steps or more"),
+    (Late, "steps", [2.5, None, True], TypeError, "steps expects a number of steps"),
+    (AsItArrives, "max_steps", [0], ValueError, "max_steps must be 1 step or more"),
     (Elastic, "store", [{}, "tcp://"], TypeError, r"store expects a torch\.distributed\.Store"),
     (Elastic, "on_membership_change", [5], TypeError, "expects a function .* got 5"),
     (Elastic, "stale_after", [0, -1.0, float("inf")], ValueError, "must be above 0 seconds"),
@@ -67,6 +79,8 @@ def test_a_wrong_field_of_a_record_is_refused(
 
 # What the wrapper is built from, beside its options.
 OBJECTS = {"optimizer", "topology", "buffers", "model", "extensions"}
+# Old spellings, which no record of the wrapper has.
+OLD = {*OldFields.__dataclass_fields__, "gradient_tracking"}
 # Checked together with the process group.
 CHECKED_APART = {"process_group", "mesh", "gossip_dim", "timeout"}
 
@@ -82,7 +96,7 @@ def test_an_option_of_the_wrapper_is_documented_checked_and_compared() -> None:
     signature = [*inspect.signature(DecentOptimWrapper).parameters]
     assert documented(DecentOptimWrapper) == signature
     settings, arguments = ([*defaults(record)] for record in (Settings, Arguments))
-    assert {*settings, *arguments, *OBJECTS} == {*signature}
+    assert {*settings, *arguments, *OBJECTS} == {*signature} - OLD
     assert not OBJECTS & {*settings, *arguments}
     hints = get_type_hints(DecentOptimWrapper.__init__)
     for record in (Settings, Arguments):
@@ -92,11 +106,12 @@ def test_an_option_of_the_wrapper_is_documented_checked_and_compared() -> None:
     assert {*arguments} - {*checks_of(Arguments)} == CHECKED_APART
 
 
-@pytest.mark.parametrize("record", [Schedule(gossip_every=2), Elastic(stale_after=1.0)])
+@pytest.mark.parametrize("record", [Schedule(), Elastic(), Late(2), AsItArrives()])
 def test_a_field_of_a_record_is_documented_checked_and_constant(record: Any) -> None:
     kind = type(record)
-    assert documented(kind) == [*defaults(kind)] == [*checks_of(kind)]
-    for name in defaults(kind):
+    names = [name for name in defaults(kind) if name not in OLD]
+    assert documented(kind) == names == [*checks_of(kind)]
+    for name in names:
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(record, name, None)
 
@@ -110,38 +125,45 @@ def test_the_ranks_compare_every_setting() -> None:
     compared = [line.partition("=")[0] for line in settings.lines()]
     assert compared == [
         *(name for name in defaults(Settings) if name != "schedule"),
-        *(name for name in defaults(Schedule) if name != "outer"),
+        *(name for name in defaults(Schedule) if name not in OLD),
     ]
     changed = dataclasses.replace(settings, bucket_cap_mb=3, schedule=Schedule(mixing_rate=0.5))
     assert {*changed.lines()} - {*settings.lines()} == {"bucket_cap_mb=3.0", "mixing_rate=0.5"}
 
 
-def outer(lr: float) -> Callable[[list[torch.Tensor]], torch.optim.Optimizer]:
-    """Of which every rank has its own."""
-    return lambda anchors: torch.optim.SGD(anchors, lr=lr)
+def outer(lr: float) -> Extension:
+    """One with a function of its own in each rank."""
+    return OuterOptimizer(lambda anchors: torch.optim.SGD(anchors, lr=lr))
 
 
-# What the ranks pass, and what both say about rank 1.
-DIFFERENT: list[tuple[Schedule, Schedule, str]] = [
-    (Schedule(), Schedule(gossip_every=2), "gossip_every=2"),
-    (Schedule(), Schedule(mixing_rate=0.5), "mixing_rate=0.5"),
-    (Schedule(), Schedule(global_avg_every=3), "global_avg_every=3"),
-    (Schedule(), Schedule(average_state="average"), "average_state='average'"),
-    (Schedule(), Schedule(outer=outer(0.5)), "outer=SGD"),
-    (Schedule(outer=outer(0.5)), Schedule(outer=outer(1.5)), "outer=SGD({'lr': 1.5"),
+TRACKED: dict[str, Any] = {"extensions": [GradientTracking()]}
+LATE: dict[str, Any] = {"schedule": Schedule(gossip_every=4), "overlap": Late(2)}
+# The options of the ranks, and what both say about rank 1.
+DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"schedule": Schedule(gossip_every=2)}, "gossip_every=2"),
+    ({}, {"schedule": Schedule(mixing_rate=0.5)}, "mixing_rate=0.5"),
+    ({}, {"schedule": Schedule(global_avg_every=3)}, "global_avg_every=3"),
+    ({}, {"overlap": AsItArrives(3)}, "overlap=AsItArrives(max_steps=3)"),
+    (LATE, {**LATE, "overlap": Late(4)}, "overlap=Late(steps=4)"),
+    ({}, {"extensions": [StateAverage()]}, "StateAverage"),
+    (TRACKED, {"extensions": [StateGossip("momentum_buffer")]}, "StateGossip('momentum"),
+    ({}, {"extensions": [outer(0.5)]}, "OuterOptimizer(SGD"),
+    ({"extensions": [outer(0.5)]}, {"extensions": [outer(1.5)]}, "OuterOptimizer(SGD({'lr': 1.5"),
 ]
 
 
-def test_ranks_start_with_the_same_schedule_only() -> None:
-    """By its values: 1 is 1.0, and outer optimizers are compared by what they are."""
+def test_ranks_start_with_the_same_schedule_and_extensions_only() -> None:
+    """By their values: 1 is 1.0, and outer optimizers are compared by what they are."""
 
     def main(rank: int, group: dist.ProcessGroup) -> float:
         params = make_params()
-        for *schedules, words in DIFFERENT:
+        for *options, words in DIFFERENT:
             with pytest.raises(ValueError, match=re.escape(f"rank 1 has <{words}")):
-                wrap(params, group, schedule=schedules[rank])
-        same = Schedule(mixing_rate=(1, 1.0)[rank], outer=outer(0.5))
-        optimizer = wrap(params, group, schedule=same)
+                wrap(params, group, **options[rank])
+        same = Schedule(mixing_rate=(1, 1.0)[rank])
+        # Each rank may list them in its own order.
+        extensions = [GradientTracking(), outer(0.5)][:: 1 - 2 * rank]
+        optimizer = wrap(params, group, schedule=same, extensions=extensions)
         assert optimizer.mixing_rate == 1.0
         take_steps(optimizer, params, rank, range(3))
         return float((flatten(params) - flatten(make_params())).abs().max())
@@ -241,11 +263,12 @@ def test_a_round_that_would_be_left_out_because_another_travels_is_an_error() ->
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params(seed=rank)
-        optimizer = wrap(params, group, overlap=TwoSteps())
-        with pytest.raises(
-            RuntimeError, match=r"TwoSteps\(\) leaves a round in flight while round 1"
+        for options, words in (
+            (TwoSteps(), "TwoSteps() expects"),
+            (Late(2), "Late(steps=2) expects"),
         ):
-            take_steps(optimizer, params, rank, range(3))
+            with pytest.raises(ValueError, match=re.escape(words)):
+                wrap(params, group, overlap=options)
         optimizer = wrap(params, group, overlap=TwoSteps(), schedule=Schedule(gossip_every=2))
         take_steps(optimizer, params, rank, range(6))
 

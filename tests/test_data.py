@@ -24,7 +24,7 @@ from ranks import run_threads
 from restartable_processes import STEP, RestartableProcesses, wrap_elastic
 from torch.utils.data import DataLoader, TensorDataset
 
-from decent_optim_wrapper import DecentOptimWrapper, Schedule
+from decent_optim_wrapper import AsItArrives, DecentOptimWrapper, Schedule
 from decent_optim_wrapper.checkpoint import Checkpoints
 from decent_optim_wrapper.data import ElasticSampler
 from decent_optim_wrapper.data.agreement import Told
@@ -92,23 +92,22 @@ def test_what_workers_fetch_ahead_is_not_used(package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "gossip_every", "worlds"),
+    ("sizes", "overlap", "worlds"),
     [
-        ({"batch_size": 4}, 1, [[10] * 4, [2] * 3, [9] * 6]),
-        ({"total_batch": 13}, 1, [[9] * 4, [9] * 3, [5]]),
+        ({"batch_size": 4}, True, [[10] * 4, [2] * 3, [9] * 6]),
+        ({"total_batch": 13}, True, [[9] * 4, [9] * 3, [5]]),
         # The fast ranks are in the next epoch.
-        ({"batch_size": 4}, "auto", [[5, 12, 15, 9], [4, 9, 14, 3, 5], [2, 1]]),
+        ({"batch_size": 4}, AsItArrives(), [[5, 12, 15, 9], [4, 9, 14, 3, 5], [2, 1]]),
     ],
 )
 def test_a_checkpoint_of_other_ranks_leaves_no_sample_out(
-    tmp_path: Path, sizes: State, gossip_every: Any, worlds: list[list[int]]
+    tmp_path: Path, sizes: State, overlap: Any, worlds: list[list[int]]
 ) -> None:
     used: Counter[int] = Counter()
     epochs = 3
 
     def main(rank: int, group: dist.ProcessGroup, steps: list[int]) -> tuple[list[Batch], str, int]:
-        schedule = Schedule(gossip_every=gossip_every)
-        optimizer, step = wrap(group, rank, topology="complete", schedule=schedule)
+        optimizer, step = wrap(group, rank, topology="complete", overlap=overlap)
         sampler = ElasticSampler(SAMPLES, optimizer, **sizes)
         checkpoints = Checkpoints(tmp_path, optimizer)
         found = checkpoints.load()
@@ -130,7 +129,7 @@ def test_a_checkpoint_of_other_ranks_leaves_no_sample_out(
         by_rank, states, repeated = zip(*results, strict=True)
         used.update(sample for batches in by_rank for batch in batches for sample in batch)
         assert not any(repeated)
-        if gossip_every == 1:
+        if overlap is True:
             assert len({*states}) == 1
             counts = [[len(batch) for batch in step] for step in zip(*by_rank, strict=True)]
             assert max(max(step) - min(step) for step in counts) <= 1
@@ -139,7 +138,7 @@ def test_a_checkpoint_of_other_ranks_leaves_no_sample_out(
 
 
 def test_a_state_without_the_steps_of_all_ranks_is_refused_by_others() -> None:
-    options: Any = {"topology": "complete", "schedule": Schedule(gossip_every="auto")}
+    options: Any = {"topology": "complete", "overlap": AsItArrives()}
 
     def save(rank: int, group: dist.ProcessGroup) -> tuple[State, int]:
         optimizer, step = wrap(group, rank, **options)

@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from torch.testing._internal.two_tensor import TwoTensor
 
-from decent_optim_wrapper import Elastic, Schedule
+from decent_optim_wrapper import Elastic, StateAverage
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.optim import optim_fn_adamw
 
@@ -34,10 +34,10 @@ OTHER = make_model()
     ("options", "overlap"),
     [
         ({}, "forward"),
-        ({"schedule": Schedule(gossip_every=2, staleness=2)}, "True"),
+        ({"extensions": [StateAverage()]}, "True"),
         ({"optim_fn": lambda named: sgd([*named, *OTHER[0].named_parameters("other")])}, "True"),
     ],
-    ids=["by default", "late rounds", "another parameter"],
+    ids=["by default", "an average of the state", "another parameter"],
 )
 def test_it_mixes_before_the_forward_pass_unless_that_is_impossible(
     options: dict[str, Any], overlap: str
@@ -305,7 +305,6 @@ def hooked(named: Any) -> torch.optim.Optimizer:
         (TypeError, "grad_clip_norm expects a number", {"grad_clip_norm": "1"}),
         (ValueError, "grad_clip_norm must be 0 or more", {"grad_clip_norm": -1}),
         (TypeError, "update_in_backward expects True, False or None", {"update_in_backward": 1}),
-        (ValueError, 'overlap expects True or "forward" here', {"overlap": False}),
         (ValueError, "ignored_params expects .* of the model", {"ignored_params": [torch.ones(1)]}),
         (
             ValueError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from problem import backward, flatten, make_params, wrap
 from ranks import run_threads
 from torch import Tensor
 
-from decent_optim_wrapper import Schedule, TopologyFactory
+from decent_optim_wrapper import Schedule, StateAverage, TopologyFactory
 from decent_optim_wrapper.checkpoint import Checkpoints
 from decent_optim_wrapper.planning import consensus_rate, steady_error, suggest
 
@@ -24,8 +25,11 @@ def test_a_default_device_does_not_reach_the_messages_between_ranks(
     def main(rank: int, group: dist.ProcessGroup, device: str) -> list[Tensor]:
         params, late = make_params(), make_params(seed=3)
         with torch.device(device):
-            schedule = Schedule(average_state="average", global_avg_every=2)
-            wrapper = wrap(params, group, topology=topology, schedule=schedule)
+            options: Any = {
+                "schedule": Schedule(global_avg_every=2),
+                "extensions": [StateAverage()],
+            }
+            wrapper = wrap(params, group, topology=topology, **options)
             checkpoints = Checkpoints(tmp_path / device, wrapper)
             for step in range(4):
                 with torch.device("cpu"):

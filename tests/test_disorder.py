@@ -17,7 +17,7 @@ from covering import named, pairwise
 from problem import backward, flatten, make_params, take_steps
 from ranks import run_threads
 
-from decent_optim_wrapper import CallOrderError, PeerError, Schedule
+from decent_optim_wrapper import AsItArrives, CallOrderError, PeerError
 from decent_optim_wrapper.comm.state_transfer import receive_state, share_text
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import PendingMessage
@@ -67,9 +67,9 @@ def test_a_rank_in_another_method_is_found_within_the_round(topology: str, call:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e300])
 @pytest.mark.parametrize("field", RoundHeader._fields)
-@pytest.mark.parametrize("every", [1, "auto"])
+@pytest.mark.parametrize("overlap", [True, AsItArrives()], ids=["1", "auto"])
 def test_numbers_that_no_rank_sends_are_an_error_that_names_the_peer(
-    monkeypatch: pytest.MonkeyPatch, every: Any, field: str, value: float
+    monkeypatch: pytest.MonkeyPatch, overlap: Any, field: str, value: float
 ) -> None:
     send = Sender.send
 
@@ -83,8 +83,7 @@ def test_numbers_that_no_rank_sends_are_an_error_that_names_the_peer(
 
     def main(rank: int, group: dist.ProcessGroup) -> str:
         params = make_params()
-        schedule = Schedule(gossip_every=every)
-        optimizer = wrap(params, group, schedule=schedule, comm_dtype=torch.int8)
+        optimizer = wrap(params, group, overlap=overlap, comm_dtype=torch.int8)
 
         def train() -> None:
             while optimizer.round < 200:

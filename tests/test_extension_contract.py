@@ -25,14 +25,25 @@ from torch._C._distributed_c10d import HashStore
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from decent_optim_wrapper import DecentOptimWrapper, Elastic, Extension, Schedule
+from decent_optim_wrapper import (
+    AsItArrives,
+    DecentOptimWrapper,
+    Elastic,
+    Extension,
+    GradientTracking,
+    Late,
+    OuterOptimizer,
+    Schedule,
+    StateAverage,
+    StateGossip,
+)
 from decent_optim_wrapper.elastic import heartbeat, rendezvous
 from decent_optim_wrapper.gossip.extension import ExtensionContext
 from decent_optim_wrapper.wire.bucket import Bucket
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:gradient_tracking"),
+    pytest.mark.filterwarnings("ignore:GradientTracking"),
 ]
 
 
@@ -40,7 +51,6 @@ class Pull(Extension):
     """One that a user writes: a mean of gradients that is gossiped, and added to the gradients."""
 
     name = "pull"
-    sends = True
     corrects_gradients = True
 
     def attach(self, context: ExtensionContext) -> None:
@@ -92,25 +102,22 @@ class Pull(Extension):
             self.mean_of(param).copy_(row["mean"])
 
 
-# Arguments of the wrapper and fields of its schedule; under "own" are classes of extensions.
+OUTER = OuterOptimizer(nesterov(0.5))
+# Arguments of the wrapper and fields of its schedule; `Pull` in place of an instance.
 EXTENSIONS: dict[str, dict[str, Any]] = {
-    "tracking and own": {"gradient_tracking": True, "own": Pull},
-    "outer": {"outer": nesterov(0.5)},
-    "outer and state on averages": {
-        "outer": nesterov(0.5),
-        "average_state": "average",
-        "global_avg_every": 4,
-    },
-    "state gossip": {"average_state": ("momentum_buffer",)},
+    "tracking and own": {"extensions": [Pull, GradientTracking()]},
+    "outer": {"extensions": [OUTER]},
+    "outer and state on averages": {"extensions": [StateAverage(), OUTER], "global_avg_every": 4},
+    "state gossip": {"extensions": [StateGossip("momentum_buffer")]},
 }
 # Whose momentum is replaced.
 TRACKING_OF_ADAM: dict[str, dict[str, Any]] = {
-    "tracking of adam": {"gradient_tracking": True, "adam": True}
+    "tracking of adam": {"extensions": [GradientTracking()], "adam": True}
 }
 PACES: dict[str, dict[str, Any]] = {
     "each step": {"overlap": True},
     "rare": {"overlap": False, "gossip_every": 2},
-    "late": {"overlap": True, "gossip_every": 2, "staleness": 2},
+    "late": {"overlap": Late(2), "gossip_every": 2},
     "forward": {"overlap": "forward"},
 }
 WIRES: dict[str, dict[str, Any]] = {
@@ -172,7 +179,7 @@ class Rank(Trainer):
 
     def wrap(self) -> DecentOptimWrapper:
         world = self.world
-        options = {**world.options, "bucket_cap_mb": CAP_MB}
+        options = {**made(world.options), "bucket_cap_mb": CAP_MB}
         self.groups = [
             [nn.Parameter(param.detach(), param.requires_grad) for param in group]
             for group in self.groups
@@ -181,8 +188,6 @@ class Rank(Trainer):
         if options.get("overlap") == "forward":
             options["model"] = self.model
         self.adam = options.pop("adam", False)
-        if own := options.pop("own", None):
-            options["extensions"] = [own()]
         if store := options.pop("store", None):
             options |= {"rank": self.rank, "world_size": world.size, "timeout": 20}
             options["elastic"] = Elastic(store=store, stale_after=60.0)
@@ -193,12 +198,17 @@ class Rank(Trainer):
         return optimizer
 
 
+def made(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of one wrapper."""
+    extensions = [Pull() if each is Pull else each for each in options.get("extensions", ())]
+    return {**options, "extensions": extensions}
+
+
 def together(options: Iterable[dict[str, Any]]) -> dict[str, Any]:
     merged = {name: value for each in options for name, value in each.items()}
-    if isinstance(merged.get("average_state"), tuple):
-        # Refused with late rounds, as a test of state gossip says.
-        merged.pop("staleness", None)
-    return merged
+    # Refused, as a test of state gossip says.
+    refused = {**EXTENSIONS["state gossip"], **PACES["late"]}
+    return merged | {"overlap": True} if refused.items() <= merged.items() else merged
 
 
 def cases(*parameters: dict[str, Any]) -> list[Any]:
@@ -346,11 +356,11 @@ def test_the_mean_stays_once_a_lost_rank_has_come_back(
 
 
 # The others are refused, since second moments would be mixed with those of other steps.
-AUTOMATIC = {name: each for name, each in EXTENSIONS.items() if "average_state" not in each}
-AUTOMATIC["outer on averages"] = {"outer": nesterov(0.5), "global_avg_every": 3}
+AUTOMATIC = {name: each for name, each in EXTENSIONS.items() if "state" not in name}
+AUTOMATIC["outer on averages"] = {"extensions": [OUTER], "global_avg_every": 3}
 
 
-AS_THEY_ARRIVE = {"auto": {"overlap": True, "gossip_every": "auto", "max_staleness": 3}}
+AS_THEY_ARRIVE = {"auto": {"overlap": AsItArrives(3)}}
 
 
 @pytest.mark.parametrize("options", cases(AUTOMATIC, AS_THEY_ARRIVE, SOME_WIRES, VIEWED))
@@ -388,10 +398,9 @@ FIELDS = {field.name for field in fields(Schedule)}
 
 def arguments(options: dict[str, Any]) -> dict[str, Any]:
     """What a constructor takes."""
-    rest = {name: value for name, value in options.items() if name not in FIELDS | {"own"}}
+    rest = {name: value for name, value in options.items() if name not in FIELDS}
     schedule = Schedule(**{name: options[name] for name in FIELDS & options.keys()})
-    own = [options["own"]()] if "own" in options else []
-    return {"topology": "ring", "schedule": schedule, "extensions": own, **rest}
+    return made({"topology": "ring", "schedule": schedule, **rest})
 
 
 def sgd_in_one_call(named: Any) -> Optimizer:
@@ -450,7 +459,7 @@ def test_a_step_inside_the_backward_pass_does_the_same_as_one_behind_it(
 
 
 # Those that save something.
-SAVED = {**TRACKING_OF_ADAM, "outer": EXTENSIONS["outer"], "own": {"own": Pull}}
+SAVED = {**TRACKING_OF_ADAM, "outer": EXTENSIONS["outer"], "own": {"extensions": [Pull]}}
 EACH_SAVED = pytest.mark.parametrize("extension", SAVED.values(), ids=SAVED)
 
 
@@ -560,12 +569,12 @@ for name in (
     setattr(Recorder, name, noted(name))
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
-def test_the_methods_are_called_in_the_documented_order(staleness: int) -> None:
+@pytest.mark.parametrize(("every", "overlap"), [(1, True), (2, Late(2))])
+def test_the_methods_are_called_in_the_documented_order(every: int, overlap: Any) -> None:
     recorder = Recorder()
     params = make_params()
-    schedule = Schedule(gossip_every=staleness, global_avg_every=2, staleness=staleness)
-    optimizer = wrap(params, schedule=schedule, extensions=[recorder])
+    schedule = Schedule(gossip_every=every, global_avg_every=2)
+    optimizer = wrap(params, schedule=schedule, overlap=overlap, extensions=[recorder])
     assert len(optimizer.buckets) == 3
     take_steps(optimizer, params, 0, range(4))
     optimizer.global_avg(may_revert=False)
@@ -584,16 +593,9 @@ def test_the_methods_are_called_in_the_documented_order(staleness: int) -> None:
             *("begin_step", "received, in flight", *idle),
             *("begin_step", "received", "arrived average", *mixed),
         ],
-    }[staleness]
+    }[every]
     assert recorder.calls[: len(expected)] == expected
     assert recorder.calls[-1] == "kept"
-
-
-class Silent(Extension):
-    """Sends something without saying so."""
-
-    def launch(self, bucket: Bucket) -> Sequence[Bucket]:
-        return [bucket]
 
 
 class Nameless(Extension):
@@ -607,9 +609,8 @@ class Nameless(Extension):
     ("extensions", "error", "text"),
     [
         (Recorder(), TypeError, "extensions expects a sequence of instances"),
-        ([Recorder], TypeError, "extensions expects a sequence of instances"),
+        ((Recorder,), TypeError, "extensions expects a sequence of instances"),
         ([Nameless()], ValueError, r"set Nameless\.name"),
-        ([Silent()], RuntimeError, "its `sends` is False"),
     ],
 )
 def test_what_an_extension_does_not_say_is_an_error_that_names_it(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -32,24 +31,29 @@ from torch.testing._internal.two_tensor import TwoTensor
 from warned import warned_texts
 
 from decent_optim_wrapper import (
+    AsItArrives,
     CallOrderError,
     DecentOptimWrapper,
+    GradientTracking,
+    Late,
     NonFiniteError,
+    OuterOptimizer,
     PeerError,
     Schedule,
+    StateAverage,
+    StateGossip,
 )
-from decent_optim_wrapper.config import AverageState, OnNonfinite
+from decent_optim_wrapper.config import OnNonfinite
 from decent_optim_wrapper.extensions import OwnCopyCheck
 from decent_optim_wrapper.optim import mixing_rate_from_lr
 
 
 def test_an_average_that_is_kept_is_where_the_next_outer_step_starts() -> None:
-    schedule = Schedule(gossip_every=2, outer=partial(SGD, lr=0.5))
-
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         params = make_params()
-        base = SGD(params, lr=0.0)
-        optimizer = wrap(params, group, base, schedule=schedule, sync_at_start=False)
+        base, outer = SGD(params, lr=0.0), OuterOptimizer(partial(SGD, lr=0.5))
+        options: Any = {"schedule": Schedule(gossip_every=2), "sync_at_start": False}
+        optimizer = wrap(params, group, base, extensions=[outer], **options)
         with torch.no_grad():
             torch._foreach_add_(params, rank)
         optimizer.step()
@@ -68,14 +72,13 @@ def test_an_average_that_is_kept_is_where_the_next_outer_step_starts() -> None:
 
 
 def test_a_state_without_an_outer_optimizer_can_be_synchronised_at_once() -> None:
-    schedule = Schedule(outer=nesterov(0.5, 1.0))
-
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         params = make_params()
         plain = wrap(params, group, topology="ring")
         take_steps(plain, params, rank, range(2))
         fresh = [param.detach().clone().requires_grad_() for param in params]
-        optimizer = wrap(fresh, group, topology="ring", schedule=schedule, sync_at_start=False)
+        options: Any = {"extensions": [OuterOptimizer(nesterov(0.5, 1.0))], "sync_at_start": False}
+        optimizer = wrap(fresh, group, topology="ring", **options)
         optimizer.load_state_dict(plain.state_dict())
         before = flatten(fresh)
         plain.synchronize()
@@ -145,11 +148,10 @@ def test_the_rate_follows_the_learning_rate(
 
 
 def test_what_is_not_finite_heals_under_outer_momentum_too() -> None:
-    schedule = Schedule(outer=nesterov(0.5))
-
     def main(rank: int, group: dist.ProcessGroup) -> tuple[list[bool], list[int]]:
         params = make_params()
-        options: Any = {"schedule": schedule, "on_nonfinite": "skip", "topology": "ring"}
+        outer = OuterOptimizer(nesterov(0.5))
+        options: Any = {"extensions": [outer], "on_nonfinite": "skip", "topology": "ring"}
         optimizer = wrap(params, group, SGD(params, lr=0.01), **options)
         finite: list[bool] = []
         # In which steps the momentum of a parameter has begun anew.
@@ -191,7 +193,7 @@ def test_an_exact_average_of_two_ranks_is_not_rounded() -> None:
     assert torch.equal(one, other)
 
 
-tracked = partial(wrap, topology="ring", gradient_tracking=True)
+tracked = partial(wrap, topology="ring", extensions=[GradientTracking()])
 
 
 def tracked_of(optimizer: DecentOptimWrapper) -> list[dict[str, Any]]:
@@ -263,18 +265,18 @@ def test_the_state_of_another_rank_starts_the_estimates_again_on_all_ranks(
     check_that_the_sums_agree(run_threads(4, main))
 
 
-AUTO = Schedule(gossip_every="auto", max_staleness=3)
+AUTO = AsItArrives(3)
 LOADING: dict[str, dict[str, Any]] = {
-    "every step": {"schedule": Schedule()},
+    "every step": {},
     "every third": {"schedule": Schedule(gossip_every=3)},
-    "late": {"schedule": Schedule(gossip_every=3, staleness=2)},
+    "late": {"overlap": Late(2), "schedule": Schedule(gossip_every=3)},
     # Ranks meet after a load there also without an extension.
-    "auto": {"gradient_tracking": False, "schedule": AUTO},
+    "auto": {"extensions": [], "overlap": AUTO},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:gradient_tracking")
+@pytest.mark.filterwarnings("ignore:GradientTracking")
 @pytest.mark.parametrize(
     ("options", "loading", "topology", "at"),
     pairwise(
@@ -293,7 +295,7 @@ def test_ranks_of_which_only_some_have_loaded_raise(
         params = make_params()
         optimizer = tracked(params, group, **{**options, "topology": topology})
         assert len(optimizer.buckets) > 1
-        for step in range(5 + rank * (options["schedule"] is AUTO)):
+        for step in range(5 + rank * (options.get("overlap") is AUTO)):
             if step == at:
                 saved = copy.deepcopy(optimizer.state_dict())
             take_steps(optimizer, params, rank, [step])
@@ -311,7 +313,7 @@ def test_ranks_of_which_only_some_have_loaded_raise(
 
 def test_ranks_that_give_tracking_up_at_different_steps_hear_of_it() -> None:
     def give_up(optimizer: DecentOptimWrapper) -> None:
-        optimizer.gradient_tracking = False
+        optimizer.drop_extension(GradientTracking)
 
     def go_on(optimizer: DecentOptimWrapper) -> None:
         optimizer.step()
@@ -324,10 +326,10 @@ def test_ranks_that_give_tracking_up_at_different_steps_hear_of_it() -> None:
         backward(params, rank, 3)
         with pytest.raises((CallOrderError, PeerError)) as caught:
             (go_on if rank else give_up)(optimizer)
-        assert optimizer.gradient_tracking
+        assert [type(each) for each in optimizer.extensions] == [GradientTracking]
         return str(caught.value)
 
-    assert any("gradient_tracking = False" in text for text in run_threads(4, main))
+    assert any("drop_extension()" in text for text in run_threads(4, main))
 
 
 def test_tracking_that_is_given_up_frees_its_memory_and_trains_on() -> None:
@@ -336,15 +338,15 @@ def test_tracking_that_is_given_up_frees_its_memory_and_trains_on() -> None:
         optimizer = tracked(params, group, adamw(params))
         take_steps(optimizer, params, rank, range(4))
         before = optimizer.stats().bytes_sent
-        optimizer.gradient_tracking = False
+        optimizer.drop_extension(GradientTracking)
         given_up = flatten(params)
         take_steps(optimizer, params, rank, range(4, 8))
         assert before == 2 * optimizer.stats().bytes_sent > 0
         optimizer.synchronize()
         assert (flatten(params) - given_up).abs().max() > 1e-2
         assert "extensions" not in optimizer.state_dict()["gossip"]
-        with pytest.raises(ValueError, match="expects False during the training"):
-            optimizer.gradient_tracking = True
+        with pytest.raises(ValueError, match=r"no GradientTracking in .*=\[\]"):
+            optimizer.drop_extension(GradientTracking)
 
     run_threads(4, main)
 
@@ -361,11 +363,11 @@ def test_half_precision_parameters_have_estimates_in_single_precision() -> None:
 @pytest.mark.parametrize("rounds", ["automatic", "joined"])
 def test_the_sums_agree_where_ranks_make_different_numbers_of_steps(rounds: str) -> None:
     """They hold once all are at one round."""
-    schedule = Schedule(gossip_every="auto") if rounds == "automatic" else Schedule()
+    overlap = AsItArrives() if rounds == "automatic" else True
 
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         params = make_params()
-        optimizer = tracked(params, group, adamw(params), schedule=schedule)
+        optimizer = tracked(params, group, adamw(params), overlap=overlap)
         take_steps(optimizer, params, rank, range(6 + 2 * rank))
         if rounds == "joined":
             # As torch's Join calls it while the data of other ranks last.
@@ -379,7 +381,7 @@ def test_the_sums_agree_where_ranks_make_different_numbers_of_steps(rounds: str)
         return flatten(closed), sums(rows)[1]
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "gradient_tracking")
+        warnings.filterwarnings("ignore", "GradientTracking")
         check_that_the_sums_agree(run_threads(4, main))
 
 
@@ -393,7 +395,7 @@ def test_a_rank_without_an_entry_leaves_those_of_the_others_as_they_are(mode: st
     def main(rank: int, group: dist.ProcessGroup) -> Tensor | None:
         params = make_params()
         base = AdamW(params, lr=0.0)
-        options: Any = {"topology": "ring", "schedule": Schedule(average_state=MOMENTS)}
+        options: Any = {"topology": "ring", "extensions": [StateGossip(*MOMENTS)]}
         optimizer = wrap(params, group, base, **options, **MODES[mode])
         for step in range(4):
             for param in params:
@@ -424,8 +426,8 @@ def test_a_rank_that_is_left_out_takes_only_entries_that_the_others_have() -> No
     def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
         params = make_params()
         base = adamw(params)
-        schedule = Schedule(average_state=("exp_avg",))
-        optimizer = wrap(params, group, base, schedule=schedule, on_nonfinite="skip")
+        gossip = StateGossip("exp_avg")
+        optimizer = wrap(params, group, base, extensions=[gossip], on_nonfinite="skip")
         for step in range(5):
             backward(params, rank, step)
             if rank == 1 and step < 3:
@@ -444,9 +446,9 @@ def test_a_rank_that_is_left_out_takes_only_entries_that_the_others_have() -> No
 
 
 @pytest.mark.parametrize("mode", ["copies", "views", "bf16"])
-@pytest.mark.parametrize("average_state", ["average", ("momentum_buffer",)])
+@pytest.mark.parametrize("extension", [StateAverage(), StateGossip("momentum_buffer")])
 def test_the_state_of_complex_parameters_is_averaged_like_that_of_real_ones(
-    average_state: AverageState, mode: str
+    extension: Any, mode: str
 ) -> None:
     """And rank 1 has no entry of the last one."""
 
@@ -455,7 +457,7 @@ def test_the_state_of_complex_parameters_is_averaged_like_that_of_real_ones(
         for kind in (torch.complex128, torch.float64):
             params = [torch.ones(5, dtype=kind).requires_grad_() for _ in range(3)]
             base = SGD(params, lr=0.1, momentum=0.9)
-            options: Any = {"schedule": Schedule(average_state=average_state), **MODES[mode]}
+            options: Any = {"extensions": [extension], **MODES[mode]}
             optimizer = wrap(params, group, base, bucket_cap_mb=7e-5, **options)
             assert len(optimizer.buckets) > 1
             for step in range(4):
@@ -475,7 +477,7 @@ def test_the_state_of_complex_parameters_is_averaged_like_that_of_real_ones(
     one, other = run_threads(2, main)
     close = partial(torch.testing.assert_close, rtol=0.01, atol=0.01)
     for mine, theirs, same in zip(one, other, (True, True, False), strict=True):
-        if same and average_state == "average":
+        if same and isinstance(extension, StateAverage):
             close(mine, theirs)
         assert same or not torch.equal(mine, theirs)
 
@@ -489,15 +491,14 @@ class Quantised(SGD):
             self.state[param]["momentum"] = TwoTensor(param * 0, param * 0)
 
 
-@pytest.mark.parametrize("average_state", ["average", ("momentum",)])
+@pytest.mark.parametrize("extension", [StateAverage(), StateGossip("momentum")])
 def test_a_state_that_is_made_of_other_tensors_is_refused_in_the_first_step(
-    average_state: AverageState,
+    extension: Any,
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params()
-        schedule = Schedule(average_state=average_state)
-        optimizer = wrap(params, group, Quantised(params, lr=0.1), schedule=schedule)
-        with pytest.raises(TypeError, match=r'plain tensors, got a TwoTensor.*"keep"'):
+        optimizer = wrap(params, group, Quantised(params, lr=0.1), extensions=[extension])
+        with pytest.raises(TypeError, match=r"plain tensors, got a TwoTensor.*leave"):
             take_steps(optimizer, params, rank, [0])
 
     run_threads(2, main)
@@ -511,10 +512,10 @@ def test_an_iterate_that_is_not_mixed_is_warned_of() -> None:
     params = make_params()
     with warned_texts() as texts:
         wrap(params, None, ScheduleFree(params, lr=0.1))
-        wrap(params, None, ScheduleFree(params, lr=0.1), schedule=Schedule(average_state=("z",)))
+        wrap(params, None, ScheduleFree(params, lr=0.1), extensions=[StateGossip("z")])
         wrap(params, None, sgd(params))
     (text,) = texts
-    assert 'average_state=("z",)' in text
+    assert 'extensions=[StateGossip("z")]' in text
 
 
 class Offloads(SGD):
@@ -553,7 +554,7 @@ class Averages(ASGD):
     """Keeps a copy that it never reads."""
 
 
-TEXT = {"state": 'average_state=("master",)', "beside": 'overlap="forward" or False'}
+TEXT = {"state": 'extensions=[StateGossip("master")]', "beside": 'overlap="forward" or False'}
 
 
 @pytest.mark.parametrize(
@@ -561,8 +562,8 @@ TEXT = {"state": 'average_state=("master",)', "beside": 'overlap="forward" or Fa
     [
         (Masters, {}, "state"),
         (Masters, {"overlap": False}, "state"),
-        (Masters, {"schedule": Schedule(average_state=("master",))}, None),
-        (Masters, {"schedule": Schedule(average_state=("other",))}, "state"),
+        (Masters, {"extensions": [StateGossip("master")]}, None),
+        (Masters, {"extensions": [StateGossip("other")]}, "state"),
         (Offloads, {}, "beside"),
         (Offloads, {"overlap": False}, None),
         (OffloadsInStep, {}, None),
@@ -625,16 +626,16 @@ def average_by_a_step(optimizer: DecentOptimWrapper, params: list[Tensor]) -> No
 @pytest.mark.parametrize(
     ("policy", "make", "average"),
     pairwise(
-        named("average", "keep"),
+        {"average": [StateAverage()], "keep": []},
         {"sgd": sgd, "adamw": adamw},
         {"by step": average_by_a_step, "by may_revert": average_at_once},
     ),
 )
 def test_momenta_are_averaged_if_asked_for_where_the_average_is_kept(
-    policy: AverageState, make: Any, average: Any
+    policy: Any, make: Any, average: Any
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        params, optimizer = trained(rank, group, make, schedule=Schedule(average_state=policy))
+        params, optimizer = trained(rank, group, make, extensions=policy)
         own = momenta(optimizer, params)
         with optimizer.averaged():
             pass
@@ -644,19 +645,21 @@ def test_momenta_are_averaged_if_asked_for_where_the_average_is_kept(
     rows = run_threads(4, main)
     mean = torch.stack([own for own, _ in rows]).mean(dim=0)
     for own, after in rows:
-        expected = mean if policy == "average" else own
+        expected = mean if policy else own
         torch.testing.assert_close(after, expected, rtol=1e-13, atol=1e-14)
         assert not torch.allclose(own, mean)
 
 
 def test_the_bytes_of_averaged_momenta_are_counted() -> None:
-    def main(rank: int, group: dist.ProcessGroup, policy: AverageState) -> int:
-        schedule = Schedule(global_avg_every=3, average_state=policy)
-        _, optimizer = trained(rank, group, overlap=False, schedule=schedule)
+    def main(rank: int, group: dist.ProcessGroup, extensions: Any) -> int:
+        options: Any = {"schedule": Schedule(global_avg_every=3), "extensions": extensions}
+        _, optimizer = trained(rank, group, overlap=False, **options)
         return optimizer.stats().bytes_sent
 
     copy_bytes = 8 * flatten(make_params()).numel()
-    kept, averaged = (run_threads(4, partial(main, policy=each)) for each in ("keep", "average"))
+    kept, averaged = (
+        run_threads(4, partial(main, extensions=each)) for each in ([], [StateAverage()])
+    )
     # As by a ring of 4, in whole bytes bucket by bucket: 2 * 3 / 4 copies of one momentum.
     for one, other in zip(kept, averaged, strict=True):
         assert other - one == pytest.approx(1.5 * copy_bytes, abs=8)
@@ -668,7 +671,7 @@ def test_counters_and_what_one_rank_has_no_momentum_for_are_left_alone() -> None
     def main(rank: int, group: dist.ProcessGroup) -> list[tuple[float, ...]]:
         params = make_params()
         base = torch.optim.Adam(params, lr=0.1, betas=(0.0, 0.999))
-        optimizer = wrap(params, group, base, schedule=Schedule(average_state="average"))
+        optimizer = wrap(params, group, base, extensions=[StateAverage()])
         for step in range(3):
             for index, param in enumerate(params):
                 missing = (rank == 1 and index < 2) or (rank, step) == (0, 1)
@@ -703,12 +706,13 @@ def average_in_a_step(optimizer: DecentOptimWrapper, params: list[Tensor]) -> No
 )
 def test_momenta_that_are_not_finite_reach_nobody(average: Any, policy: OnNonfinite) -> None:
     bad, world_size = 1, 3
-    schedule = Schedule(average_state="average", global_avg_every=4)
+    schedule = Schedule(global_avg_every=4)
 
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         params = make_params(dtype=torch.float32)
         base = adamw(params)
-        optimizer = wrap(params, group, base, schedule=schedule, on_nonfinite=policy)
+        options: Any = {"schedule": schedule, "extensions": [StateAverage()]}
+        optimizer = wrap(params, group, base, on_nonfinite=policy, **options)
         take_steps(optimizer, params, rank, range(3))
         optimizer.synchronize()
         if rank == bad:
@@ -720,7 +724,7 @@ def test_momenta_that_are_not_finite_reach_nobody(average: Any, policy: OnNonfin
 
         own = moments()
         if policy == "raise":
-            refusal = r"finite momenta in average_state=.*those of ranks \[1\] hold NaN"
+            refusal = r"finite momenta in StateAverage.*those of ranks \[1\] hold NaN"
             with pytest.raises(NonFiniteError, match=refusal) as caught:
                 average(optimizer, params)
             assert caught.value.ranks == (bad,)
@@ -746,7 +750,7 @@ def test_momenta_that_are_not_finite_reach_nobody(average: Any, policy: OnNonfin
 
 
 def test_where_nobody_has_finite_momenta_each_keeps_its_own() -> None:
-    options: Any = {"schedule": Schedule(average_state="average"), "on_nonfinite": "skip"}
+    options: Any = {"extensions": [StateAverage()], "on_nonfinite": "skip"}
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params, optimizer = trained(rank, group, **options)
@@ -764,48 +768,57 @@ def an_optimizer_of_others(anchors: list[Tensor]) -> Optimizer:
     return sgd(make_params())
 
 
-FIELDS = {field.name for field in fields(Schedule)}
+GOSSIP = StateGossip(*MOMENTS)
+EVERY_2 = Schedule(gossip_every=2)
 
 
-def step_with(make: Any = sgd, **options: Any) -> None:
-    params = make_params()
-    schedule = Schedule(**{name: options.pop(name) for name in FIELDS & options.keys()})
-    optimizer = wrap(params, None, make(params), schedule=schedule, **options)
-    take_steps(optimizer, params, 0, [0])
+# Untyped, to pass what a type checker refuses.
+OUTER: Any = OuterOptimizer
+NAMES: Any = StateGossip
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
+    ("extension", "error", "words"),
     [
-        ({"outer": len}, TypeError, "outer expects .* returned a int"),
-        ({"outer": an_optimizer_of_others}, ValueError, "outer expects .* the tensors"),
-        ({"outer": partial(SGD, lr=-1.0)}, ValueError, "Invalid learning rate"),
-        (
-            {"gradient_tracking": True, "make": LBFGS, "overlap": False},
-            ValueError,
-            "gradient_tracking=True",
-        ),
-        ({"gradient_tracking": True, "on_nonfinite": "skip"}, ValueError, "on_nonfinite"),
-        ({"average_state": ("no",)}, RuntimeError, r"\['momentum_buffer'\], got 'no'"),
-        (
-            {"average_state": MOMENTS, "gossip_every": 2, "staleness": 2},
-            ValueError,
-            "second moments",
-        ),
-        ({"average_state": MOMENTS, "gossip_every": "auto"}, ValueError, "second moments"),
-        ({"average_state": ()}, TypeError, "average_state"),
-        ({"average_state": (1,)}, TypeError, "average_state"),
+        (partial(OUTER, len), TypeError, "OuterOptimizer expects .*, got 5"),
+        (partial(OUTER, 0.5), TypeError, "OuterOptimizer expects .* got 0.5"),
+        (partial(OuterOptimizer, an_optimizer_of_others), ValueError, "expects .* the tensors"),
+        (partial(OuterOptimizer, partial(SGD, lr=-1.0)), ValueError, "Invalid learning rate"),
+        (partial(StateGossip, "no"), RuntimeError, r"\['momentum_buffer'\], got 'no'"),
+        (NAMES, TypeError, "missing 1 required"),
+        (partial(NAMES, 1), RuntimeError, r"\['momentum_buffer'\], got 1"),
+        (lambda: GradientTracking, TypeError, "expects a sequence of instances"),
     ],
 )
 def test_what_an_extension_cannot_do_is_refused(
-    options: dict[str, Any], error: type[Exception], words: str
+    extension: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        step_with(**options)
+        take_steps(wrap(params := make_params(), extensions=[extension()]), params, 0, [0])
 
 
-@pytest.mark.parametrize("every", [1, 2, "auto"])
-def test_rare_rounds_with_tracking_are_warned_of(every: Any) -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"extensions": [GradientTracking()], "base": LBFGS, "overlap": False}, "GradientTracking"),
+        ({"extensions": [GradientTracking()], "on_nonfinite": "skip"}, "on_nonfinite"),
+        ({"extensions": [GOSSIP], "overlap": Late(2), "schedule": EVERY_2}, "second moments"),
+        ({"extensions": [GOSSIP], "overlap": AsItArrives()}, "second moments"),
+        ({"extensions": [StateAverage()], "overlap": AsItArrives()}, "mix in the same step"),
+        ({"extensions": [GOSSIP, GOSSIP]}, r"several of \['StateGossip'\]"),
+    ],
+)
+def test_what_does_not_go_with_an_extension_is_refused(options: Any, words: str) -> None:
+    params = make_params()
+    with pytest.raises(ValueError, match=words):
+        wrap(params, **{**options, "base": options.get("base", sgd)(params)})
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": EVERY_2}, {"overlap": AsItArrives()}], ids=["1", "2", "auto"]
+)
+def test_rare_rounds_with_tracking_are_warned_of(options: Any) -> None:
     with warned_texts() as texts:
-        tracked(make_params(), schedule=Schedule(gossip_every=every))
-    assert ["gradient_tracking gains less" in text for text in texts] == [True] * (every != 1)
+        tracked(make_params(), **options)
+    found = ["GradientTracking() gains less" in text for text in texts]
+    assert found == [True] * bool(options)

@@ -24,7 +24,16 @@ from ranks import run_threads
 from torch import nn, optim
 from torch._C._distributed_c10d import HashStore
 
-from decent_optim_wrapper import DecentOptimWrapper, Pacing, PeerError, Schedule
+from decent_optim_wrapper import (
+    AsItArrives,
+    DecentOptimWrapper,
+    GradientTracking,
+    Late,
+    Pacing,
+    PeerError,
+    Schedule,
+    StateGossip,
+)
 from decent_optim_wrapper.comm import background, streams
 from decent_optim_wrapper.comm.batch import Batches
 from decent_optim_wrapper.comm.process_groups import abort, backend_of, new_communicator
@@ -54,10 +63,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8": {"comm_dtype": torch.int8},
     "skip": {"on_nonfinite": "skip"},
     "ignore": {"on_nonfinite": "ignore"},
-    "late": {"schedule": Schedule(gossip_every=2, staleness=2)},
+    "late": {"schedule": Schedule(gossip_every=2), "overlap": Late(2)},
     "exact": {"schedule": Schedule(global_avg_every=2)},
-    "tracking": {"gradient_tracking": True},
-    "states": {"schedule": Schedule(average_state=("momentum_buffer",))},
+    "tracking": {"extensions": [GradientTracking()]},
+    "states": {"extensions": [StateGossip("momentum_buffer")]},
     "no-overlap": {"overlap": False},
 }
 WORLDS = {"pair": ("ring", 2), "group": ("complete", 4), "large group": ("complete", 20)}
@@ -385,8 +394,8 @@ class Patient(Pacing):
         ("nccl", {}, 2),
         (NCCL, {"overlap": False}, 2),
         ("nccl", {"overlap": Patient()}, 1001),
-        (NCCL, {"schedule": Schedule(gossip_every=3, staleness=3)}, 4),
-        ("nccl", {"schedule": Schedule(gossip_every="auto", max_staleness=5)}, 6),
+        (NCCL, {"schedule": Schedule(gossip_every=3), "overlap": Late(3)}, 4),
+        ("nccl", {"overlap": AsItArrives(5)}, 6),
     ],
 )
 def test_the_watchdog_of_nccl_waits_longer_than_the_steps_of_a_round(
@@ -554,8 +563,7 @@ def test_an_exchange_that_torch_has_ended_is_a_lost_peer(auto: bool, waits: int)
     failed = mock.Mock(**{"is_completed.return_value": True})
     ended = dist.DistBackendError("NCCL operation timed out")
     failed.wait.side_effect = chain([None] * waits, repeat(ended))
-    schedule = Schedule(gossip_every="auto") if auto else Schedule()
-    with wrapped(NCCL, schedule=schedule) as setup:
+    with wrapped(NCCL, overlap=AsItArrives() if auto else True) as setup:
         setup.step(3)
         with mock.patch.object(setup.own, "_end_coalescing", return_value=failed):
             # The first step mixes the round before, and launches the one that fails. With "auto"

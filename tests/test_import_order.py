@@ -22,9 +22,10 @@ TESTS = Path(__file__).parent
 _COMM = {"topo", "errors", "warn", "forks"}
 _MESH = {*_COMM, "comm", "optim"}
 _WIRE = {*_MESH, "codecs", "mesh"}
-_GOSSIP = {*_WIRE, "wire"} - {"mesh"}
+_GOSSIP = {*_WIRE, "wire", "checks"} - {"mesh"}
 _EXTENSIONS = {*_GOSSIP, "gossip", "mesh"}
-_CONFIG = {*_EXTENSIONS, "extensions", "checks"}
+_DEPRECATED = {*_EXTENSIONS, "extensions"}
+_CONFIG = {*_DEPRECATED, "deprecated"}
 _ELASTIC = {*_CONFIG, "config"}
 _START = {*_ELASTIC, "elastic"}
 _WRAPPER = {*_START, "start", "forward_hooks", "report"}
@@ -37,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire": _WIRE,
     "gossip": _GOSSIP,
     "extensions": _EXTENSIONS,
+    "deprecated": _DEPRECATED,
     "config": _CONFIG,
     "elastic": _ELASTIC,
     "start": _START,

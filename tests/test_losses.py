@@ -23,7 +23,7 @@ from restartable_processes import Life, Report, TrainingProcesses, train
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from decent_optim_wrapper import DecentOptimWrapper, PeerError, Schedule
+from decent_optim_wrapper import DecentOptimWrapper, PeerError, Schedule, StateAverage
 from decent_optim_wrapper.comm.failure_reports import FailureReports, PeerLoss
 from decent_optim_wrapper.comm.process_groups import abort, connect_gloo
 from decent_optim_wrapper.comm.transport import Transport
@@ -134,7 +134,7 @@ def test_a_local_error_is_raised_as_it_is_and_named_by_the_others(
             make_base(params),
             topology=topology,
             overlap=make_base is sgd,
-            schedule=Schedule(average_state="average" if make_base is sgd else "keep"),
+            extensions=[StateAverage()] if make_base is sgd else [],
         )
         for step in range(2):
             optimizer.step(partial(backward, params, rank, step))

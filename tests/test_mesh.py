@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from decent_optim_wrapper import DecentOptimWrapper, Schedule
+from decent_optim_wrapper import DecentOptimWrapper, Late, OuterOptimizer, Schedule
 from decent_optim_wrapper.codecs import INT4
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.mesh.replica import Replica
@@ -67,11 +67,12 @@ BASES: dict[str, Make] = {
     "fused adamw": partial(adamw, fused=True),
     "adamw": adamw,
 }
-SCHEDULES = {
-    "plain": Schedule(),
-    "averages": Schedule(global_avg_every=AVERAGE_EVERY),
-    "outer": Schedule(global_avg_every=AVERAGE_EVERY, outer=nesterov),
-    "late": Schedule(gossip_every=2, staleness=2),
+AVERAGES = Schedule(global_avg_every=AVERAGE_EVERY)
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "averages": {"schedule": AVERAGES},
+    "outer": {"schedule": AVERAGES, "extensions": [OuterOptimizer(nesterov)]},
+    "late": {"schedule": Schedule(gossip_every=2), "overlap": Late(2)},
 }
 # Mixing before a forward pass has the trajectory of mixing within the step.
 OVERLAPS = {"overlap": True, "forward": "forward", "no_overlap": False}
@@ -124,7 +125,7 @@ class Trained(NamedTuple):
 def train(case: Case) -> Trained:
     spread = Spread(LAYOUTS[case.layout])
     optimizer = spread.wrap(
-        BASES[case.base], overlap=case.overlap, schedule=SCHEDULES[case.schedule]
+        BASES[case.base], **{"overlap": case.overlap, **SCHEDULES[case.schedule]}
     )
     assert len(optimizer.buckets) >= 2
     norms = []
@@ -149,7 +150,7 @@ def oracle(case: Case) -> Oracle:
         LAYOUTS[case.layout].replicas,
         BASES[case.base],
         clip=(CLIP, case.norm_type) if case.busy else None,
-        average_every=SCHEDULES[case.schedule].global_avg_every,
+        average_every=AVERAGE_EVERY if case.schedule in ("averages", "outer") else None,
         make_outer=nesterov if case.schedule == "outer" else None,
         late=2 if case.schedule == "late" else 1,
     )

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from warned import warned_texts
 
-from decent_optim_wrapper import DecentOptimWrapper, Schedule
+from decent_optim_wrapper import DecentOptimWrapper, Late, OuterOptimizer, Schedule
 from decent_optim_wrapper.checkpoint import Checkpoints
 
 pytestmark = [
@@ -97,14 +97,13 @@ class Run:
 
     def __init__(self, layout: Layout, recipe: Recipe, seed: int = 0, rate: float = RATE) -> None:
         self.spread = Spread(layout, seed)
-        schedule = Schedule(
-            gossip_every=recipe.late,
-            staleness=recipe.late,
-            mixing_rate=rate,
-            outer=OUTERS[recipe.outer],
-        )
+        outer = OUTERS[recipe.outer]
         self.optimizer: DecentOptimWrapper = self.spread.wrap(
-            BASES[recipe.base], schedule=schedule, comm_dtype=recipe.comm_dtype
+            BASES[recipe.base],
+            overlap=Late(recipe.late) if recipe.late > 1 else None,
+            schedule=Schedule(gossip_every=recipe.late, mixing_rate=rate),
+            extensions=[OuterOptimizer(outer)] if outer else [],
+            comm_dtype=recipe.comm_dtype,
         )
         assert len(self.optimizer.buckets) >= 2
 
@@ -420,8 +419,10 @@ def test_what_is_wrong_with_one_shard_makes_the_set_incomplete_for_all(tmp_path:
 
 def alone(model: nn.Module, named_by: Any) -> DecentOptimWrapper:
     """A wrapper with an outer optimizer on a rank without others."""
-    schedule = Schedule(outer=OUTERS["nesterov"])
-    return DecentOptimWrapper(sgd([*model.parameters()]), schedule=schedule, model=named_by)
+    make = OUTERS["nesterov"]
+    assert make is not None
+    extensions = [OuterOptimizer(make)]
+    return DecentOptimWrapper(sgd([*model.parameters()]), extensions=extensions, model=named_by)
 
 
 def outer_of(optimizer: DecentOptimWrapper) -> dict[str, Any]:
@@ -480,7 +481,7 @@ def test_an_outer_group_without_parameters_keeps_its_own_settings() -> None:
     saved, loaded = (
         DecentOptimWrapper(
             sgd([*model.parameters()]),
-            schedule=Schedule(outer=partial(outer, lr)),
+            extensions=[OuterOptimizer(partial(outer, lr))],
             model=model,
             bucket_cap_mb=cap,
         )

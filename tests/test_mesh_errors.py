@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule
+from decent_optim_wrapper import AsItArrives, DecentOptimWrapper, Elastic, Schedule
 
 pytestmark = [
     pytest.mark.slow,
@@ -227,7 +227,7 @@ CASES = {
         lambda mesh, rank: add(wrap(plain()), shards(mesh)), NEEDS_MESH, "TypeError"
     ),
     "auto": Case(
-        lambda mesh, rank: over(mesh, plain(), schedule=Schedule(gossip_every="auto")),
+        lambda mesh, rank: over(mesh, plain(), overlap=AsItArrives()),
         "expects a whole replica on every rank",
     ),
 }

@@ -16,7 +16,12 @@ from meshes import LAYOUTS, Layout, Spread, run_on_mesh
 from ranks import run_processes
 from torch import Tensor
 
-from decent_optim_wrapper import DecentOptimWrapper, NonFiniteError, PeerError, Schedule
+from decent_optim_wrapper import (
+    DecentOptimWrapper,
+    NonFiniteError,
+    PeerError,
+    StateAverage,
+)
 from decent_optim_wrapper.optim.shards import local
 
 pytestmark = [
@@ -141,7 +146,7 @@ def average(name: str, momenta: bool) -> tuple[str, set[float]]:
         optimizer = spread.wrap(
             lambda params: torch.optim.SGD(params, lr=0.0, momentum=0.9),
             on_nonfinite=on_nonfinite,
-            schedule=Schedule(average_state="average"),
+            extensions=[StateAverage()],
         )
         spread.backward(0)
         optimizer.step()

@@ -17,7 +17,7 @@ from test_coded_rounds import CAP_MB, SHAPES, distance
 from test_coded_rounds import make_params as make_long_params
 from torch import Tensor
 
-from decent_optim_wrapper import DecentOptimWrapper, Group, NonFiniteError, Schedule, Topology
+from decent_optim_wrapper import DecentOptimWrapper, Group, Late, NonFiniteError, Schedule, Topology
 from decent_optim_wrapper.codecs import INT4
 
 pytestmark = pytest.mark.slow
@@ -179,7 +179,8 @@ def test_ranks_that_are_left_out_take_the_mean_of_the_others_and_do_not_move_it(
             comm_dtype=COMM[comm],
             on_nonfinite="skip",
             param_as_bucket_view=views,
-            schedule=Schedule(gossip_every=every, staleness=every, mixing_rate=rate),
+            overlap=Late(every) if every > 1 else True,
+            schedule=Schedule(gossip_every=every, mixing_rate=rate),
         )
         rows = []
         for number, bad in enumerate(left_out):

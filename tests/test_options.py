@@ -19,7 +19,17 @@ from modules import backward, sgd
 from problem import flatten, nesterov
 from torch.distributed.algorithms.join import Join
 
-from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule
+from decent_optim_wrapper import (
+    AsItArrives,
+    DecentOptimWrapper,
+    Elastic,
+    GradientTracking,
+    Late,
+    OuterOptimizer,
+    Schedule,
+    StateAverage,
+    StateGossip,
+)
 from decent_optim_wrapper.codecs import INT4
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.optim.shards import local
@@ -39,15 +49,15 @@ SPREAD = Layout({"gossip": 2, "tp": 2})
 OPTIONS: dict[str, dict[str, Any]] = {
     "overlap=False": {"overlap": False},
     '"forward"': {"overlap": "forward"},
-    "staleness": {"gossip_every": 2, "staleness": 2},
-    '"auto"': {"gossip_every": "auto"},
+    "Late": {"overlap": Late(2), "gossip_every": 2},
+    "AsItArrives": {"overlap": AsItArrives()},
     "bf16": {"comm_dtype": torch.bfloat16},
     "int8": {"comm_dtype": torch.int8},
     "int4": {"comm_dtype": INT4},
-    "tracking": {"gradient_tracking": True},
-    "outer": {"outer": nesterov(0.5)},
-    "average_state": {"average_state": "average", "global_avg_every": 2},
-    "state names": {"average_state": ("momentum_buffer",)},
+    "tracking": {"extensions": [GradientTracking()]},
+    "outer": {"extensions": [OuterOptimizer(nesterov(0.5))]},
+    "StateAverage": {"extensions": [StateAverage()], "global_avg_every": 2},
+    "StateGossip": {"extensions": [StateGossip("momentum_buffer")]},
     "views": {"param_as_bucket_view": True},
     "elastic": {"elastic": Elastic()},
     # What follows is no argument of its own here, but another way to train.
@@ -57,11 +67,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 Pair = tuple[str, str]
 PAIRS: list[Pair] = [*combinations(OPTIONS, 2)]
-# Values of one argument; a staleness and "auto" are two, though both need `gossip_every`.
+# Values of one argument, but for the list of extensions.
 EXCLUDED = {
     (one, other)
     for one, other in PAIRS
-    if OPTIONS[one].keys() & OPTIONS[other].keys() - {"gossip_every"}
+    if OPTIONS[one].keys() & OPTIONS[other].keys() - {"extensions"}
 }
 
 
@@ -70,7 +80,9 @@ def train(pair: Pair) -> None:
     spread = Spread(SPREAD, blocks=1) if "mesh" in pair else None
     place = spread.replica if spread else dist.get_rank()
     model = spread.model if spread else make_model(blocks=1)
-    options = OPTIONS[pair[0]] | OPTIONS[pair[1]] | {"topology": "ring", "timeout": 30}
+    one, other = OPTIONS[pair[0]], OPTIONS[pair[1]]
+    extensions = [*one.get("extensions", ()), *other.get("extensions", ())]
+    options = one | other | {"extensions": extensions, "topology": "ring", "timeout": 30}
     of_schedule = {field.name for field in fields(Schedule)} & options.keys()
     options["schedule"] = Schedule(**{name: options.pop(name) for name in of_schedule})
     if spread:

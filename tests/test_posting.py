@@ -20,7 +20,14 @@ from problem import backward, flatten, make_params, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor
 
-from decent_optim_wrapper import DecentOptimWrapper, PeerError, Schedule
+from decent_optim_wrapper import (
+    AsItArrives,
+    DecentOptimWrapper,
+    GradientTracking,
+    Late,
+    PeerError,
+    Schedule,
+)
 from decent_optim_wrapper.codecs import INT4, Codec
 from decent_optim_wrapper.comm import streams
 from decent_optim_wrapper.comm.streams import PostingThread
@@ -33,11 +40,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bf16, skip": {"comm_dtype": torch.bfloat16, "on_nonfinite": "skip"},
     "int8": {"comm_dtype": torch.int8},
-    "int4, late": {"comm_dtype": INT4, "schedule": Schedule(gossip_every=2, staleness=2)},
-    "late, skip": {"schedule": Schedule(gossip_every=2, staleness=2), "on_nonfinite": "skip"},
+    "int4, late": {"comm_dtype": INT4, "schedule": Schedule(gossip_every=2), "overlap": Late(2)},
+    "late, skip": {
+        "schedule": Schedule(gossip_every=2),
+        "overlap": Late(2),
+        "on_nonfinite": "skip",
+    },
     "exact": {"schedule": Schedule(global_avg_every=2), "on_nonfinite": "skip"},
-    "tracking": {"gradient_tracking": True},
-    "int8, tracking": {"comm_dtype": torch.int8, "gradient_tracking": True},
+    "tracking": {"extensions": [GradientTracking()]},
+    "int8, tracking": {"comm_dtype": torch.int8, "extensions": [GradientTracking()]},
     "int8, whole": {"comm_dtype": torch.int8, "overlap": False},
 }
 
@@ -174,9 +185,9 @@ def test_rounds_that_take_as_long_as_they_need_keep_the_mean(
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
         params = make_params(seed=rank)
-        auto = Schedule(gossip_every="auto", max_staleness=4)
+        auto = AsItArrives(4)
         base = torch.optim.SGD(params, lr=0.0)
-        options: dict[str, Any] = {"topology": "ring", "schedule": auto, "sync_at_start": False}
+        options: dict[str, Any] = {"topology": "ring", "overlap": auto, "sync_at_start": False}
         wrapper = wrap(params, group, base, **options)
         started = flatten(params)
         take_steps(wrapper, params, rank, range(40))

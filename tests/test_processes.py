@@ -40,7 +40,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule, TopologyFactory
+from decent_optim_wrapper import (
+    DecentOptimWrapper,
+    Elastic,
+    OuterOptimizer,
+    TopologyFactory,
+)
 from decent_optim_wrapper.comm import connections
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.process_groups import new_communicator, store_of
@@ -225,8 +230,8 @@ def test_distributed_checkpoint_resumes_every_rank_bit_for_bit(
 
 def resume_an_average_by_distributed_checkpoint(folder: str) -> tuple[list[float], ...]:
     """What follows an average that is loaded by `load_state_dict`, and by torch's functions."""
-    key, schedule = f"rank_{dist.get_rank()}", Schedule(outer=nesterov(0.5))
-    run, ends = fresh(seed=0, steps=3, schedule=schedule), []
+    key, outer = f"rank_{dist.get_rank()}", OuterOptimizer(nesterov(0.5))
+    run, ends = fresh(seed=0, steps=3, extensions=[outer]), []
     own = run.values()
     with run.optimizer.averaged():
         assert run.values() != own
@@ -234,7 +239,7 @@ def resume_an_average_by_distributed_checkpoint(folder: str) -> tuple[list[float
         dcp.state_dict_saver.save({key: run}, checkpoint_id=folder)
     dcp.state_dict_saver.save({key: run}, checkpoint_id=f"{folder}/own")
     for source in (None, folder, f"{folder}/own"):
-        resumed = fresh(seed=1, schedule=schedule)
+        resumed = fresh(seed=1, extensions=[outer])
         get_optimizer_state_dict(resumed.model, resumed.optimizer.optimizer)
         # Also a rank that has an average in place loads what was saved without one.
         with resumed.optimizer.averaged() if source != folder else nullcontext():

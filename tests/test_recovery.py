@@ -25,11 +25,14 @@ from restartable_processes import (
 )
 
 from decent_optim_wrapper import (
+    AsItArrives,
     CallOrderError,
     DecentOptimWrapper,
     Elastic,
+    Late,
     NonFiniteError,
     Schedule,
+    StateAverage,
     Topology,
 )
 from decent_optim_wrapper.codecs import INT4
@@ -65,8 +68,13 @@ def test_a_killed_rank_that_is_started_again_at_once_is_not_missed() -> None:
 
 def test_two_ranks_lost_at_once_one_in_the_rebuilding_and_then_all_but_the_last() -> None:
     """Nobody waits for the timeout: neighbours that close for another's sake are not lost."""
-    late = Schedule(gossip_every=3, staleness=3)
-    options = {"schedule": late, "comm_dtype": torch.int8, "param_as_bucket_view": True}
+    late = Schedule(gossip_every=3)
+    options = {
+        "overlap": Late(3),
+        "schedule": late,
+        "comm_dtype": torch.int8,
+        "param_as_bucket_view": True,
+    }
     with trained(6, timeout=LONG, **options) as processes:
         processes.all_reach("joined")
         processes.wait_for(3, "round 3")
@@ -196,7 +204,7 @@ def die_before_an_average(rank: int, optimizer: DecentOptimWrapper) -> None:
 
 
 def test_ranks_come_back_in_averages_and_a_callback_that_raises_leaves_none_in_place() -> None:
-    options = {"averages": True, "schedule": Schedule(average_state="average"), "refuses": 2}
+    options = {"averages": True, "extensions": [StateAverage()], "refuses": 2}
     with trained(4, topology="complete", after=die_before_an_average, **options) as processes:
         processes.all_reach("joined")
         processes.wait_for_members(0, (0, 2, 3))
@@ -308,7 +316,7 @@ def test_an_interrupted_wait_mixes_nothing_and_does_not_hold_up_the_end() -> Non
 
 def test_a_rank_that_stood_still_comes_back_and_a_process_too_many_ends() -> None:
     """Who sends no heartbeats is missed at once, whatever the timeout of the exchanges is."""
-    options = {"schedule": Schedule(gossip_every="auto"), "comm_dtype": INT4, "topology": "ring"}
+    options = {"overlap": AsItArrives(), "comm_dtype": INT4, "topology": "ring"}
     options = {**options, "param_as_bucket_view": True, "timeout": 10 * LONG}
     with TrainingProcesses(4, train_or_tell, **options) as processes:
         processes.all_reach("joined")

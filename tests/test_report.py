@@ -122,7 +122,7 @@ def test_both_ends_wait_for_a_slow_link_and_one_for_a_slow_rank() -> None:
     assert report.slow_link.wait_seconds == pytest.approx(0.03)
     assert [each.waits_for for each in report.ranks] == [4, 0, 7, None]
     assert "link between ranks 0 and 4" in str(report)
-    assert 'gossip_every="auto"' in report.advice[0]
+    assert "overlap=AsItArrives()" in report.advice[0]
     report = report_of([0.08, 0.082], {(0, 1): 0.001, (1, 0): 0.001}, 0, 1)
     assert (report.slow_rank, report.slow_link) == (None, None)
     assert report.advice == ("no rank and no link is slow",)

@@ -24,7 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from warned import warned_texts
 
-from decent_optim_wrapper import NonFiniteError, Schedule, TopologyFactory
+from decent_optim_wrapper import (
+    AsItArrives,
+    GradientTracking,
+    Late,
+    NonFiniteError,
+    OuterOptimizer,
+    Schedule,
+    TopologyFactory,
+)
 from decent_optim_wrapper.checkpoint import Checkpoint, averaging, whole_file
 from decent_optim_wrapper.checkpoint.saved_set import FileName, SavedSet, folder_of
 from decent_optim_wrapper.cli import main as command
@@ -60,7 +68,7 @@ def part(
     step = run.resume()
     loaded, state = flatten(run.params), copy.deepcopy(run.optimizer.state_dict())
     take_steps(run.optimizer, run.params, rank, range(STEPS))
-    if run.optimizer.schedule.gossip_every == "auto":
+    if not run.optimizer.pacing.synchronous:
         run.optimizer.synchronize()
     run.save(step + STEPS)
     return Found(loaded, state, flatten(run.params), run.optimizer.round)
@@ -135,8 +143,8 @@ def schedulefree(params: Sequence[Tensor]) -> Any:
 
 FEATURES: dict[str, dict[str, Any]] = {
     "int8": {"comm_dtype": torch.int8},
-    "late": {"schedule": Schedule(gossip_every=3, staleness=3)},
-    "auto": {"schedule": Schedule(gossip_every="auto")},
+    "late": {"schedule": Schedule(gossip_every=3), "overlap": Late(3)},
+    "auto": {"overlap": AsItArrives()},
     "schedule-free": {"make": schedulefree},
     "quasi-global": {"make": partial(QGSGD, lr=0.05)},
     "windows": {"make": partial(AccumAdam, lr=0.02, accum_iter=3), "overlap": False},
@@ -166,10 +174,11 @@ def test_whatever_takes_part_the_mean_stays(options: dict[str, Any], tmp_path: P
     check_mean(*journey(tmp_path, (4, 6), **options))
 
 
-@pytest.mark.filterwarnings("ignore:gradient_tracking gains less")
+@pytest.mark.filterwarnings("ignore:GradientTracking less")
 def test_an_outer_optimizer_goes_on_and_tracked_gradients_start_again(tmp_path: Path) -> None:
-    schedule = Schedule(gossip_every=2, outer=nesterov(0.5))
-    before, found = journey(tmp_path, (4, 3), gradient_tracking=True, schedule=schedule)
+    options: Any = {"schedule": Schedule(gossip_every=2)}
+    options["extensions"] = [OuterOptimizer(nesterov(0.5)), GradientTracking()]
+    before, found = journey(tmp_path, (4, 3), **options)
     check_mean(before, found)
     for rank in found:
         states = rank.state["gossip"]["extensions"]

@@ -16,12 +16,20 @@ from ranks import run_threads
 from torch import Tensor
 from torch.optim import AdamW
 
-from decent_optim_wrapper import DecentOptimWrapper, PeerError, Schedule
+from decent_optim_wrapper import (
+    AsItArrives,
+    DecentOptimWrapper,
+    OuterOptimizer,
+    PeerError,
+    Schedule,
+)
 from decent_optim_wrapper.codecs import TopKCodec
 from decent_optim_wrapper.optim import AccumAdam
 
 STEPS = 6
 VIEWS: dict[str, Any] = {"param_as_bucket_view": True}
+
+OUTER = OuterOptimizer(nesterov(0.5))
 
 
 def start(
@@ -184,8 +192,7 @@ def test_a_state_that_is_refused_changes_nothing() -> None:
     def main(rank: int, group: dist.ProcessGroup, loads: bool) -> Tensor:
         params = make_params()
         base = AccumAdam(params, lr=0.02)
-        schedule = Schedule(outer=nesterov(0.5))
-        optimizer = wrap(params, group, base, topology="ring", schedule=schedule)
+        optimizer = wrap(params, group, base, topology="ring", extensions=[OUTER])
         take_steps(optimizer, params, rank, [0])
         early = copy.deepcopy(optimizer.state_dict())
         take_steps(optimizer, params, rank, [1, 2])
@@ -206,7 +213,7 @@ def test_a_round_that_fails_while_it_is_dropped_leaves_all_of_the_state_loaded()
     launched = threading.Event()
 
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        params, optimizer = start(group, schedule=Schedule(outer=nesterov(0.5)))
+        params, optimizer = start(group, extensions=[OUTER])
         early = copy.deepcopy(optimizer.state_dict())
         early["param_groups"][0]["lr"] = 7.0
         take_steps(optimizer, params, rank, range(2 + (rank == 0)))
@@ -228,7 +235,7 @@ def test_a_round_that_fails_while_it_is_dropped_leaves_all_of_the_state_loaded()
 @pytest.mark.parametrize(
     "options",
     [
-        {"schedule": Schedule(outer=nesterov(0.5))},
+        {"extensions": [OUTER]},
         *({"param_as_bucket_view": True, "comm_dtype": each} for each in (None, torch.bfloat16)),
         {"comm_dtype": torch.int8},
     ],
@@ -258,7 +265,7 @@ def test_an_average_that_was_loaded_is_saved_as_one_until_the_next_step() -> Non
     """That step is where the outer optimizer starts again from the average."""
 
     def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
-        params, optimizer = start(group, schedule=Schedule(gossip_every=2, outer=nesterov(0.5)))
+        params, optimizer = start(group, extensions=[OUTER], schedule=Schedule(gossip_every=2))
         take_steps(optimizer, params, rank, range(3))
         own = flatten(params)
         optimizer.global_avg()
@@ -266,7 +273,7 @@ def test_an_average_that_was_loaded_is_saved_as_one_until_the_next_step() -> Non
         rows = []
         for times in (1, 2, 3):
             state = copy.deepcopy(optimizer.state_dict())
-            others, resumed = start(group, schedule=Schedule(gossip_every=2, outer=nesterov(0.5)))
+            others, resumed = start(group, extensions=[OUTER], schedule=Schedule(gossip_every=2))
             for _ in range(times):
                 resumed.load_state_dict(copy.deepcopy(state))
                 state = resumed.state_dict()
@@ -284,12 +291,12 @@ def test_an_average_that_was_loaded_is_saved_as_one_until_the_next_step() -> Non
         assert not torch.equal(once, flatten(make_params()))
 
 
-AUTOMATIC = Schedule(gossip_every="auto", max_staleness=3)
+AUTOMATIC = AsItArrives(3)
 
 
 def test_a_rank_alone_loads_a_state_whatever_is_in_flight() -> None:
     params = make_params()
-    optimizer = wrap(params, schedule=AUTOMATIC)
+    optimizer = wrap(params, overlap=AUTOMATIC)
     take_steps(optimizer, params, 0, range(2))
     state = copy.deepcopy(optimizer.state_dict())
     saved, start = flatten(params), [param.detach().clone() for param in params]
@@ -307,7 +314,7 @@ def test_a_rank_alone_loads_a_state_whatever_is_in_flight() -> None:
 def test_two_ranks_load_a_state_when_automatic_rounds_are_synchronised() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params()
-        optimizer = wrap(params, group, schedule=AUTOMATIC)
+        optimizer = wrap(params, group, overlap=AUTOMATIC)
         take_steps(optimizer, params, rank, range(2))
         with pytest.raises(RuntimeError, match=r"call synchronize\(\) on all ranks before"):
             optimizer.load_state_dict(optimizer.state_dict())

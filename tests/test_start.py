@@ -27,7 +27,7 @@ from decent_optim_wrapper import (
     DecentOptimWrapper,
     Elastic,
     Group,
-    Schedule,
+    OuterOptimizer,
     Topology,
     TopologyFactory,
 )
@@ -57,9 +57,7 @@ def error_of(call: Callable[[], object]) -> str:
 BAD: dict[str, Callable[[], dict[str, Any]]] = {
     "TypeError: bucket_cap_mb expects": lambda: {"bucket_cap_mb": "x"},
     "TypeError: elastic expects an Elastic or None": lambda: {"elastic": True},
-    "TypeError: from a list of tensors, but it has returned a int": lambda: {
-        "schedule": Schedule(outer=cast(Any, len))
-    },
+    "TypeError: from a list of tensors": lambda: {"extensions": [OuterOptimizer(cast(Any, len))]},
     "ValueError: contradicts the process group": lambda: {"world_size": 7},
     "ValueError: unknown topology 'rign'": lambda: {"topology": "rign"},
     "ValueError: build the topology with the sizes of this run": lambda: {"topology": Ring(8)},
@@ -204,7 +202,6 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "ValueError: .*did you mean 'ring'": lambda: TopologyFactory.create("Rings", 4),
     "ValueError: .*'torus'; the known.* complete, ring": lambda: TopologyFactory.create("torus", 4),
     "ValueError: .*did you mean 'one-peer-exp'": lambda: Hierarchical(8, 2, inner="one_peer_exp"),
-    "ValueError: .*did you mean 'average'": lambda: Schedule(average_state=cast(Any, "averge")),
     "ImportError: .*torch>=90.1,<91, but 2.": lambda: require("torch", (90, 1), "lightning"),
     r"ImportError: .*not installed; pip install '.\[lightning]' in a clone": lambda: require(
         "no-such-framework", (90, 1), "lightning"

@@ -27,7 +27,18 @@ from ranks import run_threads
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, RMSprop
 
-from decent_optim_wrapper import Group, Schedule, Topology, TopologyFactory
+from decent_optim_wrapper import (
+    Extension,
+    GradientTracking,
+    Group,
+    Late,
+    OuterOptimizer,
+    Schedule,
+    StateAverage,
+    StateGossip,
+    Topology,
+    TopologyFactory,
+)
 from decent_optim_wrapper.extensions.outer_optimizer import MakeOptimizer as MakeOuter
 
 STEPS = 10
@@ -52,18 +63,23 @@ class Plan(NamedTuple):
     outer: MakeOuter | None = None
     rule: Rule | None = None
     staleness: int = 1
-    average_state: Any = "keep"
+    # Names of entries that are gossiped, or "average".
+    state: Any = ()
     tracks: bool = False
 
-    def schedule(self) -> Schedule:
-        return Schedule(
-            gossip_every=self.gossip_every,
-            mixing_rate=self.mixing_rate(0),
-            global_avg_every=self.global_avg_every,
-            outer=self.outer,
-            staleness=self.staleness,
-            average_state=self.average_state,
-        )
+    def options(self, overlap: bool) -> dict[str, Any]:
+        """The arguments of the wrapper, with extensions in another order than they are called."""
+        extensions: list[Extension] = []
+        if self.state:
+            by_name = self.state != "average"
+            extensions.append(StateGossip(*self.state) if by_name else StateAverage())
+        if self.outer is not None:
+            extensions.append(OuterOptimizer(self.outer))
+        if self.tracks:
+            extensions.append(GradientTracking())
+        schedule = Schedule(self.gossip_every, self.mixing_rate(0), self.global_avg_every)
+        pacing = Late(self.staleness) if self.staleness > 1 else overlap
+        return {"schedule": schedule, "overlap": pacing, "extensions": extensions}
 
     def kind(self, step: int) -> str:
         """Of the round that is launched at the end of a step."""
@@ -154,7 +170,7 @@ ADAGRAD = Plan(
 PLANS = {
     "slower mixing": Plan(mixing_rate=halving),
     "rare gossip and rarer averages": Plan(2, 6, mixing_rate=halving),
-    "averages of state, too": Plan(global_avg_every=3, average_state="average"),
+    "averages of state, too": Plan(global_avg_every=3, state="average"),
     "SlowMo": SLOWMO,
     "DiLoCo": DILOCO,
     "NoLoCo": NOLOCO,
@@ -175,8 +191,8 @@ TRACKED = {
 }
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATES = {
-    "state": Plan(average_state=MOMENTS),
-    "rare state": Plan(gossip_every=2, average_state=MOMENTS),
+    "state": Plan(state=MOMENTS),
+    "rare state": Plan(gossip_every=2, state=MOMENTS),
 }
 
 
@@ -290,8 +306,8 @@ def simulate(
         if tracking is not None:
             tracking.mix(matrix, step)
         states = [state_of(*each) for each in zip(bases, worlds, strict=True)]
-        whole = kind == "average" and plan.average_state == "average"
-        for name in states[0] if whole else set(states[0]) & set(plan.average_state):
+        whole = kind == "average" and plan.state == "average"
+        for name in states[0] if whole else set(states[0]) & set(plan.state):
             mix([state[name] for state in states], matrix)
         outer_kind = "gossip" if plan.global_avg_every is None else "average"
         if plan.rule is not None and kind == outer_kind:
@@ -313,7 +329,7 @@ def simulate(
 
 def without_the_feature(topology: Topology, plan: Plan) -> tuple[Topology, Plan]:
     """The same case without what it is about."""
-    rounds = plan._replace(outer=None, rule=None, average_state="keep", tracks=False)
+    rounds = plan._replace(outer=None, rule=None, state=(), tracks=False)
     if rounds != plan:
         return topology, rounds
     return (topology if plan != PLAIN else Alone(topology.world_size)), PLAIN
@@ -343,10 +359,8 @@ def check_against_oracle(case: Case) -> None:
             group,
             make_optimizer(params),
             topology=topology,
-            schedule=plan.schedule(),
-            gradient_tracking=plan.tracks,
-            overlap=overlap,
             param_as_bucket_view=views,
+            **plan.options(overlap),
         )
         assert len(optimizer.buckets) >= 2
         for step in range(STEPS):
@@ -371,7 +385,7 @@ def test_every_topology_follows_the_oracle(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:gradient_tracking")
+@pytest.mark.filterwarnings("ignore:GradientTracking")
 @each(
     *pairwise(PLANS, MIXED, BASES, OVERLAP, VIEWS),
     *pairwise(TRACKED, MIXED, TRACKED_BASES, OVERLAP, VIEWS),

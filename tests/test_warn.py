@@ -19,7 +19,12 @@ from ranks import run_threads
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from decent_optim_wrapper import DecentOptimWrapper, DecentralizedDataParallel, Schedule
+from decent_optim_wrapper import (
+    DecentOptimWrapper,
+    DecentralizedDataParallel,
+    GradientTracking,
+    Schedule,
+)
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.elastic import recovery
 
@@ -81,7 +86,7 @@ def from_other_seeds(rank: int, group: dist.ProcessGroup) -> None:
 
 def alone(rank: int, group: dist.ProcessGroup) -> None:
     if rank == 0:  # Each rank would warn.
-        DecentOptimWrapper(sgd(make_params()), gradient_tracking=True, schedule=EVERY_2)
+        DecentOptimWrapper(sgd(make_params()), extensions=[GradientTracking()], schedule=EVERY_2)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +97,7 @@ def alone(rank: int, group: dist.ProcessGroup) -> None:
         (in_a_backward_pass, OWN_COPY, ".backward()"),
         (from_other_seeds, "tensors by rank: {1: 5} (of 5)", "DecentOptimWrapper("),
         (alone, "WORLD_SIZE=4", "DecentOptimWrapper("),
-        (alone, "gradient_tracking gains less", "DecentOptimWrapper("),
+        (alone, "GradientTracking() gains less", "DecentOptimWrapper("),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

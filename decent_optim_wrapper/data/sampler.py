@@ -14,7 +14,6 @@ from torch.utils.data import Sampler
 
 from decent_optim_wrapper.data.agreement import Told, agree
 from decent_optim_wrapper.data.dealing import Change, Dealing, Rules
-from decent_optim_wrapper.start.pace import longest_flight
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
@@ -72,11 +71,11 @@ class ElasticSampler(Sampler[list[int]]):
         self._waiting: deque[list[int]] = deque()
         # Upper bound of the number of samples that were used twice.
         self._repeated = 0
-        # With "auto", ranks may have made different numbers of steps.
+        # With `AsItArrives`, ranks may have made different numbers of steps.
         self._in_step = optimizer.pacing.synchronous
         # The number of steps by which a rank can be ahead: then it waits for a round.
         every = optimizer.schedule.intervals.gossip_every
-        self._lead = every + longest_flight(optimizer.pacing) - 1
+        self._lead = every + optimizer.pacing.longest_flight - 1
         # Not the method itself: a cycle would keep the connections alive.
         count = weakref.WeakMethod(self._count_step)
         optimizer.after_step(lambda: (alive := count()) and alive())
@@ -144,8 +143,8 @@ class ElasticSampler(Sampler[list[int]]):
         """Load the result of `state_dict()`, on all ranks.
 
         If the members differ from those that saved it, they share what is left of the epoch. With
-        ``gossip_every="auto"`` ranks may have made different numbers of steps, so other members
-        need the states of all ranks: load them with `Checkpoints`.
+        `AsItArrives` ranks may have made different numbers of steps, so other members need the
+        states of all ranks: load them with `Checkpoints`.
 
         Args:
             state: the result of `state_dict()`, or the average over the ranks that `Checkpoints`
@@ -164,7 +163,7 @@ class ElasticSampler(Sampler[list[int]]):
         if missing := sorted({*needed} - steps.keys()):
             raise ValueError(
                 f"rank {self._rank}: load_state_dict expects the steps of the ranks {[*needed]}, "
-                f'got a state without those of {missing}: with gossip_every="auto" the state of a '
+                f"got a state without those of {missing}: with AsItArrives the state of a "
                 f"rank has only its own; load the states with decent_optim_wrapper.checkpoint."
                 f"Checkpoints, which reads those of all ranks, or continue with the ranks "
                 f"{[*dealing.members]}, each with its own state"

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
+from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
 from decent_optim_wrapper.gossip.local_update import Apply, Scaling, global_step_hooks, step_hooks
+from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.start.session import ModuleExtras
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.parameters import Named, named_parameters, sparse_gradient_error

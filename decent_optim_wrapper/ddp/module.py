@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from types import NoneType
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -15,11 +15,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from decent_optim_wrapper.checks import expect, instance_of, is_real, take_fields
-from decent_optim_wrapper.config import check_base
+from decent_optim_wrapper.config import Overlap, check_base, check_closures, pacing_of
 from decent_optim_wrapper.ddp.autograd_hooks import AutogradHooks
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
-from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip, params_of
+from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
+from decent_optim_wrapper.deprecated import respelled
+from decent_optim_wrapper.gossip.pacing import Delayed
 from decent_optim_wrapper.optim.delegating import check_state_dict
+from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.start.arguments import Arguments
 from decent_optim_wrapper.start.forward_order import overlap_of
@@ -83,11 +86,10 @@ class DecentralizedDataParallel(Module):
         ignored_params: parameters and buffers that are personal to the rank, such as experts or
             heads of another shape: they are neither compared, started equal, mixed nor averaged,
             and `optim_fn` does not receive them. Train them with an optimizer of your own.
-        overlap: "forward" mixes a bucket right before the next forward pass reads it, with the
-            trajectory of ``overlap=False``. True mixes it right before its next update, one step
-            later: ``x <- W_t x - u(x)``. None is "forward", or True if the schedule has rounds that
-            take longer than a step, or the model is in TorchScript. For ``overlap=False`` itself
-            use `DecentOptimWrapper`.
+        overlap: when a round is mixed, as in `DecentOptimWrapper`. "forward" mixes a bucket right
+            before the next forward pass reads it; True right before its next update, one step
+            later: ``x <- W_t x - u(x)``; False at the end of the backward pass, which waits. None
+            is "forward", unless the model is in TorchScript or an extension is collective.
         options: further arguments of `DecentOptimWrapper`, by name.
 
     Attributes:
@@ -118,22 +120,24 @@ class DecentralizedDataParallel(Module):
         *,
         update_in_backward: bool | None = None,
         ignored_params: Iterable[Tensor] = (),
-        overlap: Literal[True, "forward"] | None = None,
+        overlap: Overlap | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         with Start(take_fields(Arguments, options)).failing_together():
-            _check(model, optim_fn, scaler, grad_clip_norm)
-            _check_step(update_in_backward, overlap)
+            _check(model, optim_fn, scaler, grad_clip_norm, update_in_backward)
+            options = respelled({"overlap": overlap, **options})
+            overlap = options.pop("overlap")
             if param_as_bucket_view is None:
                 param_as_bucket_view = wants_views(model, options.get("mesh"))
             ignored = set(map(id, ignored_params))
             named = [pair for pair in model.named_parameters() if id(pair[1]) not in ignored]
             base = optim_fn([pair for pair in named if pair[1].requires_grad])
             check_base(base)
+            check_closures(base, Delayed())
             _check_ignored(ignored, model, base)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(base)
-        chosen = overlap_of(overlap, options.get("schedule"), model, params_of(base))
+        chosen = overlap_of(overlap, options.get("extensions"), model, params_of(base))
         at_end = update_in_backward is False or type(base) not in SPLITTABLE
         self.module = model
         self.scaler = scaler
@@ -144,7 +148,7 @@ class DecentralizedDataParallel(Module):
             sync_buffer_in_global_avg,
             ignored,
             [part for part in (self.lr_scheduler, scaler) if part is not None],
-            in_forward_order=chosen == "forward" and at_end,
+            in_forward_order=pacing_of(chosen).mixes_early and at_end,
             topology=topology,
             bucket_cap_mb=bucket_size_in_mb,
             overlap=chosen,
@@ -297,25 +301,17 @@ def wants_views(model: Module, mesh: Any) -> bool:
     return mesh is None and not any(param.is_cuda for rnn in rnns for param in rnn.parameters())
 
 
-def _check(model: Any, optim_fn: Any, scaler: Any, grad_clip_norm: Any) -> None:
+def _check(model: Any, optim_fn: Any, scaler: Any, clip_norm: Any, in_backward: Any) -> None:
     instance_of("a torch.nn.Module", Module)("model", model)
     if isinstance(model, (DecentralizedDataParallel, DistributedDataParallel)):
         raise TypeError(f"model expects a module that is not wrapped yet, got a {type(model)}")
     expected = "optim_fn expects a function from [(name, parameter), ...] to an optimizer"
     expect(callable(optim_fn), expected, optim_fn)
     instance_of("a torch.amp.GradScaler or None", GradScaler, NoneType)("scaler", scaler)
-    expect(is_real(grad_clip_norm), "grad_clip_norm expects a number", grad_clip_norm)
-    if not grad_clip_norm >= 0 or math.isinf(grad_clip_norm):
-        raise ValueError(f"grad_clip_norm must be 0 or more and finite, got {grad_clip_norm}")
-
-
-def _check_step(update_in_backward: Any, overlap: Any) -> None:
-    instance_of("True, False or None", bool, NoneType)("update_in_backward", update_in_backward)
-    if overlap is not None and overlap is not True and overlap != "forward":
-        raise ValueError(
-            f'overlap expects True or "forward" here, where a backward pass sends what it updates, '
-            f"got {overlap!r}; use DecentOptimWrapper for another one"
-        )
+    instance_of("True, False or None", bool, NoneType)("update_in_backward", in_backward)
+    expect(is_real(clip_norm), "grad_clip_norm expects a number", clip_norm)
+    if not clip_norm >= 0 or math.isinf(clip_norm):
+        raise ValueError(f"grad_clip_norm must be 0 or more and finite, got {clip_norm}")
 
 
 def _check_ignored(ignored: set[int], model: Module, base: Optimizer) -> None:

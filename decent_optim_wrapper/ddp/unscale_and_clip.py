@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 
@@ -96,8 +97,3 @@ class _Part:
             self._update()
         finally:
             del told.found_inf, told.grad_scale
-
-
-def params_of(target: Any) -> list[Tensor]:
-    """The parameters of an optimizer, or of a part of one."""
-    return [param for group in target.param_groups for param in group["params"]]

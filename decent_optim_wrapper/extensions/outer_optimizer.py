@@ -5,19 +5,26 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.checks import expect
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext, ReceivedBucket
 from decent_optim_wrapper.gossip.schedule import RoundKind
+from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.shards import local
 from decent_optim_wrapper.wire.bucket import Bucket, is_finite, members_of
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
+
+_EXPECTED = (
+    "OuterOptimizer expects a function that makes a torch.optim.Optimizer from a list of tensors"
+)
 
 
 class OuterOptimizer(Extension):
@@ -26,17 +33,26 @@ class OuterOptimizer(Extension):
     With φ the anchors and x̄ the parameters after the mixing, the gradient is g = φ - x̄. After the
     step, x <- φ. An anchor starts as a copy of its parameter at the beginning of a step. There is
     an outer step after every exact average if the schedule has any, otherwise after every round of
-    gossip (DiLoCo, Douillard et al. 2023; SlowMo, Wang et al. 2020).
+    gossip (DiLoCo, Douillard et al. 2023; SlowMo, Wang et al. 2020). The optimizer is stepped
+    bucket by bucket, so it must update each tensor by itself. It costs a copy of the parameters,
+    and its own state.
 
     Args:
-        make: function that makes the optimizer from the anchors.
+        make: function that makes the optimizer from a list of tensors, the anchors, such as
+            ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.
+
+    Raises:
+        TypeError: `make` is not a function.
     """
 
     name = "outer_optimizer"
 
     def __init__(self, make: MakeOptimizer) -> None:
+        expect(callable(make), _EXPECTED, make)
         self._make = make
 
+    # Tensors made in inference mode could not be changed outside of it.
+    @torch.inference_mode(False)
     def attach(self, context: ExtensionContext) -> None:
         """Make the optimizer over the parameters of the base.
 
@@ -44,20 +60,28 @@ class OuterOptimizer(Extension):
             TypeError: `make` does not return an optimizer.
             ValueError: the optimizer updates other tensors than the anchors.
         """
-        self._base = context.optimizer
+        self._context = context
         averages = context.intervals.global_avg_every is not None
         self._kind = RoundKind.AVERAGE if averages else RoundKind.GOSSIP
-        # Mixing replaces parameters that are not finite; these must not get into its state.
-        self._heals = context.nonfinite.replaces
-        self._anchors = _Anchors(self._make, self._base)
+        # By parameter, in the order of the groups. An anchor that never started shares its
+        # parameter's memory: it costs nothing, and the optimizer sees its shape.
+        self._anchors = {param: param.detach() for param in params_of(context.optimizer)}
+        self._started: set[Tensor] = set()
+        self._optimizer = self._make(list(self._anchors.values()))
+        expect(isinstance(self._optimizer, Optimizer), _EXPECTED, self._optimizer)
+        if {*params_of(self._optimizer)} != {*self._anchors.values()}:
+            raise ValueError(
+                "OuterOptimizer expects a function whose optimizer updates the tensors that it is "
+                "given, all of them and nothing else, such as partial(torch.optim.SGD, lr=0.7)"
+            )
 
     def describe(self) -> str:
         """The optimizer and its settings."""
-        return f"outer={self._anchors}"
+        return f"OuterOptimizer({type(self._optimizer).__name__}({self._optimizer.defaults}))"
 
     def begin_step(self, buckets: Sequence[Bucket]) -> None:
         """Start the anchors of new parameters."""
-        self._anchors.start(members_of(buckets))
+        self._start(members_of(buckets))
 
     @contextmanager
     def mixing(self, received: ReceivedBucket) -> Iterator[None]:
@@ -69,22 +93,19 @@ class OuterOptimizer(Extension):
             drift = bucket.pack(bucket.new_flat())
             drift.data.sub_(snapshot.data.to(bucket.device, bucket.dtype))
         yield
-        if self._heals and not bucket.is_finite():
-            self._anchors.forget(bucket.members)
+        # Mixing replaces parameters that are not finite; these must not get into its state.
+        if self._context.nonfinite.replaces and not bucket.is_finite():
+            self._forget(bucket.members)
         elif steps:
             if drift is not None:
                 bucket.add_(drift, -1.0)
-            self._anchors.step(bucket.members)
+            self._step(bucket.members)
             if drift is not None:
                 bucket.add_(drift, 1.0)
 
     def kept(self, buckets: Sequence[Bucket], transport: Transport) -> None:
-        """Restart the anchors from the average."""
-        self._anchors.rebase()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The anchors and the state of their optimizer, by parameter."""
-        return {"params": self._anchors.rows()}
+        """Restart the anchors from the parameters of the next step; the optimizer's state stays."""
+        self._started.clear()
 
     def prepare_load(self, state: dict[str, Any] | None) -> Callable[[], None]:
         """Check a state, and return the function that loads it.
@@ -92,60 +113,15 @@ class OuterOptimizer(Extension):
         Raises:
             ValueError: the state belongs to other parameters.
         """
-        anchors = _Anchors(self._make, self._base)
+        loaded = OuterOptimizer(self._make)
+        loaded.attach(self._context)
         if state is not None:
-            anchors.load(state["params"])
-
-        def replace() -> None:
-            self._anchors = anchors
-
-        return replace
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Load a state."""
-        self.prepare_load(state)()
-
-
-class _Anchors:
-    """The anchors, and the optimizer that steps them.
-
-    Args:
-        make: function that makes the optimizer from the anchors.
-        base: the optimizer of the parameters.
-
-    Raises:
-        TypeError: `make` does not return an optimizer.
-        ValueError: the optimizer updates other tensors than the anchors.
-    """
-
-    # Tensors made in inference mode could not be changed outside of it.
-    @torch.inference_mode(False)
-    def __init__(self, make: MakeOptimizer, base: Optimizer) -> None:
-        self._make = make
-        self._base = base
-        # By parameter, in the order of the groups. An anchor that never started shares its
-        # parameter's memory: it costs nothing, and the optimizer sees its shape.
-        self._anchors = {param: param.detach() for param in self._params()}
-        self._started: set[Tensor] = set()
-        self._optimizer = make(list(self._anchors.values()))
-        if not isinstance(self._optimizer, Optimizer):
-            raise TypeError(
-                f"outer expects a function that makes a torch.optim.Optimizer from a list of "
-                f"tensors, but it has returned a {type(self._optimizer).__name__}"
-            )
-        groups = self._optimizer.param_groups
-        if {a for group in groups for a in group["params"]} != {*self._anchors.values()}:
-            raise ValueError(
-                "outer expects a function whose optimizer updates the tensors that it is given, "
-                "all of them and nothing else, such as partial(torch.optim.SGD, lr=0.7)"
-            )
-
-    def __repr__(self) -> str:
-        return f"{type(self._optimizer).__name__}({self._optimizer.defaults})"
+            loaded.load_state_dict(state)
+        return partial(vars(self).update, vars(loaded))
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def start(self, params: Iterable[Tensor]) -> None:
+    def _start(self, params: Iterable[Tensor]) -> None:
         """Start the anchors that have not started, if their parameters are finite."""
         self._add_new()
         for param in params:
@@ -154,12 +130,8 @@ class _Anchors:
                 local(self._anchors[param]).data = local(param).detach().clone()
                 self._started.add(param)
 
-    def rebase(self) -> None:
-        """Restart all anchors from the parameters of the next step; the optimizer's state stays."""
-        self._started.clear()
-
     @torch.inference_mode(False)
-    def forget(self, params: Iterable[Tensor]) -> None:
+    def _forget(self, params: Iterable[Tensor]) -> None:
         """Restart the anchors of these parameters in the next step, without any state."""
         for param in self._started.intersection(params):
             self._started.remove(param)
@@ -167,14 +139,14 @@ class _Anchors:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def step(self, params: Sequence[Tensor]) -> None:
+    def _step(self, params: Sequence[Tensor]) -> None:
         """Take the outer step.
 
         Args:
             params: the parameters after the mixing; changed in place.
         """
         known = [param for param in params if param in self._started]
-        self.start(params)
+        self._start(params)
         if not known:
             return
         anchors = [self._anchors[param] for param in known]
@@ -186,8 +158,8 @@ class _Anchors:
             anchor.grad = None
         torch._foreach_copy_([*map(local, known)], [*map(local, anchors)])
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The state to save for each parameter, in the order of the groups.
+    def state_dict(self) -> dict[str, Any]:
+        """The anchors and the state of their optimizer, by parameter.
 
         Every row is complete, since torch.distributed.checkpoint loads only into existing entries.
         A row marks entries that are only placeholders.
@@ -199,33 +171,30 @@ class _Anchors:
             for group in own["param_groups"]
             for place in group["params"]
         }
-        rows = []
-        for place, (param, anchor) in enumerate(self._anchors.items()):
-            started, stepped = param in self._started, place in own["state"]
-            value = anchor if started else param
-            rows.append(
-                {
-                    "anchor": value.detach().clone(),
-                    "started": started,
-                    "stepped": stepped,
-                    "state": own["state"][place] if stepped else self._blank_state(value),
-                    "settings": settings[place],
-                }
-            )
-        return rows
+        rows = [
+            {
+                "anchor": (anchor if param in self._started else param).detach().clone(),
+                "started": param in self._started,
+                "stepped": place in own["state"],
+                "state": own["state"].get(place) or self._blank_state(anchor),
+                "settings": settings[place],
+            }
+            for place, (param, anchor) in enumerate(self._anchors.items())
+        ]
+        return {"params": rows}
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def load(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Load the result of `rows`.
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Load a state, before the first step.
 
         Each group takes the settings of its first parameter. A group without parameters, as on a
         pipeline stage, keeps its own settings.
 
         Raises:
-            ValueError: the rows belong to other parameters.
+            ValueError: the state belongs to other parameters.
         """
-        self._add_new()
+        rows = state["params"] if state else []
         found = [row["anchor"].shape for row in rows]
         expected = [param.shape for param in self._anchors]
         if found != expected:
@@ -237,8 +206,8 @@ class _Anchors:
             {**group, **rows[group["params"][0]]["settings"]} if group["params"] else group
             for group in self._optimizer.state_dict()["param_groups"]
         ]
-        state = {place: row["state"] for place, row in enumerate(rows)}
-        self._optimizer.load_state_dict(copy.deepcopy({"state": state, "param_groups": groups}))
+        states = {place: row["state"] for place, row in enumerate(rows)}
+        self._optimizer.load_state_dict(copy.deepcopy({"state": states, "param_groups": groups}))
         for (param, anchor), row in zip(self._anchors.items(), rows, strict=True):
             if row["started"]:
                 local(anchor).data = local(torch.empty_like(param).copy_(row["anchor"]))
@@ -248,7 +217,7 @@ class _Anchors:
 
     def _add_new(self) -> None:
         """Add anchors for parameters that were added to the base."""
-        new = [param for param in self._params() if param not in self._anchors]
+        new = [param for param in params_of(self._context.optimizer) if param not in self._anchors]
         if not new:
             return
         self._anchors |= {param: param.detach() for param in new}
@@ -274,6 +243,3 @@ class _Anchors:
         optimizer.step()
         state: dict[str, Any] = optimizer.state_dict()["state"].get(0, {})
         return state
-
-    def _params(self) -> Iterable[Tensor]:
-        return (param for group in self._base.param_groups for param in group["params"])

@@ -78,15 +78,13 @@ class OwnCopyCheck(Extension):
         return {str(name) for name, each in named if each is not param and _equals(each, value)}
 
     def _warn(self, name: str) -> None:
-        state = f'pass Schedule(average_state=("{name}",)), which mixes the copy, too'
-        other = (
-            'if it reads the parameters in the backward pass, pass overlap="forward" or False, '
-            "which mix before; otherwise take an optimizer without such a copy"
-        )
+        remedy = 'pass overlap="forward" or False, or take an optimizer without such a copy'
+        if name:
+            remedy = f'pass extensions=[StateGossip("{name}")], which mixes the copy, too'
         warn(
             f"rank {self._context.rank}: {type(self._context.optimizer).__name__} keeps its own "
             f"copy of the weights and overwrites with it what was mixed, so that the ranks train "
-            f"apart; {state if name else other}"
+            f"apart; {remedy}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,26 +23,36 @@ from decent_optim_wrapper.wire.plan import plan_buckets
 
 
 class StateAverage(Extension):
-    """Averages the base optimizer's state with every exact average that is kept or scheduled."""
+    """Averages the base optimizer's state (momenta) with every exact average of the parameters.
+
+    These are the averages of the schedule, and those that are kept. `on_nonfinite` of the wrapper
+    applies to the state as to the parameters.
+    """
 
     collective = True
 
-    def __init__(self) -> None:
-        self._is_checked = False
-
     def attach(self, context: ExtensionContext) -> None:
-        """Average the state of the base."""
-        self._context = context
+        """Average the state of the base.
 
-    def launch(self, bucket: Bucket) -> Sequence[Bucket]:
-        """Check the first state that the base has made; send nothing.
+        Raises:
+            ValueError: ranks do not mix in the same step.
+        """
+        if not context.pacing.synchronous:
+            raise ValueError(
+                f"StateAverage() expects all ranks to mix in the same step, which they do not with "
+                f"overlap={context.pacing!r}; leave it out, which keeps the state of each rank"
+            )
+        self._context, self._is_checked = context, False
+
+    @contextmanager
+    def updating(self, params: Sequence[Tensor]) -> Iterator[None]:
+        """Check the first state that the base makes.
 
         Raises:
             TypeError: it cannot be averaged.
         """
-        if not self._is_checked:
-            self._is_checked = any([*self._tensors(member)] for member in bucket.members)
-        return ()
+        yield
+        self._is_checked = self._is_checked or any([*self._tensors(param)] for param in params)
 
     def arrived(self, kind: RoundKind, buckets: Sequence[Bucket], transport: Transport) -> None:
         """Average with a scheduled exact average; collective."""
@@ -62,25 +73,22 @@ class StateAverage(Extension):
         # A rank may have no state yet for a parameter that had no gradient there.
         counts = torch.tensor([len(each) for each in tensors], dtype=torch.int64, device="cpu")
         shared = (transport.all_gather(counts) == counts).all(dim=0).tolist()
-        of_all = [
-            t for each, is_shared in zip(tensors, shared, strict=True) if is_shared for t in each
-        ]
+        of_all = [t for each, by_all in zip(tensors, shared, strict=True) if by_all for t in each]
         buckets = plan_buckets(of_all, self._context.layout.plain)
         finite = finite_shares(
             buckets,
             transport,
             self._context.nonfinite,
-            'average_state="average"',
+            "StateAverage()",
             "momenta",
             self._context.replica,
         )
         everyone = Group(range(transport.world_size))
         for bucket, shares in zip(buckets, finite, strict=True):
-            if not any(shares):
-                continue
-            mean = average(bucket, transport, shares)
-            self._context.meter.count_bytes(int(everyone.copies_sent * mean.data.nbytes))
-            bucket.unpack_(mean)
+            if any(shares):
+                mean = average(bucket, transport, shares)
+                self._context.meter.count_bytes(int(everyone.copies_sent * mean.data.nbytes))
+                bucket.unpack_(mean)
 
     def _tensors(self, param: Tensor) -> Iterator[Tensor]:
         """The state tensors of the shape of the parameter; counters are not averaged."""
@@ -100,8 +108,7 @@ def is_like(value: Any, param: Tensor) -> bool:
         return False
     if is_traceable_wrapper_subclass(value) and not isinstance(value, DTensor):
         raise TypeError(
-            f"average_state expects a base whose state is plain tensors, got a "
-            f"{type(value).__name__}, which gossip cannot exchange; pass the default "
-            f'average_state="keep"'
+            f"StateAverage and StateGossip expect a base whose state is plain tensors, got a "
+            f"{type(value).__name__}, which gossip cannot exchange; leave the extension out"
         )
     return value.is_floating_point() or value.is_complex()

@@ -16,20 +16,29 @@ from decent_optim_wrapper.wire.storage import Flat
 
 
 class StateGossip(Extension):
-    """Gossips entries of the base's state.
+    """Sends and mixes entries of the base's state in every round with the parameters.
 
     Args:
-        names: names of entries with the shape of their parameter, such as ``("exp_avg_sq",)``.
+        name: name of entries with the shape of their parameter, such as ``"exp_avg_sq"``.
+        more: further names.
     """
 
-    sends = True
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
-        self._buckets: dict[Bucket, StateBucket] = {}
+    def __init__(self, name: str, *more: str) -> None:
+        self.names = (name, *more)
 
     def attach(self, context: ExtensionContext) -> None:
-        """Gossip the state of the base."""
+        """Gossip the state of the base.
+
+        Raises:
+            ValueError: local updates come between the launch of a round and its mixing.
+        """
+        if context.pacing.needs_snapshot:
+            raise ValueError(
+                f"StateGossip expects rounds that are mixed in the next step, not overlap="
+                f"{context.pacing!r}: second moments that have become smaller since the launch "
+                f"could become negative"
+            )
+        self._buckets: dict[Bucket, StateBucket] = {}
         self._optimizer = context.optimizer
         # Codecs of fewer bits would not code exactly which ranks have an entry.
         codec = context.layout.codec and CastCodec(torch.bfloat16, uses_reference=False)
@@ -37,7 +46,7 @@ class StateGossip(Extension):
 
     def describe(self) -> str:
         """The names."""
-        return f"StateGossip({self._names})"
+        return f"StateGossip({', '.join(map(repr, self.names))})"
 
     def plan(self, buckets: Sequence[Bucket]) -> None:
         """Forget the buckets that are gone."""
@@ -45,10 +54,10 @@ class StateGossip(Extension):
 
     def launch(self, bucket: Bucket) -> list[Bucket]:
         """The bucket of the state that belongs to a bucket of parameters."""
-        entries = [self._entry(param, name) for name in self._names for param in bucket.members]
+        entries = [self._entry(param, name) for name in self.names for param in bucket.members]
         known = self._buckets.get(bucket)
         if known is None or not known.holds(entries):
-            shapes = [param for _ in self._names for param in bucket.members]
+            shapes = [param for _ in self.names for param in bucket.members]
             known = self._buckets[bucket] = StateBucket(entries, shapes, self._layout)
         return [known]
 
@@ -63,7 +72,7 @@ class StateGossip(Extension):
         if state and not is_like(value, param):
             known = sorted(key for key, value in state.items() if is_like(value, param))
             raise RuntimeError(
-                f"average_state expects entries of the state of {type(self._optimizer).__name__} "
+                f"StateGossip expects entries of the state of {type(self._optimizer).__name__} "
                 f"with the shape of their parameter, which are {known}, got {name!r}"
             )
         return value

@@ -108,14 +108,9 @@ class WorldAverage:
     @torch.no_grad()
     def distance(self, parameters: Sequence[Bucket], replica: Replica) -> float:
         """||x_i - mean(x)||_2 over the parameters, for the average in place."""
-        squares = []
-        for bucket, own in self.snapshot or []:
-            if bucket in parameters:
-                away = bucket.pack(bucket.new_flat()).data.double() - own.data.double()
-                squares.append(away.square().sum() / bucket.copies)
-        square = _total(squares)
-        replica.sum_(square)
-        return math.sqrt(square.item())
+        held = [(bucket, own) for bucket, own in self.snapshot or [] if bucket in parameters]
+        pairs = ((b, b.pack(b.new_flat()).data, own.data) for b, own in held)
+        return math.sqrt(_square(pairs, replica).item())
 
     def keep(self) -> None:
         """Accept the average as this rank's values and free the snapshot."""
@@ -175,14 +170,16 @@ def consensus_distance(buckets: Iterable[Bucket], transport: Transport, replica:
     Returns:
         The distance in the unit of the parameters, the same on every rank.
     """
-    squares = []
-    for bucket in buckets:
-        own = bucket.pack(bucket.new_flat(bucket.wire_device)).data
-        away = average(bucket, transport).data.double() - own.double()
-        squares.append(away.square().sum() / bucket.copies)
-    square = _total(squares)
+    owns = ((bucket, bucket.pack(bucket.new_flat(bucket.wire_device))) for bucket in buckets)
+    pairs = ((bucket, average(bucket, transport).data, own.data) for bucket, own in owns)
+    return math.sqrt(transport.all_gather(_square(pairs, replica)).mean().item())
+
+
+def _square(pairs: Iterable[tuple[Bucket, Tensor, Tensor]], replica: Replica) -> Tensor:
+    """The squared distance of two vectors, given bucket by bucket, over a whole replica."""
+    square = _total([(a.double() - b.double()).square().sum() / at.copies for at, a, b in pairs])
     replica.sum_(square)
-    return math.sqrt(transport.all_gather(square).mean().item())
+    return square
 
 
 def _total(squares: Sequence[Tensor]) -> Tensor:

@@ -44,7 +44,7 @@ class ExtensionContext(NamedTuple):
     nonfinite: NonFinitePolicy
     replica: Replica
     meter: Meter
-    detach: Callable[[], None]
+    detach: Callable[[], None] = lambda: None
 
 
 class ReceivedBucket(NamedTuple):
@@ -65,7 +65,8 @@ class ReceivedBucket(NamedTuple):
 class Extension:
     """Takes part in the rounds of a wrapper; by default every method does nothing.
 
-    Pass the same extensions in the same order on all ranks. A step calls, in this order,
+    Pass the same extensions on all ranks, your own in the same order. Those of this library are
+    called before your own, wherever they are in the list. A step calls, in this order,
     `begin_step`, `received`, `arrived` if it mixes a round, and for each bucket `mixing`,
     `updating` and `launch`. It calls `end_round` after the last bucket of a round is mixed. Without
     overlap, and if a round is mixed before the next forward pass, `arrived`, `mixing` and
@@ -73,7 +74,6 @@ class Extension:
 
     Attributes:
         name: the key of its state in checkpoints, different for each extension of a wrapper.
-        sends: whether `launch` returns buckets.
         corrects_gradients: whether `updating` changes gradients. Closures are then evaluated, and
             scaled gradients unscaled, before `updating`.
         belongs_to_rank: whether the state is valid only for this rank, and only while the members
@@ -81,14 +81,18 @@ class Extension:
             unless all of them have loaded their own state. A state that does not belong to a rank
             is averaged if another number of ranks resumes: its floating-point tensors are averaged,
             and everything else is taken from one rank.
-        collective: whether `kept` communicates.
+        collective: whether `arrived` and `kept` communicate. The default of `overlap` is then True.
     """
 
     name: ClassVar[str] = ""
-    sends: ClassVar[bool] = False
     corrects_gradients: ClassVar[bool] = False
     belongs_to_rank: ClassVar[bool] = False
     collective: ClassVar[bool] = False
+
+    @property
+    def sends(self) -> bool:
+        """Whether it may send buckets: whether its class defines `launch`."""
+        return type(self).launch is not Extension.launch
 
     def attach(self, context: ExtensionContext) -> None:
         """Called once, after the ranks have met and before anything is sent.
@@ -182,6 +186,11 @@ class Extensions:
         names = [each.name for each in self.all if each.name]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"extensions expects different names, got several of {sorted(twice)}")
+
+    def attach(self, context: ExtensionContext) -> None:
+        """Attach each extension; `detach` of the context is replaced."""
+        for each in self.all:
+            each.attach(context._replace(detach=partial(self.drop, each)))
 
     def drop(self, extension: Extension) -> None:
         """Stop calling an extension."""

@@ -133,8 +133,8 @@ class Gossip:
         if transport.world_size > 1 and not transport.is_closed and not self._assembled:
             raise RuntimeError(
                 f"rank {transport.initial_rank}: load_state_dict() expects no round in flight with "
-                f'gossip_every="auto", since other ranks may be at another one; call synchronize() '
-                f"on all ranks before"
+                f"{pipeline.policy.pacing!r}, since other ranks may be at another one; call "
+                f"synchronize() on all ranks before"
             )
 
     def mix_early(self, params: Iterable[Tensor] | None = None) -> None:

@@ -30,7 +30,7 @@ class CollectiveCall(IntEnum):
 
 _TEXTS = {
     CollectiveCall.REGROUP: "add_param_group() or rebuild_buckets()",
-    CollectiveCall.DROP_EXTENSION: "gradient_tracking = False",
+    CollectiveCall.DROP_EXTENSION: "drop_extension()",
     CollectiveCall.KEEP_AVERAGE: "step() after an average",
     CollectiveCall.LOADED: "step() after load_state_dict()",
 }

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from decent_optim_wrapper.gossip.extension import Extensions
-from decent_optim_wrapper.optim.gradients import unscale_
+from decent_optim_wrapper.optim.gradients import params_of, unscale_
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.parameters import (
@@ -115,7 +115,7 @@ class LocalUpdate:
     @property
     def params(self) -> list[Tensor]:
         """All parameters, in the order of the groups."""
-        return [param for group in self._optimizer.param_groups for param in group["params"]]
+        return params_of(self._optimizer)
 
     def know(self, parameters: Iterable[Named]) -> None:
         """Register added parameters, so that they are not reported as replaced."""
@@ -133,11 +133,10 @@ class LocalUpdate:
             RuntimeError: a parameter was replaced, moved, converted or changed, or has a sparse
                 gradient.
         """
-        strided = torch.strided
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 # Each access of `grad` makes a call.
-                if (grad := param.grad) is not None and grad.layout is not strided:
+                if (grad := param.grad) is not None and grad.layout is not torch.strided:
                     raise sparse_gradient_error(self._optimizer, param, rank)
         known = self._partition_of(buckets)
         # Parameters of a group that was only removed are still gossiped, as frozen ones are.
@@ -198,11 +197,10 @@ class LocalUpdate:
         known = self._partition
         if known is None or known.buckets is not buckets:
             known = self._partition_of(buckets)
-        parts = known.parts
         is_fused = any(group.get("fused") for group in groups)
 
         def update(bucket: Bucket | None) -> None:
-            if applies and (part := parts.get(id(bucket))):
+            if applies and (part := known.parts.get(id(bucket))):
                 params = list(chain.from_iterable(part))
                 made: list[bool] = []
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from decent_optim_wrapper.checks import check_fields, whole
+
+# The longest flight of a pacing that would wait for no round.
+_LONGEST_FLIGHT = 1000
 
 
 class Pacing:
@@ -42,6 +47,12 @@ class Pacing:
         """
         return True
 
+    @property
+    def longest_flight(self) -> int:
+        """Number of steps from the launch of a round to the one that waits for it at the latest."""
+        ages = range(1, _LONGEST_FLIGHT)
+        return next((age for age in ages if self.is_due(age, lambda: False)), _LONGEST_FLIGHT)
+
 
 @dataclass(frozen=True)
 class Delayed(Pacing):
@@ -72,12 +83,25 @@ class BeforeForward(Pacing):
 class Late(Pacing):
     """``x <- x + (W s - s) - u(x)``, with s the parameters at the launch, some steps ago.
 
+    A round may be transferred during `steps` forward and backward passes. With s_i the parameters
+    of rank i at the launch and γ the mixing rate, ``x_i <- x_i + γ Σ_j W_ij (s_j - s_i)``, so the
+    mean over the ranks does not move. It costs a copy of the parameters.
+
     Args:
-        steps: number of steps from the launch of a round to its mixing, above 1.
+        steps: number of steps from the launch of a round to its mixing, at least 2 and at most
+            `gossip_every` of the schedule. With `global_avg_every`, at most the greatest common
+            divisor of both.
+
+    Raises:
+        TypeError: `steps` is not a whole number.
+        ValueError: `steps` is below 2. ``overlap=True`` mixes after one step.
     """
 
     needs_snapshot: ClassVar[bool] = True
-    steps: int
+    steps: Annotated[int, whole(2, "a number of steps", " steps")]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def is_due(self, age: int, has_arrived: Callable[[], bool]) -> bool:
         """Return whether `steps` steps were made."""
@@ -88,13 +112,24 @@ class Late(Pacing):
 class AsItArrives(Pacing):
     """Like `Late`, but mixes in the first step that finds the round arrived.
 
+    That step then launches the next round. No step waits for the network or for a slower rank
+    before `max_steps` is reached. Rounds are counted separately from steps, so `gossip_every` of
+    the schedule stays 1, and its `global_avg_every` counts rounds.
+
     Args:
         max_steps: number of steps after the launch at which a step waits for the round.
+
+    Raises:
+        TypeError: `max_steps` is not a whole number.
+        ValueError: `max_steps` is below 1.
     """
 
     synchronous: ClassVar[bool] = False
     needs_snapshot: ClassVar[bool] = True
-    max_steps: int
+    max_steps: Annotated[int, whole(1, "a number of steps", " step")] = 16
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def is_due(self, age: int, has_arrived: Callable[[], bool]) -> bool:
         """Return whether the round has arrived, or must not wait any longer."""

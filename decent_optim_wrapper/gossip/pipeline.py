@@ -11,7 +11,7 @@ from loguru import logger
 from torch import Tensor
 
 from decent_optim_wrapper.comm.background import in_background, is_background
-from decent_optim_wrapper.errors import NonFiniteError, late_error, unannounced_error
+from decent_optim_wrapper.errors import NonFiniteError
 from decent_optim_wrapper.gossip.extension import Extensions, ReceivedBucket
 from decent_optim_wrapper.gossip.header import CollectiveCall, RoundHeader
 from decent_optim_wrapper.gossip.in_flight import InFlight
@@ -115,11 +115,7 @@ class Pipeline:
         """
         number = self.round if number is None else number
         plan = self.session.schedule.plan(number, self.mixing_rate if rate is None else rate)
-        if plan.kind is RoundKind.IDLE:
-            return None
-        if self.in_flight.round is not None:
-            if self.policy.pacing.synchronous:
-                raise late_error(self.session.transport.initial_rank, number, self.policy.pacing)
+        if plan.kind is RoundKind.IDLE or self.in_flight.round is not None:
             return None
         if plan.group.size == 1 and not (self.extensions.all or self.policy.pacing.needs_snapshot):
             # Nothing is exchanged, and no extension needs the round.
@@ -157,10 +153,7 @@ class Pipeline:
         """Send a bucket of parameters and the buckets attached to it; see `Round.post`."""
         attached: list[Bucket] = []
         for extension in self.extensions.all:
-            sent = extension.launch(bucket)
-            attached += sent
-            if sent and not extension.sends:
-                raise unannounced_error(self.session.transport.initial_rank, extension)
+            attached += extension.launch(bucket)
         # Buckets that were not needed come last.
         needed = self._needed.get(bucket, len(self._needed)) if self._needed else None
         launched.post(bucket, attached, snapshot, needed)

@@ -265,7 +265,8 @@ def _by_param(params: Sequence[Tensor], values: Sequence[Tensor]) -> dict[Tensor
 def _referring(gossip: Gossip) -> list[Tensor]:
     """The parameters whose references a checkpoint holds.
 
-    With "auto" each rank may have mixed other rounds, so all references start again from zero.
+    Ranks that do not mix in the same step may have mixed other rounds, so all references start
+    again from zero.
     """
     pipeline = gossip.pipeline
     keeps = pipeline.policy.pacing.synchronous and pipeline.session.references.keeps

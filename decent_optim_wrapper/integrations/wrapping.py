@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
+from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 
@@ -41,7 +42,7 @@ class Wrapping:
 
     def models_of(self, optimizer: Optimizer) -> list[nn.Module]:
         """The known models that have parameters of this optimizer."""
-        params = {*_params_of(optimizer)}
+        params = {*params_of(optimizer)}
         return [model for model in self.models if not params.isdisjoint(model.parameters())]
 
     def mix_early(self) -> None:
@@ -54,7 +55,7 @@ class Wrapping:
         """Gossip trainable parameters that only the base optimizers know; collective if any."""
         for wrapper in self.wrappers:
             gossiped = {id(param) for bucket in wrapper.buckets for param in bucket.members}
-            if any(p.requires_grad and id(p) not in gossiped for p in _params_of(wrapper)):
+            if any(p.requires_grad and id(p) not in gossiped for p in params_of(wrapper)):
                 wrapper.rebuild_buckets()
 
     @property
@@ -79,7 +80,3 @@ class Wrapping:
         """Forget the wrappers and the models."""
         self.wrappers = []
         self.models = []
-
-
-def _params_of(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]

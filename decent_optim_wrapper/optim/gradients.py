@@ -12,6 +12,11 @@ from torch.optim import Optimizer
 from decent_optim_wrapper.optim.shards import local_grad
 
 
+def params_of(optimizer: Any) -> list[Tensor]:
+    """The parameters of an optimizer, in the order of its groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 class OptimizerOfGroups(Optimizer):
     """Updates one group of parameters after the other."""
 
@@ -30,10 +35,8 @@ class OptimizerOfGroups(Optimizer):
         Raises:
             RuntimeError: the optimizer cannot step here.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for group in self.param_groups:
             self._step_group(group)
         return loss
@@ -54,13 +57,12 @@ def unscale_(optimizer: Optimizer, grad_scale: Tensor) -> None:
     Raises:
         ValueError: a gradient is float16.
     """
-    params = (p for group in optimizer.param_groups for p in group["params"])
     # Kernels take no plain tensors and DTensors together, and no DTensors of several meshes.
-    grads = [local_grad(p) for p in params if p.grad is not None]
+    grads = [local_grad(p) for p in params_of(optimizer) if p.grad is not None]
     if any(grad.dtype == torch.float16 for grad in grads):
         raise ValueError(
-            "expected gradients of float32 or wider under GradScaler, got float16, which would "
-            "underflow when unscaled; keep the parameters in float32 and use autocast"
+            "expected gradients of float32 or wider under GradScaler, got float16; keep the "
+            "parameters in float32 and use autocast, since float16 underflows when unscaled"
         )
     # Without a read on the host, which would wait for a GPU.
     inverse = grad_scale.double().reciprocal()

@@ -7,32 +7,30 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from decent_optim_wrapper.config import Overlap, Schedule, Settings
+from decent_optim_wrapper.config import Overlap, Settings
 from decent_optim_wrapper.wire.parameters import Named
 
 
 def overlap_of(
-    overlap: Overlap | None, schedule: object, model: object, params: Iterable[Tensor]
+    overlap: Overlap | None, extensions: object, model: object, params: Iterable[Tensor]
 ) -> Overlap:
     """The given `overlap`, or the default.
 
     Args:
         overlap: the user's; None for the default.
-        schedule: the schedule of the rounds.
+        extensions: the user's extensions.
         model: the model; None if it is not known.
         params: the parameters of the optimizer.
 
     Returns:
-        By default "forward". True without the model, if rounds take longer than a step, if an
-        average of the base's state would wait for all ranks in the forward pass, or if the modules
-        of the model do not announce all parameters.
+        By default "forward". True without the model, if an extension would wait for all ranks in
+        the forward pass, or if the modules of the model do not announce all parameters.
     """
     if overlap is not None:
         return overlap
-    meets_later = isinstance(schedule, Schedule) and (
-        schedule.pacing.needs_snapshot or schedule.average_state == "average"
-    )
-    if meets_later or not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+    given = extensions if isinstance(extensions, Sequence) else ()
+    meets = any(getattr(each, "collective", False) for each in given)
+    if meets or not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         return True
     return "forward" if set(params) <= set(model.parameters()) else True
 

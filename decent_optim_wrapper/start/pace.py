@@ -1,4 +1,4 @@
-"""What follows from when rounds are mixed: how long they may travel, and what a model may do."""
+"""What follows from when rounds are mixed for what a model may do."""
 
 from __future__ import annotations
 
@@ -13,16 +13,6 @@ from decent_optim_wrapper.mesh.replica import Replica
 _COLLECTIVE = (nn.SyncBatchNorm, DistributedDataParallel)
 
 
-# Of a pacing that would wait for no round.
-_LONGEST_FLIGHT = 1000
-
-
-def longest_flight(pacing: Pacing) -> int:
-    """The steps from the launch of a round to the step that waits for it at the latest."""
-    ages = range(1, _LONGEST_FLIGHT)
-    return next((age for age in ages if pacing.is_due(age, lambda: False)), _LONGEST_FLIGHT)
-
-
 def check_pace(pacing: Pacing, model: nn.Module | None, replica: Replica) -> None:
     """Check that ranks may be at different steps, if the pacing lets them.
 
@@ -33,14 +23,14 @@ def check_pace(pacing: Pacing, model: nn.Module | None, replica: Replica) -> Non
         return
     if replica.size > 1:
         raise ValueError(
-            'gossip_every="auto" expects a whole replica on every rank, since its shards would be '
-            "mixed in different steps; pass a number of steps, and staleness for late rounds"
+            f"overlap={pacing!r} expects a whole replica on every rank, since its shards would be "
+            f"mixed in different steps; pass overlap=Late(steps) for late rounds"
         )
     modules = () if model is None else model.named_modules()
     for name, module in modules:
         if isinstance(module, _COLLECTIVE):
             raise ValueError(
-                f'gossip_every="auto" expects a model without collectives, since ranks make '
+                f"overlap={pacing!r} expects a model without collectives, since ranks make "
                 f"different numbers of steps, got {type(module).__name__} in {name or 'model'!r}; "
-                f"take layers that need no other rank, such as GroupNorm, or pass a number of steps"
+                f"take layers that need no other rank, such as GroupNorm, or overlap=Late(steps)"
             )

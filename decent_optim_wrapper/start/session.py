@@ -29,7 +29,7 @@ from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.start.arguments import check_arguments
 from decent_optim_wrapper.start.forward_order import check_forward
-from decent_optim_wrapper.start.pace import check_pace, longest_flight
+from decent_optim_wrapper.start.pace import check_pace
 from decent_optim_wrapper.start.start import Start, check_same
 from decent_optim_wrapper.start.world import World, find_world
 from decent_optim_wrapper.topo import Topology
@@ -220,10 +220,21 @@ class Setup:
         )
         floating = (n.tensor for n in model.buffers if n.tensor.is_floating_point())
         self._buffers = plan_buckets(floating, self._layout.plain)
-        self._attach_extensions()
+        inputs.extensions.attach(
+            ExtensionContext(
+                rank=world.transport.initial_rank,
+                optimizer=inputs.optimizer,
+                layout=self._layout,
+                intervals=settings.schedule.intervals,
+                pacing=settings.pacing,
+                nonfinite=self._nonfinite,
+                replica=self.replica,
+                meter=self._meter,
+            )
+        )
         # Lines that must be the same on all ranks of a mesh, whatever part of the model they hold.
         self._first_lines = _settings_lines(start, inputs, world.topology)
-        extensions = (e for e in inputs.extensions.all if e.name or e.sends)
+        extensions = (e for e in inputs.extensions.all if e.name or e.sends or e.collective)
         self._last_lines = [each.describe() for each in extensions]
         self.lines = [*self._first_lines, *self._last_lines]
 
@@ -231,23 +242,6 @@ class Setup:
     def recovery(self) -> Recovery | None:
         """Continues without lost ranks; None if their loss is an error."""
         return self._world.recovery
-
-    def _attach_extensions(self) -> None:
-        """Attach the extensions."""
-        for each in self._inputs.extensions.all:
-            each.attach(
-                ExtensionContext(
-                    rank=self._world.transport.initial_rank,
-                    optimizer=self._inputs.optimizer,
-                    layout=self._layout,
-                    intervals=self._settings.schedule.intervals,
-                    pacing=self._settings.pacing,
-                    nonfinite=self._nonfinite,
-                    replica=self.replica,
-                    meter=self._meter,
-                    detach=partial(self._inputs.extensions.drop, each),
-                )
-            )
 
     def check(self, parameters: Sequence[Named], transport: Transport) -> None:
         """Compare the settings and all tensors with the other ranks; collective.
@@ -307,10 +301,9 @@ class Setup:
         else:
             session = Session.connect(world.transport, world.topology, intervals)
         tensors = [named.tensor for named in (*model.parameters, *model.buffers)]
-        session.transport.let_rounds_take(longest_flight(settings.pacing))
+        session.transport.let_rounds_take(settings.pacing.longest_flight)
         session.transport.begin_on(bucket_bytes(tensors, self._layout))
         _warn_of_codes(settings, self._layout, session)
-        _warn_of_rare_rounds(settings, inputs.optimizer)
         policy = RoundPolicy(
             pacing=settings.pacing,
             nonfinite=self._nonfinite,
@@ -419,20 +412,4 @@ def _warn_of_codes(settings: Settings, layout: Layout, session: Session) -> None
             f"{MOST_REFERENCES} groups per rank, too many to keep a reference for each: the "
             f"parameters themselves are rounded, and replicas stay further apart; take a topology "
             f"of fewer partners, such as ring"
-        )
-
-
-def _warn_of_rare_rounds(settings: Settings, optimizer: Optimizer) -> None:
-    """Warn of options with which ranks drift apart."""
-    schedule = settings.schedule
-    if settings.gradient_tracking and schedule.gossip_every != 1:
-        warn(
-            f"gradient_tracking gains less with gossip_every={schedule.gossip_every!r}, since the "
-            f"estimates are older; mix in every step, and send fewer bytes with comm_dtype"
-        )
-    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
-    if any("ScheduleFree" in kind for kind in kinds) and "z" not in schedule.average_state:
-        warn(
-            f"{kinds[0]} keeps an iterate in its state, which drifts apart if only "
-            f'parameters are mixed; pass Schedule(average_state=("z",))'
         )

@@ -5,34 +5,33 @@ from __future__ import annotations
 from loguru import logger
 
 from decent_optim_wrapper.codecs import wide
-from decent_optim_wrapper.config import Schedule
 from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.topo import Group
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.layout import MIB
 
 
-def log_summary(pipeline: Pipeline, schedule: Schedule) -> None:
+def log_summary(pipeline: Pipeline, gossip_every: int) -> None:
     """Log the topology, the ranks, and the bytes that this rank sends.
 
     Args:
         pipeline: the ranks, the buckets and the extensions.
-        schedule: how often a round is launched.
+        gossip_every: number of steps from one round to the next.
     """
     session, buckets = pipeline.session, pipeline.buckets
     ranks = session.transport.world_size
     text = f"{session.topology!r}, {ranks} rank{'s' * (ranks > 1)}: "
-    text += f"rank {session.transport.initial_rank} sends {_sent(pipeline, schedule)}"
+    text += f"rank {session.transport.initial_rank} sends {_sent(pipeline, gossip_every)}"
     text += f" ({len(buckets)} bucket{'s' * (len(buckets) > 1)})"
     if senders := [type(each).__name__ for each in pipeline.extensions.all if each.sends]:
         text += f"; more is sent by {', '.join(senders)}"
     logger.info(f"{text}. DECENT_LOG=info shows more, DECENT_LOG=off nothing")
 
 
-def _sent(pipeline: Pipeline, schedule: Schedule) -> str:
+def _sent(pipeline: Pipeline, gossip_every: int) -> str:
     phases = pipeline.session.schedule.phases
     per_round = sum(_bytes(bucket, group) for group in phases for bucket in pipeline.buckets)
-    mean = per_round / len(phases) / schedule.intervals.gossip_every
+    mean = per_round / len(phases) / gossip_every
     unit = "step" if pipeline.policy.pacing.synchronous else "round"
     return f"{_in_units(mean)} of parameters per {unit}"
 

@@ -46,6 +46,8 @@ from torch.nn.parallel import DistributedDataParallel
 from decent_optim_wrapper import (
     DecentOptimWrapper,
     DecentralizedDataParallel,
+    GradientTracking,
+    Late,
     Schedule,
     TopologyFactory,
 )
@@ -773,8 +775,8 @@ MODES = {
     "int8": Mode("2.5", partial(by_steps, comm_dtype=torch.int8)),
     "int8, views": Mode("1.5", partial(by_steps, comm_dtype=torch.int8, param_as_bucket_view=True)),
     "DecentralizedDataParallel": Mode("1, less the gradients", in_backward),
-    "gradient tracking": Mode("6", partial(by_steps, gradient_tracking=True)),
-    "staleness": Mode("2", partial(by_steps, schedule=Schedule(gossip_every=2, staleness=2))),
+    "gradient tracking": Mode("6", partial(by_steps, extensions=[GradientTracking()])),
+    "staleness": Mode("2", partial(by_steps, schedule=Schedule(gossip_every=2), overlap=Late(2))),
 }
 
 

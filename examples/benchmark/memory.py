@@ -31,7 +31,7 @@ import torch._dynamo  # the first optimizer step would import it, in every rank
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper import DecentOptimWrapper, GradientTracking
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 
 MIB = 2**20
@@ -98,8 +98,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     ", bf16": {"comm_dtype": torch.bfloat16},
     ", int8": {"comm_dtype": torch.int8},
-    ", tracking": {"gradient_tracking": True},
-    ", tracking, int8": {"gradient_tracking": True, "comm_dtype": torch.int8},
+    ", tracking": {"extensions": [GradientTracking()]},
+    ", tracking, int8": {"extensions": [GradientTracking()], "comm_dtype": torch.int8},
 }
 
 

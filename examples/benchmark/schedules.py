@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ import progress
 import torch
 from digits import Epoch, Row, train
 
-from decent_optim_wrapper import Schedule
+from decent_optim_wrapper import OuterOptimizer, Schedule, StateAverage
 from decent_optim_wrapper.optim import QGSGD
 
 MIB = 1 << 20
@@ -38,13 +37,17 @@ ROWS = {
     "gossip_every=4": Row(schedule=EVERY_4),
     "global_avg_every=8": Row(schedule=Schedule(global_avg_every=8)),
     "gossip_every=4, global_avg_every=8": Row(schedule=PGA),
-    "the same, outer=SGD(lr=1, momentum=0.5)": Row(schedule=replace(PGA, outer=SLOW_MOMENTUM)),
-    "the same, average_state='average'": Row(schedule=replace(PGA, average_state="average")),
+    "the same, outer SGD(lr=1, momentum=0.5)": Row(
+        schedule=PGA, options={"extensions": [OuterOptimizer(SLOW_MOMENTUM)]}
+    ),
+    "the same, StateAverage": Row(schedule=PGA, options={"extensions": [StateAverage()]}),
     "QGSGD": Row(optimizer=QGSGD),
     "QGSGD, gossip_every=4": Row(optimizer=QGSGD, schedule=EVERY_4),
     "random pairs, gossip_every=4": Row(topology="random", schedule=EVERY_4),
-    "the same, outer=SGD(lr=0.7, momentum=0.5, nesterov=True)": Row(
-        topology="random", schedule=replace(EVERY_4, outer=OUTER_NESTEROV)
+    "the same, outer SGD(lr=0.7, momentum=0.5, nesterov=True)": Row(
+        topology="random",
+        schedule=EVERY_4,
+        options={"extensions": [OuterOptimizer(OUTER_NESTEROV)]},
     ),
 }
 

@@ -47,7 +47,12 @@ from faults import HARMLESS, LEAST, LINKS, Injector, Kind, draw_faults
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 
-from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule
+from decent_optim_wrapper import (
+    AsItArrives,
+    DecentOptimWrapper,
+    Elastic,
+    GradientTracking,
+)
 from decent_optim_wrapper.elastic.rendezvous import key_prefix
 
 PROCESSES = get_context("forkserver")
@@ -271,9 +276,9 @@ def train(
         topology=job.topology,
         bucket_cap_mb=0.01,
         timeout=job.timeout,
-        schedule=Schedule(gossip_every="auto" if job.auto else 1),
+        overlap=AsItArrives() if job.auto else True,
         comm_dtype=getattr(torch, job.codes) if job.codes else None,
-        gradient_tracking=job.tracking,
+        extensions=[GradientTracking()] if job.tracking else [],
         elastic=Elastic(store=store, on_membership_change=note_change),
     )
     chance = random.Random(rank)
@@ -877,9 +882,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--step", type=float, default=0, help="seconds of each step at least")
     parser.add_argument("--slow", type=float, default=0, help="seconds a rank needs longer")
     parser.add_argument("--jitter", type=float, default=0, help="seconds a step may take longer")
-    parser.add_argument("--auto", action="store_true", help='gossip_every="auto"')
+    parser.add_argument("--auto", action="store_true", help="overlap=AsItArrives()")
     parser.add_argument("--codes", choices=["bfloat16", "float16", "int8", "int4"])
-    parser.add_argument("--tracking", action="store_true", help="gradient_tracking=True")
+    parser.add_argument("--tracking", action="store_true", help="extensions=[GradientTracking()]")
     parser.add_argument(
         "--patience", type=float, default=PATIENCE, help="seconds after which a rank hangs"
     )

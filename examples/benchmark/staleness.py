@@ -24,17 +24,21 @@ import progress
 import torch
 from digits import Epoch, Row, train
 
-from decent_optim_wrapper import Schedule
+from decent_optim_wrapper import AsItArrives, Late, Schedule
 
-AUTO = Schedule(gossip_every="auto")
+AUTO = {"overlap": AsItArrives()}
 ONCE = Row(every_epoch=False)
 ROWS = {
     "DDP": ONCE._replace(topology=None),
     "every step": ONCE,
-    "every 3 steps, 3 late": ONCE._replace(schedule=Schedule(gossip_every=3, staleness=3)),
-    "every 8 steps, 8 late": ONCE._replace(schedule=Schedule(gossip_every=8, staleness=8)),
-    "auto": ONCE._replace(schedule=AUTO),
-    "auto, meeting every epoch": Row(schedule=AUTO),
+    "every 3 steps, 3 late": ONCE._replace(
+        schedule=Schedule(gossip_every=3), options={"overlap": Late(3)}
+    ),
+    "every 8 steps, 8 late": ONCE._replace(
+        schedule=Schedule(gossip_every=8), options={"overlap": Late(8)}
+    ),
+    "auto": ONCE._replace(options=AUTO),
+    "auto, meeting every epoch": Row(options=AUTO),
 }
 SHARDS = {"shuffled": False, "by digit": True}
 

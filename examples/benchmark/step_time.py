@@ -38,7 +38,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from decent_optim_wrapper import DecentOptimWrapper, Schedule
+from decent_optim_wrapper import AsItArrives, DecentOptimWrapper, GradientTracking, Late, Schedule
 from decent_optim_wrapper.codecs import INT4
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.utils import init_distributed
@@ -255,8 +255,8 @@ METHODS: dict[str, Callable[..., Step]] = {
     "ours, int8": partial(gossip, comm_dtype=torch.int8),
     "ours, int8, views": partial(gossip, comm_dtype=torch.int8, param_as_bucket_view=True),
     "ours, int4": partial(gossip, comm_dtype=INT4),
-    "ours, tracking": partial(gossip, gradient_tracking=True),
-    "ours, tracking, int8": partial(gossip, gradient_tracking=True, comm_dtype=torch.int8),
+    "ours, tracking": partial(gossip, extensions=[GradientTracking()]),
+    "ours, tracking, int8": partial(gossip, extensions=[GradientTracking()], comm_dtype=torch.int8),
     **{
         f"ours, {name}{comma}{coded}": partial(gossip, **COMM[coded], **topology)
         for name, topology in GROUPS.items()
@@ -277,14 +277,12 @@ METHODS: dict[str, Callable[..., Step]] = {
         )
         for comma, coded in (("", ""), (", ", "bf16"), (", ", "int8"))
     },
-    "ours, every 3 steps, 3 late": partial(gossip, schedule=Schedule(gossip_every=3, staleness=3)),
-    "ours, auto": partial(gossip, schedule=Schedule(gossip_every="auto")),
-    "ours, auto, bf16": partial(
-        gossip, schedule=Schedule(gossip_every="auto"), comm_dtype=torch.bfloat16
+    "ours, every 3 steps, 3 late": partial(
+        gossip, schedule=Schedule(gossip_every=3), overlap=Late(3)
     ),
-    "ours, auto, in the backward pass": partial(
-        in_backward, schedule=Schedule(gossip_every="auto")
-    ),
+    "ours, auto": partial(gossip, overlap=AsItArrives()),
+    "ours, auto, bf16": partial(gossip, overlap=AsItArrives(), comm_dtype=torch.bfloat16),
+    "ours, auto, in the backward pass": partial(in_backward, overlap=AsItArrives()),
     "bare exchange": bare_exchange,
 }
 # Every method with its own defaults.

@@ -26,11 +26,11 @@ from digits import Epoch, Row, train_on_threads
 from schedulefree import SGDScheduleFree
 from torch.optim import AdamW
 
-from decent_optim_wrapper import Schedule
+from decent_optim_wrapper import Extension, GradientTracking, StateGossip
 from decent_optim_wrapper.optim import QGSGD
 
 MIB = 1 << 20
-ITERATE = Schedule(average_state=("z",))
+ITERATE = StateGossip("z")
 
 
 class Base(NamedTuple):
@@ -40,19 +40,20 @@ class Base(NamedTuple):
         optimizer: makes it.
         lrs: the learning rates to try.
         decay: lower the learning rate linearly to 0.
-        schedule: of the rows with tracking.
+        extensions: of the rows with tracking, in addition.
         others: further rows.
     """
 
     optimizer: Callable[..., torch.optim.Optimizer]
     lrs: tuple[float, ...]
     decay: bool = True
-    schedule: Schedule = Schedule()
+    extensions: tuple[Extension, ...] = ()
     others: tuple[tuple[str, Row], ...] = ()
 
     def rows(self) -> dict[str, Row]:
         plain = Row(optimizer=self.optimizer, decay=self.decay, every_epoch=False)
-        tracking = plain._replace(schedule=self.schedule, options={"gradient_tracking": True})
+        extensions = [GradientTracking(), *self.extensions]
+        tracking = plain._replace(options={"extensions": extensions})
         return {
             "DDP": plain._replace(topology=None),
             "plain gossip": plain,
@@ -83,8 +84,8 @@ BASES = {
         lrs=(0.002, 0.005, 0.01, 0.02),
         others=(
             (
-                "average_state=('exp_avg_sq',)",
-                Row(optimizer=AdamW, schedule=Schedule(average_state=("exp_avg_sq",))),
+                "StateGossip('exp_avg_sq')",
+                Row(optimizer=AdamW, options={"extensions": [StateGossip("exp_avg_sq")]}),
             ),
         ),
     ),
@@ -92,8 +93,13 @@ BASES = {
         optimizer=SGDScheduleFree,
         lrs=(0.2, 0.5, 1.0, 2.0),
         decay=False,
-        schedule=ITERATE,
-        others=(("average_state=('z',)", Row(optimizer=SGDScheduleFree, schedule=ITERATE)),),
+        extensions=(ITERATE,),
+        others=(
+            (
+                "StateGossip('z')",
+                Row(optimizer=SGDScheduleFree, options={"extensions": [ITERATE]}),
+            ),
+        ),
     ),
 }
 

@@ -1,0 +1,129 @@
+"""Old spellings of options warn, and train as the new ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import modules
+import pytest
+import torch.distributed as dist
+from problem import flatten, make_params, nesterov, take_steps, wrap
+from ranks import run_threads
+from torch import Tensor
+
+from decent_optim_wrapper import (
+    AsItArrives,
+    GradientTracking,
+    Late,
+    OuterOptimizer,
+    Schedule,
+    StateAverage,
+    StateGossip,
+)
+
+OUTER = nesterov(0.5)
+AUTO: Any = "auto"
+TRACKED: dict[str, Any] = {"extensions": [GradientTracking()]}
+# Old and new options, and what the warning says to pass.
+SPELLINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "staleness": (
+        {"schedule": Schedule(gossip_every=2, staleness=2)},
+        {"schedule": Schedule(gossip_every=2), "overlap": Late(2)},
+        r"overlap=Late\(steps=2\)",
+    ),
+    "auto": (
+        # Waits for each round, so that it is the same in every run.
+        {"schedule": Schedule(gossip_every=AUTO, max_staleness=1), "overlap": True},
+        {"overlap": AsItArrives(1)},
+        r"overlap=AsItArrives\(max_steps=1\)",
+    ),
+    "a staleness of 1": ({"schedule": Schedule(staleness=1)}, {}, "nothing"),
+    "tracking": ({"gradient_tracking": True}, TRACKED, "GradientTracking"),
+    "outer": (
+        {"schedule": Schedule(outer=OUTER), **TRACKED},
+        {"extensions": [GradientTracking(), OuterOptimizer(OUTER)]},
+        "OuterOptimizer",
+    ),
+    "average": (
+        {"schedule": Schedule(global_avg_every=2, average_state="average")},
+        {"schedule": Schedule(global_avg_every=2), "extensions": [StateAverage()]},
+        "StateAverage",
+    ),
+    "names": (
+        {"schedule": Schedule(average_state=("momentum_buffer",))},
+        {"extensions": [StateGossip("momentum_buffer")]},
+        "StateGossip",
+    ),
+}
+
+
+def by_steps(rank: int, group: dist.ProcessGroup, options: dict[str, Any]) -> Tensor:
+    params = make_params(seed=rank)
+    optimizer = wrap(params, group, topology="ring", **options)
+    take_steps(optimizer, params, rank, range(6))
+    # How many rounds a call mixes may depend on who comes first.
+    end = flatten(params)
+    optimizer.synchronize()
+    return end
+
+
+def in_backward(rank: int, group: dist.ProcessGroup, options: dict[str, Any]) -> Tensor:
+    # Their default, which is not that of the tests.
+    model = modules.wrap(modules.make_model(rank), group, **{"overlap": None, **options})
+    modules.train(model, rank, range(6))
+    end = modules.flat(model)
+    model.optimizer.synchronize()
+    return end
+
+
+@pytest.mark.parametrize("train", [by_steps, in_backward])
+@pytest.mark.parametrize(("old", "new", "said"), SPELLINGS.values(), ids=SPELLINGS)
+def test_an_old_spelling_warns_and_has_the_same_trajectory(
+    train: Callable[..., Tensor], old: dict[str, Any], new: dict[str, Any], said: str
+) -> None:
+    ours = run_threads(4, partial(train, options=new))
+    with pytest.warns(DeprecationWarning, match=f"removed in the next release; pass .*{said}"):
+        theirs = run_threads(4, partial(train, options=old))
+    assert all(map(Tensor.equal, ours, theirs))
+    plain = run_threads(4, partial(train, options={}))
+    assert Tensor.equal(ours[0], plain[0]) == (not new)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"gossip_every": AUTO, "staleness": 2}, ValueError, "staleness expects"),
+        ({"max_staleness": 2}, ValueError, 'max_staleness expects "auto"'),
+        ({"staleness": 2, "gossip_every": 2, "overlap": False}, ValueError, "overlap=Late"),
+        ({"staleness": 3, "gossip_every": 2}, ValueError, "at least as many steps"),
+        ({"staleness": "2"}, TypeError, "steps expects"),
+        ({"average_state": "averge"}, ValueError, "did you mean 'average'"),
+        ({"outer": 0.5}, TypeError, "OuterOptimizer expects"),
+        ({"gradient_tracking": 1}, TypeError, "gradient_tracking expects a bool"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*will be removed:DeprecationWarning")
+def test_an_old_spelling_is_checked(
+    options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    others = {
+        name: options.pop(name) for name in ("overlap", "gradient_tracking") if name in options
+    }
+    with pytest.raises(error, match=words):
+        wrap(make_params(), schedule=Schedule(**options), **others)
+
+
+def test_tracking_is_given_up_by_its_old_property() -> None:
+    optimizer = wrap(make_params(), extensions=[GradientTracking()])
+    assert optimizer.gradient_tracking
+    for value in (True, False, False):
+        with pytest.warns(DeprecationWarning, match="drop_extension"):
+            optimizer.gradient_tracking = value
+        assert optimizer.gradient_tracking == bool(optimizer.extensions) == value
+    with (
+        pytest.warns(DeprecationWarning, match="removed"),
+        pytest.raises(ValueError, match="got True"),
+    ):
+        optimizer.gradient_tracking = True
