@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from types import NoneType
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from decent_optim_wrapper.checks import check_fields, instance_of, optional, whole
 from decent_optim_wrapper.comm.process_groups import is_closed, is_registered, store_of, timeout_of
 from decent_optim_wrapper.config import Elastic, read_timeout
-from decent_optim_wrapper.start.launched_store import find_launched_store
+from decent_optim_wrapper.start.launched_store import StoreWorld, find_launched_store
 from decent_optim_wrapper.topo import Topology, TopologyFactory, default_name
 from decent_optim_wrapper.warn import warn
 
@@ -144,24 +143,6 @@ def _check_numbers(arguments: Arguments, whose: str, rank: int, world_size: int)
             )
 
 
-class StoreWorld(NamedTuple):
-    """Ranks that meet through a store.
-
-    Args:
-        store: the store.
-        rank: this rank.
-        world_size: number of ranks.
-        timeout: bound of every wait.
-        launched_as: the number that the launcher gave to each rank.
-    """
-
-    store: Any
-    rank: int
-    world_size: int
-    timeout: timedelta
-    launched_as: Sequence[int]
-
-
 def resolve_store(arguments: Arguments) -> StoreWorld:
     """Find the store, and this rank's number in it.
 
@@ -179,13 +160,7 @@ def resolve_store(arguments: Arguments) -> StoreWorld:
             f"Elastic(store=...) needs rank and world_size, too, with rank below world_size; got "
             f"{rank=}, {world_size=}"
         )
-    return StoreWorld(
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=default_pg_timeout,
-        launched_as=range(world_size),
-    )
+    return StoreWorld(store=store, rank=rank, world_size=world_size)
 
 
 _NO_STORE = (
@@ -217,13 +192,7 @@ def _launched_world(arguments: Arguments) -> StoreWorld:
         _check_alone(arguments.rank, arguments.world_size)
         raise ValueError(_NO_STORE)
     _check_numbers(arguments, "the launcher", found.rank, found.world_size)
-    return StoreWorld(
-        store=found.store,
-        rank=found.rank,
-        world_size=found.world_size,
-        timeout=default_pg_timeout,
-        launched_as=range(found.world_size),
-    )
+    return found
 
 
 def resolve_topology(

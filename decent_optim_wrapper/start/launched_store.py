@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
+from torch.distributed.constants import default_pg_timeout
 
 from decent_optim_wrapper.comm.store_url import STORE_VARIABLE, StoreUrl
 from decent_optim_wrapper.comm.waiting import within
@@ -19,23 +20,25 @@ from decent_optim_wrapper.start.launch import find_launch, find_ranks
 _SHORTEST_CONNECT, _LONGEST_CONNECT = timedelta(minutes=1), timedelta(minutes=5)
 
 
-class LaunchedStore(NamedTuple):
-    """A launcher's store, and this rank's number in it.
+class StoreWorld(NamedTuple):
+    """Ranks that meet through a store.
 
     Args:
         store: a connection to it.
         rank: this rank.
         world_size: number of ranks.
+        timeout: bound of every wait.
+        launched_as: the number that the launcher gave to each rank; empty if it is the same.
     """
 
     store: Any
     rank: int
     world_size: int
+    timeout: timedelta = default_pg_timeout
+    launched_as: Sequence[int] = ()
 
 
-def find_launched_store(
-    environ: Mapping[str, str], timeout: timedelta | None
-) -> LaunchedStore | None:
+def find_launched_store(environ: Mapping[str, str], timeout: timedelta | None) -> StoreWorld | None:
     """Connect to the store that the launcher of this process names; None if it names none.
 
     Args:
@@ -64,7 +67,7 @@ def find_launched_store(
         store = _connect(make, bound, ranks.rank, where, remedy)
     else:
         return None
-    return LaunchedStore(store=store, rank=ranks.rank, world_size=ranks.world_size)
+    return StoreWorld(store=store, rank=ranks.rank, world_size=ranks.world_size)
 
 
 def _connect(

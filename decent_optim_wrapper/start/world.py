@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.config import Elastic, Settings, read_timeout
+from decent_optim_wrapper.config import Settings, read_timeout
 from decent_optim_wrapper.elastic.epoch import FIRST_NOTE
 from decent_optim_wrapper.elastic.recovery import Recovery
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous
@@ -52,9 +52,23 @@ def find_world(
     Raises:
         ValueError: ranks that are training already have another outline.
     """
-    if start.arguments.elastic is None:
+    arguments, elastic = start.arguments, start.arguments.elastic
+    if elastic is None:
         return _in_process_group(start, topology)
-    return _in_store(start, topology, settings, start.arguments.elastic, outline)
+    with start.failing_together():
+        world = resolve_store(arguments)
+        # The ranks cannot agree yet: every rank takes the size of its own node for all.
+        own = own_local_world_size(None, world.launched_as or range(world.world_size))
+        local_world_size = arguments.local_world_size or own
+        resolved = resolve_topology(topology, world.world_size, arguments, local_world_size)
+    timeout = read_timeout(settings.timeout) or world.timeout
+    rendezvous = Rendezvous(world.store, world.rank, world.world_size, timeout, elastic.stale_after)
+    rendezvous.check_outline(outline(resolved))
+    epoch = rendezvous.gather(FIRST_NOTE)
+    recovery = Recovery(
+        rendezvous, epoch, resolved, settings.schedule, elastic.on_membership_change
+    )
+    return World(transport=epoch.transport, topology=resolved, recovery=recovery)
 
 
 def _in_process_group(start: Start, topology: str | Topology | None) -> World:
@@ -67,30 +81,6 @@ def _in_process_group(start: Start, topology: str | Topology | None) -> World:
     with start.failing_together():
         resolved = resolve_topology(topology, transport.world_size, arguments, local_world_size)
     return World(transport=transport, topology=resolved, recovery=None)
-
-
-def _in_store(
-    start: Start,
-    topology: str | Topology | None,
-    settings: Settings,
-    elastic: Elastic,
-    outline: Outline,
-) -> World:
-    arguments = start.arguments
-    with start.failing_together():
-        world = resolve_store(arguments)
-        # The ranks cannot agree yet: every rank takes the size of its own node for all.
-        own = own_local_world_size(None, world.launched_as)
-        local_world_size = arguments.local_world_size or own
-        resolved = resolve_topology(topology, world.world_size, arguments, local_world_size)
-    timeout = read_timeout(settings.timeout) or world.timeout
-    rendezvous = Rendezvous(world.store, world.rank, world.world_size, timeout, elastic.stale_after)
-    rendezvous.check_outline(outline(resolved))
-    epoch = rendezvous.gather(FIRST_NOTE)
-    recovery = Recovery(
-        rendezvous, epoch, resolved, settings.schedule, elastic.on_membership_change
-    )
-    return World(transport=epoch.transport, topology=resolved, recovery=recovery)
 
 
 def agree_on_local_world_size(given: int | None, own: int, transport: Transport) -> int:
