@@ -32,7 +32,8 @@ from decent_optim_wrapper import (
     TopologyFactory,
 )
 from decent_optim_wrapper.integrations.versions import require
-from decent_optim_wrapper.start.world import ranks_per_node
+from decent_optim_wrapper.start.arguments import Arguments
+from decent_optim_wrapper.start.world import local_world_size_of, ranks_per_node
 from decent_optim_wrapper.topo import Hierarchical, Ring
 
 
@@ -224,6 +225,16 @@ def test_nodes_are_blocks_of_consecutive_ranks() -> None:
     others = dict.fromkeys(("aabbb", "aaaabb", "abab", "aabbaa"), 1)
     for nodes, size in (blocks | others).items():
         assert ranks_per_node(nodes) == size
+
+
+@pytest.mark.parametrize(("place", "size"), [("0", 2), ("1", 1), ("3", 2), ("", 2)])
+def test_ranks_that_are_dealt_to_nodes_in_turn_are_in_no_blocks(
+    place: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 of nodes of 2 ranks; a number that the node does not have says nothing."""
+    for name, value in {"LOCAL_WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": place}.items():
+        monkeypatch.setenv(name, value)
+    assert local_world_size_of(Arguments(), range(4)) == size
 
 
 def test_all_ranks_agree_on_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from decent_optim_wrapper.elastic.epoch import FIRST_NOTE
 from decent_optim_wrapper.elastic.recovery import Recovery
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.start.arguments import (
+    Arguments,
     check_sizes,
     launched_ranks,
     resolve_store,
@@ -58,9 +59,8 @@ def find_world(
     with start.failing_together():
         world = resolve_store(arguments)
         # The ranks cannot agree yet: every rank takes the size of its own node for all.
-        own = own_local_world_size(None, world.launched_as or range(world.world_size))
-        local_world_size = arguments.local_world_size or own
-        resolved = resolve_topology(topology, world.world_size, arguments, local_world_size)
+        own = local_world_size_of(arguments, world.launched_as or range(world.world_size))
+        resolved = resolve_topology(topology, world.world_size, arguments, own)
     timeout = read_timeout(settings.timeout) or world.timeout
     rendezvous = Rendezvous(world.store, world.rank, world.world_size, timeout, elastic.stale_after)
     rendezvous.check_outline(outline(resolved))
@@ -76,35 +76,24 @@ def _in_process_group(start: Start, topology: str | Topology | None) -> World:
     with start.failing_together():
         transport, group = start.transport, start.process_group
         check_sizes(group, arguments)
-        own = own_local_world_size(arguments.local_world_size, launched_ranks(group))
-    local_world_size = agree_on_local_world_size(arguments.local_world_size, own, transport)
+        own = local_world_size_of(arguments, launched_ranks(group))
+    is_same = set(exchange(transport, [own])[:, 0].tolist()) == {own}
     with start.failing_together():
+        local_world_size = own if is_same else 1
         resolved = resolve_topology(topology, transport.world_size, arguments, local_world_size)
     return World(transport=transport, topology=resolved, recovery=None)
 
 
-def agree_on_local_world_size(given: int | None, own: int, transport: Transport) -> int:
-    """The number of ranks per node, the same on all ranks; collective.
+def local_world_size_of(arguments: Arguments, launched_as: Sequence[int]) -> int:
+    """The number of ranks per node: the user's argument, or what follows from the launcher's.
 
     Args:
-        given: the user's argument, which is used if it is the same on all ranks.
-        own: `own_local_world_size`, which is used if it is the same on all ranks.
-        transport: connects the ranks.
-    """
-    stated, sizes = exchange(transport, [given or 0, own])[:, :2].T.tolist()
-    if given is not None and len(set(stated)) == 1:
-        return given
-    return own if len(set(sizes)) == 1 else 1
-
-
-def own_local_world_size(given: int | None, launched_as: Sequence[int]) -> int:
-    """The number of ranks per node, as far as this rank knows.
-
-    Args:
-        given: the user's argument; None for the launcher's number.
+        arguments: the user's arguments.
         launched_as: the number that the launcher gave to each rank; consecutive ones share a node.
     """
-    size = given or launched_local_world_size()
+    if arguments.local_world_size is not None:
+        return arguments.local_world_size
+    size = launched_local_world_size()
     place, rank = (os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK"))
     is_known = place.isdecimal() and rank.isdecimal()
     if is_known and int(rank) % size != int(place) < size:
