@@ -240,16 +240,11 @@ class ElasticSampler(Sampler[list[int]]):
 
 
 def _check(rules: Rules, optimizer: DecentOptimWrapper) -> None:
-    given = [size for size in (rules.batch_size, rules.total_batch) if size is not None]
-    if len(given) != 1 or given[0] < 1:
+    ranks, sizes = optimizer.world_size, (rules.batch_size, rules.total_batch)
+    total = rules.total_batch or (rules.batch_size or 0) * ranks
+    least = total if rules.drop_last else ranks
+    if sizes.count(None) != 1 or total < ranks or rules.length < least:
         raise ValueError(
-            f"rank {optimizer.rank}: expected either batch_size or total_batch, 1 or more, got "
-            f"batch_size={rules.batch_size} and total_batch={rules.total_batch}"
-        )
-    ranks = optimizer.world_size
-    least = max(ranks, rules.total_batch or ranks * given[0]) if rules.drop_last else ranks
-    if rules.length < least or (rules.total_batch or ranks) < ranks:
-        raise ValueError(
-            f"rank {optimizer.rank}: expected a sample for each of {ranks} ranks in every step, "
-            f"got {rules.length} samples for {given[0]} in a step"
+            f"rank {optimizer.rank}: expected either batch_size or total_batch, and a sample for "
+            f"each of {ranks} ranks in every step, got {rules}"
         )

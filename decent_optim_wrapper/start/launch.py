@@ -187,19 +187,15 @@ def _find_ranks(environ: Mapping[str, str]) -> Ranks:
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
     """The tasks of this node, from a list such as 4(x2),3: two nodes of 4 tasks and one of 3."""
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
-    text = _text(environ, *names)
-    counts: list[int] = []
-    for entry in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
-        if match is None:
-            raise ValueError(
-                f"{names[0]} should read like 4(x2),3 (tasks per node), got {text!r}; start the "
-                f"script with srun, which sets it"
-            )
-        counts += [int(match[1])] * int(match[2] or 1)
-    if len(set(counts)) == 1:
-        return counts[0]
-    node = _number(environ, "SLURM_NODEID")
+    text, entry = _text(environ, *names), r"(\d+)(?:\(x(\d+)\))?"
+    if not re.fullmatch(rf"{entry}(?:,{entry})*", text):
+        raise ValueError(
+            f"{names[0]} should read like 4(x2),3 (tasks per node), got {text!r}; start the "
+            f"script with srun, which sets it"
+        )
+    nodes = re.findall(entry, text)
+    counts = [int(tasks) for tasks, times in nodes for _ in range(int(times or 1))]
+    node = 0 if len(set(counts)) == 1 else _number(environ, "SLURM_NODEID")
     if node >= len(counts):
         raise ValueError(
             f"SLURM_NODEID is {node}, but {names[0]} has {len(counts)}: {text!r}; start the script "
