@@ -48,10 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _topologies(args: argparse.Namespace) -> tables.Report:
-    return tables.topologies(args.world_size, args.local_world_size, args.topology)
-
-
 def _comm(args: argparse.Namespace) -> tables.Report | None:
     from decent_optim_wrapper.planning import link_probe
 
@@ -66,10 +62,6 @@ def _average(args: argparse.Namespace) -> tables.Report:
     return tables.Report(text, {"file": str(args.out), **done._asdict()})
 
 
-def _run(args: argparse.Namespace) -> int:
-    return launch(read_arguments(args))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="decent_optim_wrapper", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(required=True, parser_class=_Parser)
@@ -82,10 +74,13 @@ def _parser() -> argparse.ArgumentParser:
 
     about = "start the ranks of this node, and start again those that die"
     start = commands.add_parser("run", help=about, description=about)
-    start.set_defaults(run_command=_run)
+    start.set_defaults(run_command=lambda args: launch(read_arguments(args)))
     add_arguments(start)
 
-    table = add("topologies", _topologies, "the topologies that fit, and why others do not")
+    def topologies(args: argparse.Namespace) -> tables.Report:
+        return tables.topologies(args.world_size, args.local_world_size, args.topology)
+
+    table = add("topologies", topologies, "the topologies that fit, and why others do not")
     table.add_argument("--world-size", type=int, default=8, help="8 by default")
     table.add_argument("--local-world-size", type=int, default=1)
     table.add_argument("--topology", nargs="+", metavar="NAME", help="only these")

@@ -27,6 +27,8 @@ from decent_optim_wrapper.gossip.timing import StepStats
 # Thresholds of a report: how much longer than the others a slow rank computes, and the share of a
 # step for which both ends wait for a slow link.
 _SLOWER, _WAITS = 1.2, 0.1
+# What each rank sends, in this order.
+_COSTS = ("step_seconds", "computing_seconds", "wait_seconds", "coding_seconds", "bytes_sent")
 
 
 class RankReport(NamedTuple):
@@ -79,8 +81,8 @@ class Report(NamedTuple):
         """Return the report as dicts, lists, numbers and strings."""
         link = self.slow_link
         return {
+            **self._asdict(),
             "ranks": [each._asdict() for each in self.ranks],
-            "slow_rank": self.slow_rank,
             "slow_link": None if link is None else {**link._asdict(), "ranks": [*link.ranks]},
             "advice": [*self.advice],
         }
@@ -137,31 +139,22 @@ def diagnose(rows: Tensor, members: Sequence[int], paired: bool) -> Report:
     """
     size = len(members)
     costs, waits, pairs = rows[:, :5].tolist(), rows[:, 5 : 5 + size], rows[:, 5 + size :]
+    found = [_longest(row, costs, members) for row in waits.tolist()]
     ranks = tuple(
-        RankReport(
-            rank=members[place],
-            step_seconds=step,
-            computing_seconds=computing,
-            wait_seconds=wait,
-            waits_for=_longest(waits[place].tolist(), costs, members),
-            coding_seconds=coding,
-            bytes_sent=sent,
-        )
-        for place, (step, computing, wait, coding, sent) in enumerate(costs)
+        RankReport(rank=rank, waits_for=longest, **dict(zip(_COSTS, cost, strict=True)))
+        for rank, longest, cost in zip(members, found, costs, strict=True)
     )
     slow_rank, factor = _slowest(ranks)
-    slow_link = _slowest_link(pairs, members, ranks)
+    step = median(each.step_seconds for each in ranks)
+    slow_link = _slowest_link(pairs, members, step)
     advice = []
     if slow_rank is not None:
+        remedy = "Look at that machine, give it smaller batches"
+        if not paired:
+            remedy = 'Use a topology of pairs, such as "ring", so that only its partners wait'
         advice.append(
             f"rank {slow_rank} is slow: it computes {factor:.1f} times as long as the others. "
-            + (
-                "Look at that machine, give it smaller batches, or let no rank wait for it with "
-                "overlap=AsItArrives()"
-                if paired
-                else 'Use a topology of pairs, such as "ring", so that only its partners wait, or '
-                "overlap=AsItArrives(), so that no rank waits"
-            )
+            f"{remedy}, or pass overlap=AsItArrives(), so that no rank waits"
         )
     if slow_link is not None:
         one, other = slow_link.ranks
@@ -172,16 +165,16 @@ def diagnose(rows: Tensor, members: Sequence[int], paired: bool) -> Report:
             f"ranks so that these two meet less often"
         )
     if not advice:
-        advice.append(_otherwise(ranks, paired))
+        share = median(each.wait_seconds for each in ranks) / max(1e-9, step)
+        advice.append(_otherwise(share, paired))
     return Report(ranks=ranks, slow_rank=slow_rank, slow_link=slow_link, advice=tuple(advice))
 
 
 def _longest(waits: list[float], costs: list[Any], members: Sequence[int]) -> int | None:
     """The rank that is waited for longest; in a group, the rank that computes longest."""
-    found = [
-        (wait, costs[place][1], members[place]) for place, wait in enumerate(waits) if wait > 0
-    ]
-    return max(found)[2] if found else None
+    rows = zip(waits, costs, members, strict=True)
+    found = [(wait, cost[1], rank) for wait, cost, rank in rows if wait > 0]
+    return max(found)[-1] if found else None
 
 
 def _slowest(ranks: Sequence[RankReport]) -> tuple[int | None, float]:
@@ -193,23 +186,17 @@ def _slowest(ranks: Sequence[RankReport]) -> tuple[int | None, float]:
     return (slowest.rank, factor) if factor > _SLOWER else (None, factor)
 
 
-def _slowest_link(
-    pairs: Tensor, members: Sequence[int], ranks: Sequence[RankReport]
-) -> Link | None:
+def _slowest_link(pairs: Tensor, members: Sequence[int], step: float) -> Link | None:
     both = torch.minimum(pairs, pairs.T).nan_to_num(0.0).tolist()
     links = [
         Link((members[i], members[j]), both[i][j]) for i, j in combinations(range(len(members)), 2)
     ]
     slowest = max(links, key=lambda each: each.wait_seconds, default=None)
-    step = median(each.step_seconds for each in ranks)
     return slowest if slowest is not None and slowest.wait_seconds > _WAITS * step else None
 
 
-def _otherwise(ranks: Sequence[RankReport], paired: bool) -> str:
-    """The advice if no rank and no link stands out."""
-    share = median(each.wait_seconds for each in ranks) / max(
-        1e-9, median(each.step_seconds for each in ranks)
-    )
+def _otherwise(share: float, paired: bool) -> str:
+    """The advice if no rank and no link stands out, and all wait for this share of a step."""
     if share <= _WAITS:
         return "no rank and no link is slow"
     text = f"no rank is slow, but all wait {share:.0%} of a step. Send fewer bits with comm_dtype"

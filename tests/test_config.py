@@ -269,6 +269,8 @@ def test_a_round_that_would_be_left_out_because_another_travels_is_an_error() ->
         ):
             with pytest.raises(ValueError, match=re.escape(words)):
                 wrap(params, group, overlap=options)
+        with pytest.raises(ValueError, match=r"AsItArrives.* expects gossip_every=1"):
+            wrap(params, group, overlap=AsItArrives(), schedule=Schedule(gossip_every=2))
         optimizer = wrap(params, group, overlap=TwoSteps(), schedule=Schedule(gossip_every=2))
         take_steps(optimizer, params, rank, range(6))
 

@@ -30,9 +30,9 @@ def arrange(given: Sequence[Extension], optimizer: Optimizer) -> Extensions:
         ValueError: two have the same name or class, or one that has a state has no name.
     """
     expected = "extensions expects a sequence of instances of Extension"
-    expect(isinstance(given, Sequence), expected, given)
+    is_list = isinstance(given, Sequence) and all(isinstance(each, Extension) for each in given)
+    expect(is_list, expected, given)
     for each in given:
-        expect(isinstance(each, Extension), expected, each)
         if not each.name and type(each).state_dict is not Extension.state_dict:
             raise ValueError(
                 f"extensions expects a name for each extension with a state, as its key in "

@@ -107,16 +107,12 @@ def _collect(
     means: Sequence[Tensor], grads: Sequence[Tensor | None], weights: Sequence[float]
 ) -> None:
     """Move means towards gradients by these weights; None counts as zero."""
-    moved, towards, by = [], [], []
-    for mean, grad, weight in zip(means, grads, weights, strict=True):
+    rows = [*zip(means, grads, weights, strict=True)]
+    for mean, grad, weight in rows:
         if grad is None:
             mean.mul_(1 - weight)
-        else:
-            moved.append(mean)
-            towards.append(grad.to(mean.dtype))
-            by.append(weight)
-    if moved:
-        torch._foreach_lerp_(moved, towards, by)
+    if moved := [(mean, grad.to(mean.dtype), by) for mean, grad, by in rows if grad is not None]:
+        torch._foreach_lerp_(*zip(*moved, strict=True))
 
 
 class GradientTracking(Extension):
