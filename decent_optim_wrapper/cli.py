@@ -57,9 +57,9 @@ def _comm(args: argparse.Namespace) -> tables.Report | None:
 def _average(args: argparse.Namespace) -> tables.Report:
     from decent_optim_wrapper.checkpoint.export import export_average
 
-    done = export_average(args.folder, args.out, args.part)
-    text = f"{args.out}: the average over {done.world_size} ranks of step {done.step}"
-    return tables.Report(text, {"file": str(args.out), **done._asdict()})
+    step, size = export_average(args.folder, args.out, args.part)
+    text = f"{args.out}: the average over {size} ranks of step {step}"
+    return tables.Report(text, {"file": str(args.out), "step": step, "world_size": size})
 
 
 def _parser() -> argparse.ArgumentParser:

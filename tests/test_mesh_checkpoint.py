@@ -281,7 +281,7 @@ def save_and_load(folder: Path, source: str) -> tuple[dict[str, Any], dict[str, 
     _, resumed = loading.run.end()
     other = Saving(OTHER[source], folder, seed=1)
     before = other.run.spread.full()
-    text = "was saved with the model in another layout|could not be loaded on rank .* look there"
+    text = "was saved with the model in another layout|could not be loaded on rank .* see the error"
     with pytest.raises(ValueError, match=text) as caught:
         other.load()
     assert same(other.run.spread.full(), before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,19 +15,7 @@ from decent_optim_wrapper.checkpoint.whole_file import part_of
 from decent_optim_wrapper.warn import warn
 
 
-class Exported(NamedTuple):
-    """What was exported.
-
-    Args:
-        step: the step of the set.
-        world_size: number of ranks that saved it.
-    """
-
-    step: int
-    world_size: int
-
-
-def export_average(folder: Path, out: Path, part: str = "model") -> Exported:
+def export_average(folder: Path, out: Path, part: str = "model") -> tuple[int, int]:
     """Write the average over the ranks of the newest complete set to a file.
 
     Args:
@@ -37,7 +25,7 @@ def export_average(folder: Path, out: Path, part: str = "model") -> Exported:
         part: the key in the saved state, such as ``"model"``, or a path such as ``"model/module"``.
 
     Returns:
-        The step and the number of ranks of the set.
+        The step of the set, and the number of ranks that saved it.
 
     Raises:
         ValueError: there is no complete set, or it has no such part.
@@ -55,7 +43,7 @@ def export_average(folder: Path, out: Path, part: str = "model") -> Exported:
     else:
         torch.save(average, part_of(out))
     part_of(out).replace(out)
-    return Exported(step=held.step, world_size=len(paths))
+    return held.step, len(paths)
 
 
 def _newest(folder: Path) -> SavedSet:

@@ -35,11 +35,6 @@ class FileName(NamedTuple):
         return f"rank_{self.rank}_of_{self.world_size}{part}.pt"
 
     @property
-    def sizes(self) -> str:
-        """The size of its set, for messages."""
-        return f"{self.world_size} ranks" + (f" of {self.shards} shards" if self.shards > 1 else "")
-
-    @property
     def saver(self) -> str:
         """The rank that saved it, for messages."""
         return f"rank {self.rank}" + (f", shard {self.shard}" if self.shards > 1 else "")

@@ -152,10 +152,8 @@ class Checkpoints:
         future, failed = self._ranks.together(lambda: self._read(held, map_location))
         state = future.result()
         if any(failed):
-            raise ValueError(
-                f"{self._ranks.own.saver}: {held.folder} could not be loaded on "
-                f"{self._ranks.savers(failed)}; look there for the error"
-            )
+            savers = self._ranks.savers(failed)
+            raise ValueError(f"{held.folder} could not be loaded on {savers}: see the error there")
         return Checkpoint(step=held.step, state=state, world_size=held.like.world_size)
 
     def _newest(self, same_world: bool) -> SavedSet | None:
@@ -194,11 +192,11 @@ class Checkpoints:
                 f"{problem} on {self._ranks.savers(failed)}"
             )
         if any(self._folder.glob("step_*/rank_*.pt")):
+            of = f" of {own.shards} shards" if own.shards > 1 else ""
             self._ranks.warn(
-                f"{self._folder} has checkpoints, but no complete set of {own.sizes}"
-                f"{'' if same_world else ', nor of others'}; the guide to checkpoints says how to "
-                f"load sets of an earlier version, which have no {own.marker}, and replicas that "
-                f"were spread in another way"
+                f"{self._folder} has checkpoints, but no complete set of {own.world_size} ranks"
+                f"{of}; the guide to checkpoints says how to load sets of an earlier version, "
+                f"which have no {own.marker}, and replicas that were spread in another way"
             )
         return None
 

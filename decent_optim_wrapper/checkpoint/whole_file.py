@@ -57,18 +57,14 @@ def check(path: Path, digest: str) -> None:
     Raises:
         OSError: the file is missing, torn or altered, not a regular file, or cannot be read.
     """
-    problem: object
-    try:
-        # Opening a FIFO would wait for a writer.
-        if not path.is_file():
-            problem = "it is missing, or no regular file"
-        elif _digest(path) == digest:
-            return
-        else:
-            problem = "its bytes are not those that were written; give every run its own folder"
-    except OSError as error:
-        problem = error
-    raise OSError(f"checkpoint {path} cannot be used: {problem}")
+    # Opening a FIFO would wait for a writer.
+    if not path.is_file():
+        raise OSError(f"checkpoint {path} cannot be used: it is missing, or no regular file")
+    if _digest(path) != digest:
+        raise OSError(
+            f"checkpoint {path} cannot be used: its bytes are not those that were written; give "
+            f"every run its own folder"
+        )
 
 
 def write_state(path: Path, state: Any) -> str:
