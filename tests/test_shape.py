@@ -30,7 +30,7 @@ MOST_METHODS, MOST_REWRITTEN = 25, 12
 FOLDER_LINES = {
     **{"": 1_234, "gossip": 1_825, "wire": 1_622, "comm": 1_421, "start": 986, "elastic": 821},
     **{"launcher": 597, "planning": 275, "checkpoint": 547, "topo": 563, "extensions": 638},
-    **{"ddp": 497, "optim": 518, "data": 379, "integrations": 315, "codecs": 283, "mesh": 120},
+    **{"ddp": 544, "optim": 518, "data": 379, "integrations": 315, "codecs": 283, "mesh": 120},
 }
 # One idea in each file: fewer files of a step would mean longer ones.
 MOST_CALLS, MOST_FILES = 140, 18

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import NoneType
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from decent_optim_wrapper.checks import expect, instance_of, is_real, take_fields
 from decent_optim_wrapper.config import Overlap, check_base, check_closures, pacing_of
@@ -65,8 +65,7 @@ class DecentralizedDataParallel(Module):
             parameters of the model that require a gradient, in the model's order; called once. Pass
             parameters that are unfrozen later to ``optimizer.add_param_group``, on all ranks.
         lr_scheduler_fn: function that makes a scheduler from the base. The scheduler is stepped
-            after every step. None for no scheduler. One that
-            needs a metric, such as ReduceLROnPlateau, takes `optimizer`: step it yourself.
+            after every step. None for no scheduler.
         topology: a name known to `TopologyFactory`, or an instance.
         scaler: the GradScaler with which you scale the loss; never call its `step` or `update`.
             With updates inside the backward pass, an overflow skips the update of its bucket on
@@ -137,6 +136,7 @@ class DecentralizedDataParallel(Module):
             check_closures(base, Delayed())
             _check_ignored(ignored, model, base)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(base)
+            _check_scheduler(scheduler)
         chosen = overlap_of(overlap, options.get("extensions"), model, params_of(base))
         at_end = update_in_backward is False or type(base) not in SPLITTABLE
         self.module = model
@@ -236,6 +236,53 @@ class DecentralizedDataParallel(Module):
         """The current learning rate of the first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's own parameters and names; `parameters()` follows it."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The model's own buffers and names; `buffers()` follows it."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """A parameter by its name in `named_parameters()`, or by its path below this module."""
+        try:
+            return self.module.get_parameter(target)
+        except AttributeError:
+            if not target.startswith("module."):
+                raise
+            return super().get_parameter(target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        """A buffer by its name in `named_buffers()`, or by its path below this module."""
+        try:
+            return self.module.get_buffer(target)
+        except AttributeError:
+            if not target.startswith("module."):
+                raise
+            return super().get_buffer(target)
+
+    def __getattr__(self, name: str) -> Any:
+        """Explain where to find an attribute of the model."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if hasattr(self.__dict__.get("_modules", {}).get("module"), name):
+                raise _of_the_model(name) from None
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # functional_call() would call the model with its own tensor instead, and nobody would know.
+        if isinstance(value, Tensor):
+            model = self.__dict__.get("_modules", {}).get("module")
+            if isinstance(getattr(model, name, None), Tensor):
+                raise _of_the_model(name)
+        super().__setattr__(name, value)
+
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
@@ -295,6 +342,13 @@ class DecentralizedDataParallel(Module):
         }
 
 
+def _of_the_model(name: str) -> AttributeError:
+    return AttributeError(
+        f"a DecentralizedDataParallel has no attribute {name!r}, but its model has: use .module, "
+        f"as in torch.func.functional_call(wrapped.module, ...)"
+    )
+
+
 def wants_views(model: Module, mesh: Any) -> bool:
     """Return whether the parameters may be views of buckets, as far as the model shows."""
     rnns = (module for module in model.modules() if isinstance(module, nn.RNNBase))
@@ -312,6 +366,14 @@ def _check(model: Any, optim_fn: Any, scaler: Any, clip_norm: Any, in_backward: 
     expect(is_real(clip_norm), "grad_clip_norm expects a number", clip_norm)
     if not clip_norm >= 0 or math.isinf(clip_norm):
         raise ValueError(f"grad_clip_norm must be 0 or more and finite, got {clip_norm}")
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            "lr_scheduler_fn expects a scheduler that steps without a metric, got "
+            "ReduceLROnPlateau; build it on `optimizer` and step it yourself"
+        )
 
 
 def _check_ignored(ignored: set[int], model: Module, base: Optimizer) -> None:
