@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -549,6 +550,28 @@ def test_a_rank_that_could_not_write_says_why_and_older_sets_stay_until_all_have
     assert "step_00000003 is not complete: could not write on rank 1" in text
     run_threads(WORLD, go_on)
     assert files(tmp_path) == sets_of(tmp_path, 4)
+
+
+def test_a_set_whose_marker_one_rank_could_not_write_is_passed_over_and_the_older_one_stays(
+    tmp_path: Path, warned: list[str]
+) -> None:
+    # A folder in the place of the marker, on the disk of rank 1.
+    marker_of(tmp_path / "1", 3).mkdir(parents=True)
+
+    def main(rank: int, group: dist.ProcessGroup) -> int:
+        folder = tmp_path / str(rank)
+        run = start(group, folder, keep=1)
+        run.advance(rank, range(2))
+        with pytest.raises(IsADirectoryError) if rank == 1 else nullcontext():
+            run.advance(rank, range(2, 3))
+        assert marker_of(folder, 3).is_file() == (rank == 0)
+        assert not whole_file.part_of(file_of(folder, 3, rank)).exists()
+        return start(group, folder, seed=5).resume()
+
+    assert run_threads(WORLD, main) == [2, 2]
+    text = "".join(warned)
+    assert "step_00000003 is not complete: could not write on rank 1" in text
+    assert "its marker is missing, or another one, on rank 1" in text
 
 
 def test_wrong_arguments_and_states_that_could_not_be_loaded_are_refused(tmp_path: Path) -> None:

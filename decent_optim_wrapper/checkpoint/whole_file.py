@@ -39,10 +39,10 @@ def write(path: Path, fill: Callable[[BinaryIO], object], part: Path) -> str:
             file.flush()
             os.fsync(file.fileno())
         digest = _digest(part)
+        part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    part.replace(path)
     # A name is on the disk only if its folder is.
     for folder in (path.parent, path.parent.parent):
         _sync_folder(folder)
