@@ -21,38 +21,11 @@ PACKAGE = "decent_optim_wrapper"
 Item = griffe.Object | griffe.Alias
 Annotation = str | griffe.Expr | None
 
-# What public functions and methods take and return, beside the names in `__all__`.
-RECEIVED = {
-    "config": ("OnChange", "Overlap"),
-    "report": ("Report", "RankReport", "Link"),
-    "gossip.timing": ("StepStats", "Meter"),
-    "gossip.extension": ("ExtensionContext", "ReceivedBucket"),
-    "gossip.schedule": ("Intervals", "RoundKind", "RoundPlan"),
-    "gossip.replica": ("Replica",),
-    "wire.bucket": ("Bucket", "Pair"),
-    "wire.layout": ("Layout",),
-    "wire.nonfinite": ("NonFinitePolicy", "OnNonfinite"),
-    "wire.storage": ("Flat",),
-    "codecs.base": ("Decoded",),
-    "extensions.outer_optimizer": ("MakeOptimizer",),
-    "optim.factories": ("Named",),
-    "comm.store_url": ("StoreUrl",),
-    "topo.matching": ("Matching",),
-    "integrations.wrapping": ("Wrapping",),
-}
-# What only torch and this package use.
-NOT_FOR_USERS = {
-    "comm.transport.Transport",
-    "ddp.backward_step.BackwardOptimizer",
-    "elastic.recovery.Recovery",
-    "mesh.replica.Replica",
-    "wrapper.IdleRounds",
-}
 INTRODUCTION = """# API reference
 
 Read this page to look up what a name takes, returns and raises; start with [training](training.md)
-to learn how to use it. `python tests/api_page.py` makes it from the docstrings. It has every public
-name, under the first module that you can import it from:
+to learn how to use it. `python tests/api_page.py` makes it from the docstrings. It has the names in
+`__all__`, under the first module that you can import them from:
 
 """
 CONFIG: ConfigDict = {
@@ -108,41 +81,7 @@ def public_names(package: griffe.Module) -> dict[str, list[Item]]:
         seen |= {each.canonical_path for each in fresh}
         if fresh:
             found[module.path] = fresh
-    return found | {
-        f"{PACKAGE}.{path}": [package[f"{path}.{name}"] for name in names]
-        for path, names in RECEIVED.items()
-    }
-
-
-def types_of(item: Item) -> Iterator[Annotation]:
-    """The types that a function, a field, or the public part of a class takes and returns."""
-    target = item.final_target if isinstance(item, griffe.Alias) else item
-    if isinstance(target, griffe.Attribute):
-        yield without_checks(target.annotation)
-    if isinstance(target, griffe.Function):
-        yield from (without_checks(parameter.annotation) for parameter in target.parameters)
-        yield target.returns
-    if isinstance(target, griffe.Class):
-        for name, member in target.all_members.items():
-            if not name.startswith("_") or name in ("__init__", "__call__", "__enter__"):
-                yield from types_of(member)
-
-
-def undocumented(package: griffe.Module) -> set[str]:
-    """The types of the package that a public name takes or returns, and that have no section."""
-    items = [item for of_module in public_names(package).values() for item in of_module]
-    documented = {item.canonical_path for item in items}
-    named = {
-        part.canonical_path
-        for item in items
-        for annotation in types_of(item)
-        if isinstance(annotation, griffe.Expr)
-        for part in annotation.iterate(flat=True)
-        if isinstance(part, griffe.ExprName) and part.canonical_path.startswith(f"{PACKAGE}.")
-    }
-    # Some are named by the module that imports them.
-    found = {package[path.removeprefix(f"{PACKAGE}.")].canonical_path for path in named}
-    return {path.removeprefix(f"{PACKAGE}.") for path in found - documented}
+    return found
 
 
 def without_checks(annotation: Annotation) -> Annotation:
