@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext, ReceivedBucket
 from decent_optim_wrapper.optim.shards import local
@@ -73,9 +74,9 @@ class OwnCopyCheck(Extension):
     def _copies(self, param: Tensor, value: Tensor) -> set[str]:
         """The names of the copies of a value in the base; empty names outside of the state."""
         base = self._context.optimizer
-        held = [("", tensor) for tensor in _tensors_in(vars(base), depth=4)]
-        named = [*base.state.get(param, {}).items(), *held]
-        return {str(name) for name, each in named if each is not param and _equals(each, value)}
+        found = [*base.state.get(param, {}).items(), *(("", each) for each in _leaves_of(base))]
+        tensors = [(n, each) for n, each in found if isinstance(each, Tensor) and each is not param]
+        return {str(name) for name, each in tensors if _equals(each, value)}
 
     def _warn(self, name: str) -> None:
         remedy = 'pass overlap="forward" or False, or take an optimizer without such a copy'
@@ -88,24 +89,19 @@ class OwnCopyCheck(Extension):
         )
 
 
-def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
-    """The tensors in nested containers and optimizers."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if isinstance(value, Optimizer):
-        value = value.param_groups
-    if depth and isinstance(value, (Mapping, list, tuple)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(each, depth - 1)
+def _leaves_of(base: Optimizer) -> list[Any]:
+    """What is in the containers of an optimizer, and in those of the optimizers in it."""
+    leaves = tree_leaves(vars(base))
+    inner = [each.param_groups for each in leaves if isinstance(each, Optimizer)]
+    return [*leaves, *tree_leaves(inner)]
 
 
 def _copy(param: Tensor) -> Tensor:
     return local(param).detach().clone()
 
 
-def _equals(entry: Any, value: Tensor) -> bool:
-    if not isinstance(entry, Tensor) or entry.dtype.is_complex != value.dtype.is_complex:
-        return False
+def _equals(entry: Tensor, value: Tensor) -> bool:
     held = local(entry)
-    return held.shape == value.shape and torch.equal(held.to(value), value)
+    if held.shape != value.shape or held.is_complex() != value.is_complex():
+        return False
+    return torch.equal(held.to(value), value)
