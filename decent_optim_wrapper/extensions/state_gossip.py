@@ -116,12 +116,12 @@ class StateBucket(Bucket):
     @torch.no_grad()
     def mix_(self, flat: Flat, weight: float) -> None:
         """Like `Bucket.mix_`, for the entries that all ranks of the group have."""
-        self._mix_shared(flat, weight, None)
+        self.shift_(self._as_own(flat), self.pack(self.new_flat()), weight)
 
     @torch.no_grad()
     def shift_(self, theirs: Flat, ours: Flat, weight: float) -> None:
         """Like `Bucket.shift_`, for the entries that all ranks of the group have."""
-        self._mix_shared(theirs, weight, ours)
+        self._add_shared(self.view(self.difference(theirs.data, ours.data)), weight)
 
     @torch.no_grad()
     def absorb_(self, parts: Iterable[tuple[slice, Tensor]], weight: float | None) -> None:
@@ -144,15 +144,6 @@ class StateBucket(Bucket):
         own, parts = self._own(kept)
         if own:
             torch._foreach_copy_(own, parts)
-
-    def _mix_shared(self, theirs: Flat, weight: float, ours: Flat | None) -> None:
-        away = self.new_flat()
-        if ours is None:
-            here = self.pack(away)
-            torch.sub(self._as_own(theirs).data, here.data, out=away.data)
-        else:
-            away.data.copy_(self.difference(theirs.data, ours.data))
-        self._add_shared(away, weight)
 
     def _add_shared(self, away: Flat, weight: float) -> None:
         # The other ranks have an entry of this rank if the flags do not differ; larger groups send
