@@ -29,8 +29,8 @@ MOST_METHODS, MOST_REWRITTEN = 25, 12
 # for with a deletion.
 FOLDER_LINES = {
     **{"": 1_234, "gossip": 1_825, "wire": 1_622, "comm": 1_421, "start": 986, "elastic": 821},
-    **{"launcher": 597, "planning": 275, "checkpoint": 547, "topo": 563, "extensions": 638},
-    **{"ddp": 544, "optim": 518, "data": 379, "integrations": 315, "codecs": 283, "mesh": 120},
+    **{"launcher": 597, "planning": 275, "checkpoint": 547, "topo": 563, "extensions": 626},
+    **{"ddp": 544, "optim": 517, "data": 374, "integrations": 315, "codecs": 283, "mesh": 120},
 }
 # One idea in each file: fewer files of a step would mean longer ones.
 MOST_CALLS, MOST_FILES = 140, 18

@@ -49,6 +49,8 @@ class Gossip:
         self.average = average
         self.replica = replica
         self.members = members
+        # Not a method: in a cycle the connections of a dropped wrapper would stay open.
+        self.check_parameters = partial(_check_parameters, pipeline, local_update)
         self.early = EarlyMixing(pipeline, self.check_parameters)
         self.failures = Failures(self.early, replica, members)
         # What a loaded state leaves to the next step.
@@ -114,12 +116,6 @@ class Gossip:
         if self.early.is_on:
             # The waits of the next forward pass count to the next step.
             pipeline.policy.meter.reset()
-
-    def check_parameters(self) -> None:
-        """Check the parameters for changes since the wrapper was built."""
-        pipeline = self.pipeline
-        rank = pipeline.session.transport.initial_rank
-        self._local_update.check(pipeline.buckets, pipeline.in_flight.changed(), rank)
 
     def check_idle(self) -> None:
         """Check that a state may be loaded.
@@ -344,3 +340,9 @@ class Gossip:
         if flying := self.pipeline.in_flight.round:
             flying.receive()
             flying.flags.check()
+
+
+def _check_parameters(pipeline: Pipeline, local_update: LocalUpdate) -> None:
+    """Check the parameters for changes since the wrapper was built."""
+    rank = pipeline.session.transport.initial_rank
+    local_update.check(pipeline.buckets, pipeline.in_flight.changed(), rank)
