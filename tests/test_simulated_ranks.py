@@ -22,7 +22,7 @@ from decent_optim_wrapper import DecentOptimWrapper, Schedule
 from decent_optim_wrapper.codecs import Int8Codec
 from decent_optim_wrapper.optim import lr_scheduler_fn_cosine_with_warmup
 
-RANKS, STEPS, LR, SEED = 4, 12, 0.01, 3
+RANKS, STEPS, LR, SEED = 4, 8, 0.01, 3
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.5, nesterov=True)
 
 
@@ -71,6 +71,7 @@ def real(options: dict[str, Any] | None, rank: int, group: dist.ProcessGroup) ->
     return torch.cat([part.detach().flatten() for part in model.parts])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -104,6 +105,7 @@ def test_a_simulated_rank_has_the_parameters_of_a_real_one(
     assert ((expected - mean).abs().max() < 1e-9) == same
 
 
+@pytest.mark.slow
 def test_every_row_of_the_table_has_the_best_of_its_rates_and_is_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -143,7 +143,10 @@ def muon(x: Tensor, lr: float) -> list[Optimizer]:
 
 OPTIMIZERS: dict[str, Callable[[Tensor, float], list[Optimizer]]] = {
     "AdamW": lambda x, lr: [AdamW([x], lr=lr, betas=BETAS, fused=True)],
-    "AccumAdamW": lambda x, lr: [AccumAdamW([x], lr=lr, betas=BETAS, accum_iter=4)],
+    # The moments move once in 4 steps: these betas forget as much in a step.
+    "AccumAdamW": lambda x, lr: [
+        AccumAdamW([x], lr=lr, betas=(BETAS[0] ** 4, BETAS[1] ** 4), accum_iter=4)
+    ],
     "SGD": lambda x, lr: [SGD([x], lr=lr, momentum=0.9)],
     "Muon": muon,
 }

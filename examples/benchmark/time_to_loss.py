@@ -41,7 +41,7 @@ def slow_momentum(lr: float, momentum: float) -> Method:
     return Method(outer=partial(SGD, lr=lr, momentum=momentum, nesterov=True))
 
 
-OUTER = ((0.7, 0.5), (0.7, 0.9), (1.0, 0.5), (1.0, 0.8))
+OUTER = ((0.7, 0.5), (0.7, 0.9), (1.0, 0.2), (1.0, 0.5), (1.0, 0.8))
 # The methods of each row; of several, those with the best loss at the first learning rate.
 METHODS: dict[str, dict[str, Method]] = {
     name: {name: method}
