@@ -142,8 +142,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         gossip_dim: the name of the mesh dimension along which replicas gossip.
         model: the model that the parameters belong to. It is needed if parameters are sharded, with
             ``overlap="forward"``, and for `gossip_state_dict()` with an outer optimizer.
-        extensions: instances of `Extension`, which take part in the rounds: `GradientTracking`,
-            `OuterOptimizer`, `StateAverage`, `StateGossip`, or your own.
+        extensions: instances of `Extension`, which take part in the rounds, in any order:
+            `GradientTracking`, `OuterOptimizer`, `StateAverage` and `StateGossip`, which are
+            copied, and your own.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -314,7 +315,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
 
         Raises:
             PeerError: a peer was lost. No bucket of the round was mixed.
-            CallOrderError: a peer is in another method or round.
+            CallOrderError: a peer is in another method or round, or this is the body of
+                `averaged()`.
             NonFiniteError: a rank of the group has NaN or infinity in its parameters. No bucket of
                 the round was mixed, and the round is dropped.
             RuntimeError: a parameter that is not gossiped has a gradient; see `rebuild_buckets()`.
