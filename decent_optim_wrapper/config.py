@@ -25,12 +25,7 @@ from decent_optim_wrapper.checks import (
 )
 from decent_optim_wrapper.codecs import Codec, codec_of
 from decent_optim_wrapper.deprecated import OldFields, number_or_auto
-from decent_optim_wrapper.gossip.pacing import (
-    BeforeForward,
-    Delayed,
-    Pacing,
-    WithinStep,
-)
+from decent_optim_wrapper.gossip.pacing import BeforeForward, Delayed, Pacing, WithinStep
 from decent_optim_wrapper.gossip.schedule import Intervals
 from decent_optim_wrapper.optim.closures import evaluates_inside_step
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
@@ -75,9 +70,7 @@ def _check_mixing_rate(name: str, value: Any) -> float:
 
 
 def _check_comm_dtype(name: str, value: Any) -> Any:
-    known = isinstance(value, (torch.dtype, Codec))
-    expect(known, f"{name} expects a torch.dtype, a Codec or None", value)
-    codec_of(value)
+    codec_of(instance_of("a torch.dtype, a Codec or None", torch.dtype, Codec)(name, value))
     return value
 
 

@@ -28,7 +28,7 @@ MOST_METHODS, MOST_REWRITTEN = 25, 12
 # Code lines of each folder, "" for the modules beside them. They only go down: a feature is paid
 # for with a deletion.
 FOLDER_LINES = {
-    **{"": 1_234, "gossip": 1_825, "wire": 1_622, "comm": 1_421, "start": 986, "elastic": 821},
+    **{"": 1_227, "gossip": 1_825, "wire": 1_616, "comm": 1_421, "start": 982, "elastic": 821},
     **{"launcher": 597, "planning": 275, "checkpoint": 547, "topo": 563, "extensions": 626},
     **{"ddp": 544, "optim": 517, "data": 374, "integrations": 315, "codecs": 283, "mesh": 120},
 }

@@ -27,11 +27,7 @@ from decent_optim_wrapper.config import Elastic, read_timeout
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.errors import PeerError
 from decent_optim_wrapper.mesh.replica import Dimension
-from decent_optim_wrapper.start.arguments import (
-    Arguments,
-    resolve_process_group,
-    resolve_store,
-)
+from decent_optim_wrapper.start.arguments import Arguments, resolve_process_group, resolve_store
 
 # A SHA-256 digest. All exchanges have this size: a failing rank does not know the next one.
 _NUMBERS = 4

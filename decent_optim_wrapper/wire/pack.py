@@ -9,13 +9,7 @@ from torch import Tensor
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.coded import CodedGroup, CodedPair
-from decent_optim_wrapper.wire.exchange import (
-    Exchange,
-    LaunchSnapshot,
-    PlainGroup,
-    PlainPair,
-    Wire,
-)
+from decent_optim_wrapper.wire.exchange import Exchange, LaunchSnapshot, PlainGroup, PlainPair, Wire
 
 # Tags of an exchange: two for small messages, then one for each bucket.
 _FIRST_BUCKET_TAG = 2
