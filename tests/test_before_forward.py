@@ -410,8 +410,9 @@ def test_a_run_with_delayed_mixing_goes_on_before_the_forward_pass() -> None:
     [
         *((2, FEATURES["outer"], 50), (2, {"comm_dtype": torch.int8}, 15)),
         *((3, {"topology": "complete"}, 2), (2, {"on_nonfinite": "skip"}, 2)),
+        (2, {"extensions": [StateGossip("momentum_buffer")]}, 50),
     ],
-    ids=["outer", "int8", "group", "skip"],
+    ids=["outer", "int8", "group", "skip", "state"],
 )
 def test_a_round_that_is_not_finite_is_put_back_or_skipped_and_the_next_one_is_right(
     size: int, options: dict[str, Any], rounds: int
@@ -429,9 +430,13 @@ def test_a_round_that_is_not_finite_is_put_back_or_skipped_and_the_next_one_is_r
         hook = last.register_hook(lambda grad: grad * torch.nan if rank == 1 else grad)
         launched: list[Tensor] = []
 
+        def values() -> Tensor:
+            momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+            return torch.cat([flat(model), *(each.flatten() for each in momenta)])
+
         def go_on() -> None:
             training.train([3])
-            launched.append(flat(model))
+            launched.append(values())
             loss_of(model, rank, 4)
 
         with nullcontext() if skips else pytest.raises(NonFiniteError) as caught:
@@ -440,7 +445,7 @@ def test_a_round_that_is_not_finite_is_put_back_or_skipped_and_the_next_one_is_r
         if caught is not None:
             assert caught.value.ranks == (1,)
             for each in launched:
-                assert torch.equal(flat(model).nan_to_num(7.0), each.nan_to_num(7.0))
+                assert torch.equal(values().nan_to_num(7.0), each.nan_to_num(7.0))
             with torch.no_grad():
                 last.copy_(good)
         optimizer.state.clear()

@@ -54,16 +54,16 @@ class EarlyMixing:
             self._check()
         pipeline.check_on_gpu()
         pipeline.policy.meter.note_round(pipeline.in_flight.age)
-        # Extensions cannot be undone.
-        has_state = any(each.name for each in pipeline.extensions.all)
-        if has_state or len(wanted) == len(flying.unmixed) or flying.plan.kind is RoundKind.AVERAGE:
-            self._finish(flying)
+        # Neither the state of extensions nor what they attach to a bucket can be restored.
+        whole = any(each.name or each.sends for each in pipeline.extensions.all)
+        if whole or len(wanted) == len(flying.unmixed) or flying.plan.kind is RoundKind.AVERAGE:
+            self._finish(flying, whole)
             return
         pipeline.begin_mixing(flying)
         for bucket in wanted:
             flying.receive_bucket(bucket)
             if flying.flags.refused:
-                self._finish(flying)
+                self._finish(flying, whole)
                 return
             self._mix(flying, bucket, partial(pipeline.mix, flying))
 
@@ -85,13 +85,13 @@ class EarlyMixing:
         self._before[bucket] = before
         mix(bucket)
 
-    def _finish(self, flying: Round) -> None:
-        """Receive the rest of the round, and mix it."""
+    def _finish(self, flying: Round, whole: bool) -> None:
+        """Receive and mix the rest of the round; no rank mixes a part of a `whole` one first."""
         try:
             self.pipeline.finish()
         except NonFiniteError:
             # Other ranks may have mixed other buckets first; all must move the same references.
-            for bucket in [each for each in flying.unmixed if not flying.refuses(each)]:
+            for bucket in [b for b in flying.unmixed if not (whole or flying.refuses(b))]:
                 self._mix(flying, bucket, flying.mix)
             self.undo()
             raise
