@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
-from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,9 +16,6 @@ from ranks import run_threads
 from torch import Tensor
 
 from decent_optim_wrapper import CallOrderError
-from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.gossip.average import WorldAverage
-from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 
 
 @pytest.mark.parametrize("overlap", OVERLAP.values(), ids=OVERLAP)
@@ -228,32 +223,3 @@ def test_the_snapshot_is_freed_by_revert_and_by_step() -> None:
         assert sum(added) == pytest.approx(size, rel=0.01)
         end()
         assert large().keys() <= before.keys()
-
-
-class FourShards:
-    """A replica whose other shards are as far from their average as this one."""
-
-    transports: Sequence[Transport] = ()
-    may_gather = False
-
-    def sum_(self, tensor: Tensor) -> None:
-        tensor.mul_(4)
-
-    def names_of(self, params: Iterable[Tensor]) -> list[str]:
-        raise NotImplementedError
-
-    def reshard(self) -> None:
-        """Nothing was gathered."""
-
-
-def test_the_distance_to_an_average_in_place_is_that_of_the_whole_replica() -> None:
-    params = make_params()
-    buckets = wrap(params).buckets
-    assert len(buckets) == 3
-    average = WorldAverage(rank=0, nonfinite=NonFinitePolicy("raise"), extra=lambda _: ())
-    average.snapshot = [(bucket, bucket.pack(bucket.new_flat())) for bucket in buckets]
-    with torch.no_grad():
-        torch._foreach_add_(params, 0.5)
-    count = flatten(params).numel()
-    distance = average.distance(buckets, FourShards())
-    assert distance == pytest.approx(2 * 0.5 * math.sqrt(count))

@@ -320,10 +320,14 @@ def scale_in_backward(spread: Spread, overlap: Any) -> DecentOptimWrapper:
     for step in range(STEPS):
         spread.backward(step, scaler, through=model)
         if step == 2:
-            model.global_avg()
+            # Of the whole replica, whatever shard this rank has.
+            distance = model.global_avg(return_d2c=True)
             with torch.no_grad():
                 spread.forward(step)
             model.revert_global_avg()
+            distances = model.optimizer.all_gather(torch.tensor([distance], dtype=torch.float64))
+            expected = model.optimizer.consensus_distance()
+            assert distances.square().mean().sqrt().item() == pytest.approx(expected, rel=1e-10)
     return model.optimizer
 
 
