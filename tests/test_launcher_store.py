@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,74 +28,40 @@ pytestmark = [
 ]
 
 
-# Trains until a file says up to which round, and tells where it is and with whom, and after exact
-# averages what it has.
-TRAINING = """
-import torch
-from decent_optim_wrapper import DecentOptimWrapper, Elastic, Schedule
-
-params = [torch.nn.Parameter(torch.full((50,), float(each))) for each in range(3)]
-optimizer = DecentOptimWrapper(
-    torch.optim.SGD(params, lr=0.1),
-    topology="ring",
-    schedule=Schedule(global_avg_every=10),
-    timeout=20,
-    bucket_cap_mb=1e-4,
-    elastic=Elastic(stale_after=1.0),
-)
+# Tells where it is and how to find the others, and waits.
+WAITING = """
+import json
+tell(f"environ {rank} {life}", json.dumps(dict(os.environ)))
 tell(f"pid {rank} {life}", os.getpid())
-last = Path("last round")
-while not last.exists() or optimizer.round < int(last.read_text()):
-    for param in params:
-        param.grad = torch.full_like(param, (rank + 1.0) / (optimizer.round + 1))
-    optimizer.step()
-    tell(f"at {rank}", f"{optimizer.round} {optimizer.members}")
-    if optimizer.round % 10 == 0:
-        optimizer.synchronize()
-        tell(f"values {rank}", f"{optimizer.round} {[param.sum().item() for param in params]}")
-    time.sleep(0.02)
-optimizer.global_avg(may_revert=False)
+wait_for(f"end {rank}")
 """
 
 
-def test_training_goes_on_without_a_server_a_rank_and_a_node(tmp_path: Path) -> None:
+def test_a_launch_goes_on_without_a_server_a_rank_and_a_node(tmp_path: Path) -> None:
+    """That training does, too, is in test_etcd.py: no rank here imports torch."""
     require_etcd()
 
-    def wait_for_new(name: str, ranks: Sequence[int], done: Callable[[list[str]], bool]) -> None:
-        """Wait for what ranks tell from now on: a process that has ended has told something."""
-        places = [tmp_path / f"{name} {rank}" for rank in ranks]
-        for place in places:
-            place.unlink(missing_ok=True)
-        nodes[0].wait_until(
-            lambda: (
-                all(place.exists() for place in places)
-                and done([place.read_text() for place in places])
-            )
-        )
+    def store_of(rank: int, life: int) -> Any:
+        found = find_launched_store(json.loads(nodes[rank].told(f"environ {rank} {life}")), None)
+        assert found is not None
+        assert (found.rank, found.world_size) == (rank, 2)
+        return found.store
 
-    def wait_for_members(*ranks: int) -> None:
-        wait_for_new("at", ranks, lambda told: all(text.endswith(f" {ranks}") for text in told))
-
-    # Two ranks: each of their processes spends four seconds of CPU time on imports. An earlier run
-    # has used the prefix.
     with EtcdServers(3) as cluster, ExitStack() as stack:
-        store = f"etcd://{cluster.endpoints}/run"
+        url = f"etcd://{cluster.endpoints}/run"
+        # An earlier run has used the prefix.
         earlier = PrefixStore("decent_optim_wrapper/launcher", EtcdStore(cluster.endpoints, "run"))
         for number in range(2):
             earlier.set(f"node/{number}", "[1, true, true, 0.0]")
-        options = ("--nnodes", "2", "--backoff", "0.1", "--store", store, "--node-rank")
-        nodes = [stack.enter_context(Launched(tmp_path, TRAINING, *options, node)) for node in "01"]
-        wait_for_members(0, 1)
+        options = ("--nnodes", "2", "--backoff", "0.1", "--store", url, "--node-rank")
+        nodes = [stack.enter_context(Launched(tmp_path, WAITING, *options, node)) for node in "01"]
+        store_of(1, 0).set("from 1", "before")
         cluster.kill(cluster.leader())
         os.kill(int(nodes[0].told("pid 0 0")), signal.SIGKILL)
-        # Comes back, and the other one trains with it.
-        nodes[0].told("pid 0 1")
-        wait_for_members(0, 1)
-        wait_for_new("values", (0, 1), lambda told: told[0] == told[1])
+        # Comes back, and finds the other one.
+        assert store_of(0, 1).get("from 1") == b"before"
         nodes[1].kill()
-        wait_for_members(0)
-        round_of_rank_0 = int(nodes[0].told("at 0").split()[0])
-        nodes[0].tell("last round", str(round_of_rank_0 + 10))
+        nodes[0].tell("end 0")
         assert nodes[0].end() == 0
     assert "rank 0 is started again (restart 1 of 3)" in nodes[0].printed
     assert not cluster.alive()
