@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from etcd_servers import EtcdServers, free_ports, require_etcd
 from ranks import PROCESSES, begin_process, end_interpreter, start_process
-from restartable_processes import Failure, StoreProcess, TrainingProcesses, train_or_tell
+from restartable_processes import Failure, Members, StoreProcess, TrainingProcesses, train_or_tell
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
@@ -346,7 +346,8 @@ def cells(name: str) -> tuple[str, ...]:
 def test_each_store_survives_what_the_table_of_the_guide_says(kind: str, tmp_path: Path) -> None:
     """One fault after the other, up to the one that ends the run: then nobody goes on."""
     assert cells(kind) == OUTCOMES[kind]
-    everyone = alive = (0, 1, 2, 3)
+    everyone: Members = (0, 1, 2, 3)
+    alive = everyone
     options: dict[str, Any] = {"topology": "ring", "timeout": TIMEOUT}
     with (
         stores_of(kind, tmp_path) as (make, ends),
