@@ -1,7 +1,8 @@
-"""The command line: compare topologies, test the links, start the ranks, average saved models.
+"""The command line: compare topologies, plan a run, test links, start ranks, average models.
 
 python -m decent_optim_wrapper run --nproc-per-node 4 train.py
 python -m decent_optim_wrapper topologies --world-size 12
+python -m decent_optim_wrapper plan --parameters 124e6 --ranks 8 --bandwidth 1gbit --step 0.4
 torchrun --nproc-per-node 4 -m decent_optim_wrapper comm
 python -m decent_optim_wrapper average runs/mine --out model.pt
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -48,6 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _plan(args: argparse.Namespace) -> tables.Report:
+    from decent_optim_wrapper.planning.plan import Job, plan
+
+    return plan(Job(args.parameters, args.ranks, args.bandwidth, args.step))
+
+
+def _bandwidth(text: str) -> float:
+    """Bytes per second of a rate such as 400mbit or 1gbit."""
+    number, unit = text[:-4], text[-4:].lower()
+    return float(number) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}.get(unit, math.nan) / 8
+
+
 def _comm(args: argparse.Namespace) -> tables.Report | None:
     from decent_optim_wrapper.planning import link_probe
 
@@ -84,6 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--world-size", type=int, default=8, help="8 by default")
     table.add_argument("--local-world-size", type=int, default=1)
     table.add_argument("--topology", nargs="+", metavar="NAME", help="only these")
+
+    plan = add("plan", _plan, "settings for a run, and the seconds of a step by method")
+    plan.add_argument("--parameters", type=float, required=True, help="such as 124e6")
+    plan.add_argument("--ranks", type=int, required=True)
+    plan.add_argument("--bandwidth", type=_bandwidth, required=True, help="such as 400mbit")
+    plan.add_argument("--step", type=float, required=True, help="seconds of computing of a step")
 
     comm = add("comm", _comm, "test the links between all pairs of ranks; start it with torchrun")
     comm.add_argument("--mib", type=float, default=8, help="size of the large message")

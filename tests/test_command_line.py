@@ -74,6 +74,37 @@ def test_ranks_that_drift_apart_and_weights_of_their_own_are_told_and_in_valid_j
     assert [row["steady_error"] is None for row in json.loads(text)["topologies"]] == [False, True]
 
 
+BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmark" / "README.md"
+
+
+def test_a_plan_agrees_with_the_lab_and_names_what_is_fast_enough() -> None:
+    text = BENCHMARKS.read_text(encoding="utf-8").partition("### With nothing passed")[2]
+    rows = dict(re.findall(r"^\| (.+?) \| (\d+)[^|]* \|$", text, re.MULTILINE))
+    alone = int(rows["no communication"]) / 1000
+    found = json.loads(
+        printed(f"plan --parameters 5.243e6 --ranks 4 --bandwidth 400mbit --step {alone} --json")
+    )
+    planned = {row["settings"]: row["s/step"] for row in found["methods"]}
+    for settings, row in {
+        "DDP": "DDP",
+        "DecentOptimWrapper(base, model=model)": 'the wrapper with `model=` (pairs, "forward")',
+        'DecentralizedDataParallel(..., topology="one-peer-exp")': "the module, "
+        '`topology="one-peer-exp"`',
+        # Coding takes no time in a plan, and four ranks share two cores in the lab.
+        "DecentOptimWrapper(..., comm_dtype=torch.int8)": "the wrapper with `model=`, int8",
+    }.items():
+        assert planned[settings] == pytest.approx(int(rows[row]) / 1000, rel=0.13), settings
+    takes = {
+        "100gbit": "take DDP",
+        "1gbit": "take DecentralizedDataParallel(..., topology",
+        "400mbit": "take DecentOptimWrapper(..., comm_dtype=torch.int8)",
+        "60mbit": "take ..., overlap=AsItArrives(), comm_dtype=torch.int8",
+    }
+    for rate, taken in takes.items():
+        command = f"plan --parameters 5.243e6 --ranks 4 --bandwidth {rate} --step 0.3"
+        assert printed(command).splitlines()[-1].startswith(taken), rate
+
+
 REFUSED = {
     "nonsense": "invalid choice: 'nonsense'",
     "topologies --world-size 0": "world_size must be 1 or more",
@@ -83,6 +114,8 @@ REFUSED = {
     "comm --mib inf": "mib=inf",
     "comm --mib 1e-9": "mib=1e-09",
     "comm --repeats 0": "repeats=0",
+    "plan --parameters 1e6 --ranks 1 --bandwidth 1gbit --step 1": "2 ranks or more",
+    "plan --parameters 1e6 --ranks 4 --bandwidth 1tbit --step 1": "bandwidth=nan",
 }
 
 

@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "utils": {"start"},
     "wrapper": _WRAPPER,
     **{high: {*_WRAPPER, "wrapper"} for high in ("ddp", "checkpoint", "data", "integrations")},
-    "planning": {"topo", "comm"},
+    "planning": {"topo", "comm", "start"},
     "launcher": {"comm"},
     "cli": {"checkpoint", "errors", "planning", "launcher", "topo"},
     "__main__": {"cli"},

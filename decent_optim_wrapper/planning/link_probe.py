@@ -16,6 +16,7 @@ from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.planning.tables import Report, table
+from decent_optim_wrapper.start.launch import init_distributed
 
 _MIB = 1024 * 1024
 _LEAST_MIB = 0.001
@@ -36,24 +37,15 @@ def run(mib: float, repeats: int) -> Report | None:
     Raises:
         ValueError: an argument is out of range, or there is only one rank, as without torchrun.
     """
-    if not _LEAST_MIB <= mib < math.inf or repeats < 1:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if not _LEAST_MIB <= mib < math.inf or repeats < 1 or ranks < 2:
         raise ValueError(
-            f"expected a finite size of {_LEAST_MIB} MiB or more and 1 repeat or more, "
-            f"got {mib=}, {repeats=}"
+            f"expected a finite size of {_LEAST_MIB} MiB or more, 1 repeat or more, and 2 ranks or "
+            f"more (`torchrun --nproc-per-node 4 -m decent_optim_wrapper comm`), "
+            f"got {mib=}, {repeats=}, {ranks=}"
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        raise ValueError(
-            "comm measures between ranks: start it with "
-            "`torchrun --nproc-per-node 4 -m decent_optim_wrapper comm`"
-        )
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(
-        os.environ.get("LOCAL_WORLD_SIZE", "1")
-    )
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if cuda else "gloo")
     try:
-        return _measure(mib, repeats, torch.device("cuda" if cuda else "cpu"))
+        return _measure(mib, repeats, init_distributed().device)
     finally:
         dist.destroy_process_group()
 
@@ -68,10 +60,10 @@ def _measure(mib: float, repeats: int, device: torch.device) -> Report | None:
         peer = {a: b, b: a}.get(transport.rank)
         for of_size, message in zip(seconds, messages, strict=True):
             if peer is not None:
-                action = partial(exchange_once, transport, message, peer)
-                of_size[a, b] = of_size[b, a] = median_seconds(action, repeats)
+                action = partial(_exchange, transport, message, peer)
+                of_size[a, b] = of_size[b, a] = _median_seconds(action, repeats)
             dist.barrier()
-    reduced = median_seconds(partial(transport.sum_, messages[1]), repeats)
+    reduced = _median_seconds(partial(transport.sum_, messages[1]), repeats)
     # Only the two ends of a pair have its figures, the others have zeros.
     latency, transfer = transport.all_gather(seconds).amax(dim=0)
     if transport.rank:
@@ -80,13 +72,13 @@ def _measure(mib: float, repeats: int, device: torch.device) -> Report | None:
     return _report((nbytes / transfer).fill_diagonal_(0), latency, nbytes / reduced)
 
 
-def exchange_once(transport: Transport, message: Tensor, peer: int) -> None:
+def _exchange(transport: Transport, message: Tensor, peer: int) -> None:
     """Exchange a message with a peer, and wait until it is there."""
     for work in transport.exchange(message, torch.empty_like(message), peer, 0):
         work.wait()
 
 
-def median_seconds(action: Callable[[], None], repeats: int) -> float:
+def _median_seconds(action: Callable[[], None], repeats: int) -> float:
     """The median of several measurements, after one that does not count."""
     seconds = []
     for _ in range(repeats + 1):

@@ -57,7 +57,8 @@ def topologies(
         "misfits": misfits,
     }
     lines = [table(rows), _LEGEND] if rows else []
-    return Report("\n".join([*lines, *map(_reason, misfits)]), data)
+    lines += [f"{each['name']} does not fit: it needs {each['needs']}" for each in misfits]
+    return Report("\n".join(lines), data)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -81,10 +82,6 @@ def _choose(
         else:
             fitting[name] = TopologyFactory.create(name, world_size, local_world_size)
     return fitting, [{"name": name, "needs": needs} for name, needs in misfits.items()]
-
-
-def _reason(misfit: Row) -> str:
-    return f"{misfit['name']} does not fit: it needs {misfit['needs']}"
 
 
 def _figures(name: str, topology: Topology) -> Row:

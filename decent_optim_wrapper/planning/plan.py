@@ -1,0 +1,121 @@
+"""What a step takes by method: from the size of the model, the network and the time of computing.
+
+With c the seconds of computing of a step, a third of it in the forward pass, and w the seconds in
+which a rank sends its parameters once, in k buckets,
+
+    DDP                            max(c + a / k', c / 3 + 2 c / (3 k') + a),  a = 2 (n - 1) / n w
+    mixed before the forward pass  c + max(w / k, w - (k - 1) / k * c / 3), sent after the step
+                                   max(c + w / k, w + c / k), sent during the backward pass
+    delayed                        max(c, w)
+
+with k' the buckets of DDP. Coding takes no time here, and all ranks compute equally fast;
+`examples/benchmark/simulation.py` simulates others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from decent_optim_wrapper.planning.tables import Report, table
+
+_FORWARD = 1 / 3
+# Of TCP, IP and Ethernet.
+_HEADERS = 1.04
+_BUCKETS = 16
+_BUCKET_OF_DDP = 25 << 20
+# A byte for each float32, and a scale for each 256.
+_INT8 = 0.254
+# A method is fast enough if a step takes at most so many times the computing.
+_FAST = 1.1
+
+
+class Job(NamedTuple):
+    """What is trained, and on what.
+
+    Args:
+        parameters: number of float32 parameters.
+        ranks: number of ranks.
+        bandwidth: bytes per second that a rank sends, and receives at the same time.
+        compute: seconds of the forward and backward pass and the update of a step.
+    """
+
+    parameters: float
+    ranks: int
+    bandwidth: float
+    compute: float
+
+    def wire(self, share: float = 1.0) -> float:
+        """The seconds in which a rank sends a share of the bytes of its parameters."""
+        return share * 4 * self.parameters * _HEADERS / self.bandwidth
+
+
+def _all_reduced(job: Job, share: float) -> float:
+    buckets = -(-4 * job.parameters // _BUCKET_OF_DDP)
+    summed, c = 2 * (job.ranks - 1) / job.ranks * job.wire(share), job.compute
+    first = c * (_FORWARD + (1 - _FORWARD) / buckets)
+    return max(c + summed / buckets, first + summed)
+
+
+def _before_forward(job: Job, share: float) -> float:
+    w, hidden = job.wire(share), (_BUCKETS - 1) / _BUCKETS * _FORWARD * job.compute
+    return job.compute + max(w / _BUCKETS, w - hidden)
+
+
+def _in_backward(job: Job, share: float) -> float:
+    w, c = job.wire(share), job.compute
+    return max(c + w / _BUCKETS, w + c / _BUCKETS)
+
+
+def _delayed(job: Job, share: float) -> float:
+    return max(job.compute, job.wire(share))
+
+
+class _Method(NamedTuple):
+    settings: str
+    step_seconds: Callable[[Job, float], float]
+    share: float = 1.0
+
+    def seconds(self, job: Job) -> float:
+        return self.step_seconds(job, self.share)
+
+
+_PEERS = _Method("DDP", _all_reduced), _Method("DDP, bf16 hook", _all_reduced, 0.5)
+# Those whose losses are lower first.
+_OURS = (
+    _Method("DecentOptimWrapper(base, model=model)", _before_forward),
+    _Method('DecentralizedDataParallel(..., topology="one-peer-exp")', _in_backward),
+    _Method("DecentOptimWrapper(..., comm_dtype=torch.int8)", _before_forward, _INT8),
+    _Method('DecentralizedDataParallel(..., "one-peer-exp", int8)', _in_backward, _INT8),
+    _Method("..., overlap=True, comm_dtype=torch.int8", _delayed, _INT8),
+    _Method(
+        "..., overlap=AsItArrives(), comm_dtype=torch.int8", lambda job, share: job.compute, _INT8
+    ),
+)
+
+
+def plan(job: Job) -> Report:
+    """The seconds of a step by method, and which to take.
+
+    Args:
+        job: what is trained, and on what.
+
+    Raises:
+        ValueError: a figure is not positive, or there is only one rank.
+    """
+    if job.ranks < 2 or not all(figure > 0 for figure in job):
+        raise ValueError(f"expected positive figures and 2 ranks or more, got {job}")
+    ddp = _PEERS[0].seconds(job)
+    rows = [
+        {"settings": each.settings, "s/step": each.seconds(job), "x DDP": ddp / each.seconds(job)}
+        for each in (*_PEERS, *_OURS)
+    ]
+    most = _FAST * job.compute
+    ratio = 2 * (job.ranks - 1) / job.ranks * job.wire() / job.compute
+    taken = next(each for each in (_PEERS[0], *_OURS) if each.seconds(job) <= most)
+    lines = [
+        table(rows),
+        f"an all-reduce takes {ratio:.2f} times as long as the computing of a step",
+        f"take {taken.settings}",
+    ]
+    return Report("\n".join(lines), {**job._asdict(), "ratio": ratio, "methods": rows})
