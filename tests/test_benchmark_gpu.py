@@ -8,7 +8,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import gpu
-import netlab
 import pytest
 import torch
 from ranks import run_processes, run_script
@@ -159,36 +158,6 @@ def test_a_step_over_nccl_that_waits_for_the_gpu_fails(
     bench = gpu.Bench()
     gpu.judge_waits(bench, THERE._replace(backend=backend), [f"ring: {text}" for text in says])
     assert [each.outcome for each in bench.verdicts] == [outcome]
-
-
-def test_what_begins_ends_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    granted: list[float] = []
-    monkeypatch.setattr(netlab, "run", lambda *_, timeout, method: granted.append(timeout))
-    for seconds in (gpu.SHORTEST_SECONDS + 1, 200, float("inf")):
-        gpu.Bench(seconds).run(SETUP, train)
-    wanted = [gpu.SHORTEST_SECONDS + 1, 200, gpu.TIMEOUT_SECONDS]
-    assert granted == pytest.approx(wanted, abs=1)
-
-
-NOWHERE = gpu.Setups(alone=[], shared=[], several=gpu.Setup("cuda", gpu.NCCL[1], 0))
-ALONE = gpu.Setups([SETUP._replace(ranks=1)], [], None)
-
-
-@pytest.mark.parametrize(
-    ("part", "setups", "row"),
-    [
-        # In the last minute nothing begins.
-        (gpu.part_d, ALONE, "| not measured |"),
-        (gpu.part_c, NOWHERE, f"| {gpu.NCCL[1]}, several GPUs | ring | not measured | not "),
-    ],
-)
-def test_what_cannot_begin_is_not_measured_and_no_failure(
-    part: Callable[..., str], setups: gpu.Setups, row: str
-) -> None:
-    bench = gpu.Bench(seconds=gpu.SHORTEST_SECONDS)
-    assert row in part(bench, setups, gpu.Size(mib=1, steps=1))
-    assert {each.outcome for each in bench.verdicts} == {"not measured"}
-    assert not bench.failures
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure the GPU")

@@ -215,22 +215,7 @@ def train_recurrent(model: nn.Module, rank: int, steps: range) -> None:
         backward(model(batch(rank, step, 5, 2, 3, dtype=torch.float32)).square().sum())
 
 
-def test_flattened_weights_of_an_rnn_are_named_with_views() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        model = Recurrent()
-        wrapped = wrap_module(model, group, topology="ring", **VIEWS)
-        train_recurrent(wrapped, rank, range(2))
-        model.rnn.register_forward_pre_hook(flatten_weights)
-        before = flat(model)
-        words = rf"rank {rank}: .* storage of .*rnn\.weight_hh_l0.*flatten_parameters\(\) .* pass"
-        with pytest.raises(RuntimeError, match=f"{words} param_as_bucket_view=False"):
-            train_recurrent(wrapped, rank, range(2, 3))
-        assert torch.equal(flat(model), before)
-
-    run_threads(2, main)
-
-
-def test_copies_train_an_rnn_whose_weights_are_flattened() -> None:
+def test_flattened_weights_of_an_rnn_are_named_with_views_and_trained_as_copies() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         plain, flattened = Recurrent(), Recurrent()
         flattened.rnn.register_forward_pre_hook(flatten_weights)
@@ -240,6 +225,16 @@ def test_copies_train_an_rnn_whose_weights_are_flattened() -> None:
             wrapped.optimizer.synchronize()
         assert torch.equal(flat(plain), flat(flattened))
         assert not torch.equal(flat(plain), flat(Recurrent()))
+
+        model = Recurrent()
+        wrapped = wrap_module(model, group, topology="ring", **VIEWS)
+        train_recurrent(wrapped, rank, range(2))
+        model.rnn.register_forward_pre_hook(flatten_weights)
+        before = flat(model)
+        words = rf"rank {rank}: .* storage of .*rnn\.weight_hh_l0.*flatten_parameters\(\) .* pass"
+        with pytest.raises(RuntimeError, match=f"{words} param_as_bucket_view=False"):
+            train_recurrent(wrapped, rank, range(2, 3))
+        assert torch.equal(flat(model), before)
 
     run_threads(2, main)
 

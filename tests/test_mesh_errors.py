@@ -161,13 +161,6 @@ def odd_params(make: Callable[[DeviceMesh], list[Tensor]]) -> Build:
 
 NEEDS_MESH = "pass mesh=, gossip_dim= and model="
 CASES = {
-    "overlap differs": Case(differing(overlap=False), "the ranks disagree.*overlap=False"),
-    "rounds differ": Case(
-        differing(schedule=Schedule(gossip_every=2)), "the ranks disagree.*gossip_every=2"
-    ),
-    "policies differ": Case(
-        differing(on_nonfinite="skip"), "the ranks disagree.*on_nonfinite='skip'"
-    ),
     "rates differ": Case(
         differing(schedule=Schedule(mixing_rate=0.5)), r"the ranks disagree.*mixing_rate=0\.5"
     ),

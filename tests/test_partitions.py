@@ -17,7 +17,6 @@ import netlab
 import pytest
 from etcd_servers import EtcdServers, require_etcd
 from restartable_processes import (
-    STALE_AFTER,
     Failure,
     Report,
     StoreProcess,
@@ -146,21 +145,6 @@ def test_a_dead_link_costs_one_rank_and_an_attempt_to_connect() -> None:
         processes.wait_for_members(0, (0, 1, 2))
         lives = processes.end()
     assert [len(new) for _, new in lives[0].changes] == [2, 3]
-
-
-def test_a_slow_rank_is_waited_for_and_a_dead_link_is_found_after_the_timeout() -> None:
-    with training(timeout=10.0) as (where, processes):
-        processes.delay(1, 5 * STALE_AFTER)
-        while processes.store.check(["delay 1"]):
-            time.sleep(0.1)
-        processes.wait_for_members(0, (0, 1, 2))
-        assert processes.reports[0, "attempts"] == 1
-        cut_between(where, 0, 2)
-        failure: Failure = processes.wait_for(2, "result")
-        assert "rank 2: this rank and ranks [0] are alive, but cannot connect" in failure.text
-        processes.wait_for_members(0, (0, 1))
-        lives = processes.end(0, 1)
-    assert [life.changes for life in lives] == 2 * [[((0, 1, 2), (0, 1))]]
 
 
 LEFT, RIGHT = (0, 1), (2, 3)

@@ -33,11 +33,7 @@ from ranks import (
     start_process,
 )
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from decent_optim_wrapper import (
@@ -259,64 +255,6 @@ def test_distributed_checkpoint_resumes_from_an_average_as_load_state_dict_does(
     rows = four_ranks.run(resume_an_average_by_distributed_checkpoint, str(tmp_path))
     for by_itself, by_torch, own in rows:
         assert by_torch == by_itself != own
-
-
-def states(run: Trained) -> dict[str, Any]:
-    """The state by torch's functions, and the gossip's part beside it."""
-    model, optim = get_state_dict(run.model, run.optimizer.optimizer)
-    return {"model": model, "optim": optim, "gossip": run.optimizer.gossip_state_dict()}
-
-
-def save_the_round_beside(folder: str) -> int:
-    """The round at which a run continues, with the values of the saved run."""
-    run, resumed, key = fresh(seed=0, steps=3), fresh(seed=1), f"rank_{dist.get_rank()}"
-    dcp.state_dict_saver.save({key: states(run)}, checkpoint_id=folder)
-    state = states(resumed)
-    dcp.state_dict_loader.load({key: state}, checkpoint_id=folder)
-    model, optim = state["model"], state["optim"]
-    set_state_dict(resumed.model, resumed.optimizer, model_state_dict=model, optim_state_dict=optim)
-    assert resumed.optimizer.round == 0
-    resumed.optimizer.load_gossip_state_dict(state["gossip"])
-    assert resumed.values() == run.values()
-    return resumed.optimizer.round
-
-
-def test_torchs_functions_resume_with_the_round_saved_beside(
-    tmp_path: Path, four_ranks: KeptRanks
-) -> None:
-    assert four_ranks.run(save_the_round_beside, str(tmp_path)) == [3] * 4
-
-
-def save_with_equal_keys(folder: str) -> dict[str, list[float]]:
-    """The values of this rank: its own and the average, as saved and as loaded."""
-    run, seen = fresh(seed=0, steps=3), {}
-
-    def save_and_load(name: str) -> None:
-        path = f"{folder}/{name}"
-        dcp.state_dict_saver.save({"model": run.model.state_dict()}, checkpoint_id=path)
-        loaded = fresh(seed=1)
-        state = {"model": loaded.model.state_dict()}
-        dcp.state_dict_loader.load(state, checkpoint_id=path)
-        loaded.model.load_state_dict(state["model"])
-        seen.update({name: run.values(), f"{name} loaded": loaded.values()})
-
-    save_and_load("own")
-    with run.optimizer.averaged():
-        save_and_load("average")
-    return seen
-
-
-def test_equal_keys_keep_an_average_but_not_the_values_of_each_rank(
-    tmp_path: Path, four_ranks: KeptRanks
-) -> None:
-    ranks = four_ranks.run(save_with_equal_keys, str(tmp_path))
-    own = [seen["own"] for seen in ranks]
-    assert len({tuple(row) for row in own}) == 4
-    for seen in ranks:
-        assert seen["average loaded"] == seen["average"] == ranks[0]["average"]
-        assert seen["average"] not in own
-        # One state for all, whatever torch takes from which rank.
-        assert seen["own loaded"] == ranks[0]["own loaded"] != seen["average"]
 
 
 # An interrupted rank is gone within 5 s; the rest is for a busy machine.

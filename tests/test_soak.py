@@ -13,7 +13,7 @@ import pytest
 import soak
 from faults import HARMLESS, LINKS, Fault, Injector, Kind, draw_faults
 from ranks import start_server
-from soak import Failure, Fleet, Footprint, Job, Pace, Progress, Stall, Stop
+from soak import Failure, Fleet, Footprint, Job, Progress
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 FOOTPRINT = Footprint(mib=1.0, files=1, threads=1)
@@ -41,18 +41,6 @@ def test_faults_are_survived_by_all_ranks(
     assert "faults: none" not in report
     assert report.rstrip().splitlines()[-1].startswith(f"seed {seed}: ")
     assert "| 3 |" in report
-
-
-def test_the_margin_at_the_end_follows_the_pace_that_was_measured() -> None:
-    margins = []
-    for per_second in (7, 200):
-        pace = Pace()
-        for tick in range(200):
-            pace.note(tick / 4, tick * per_second // 4)
-        # Some seconds of rounds; those of an earlier pace do not count.
-        margins.append(pace.margin)
-        assert 3 * per_second < pace.margin < 20 + 5 * per_second
-    assert margins[0] < margins[1]
 
 
 def ends(**changes: Any) -> dict[int, Progress]:
@@ -105,14 +93,6 @@ def test_what_counts_as_a_success_can_fail(
         found = [str(error)]
     assert len(found) == bool(text)
     assert all(text in each for each in found)
-
-
-def test_a_stall_of_a_stopped_rank_does_not_count() -> None:
-    stalls = [Stall(end=10.0, seconds=2.0), Stall(end=20.0, seconds=2.0)]
-    assert soak.without_stops(stalls, []) == stalls
-    for stop in (Stop(7.0, 9.0), Stop(9.5, 11.0), Stop(8.5, 9.0), Stop(9.0)):
-        assert stalls[0] not in soak.without_stops(stalls, [stop])
-    assert soak.without_stops(stalls, [Stop(1.0, 7.0), Stop(11.0, 17.0)]) == stalls
 
 
 @pytest.mark.parametrize(
