@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest import mock
 
@@ -151,3 +152,21 @@ def test_a_node_that_comes_after_another_has_left_knows_that_it_has_finished(
         assert second.finished
         second.leave(lambda: False)
     assert not says
+
+
+def test_a_store_that_has_never_answered_is_given_up_too() -> None:
+    said, late = list[str](), Event()
+
+    def connect() -> HashStore:
+        late.wait(60)
+        raise RuntimeError("refused")
+
+    module = "decent_optim_wrapper.launcher.nodes"
+    with mock.patch(f"{module}.PAUSE", BEAT), mock.patch(f"{module}.SILENT_SECONDS", 5 * BEAT):
+        node = Nodes(connect, 1, 2, 0, said.append)
+        assert node.can_meet(time.monotonic()), "it may still have to start"
+        late.set()
+        wait_until(lambda: bool(said))
+        assert not node.can_meet(time.monotonic()), said
+        wait_until(lambda: "the store of node 0 has not answered" in node.why_no_restart())
+        node.leave(lambda: False)

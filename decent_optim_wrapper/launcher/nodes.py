@@ -127,10 +127,10 @@ class Nodes:
                 # The store is gone: the ranks say so themselves.
                 if self._keeper is None or self._stop.is_set():
                     return
-                self.say(
-                    f"the store of node {self._keeper} does not answer: no rank is started again "
-                    f"before it does"
-                )
+                # It should have started by now, even if it has never answered.
+                self._looked = min(self._looked, time.monotonic())
+                silent = f"the store of node {self._keeper} does not answer"
+                self.say(f"{silent}: no rank is started again before it does")
                 self._stop.wait(PAUSE)
 
     def _beat(self, store: Any) -> None:
