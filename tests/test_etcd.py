@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from etcd_servers import EtcdServers, free_ports, require_etcd
 from ranks import PROCESSES, begin_process, end_interpreter, start_process
-from restartable_processes import Failure, Members, StoreProcess, TrainingProcesses, train_or_tell
+from restartable_processes import Failure, StoreProcess, TrainingProcesses, train_or_tell
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
@@ -323,12 +323,10 @@ def stores_of(kind: str, folder: Path) -> Iterator[Stores]:
                 yield partial(in_etcd, cluster.endpoints), ends
 
 
-OUTCOMES = {
-    "`TCPStore` in rank 0": (GOES_ON, RAISES, NOTHING, NOTHING),
-    "`TCPStore` in a launcher": (GOES_ON, GOES_ON, RAISES, NOTHING),
-    "`FileStore` on a shared file system": (GOES_ON, GOES_ON, NOTHING, NOTHING),
-    "`EtcdStore` on three servers": (GOES_ON, GOES_ON, GOES_ON, RAISES),
-}
+KINDS = (
+    *("`TCPStore` in rank 0", "`TCPStore` in a launcher", "`FileStore` on a shared file system"),
+    "`EtcdStore` on three servers",
+)
 
 
 def cells(name: str) -> tuple[str, ...]:
@@ -342,20 +340,21 @@ def cells(name: str) -> tuple[str, ...]:
     return tuple(next(row[head.index(name)] for row in rows if row[0] == each) for each in FAULTS)
 
 
-@pytest.mark.parametrize("kind", OUTCOMES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_store_survives_what_the_table_of_the_guide_says(kind: str, tmp_path: Path) -> None:
     """One fault after the other, up to the one that ends the run: then nobody goes on."""
-    assert cells(kind) == OUTCOMES[kind]
-    everyone: Members = (0, 1, 2, 3)
-    alive = everyone
+    outcomes = [outcome for outcome in cells(kind) if outcome != NOTHING]
+    assert set(outcomes) <= {GOES_ON, RAISES}
+    assert len(outcomes) > 1
+    alive = everyone = tuple(range(4))
     options: dict[str, Any] = {"topology": "ring", "timeout": TIMEOUT}
     with (
         stores_of(kind, tmp_path) as (make, ends),
         TrainingProcesses(len(everyone), train_or_tell, make_store=make, **options) as processes,
     ):
         processes.all_reach("round 3")
-        acts = (None, None, *ends)
-        for victim, act, outcome in zip((3, 0, 1, 2), acts, OUTCOMES[kind], strict=False):
+        faults = zip((None, None, *ends), outcomes, strict=True)
+        for victim, (act, outcome) in zip((3, 0, 1, 2), faults, strict=False):
             if act:
                 act()
             processes.kill(victim)

@@ -251,29 +251,6 @@ def test_a_parameter_that_is_listed_twice_is_mixed_once() -> None:
     assert run_threads(2, main) == pytest.approx([0.1, 0.9])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"world_size": 4}, RuntimeError, "torchrun --nproc-per-node 4"),
-        ({"world_size": 0}, ValueError, "world_size must be 1 or more"),
-        ({"rank": 1}, ValueError, "rank=1 contradicts a world of one rank"),
-    ],
-)
-def test_sizes_without_a_process_group_are_those_of_one_rank(
-    arguments: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        wrap(make_params(), **arguments)
-
-
-def test_a_rank_that_contradicts_the_process_group_is_named() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        with pytest.raises(ValueError, match=f"rank={1 - rank} .* whose rank is {rank}"):
-            wrap(make_params(), group, rank=1 - rank)
-
-    run_threads(2, main)
-
-
 def test_a_launched_rank_without_a_process_group_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.warns(UserWarning, match=r"WORLD_SIZE=4, but .* call torch\.distributed\.init"):

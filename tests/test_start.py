@@ -60,6 +60,7 @@ BAD: dict[str, Callable[[], dict[str, Any]]] = {
     "TypeError: elastic expects an Elastic or None": lambda: {"elastic": True},
     "TypeError: from a list of tensors": lambda: {"extensions": [OuterOptimizer(cast(Any, len))]},
     "ValueError: contradicts the process group": lambda: {"world_size": 7},
+    "ValueError: rank=1 contradicts": lambda: {"rank": 1},
     "ValueError: unknown topology 'rign'": lambda: {"topology": "rign"},
     "ValueError: build the topology with the sizes of this run": lambda: {"topology": Ring(8)},
     "ValueError: overlap=False": lambda: {"base": torch.optim.LBFGS(make_params())},
@@ -135,7 +136,10 @@ OUT_OF_RANGE = [*(1e-9, 1e10, 1e300, NAN, -1), timedelta(microseconds=1), timede
 WRONG: list[tuple[str, list[Any], str]] = [
     ("rank", ["0", True], "TypeError: rank expects a whole number"),
     ("rank", [-1], "ValueError: rank must be 0 or more"),
+    ("rank", [1], "ValueError: rank=1 contradicts a world of one rank"),
     ("world_size", [1.0], "TypeError: world_size expects a whole number"),
+    ("world_size", [0], "ValueError: world_size must be 1 or more"),
+    ("world_size", [4], "RuntimeError: .*torchrun --nproc-per-node 4"),
     ("local_world_size", ["a"], "TypeError: local_world_size expects a whole number"),
     ("local_world_size", [0], "ValueError: local_world_size must be 1 or more"),
     ("local_world_size", [2], "ValueError: local_world_size must divide world_size"),
