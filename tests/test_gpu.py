@@ -675,7 +675,7 @@ def test_no_kernel_starts_more_than_32_operations() -> None:
             return end(self, device)
 
         with mock.patch.object(FakeGroup, "_end_coalescing", end_and_count):
-            batches.launch(failed.append)
+            batches.start(failed.append)
         assert ends == [32, 64, 80]
         assert not failed
         assert started == [index for index in range(40) for _ in range(2)]
@@ -710,7 +710,7 @@ def test_no_thread_waits_for_a_round_that_could_not_start() -> None:
         works = [batches.add(group, device, failed.append, lambda: 1 // 0) for _ in range(2)]
         assert not works[0].is_completed()
         with pytest.raises(ZeroDivisionError):
-            batches.launch(failed.append)
+            batches.start(failed.append)
         assert all(work.is_completed() for work in works)
-        with pytest.raises(RuntimeError, match="to be launched"):
+        with pytest.raises(RuntimeError, match="to be started"):
             works[0].wait()

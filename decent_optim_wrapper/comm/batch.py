@@ -28,11 +28,11 @@ class Batches:
 
     @property
     def collects(self) -> bool:
-        """True if operations wait for `launch`."""
+        """True if operations wait for `start`."""
         return self._open is not None
 
     def collect(self) -> None:
-        """Start nothing before `launch`."""
+        """Start nothing before `start`."""
         self._open = {}
 
     def add(
@@ -46,14 +46,14 @@ class Batches:
         batches = {} if self._open is None else self._open
         batch = batches.setdefault((group, device), Batch(group, device)).add(*operations)
         if self._open is None:
-            batch.launch(fail)
+            batch.start(fail)
         return batch
 
-    def launch(self, fail: Fail) -> None:
-        """Start what was collected; `fail` as in `Batch.launch`."""
+    def start(self, fail: Fail) -> None:
+        """Start what was collected; `fail` as in `Batch.start`."""
         batches, self._open = self._open or {}, None
         while batches:
-            batches.pop(next(iter(batches))).launch(fail)
+            batches.pop(next(iter(batches))).start(fail)
 
     def drop(self) -> None:
         """Start nothing of it."""
@@ -79,11 +79,11 @@ class Batch:
         self._works: list[Waitable] = []
 
     def add(self, *operations: Callable[[], object]) -> Batch:
-        """Start these with `launch`, too."""
+        """Start these with `start`, too."""
         self._operations.append(operations)
         return self
 
-    def launch(self, fail: Fail) -> None:
+    def start(self, fail: Fail) -> None:
         """Start everything.
 
         Args:
@@ -116,11 +116,11 @@ class Batch:
     def wait(self, timeout: timedelta = timedelta(0)) -> None:
         """Order the current stream behind everything, as `OnStream.wait` does."""
         if not self._works:
-            raise RuntimeError("a batch expects to be launched before a stream waits for it")
+            raise RuntimeError("a batch expects to be started before a stream waits for it")
         for work in self._works:
             work.wait()
 
     def is_completed(self) -> bool:
         """Return whether the GPU has finished everything, or it could not start."""
-        # Nothing is left of it after a launch that failed, for which no thread must wait.
+        # Nothing is left of it after a start that failed, for which no thread must wait.
         return not self._operations and all(work.is_completed() for work in self._works)

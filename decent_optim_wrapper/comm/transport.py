@@ -236,10 +236,10 @@ class Transport(Connections):
             _raise_if_closed(error, self._closure)
             raise
 
-    def launch(self) -> None:
+    def start_batches(self) -> None:
         """Start on GPUs what was collected in `batches`; raises as `exchange` does."""
         try:
-            self.batches.launch(self.fail)
+            self.batches.start(self.fail)
         except RuntimeError as error:
             _raise_if_closed(error, self._closure)
             raise

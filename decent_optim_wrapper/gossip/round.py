@@ -159,9 +159,9 @@ class Round:
             meter.count_bytes(exchange.bytes_sent)
             if self._policy.pacing.mixes_early:
                 flag = partial(self.flags.send, [exchange], self.sender, alone=True)
-                self.sender.post(exchange, then=flag)
+                self.sender.start(exchange, then=flag)
             else:
-                self.sender.post(exchange)
+                self.sender.start(exchange)
 
     def seal(self) -> None:
         """Tell the group which buckets had finite values, once all of them are posted."""
@@ -316,14 +316,14 @@ class Round:
             # The stream that mixes may be another one than the stream that has received.
             self._waits.wait(works, exchange.position, self._wire.peers)
             if checked:
-                exchange.mix_usable(rate, checked.usable(exchange))
+                exchange.apply_usable(rate, checked.usable(exchange))
                 return
         present: tuple[int, ...] | list[int] = self._wire.group.ranks
         if self.flags.refused:
             left_out = self.flags.left_out(exchange)
             present = [rank for rank in present if rank not in left_out]
         if present:
-            exchange.mix(rate, present)
+            exchange.apply(rate, present)
 
     def snapshot_of(self, bucket: Bucket) -> Flat | None:
         """The bucket's parameters when the round was launched, if they may have changed since."""

@@ -357,7 +357,7 @@ class Bucket:
         if flat.data.device == self.device:
             return flat
         near = self.spare(flat.data.dtype)
-        # From pinned memory, whose next use waits for this copy: see `Exchange.post`.
+        # From pinned memory, whose next use waits for this copy: see `Exchange.start`.
         near.data.copy_(flat.data, non_blocking=True)
         return near
 

@@ -63,7 +63,7 @@ class CodedExchange(Exchange):
         self._messages, self._room = bucket.messages(room)
         places = (slice(*map(codec.nbytes, (chunk.start, chunk.stop))) for chunk in chunks)
         self._outgoing = [self._messages[place] for place in places]
-        # Here, and not in `post`: on the stream that has computed the values.
+        # Here, and not in `start`: on the stream that has computed the values.
         self._encode()
 
     def _encode(self) -> None:
@@ -74,7 +74,7 @@ class CodedExchange(Exchange):
             if self.via_cpu:
                 message.copy_(near, non_blocking=True)
 
-    def post(self) -> None:
+    def start(self) -> None:
         """Check the codes and start the exchange."""
         if self._wire.checks:
             finite = _all([self._codec.is_finite(each) for each in self._outgoing])
@@ -84,7 +84,7 @@ class CodedExchange(Exchange):
                 self._messages.zero_()
         self._send()
 
-    def mix(self, rate: float, present: Sequence[int]) -> None:
+    def apply(self, rate: float, present: Sequence[int]) -> None:
         """Mix in what has arrived."""
         if self._wire.transport.rank not in present:
             self._bucket.absorb_(self._absolute(self._means(len(present))), None)
@@ -93,29 +93,29 @@ class CodedExchange(Exchange):
             if self._wire.references is not None and self._reference is not None:
                 self._wire.references.settle(self._bucket, self._reference)
 
-    def mix_usable(self, rate: float, usable: MixMask) -> None:
+    def apply_usable(self, rate: float, usable: MixMask) -> None:
         """Mix the received values if both ends' values are finite, which only the GPU knows.
 
         Otherwise both ranks treat the message as zeros. A rank whose own values are not finite
         takes the received ones.
         """
         if usable.own is None:
-            self._mix_where(usable.arrived, rate)
+            self._apply_where(usable.arrived, rate)
             return
         bucket, theirs = self._bucket, self._bucket.new_flat(dtype=wide(self._bucket.dtype)).data
         for place, part in self._absolute(self._means(1)):
             theirs[place] = part
-        self._mix_where(usable.arrived.logical_and(usable.own), rate)
+        self._apply_where(usable.arrived.logical_and(usable.own), rate)
         takes = usable.own.logical_not().logical_and(usable.arrived)
         now = bucket.pack(bucket.spare(bucket.dtype))
         torch.where(takes, theirs.to(bucket.dtype), now.data, out=now.data)
         bucket.unpack_(now)
 
-    def _mix_where(self, condition: Tensor, rate: float) -> None:
+    def _apply_where(self, condition: Tensor, rate: float) -> None:
         refused = condition.logical_not()
         for message in (*self._arrived, *self._outgoing):
             message.masked_fill_(refused, 0)
-        self.mix(rate, self._wire.group.ranks)
+        self.apply(rate, self._wire.group.ranks)
 
     @abstractmethod
     def _send(self) -> None:

@@ -153,7 +153,7 @@ class Exchange(ABC):
         return None
 
     @abstractmethod
-    def post(self) -> None:
+    def start(self) -> None:
         """Check the values and start the exchange.
 
         Values that are sent from the CPU are there already.
@@ -163,7 +163,7 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def mix(self, rate: float, present: Sequence[int]) -> None:
+    def apply(self, rate: float, present: Sequence[int]) -> None:
         """Mix the received values.
 
         Args:
@@ -173,7 +173,7 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def mix_usable(self, rate: float, usable: MixMask) -> None:
+    def apply_usable(self, rate: float, usable: MixMask) -> None:
         """Mix in what has arrived if it may be, which only the GPU knows."""
 
     def _check(self, data: Tensor) -> None:
@@ -200,13 +200,13 @@ class LaunchSnapshot(Exchange):
         (self.snapshot,) = bucket.summing()
         bucket.pack(self.snapshot, snapshot)
 
-    def post(self) -> None:
+    def start(self) -> None:
         """Send nothing."""
 
-    def mix(self, rate: float, present: Sequence[int]) -> None:
+    def apply(self, rate: float, present: Sequence[int]) -> None:
         """Mix nothing."""
 
-    def mix_usable(self, rate: float, usable: MixMask) -> None:
+    def apply_usable(self, rate: float, usable: MixMask) -> None:
         """Mix nothing."""
 
 
@@ -228,7 +228,7 @@ class PlainExchange(Exchange):
         self._arriving = arriving
         self._weight = weight
 
-    def mix_usable(self, rate: float, usable: MixMask) -> None:
+    def apply_usable(self, rate: float, usable: MixMask) -> None:
         """Mix in what has arrived if it may be, which only the GPU knows."""
         bucket, arrived, own = self._bucket, self._mean(usable.present), self._sent()
         refused = usable.arrived.logical_not()
@@ -293,7 +293,7 @@ class PlainPair(PlainExchange):
         """This rank's values as they were packed; None if the tensors' own memory is sent."""
         return None if self._bucket.is_sent_in_place else self._outgoing
 
-    def post(self) -> None:
+    def start(self) -> None:
         """Check the values and start the exchange."""
         outgoing = self._outgoing.data
         self._check(outgoing)
@@ -303,7 +303,7 @@ class PlainPair(PlainExchange):
         else:
             self.works += wire.exchange(outgoing, arriving, self._tag, self.position)
 
-    def mix(self, rate: float, present: Sequence[int]) -> None:
+    def apply(self, rate: float, present: Sequence[int]) -> None:
         """Mix in what has arrived."""
         if self._wire.transport.rank not in present:
             self._bucket.unpack_(self._arriving)
@@ -345,7 +345,7 @@ class PlainGroup(PlainExchange):
         self.snapshot = self._kept if wire.needs_snapshot else None
         self.bytes_sent = int(group.copies_sent * summed.data.nbytes)
 
-    def post(self) -> None:
+    def start(self) -> None:
         """Check the values and start the sum."""
         summed, wire = self._arriving.data, self._wire
         self._check(summed)
@@ -355,7 +355,7 @@ class PlainGroup(PlainExchange):
             self._leave_out(summed)
         self.works += wire.transport.all_reduce(summed, wire.group.ranks)
 
-    def mix(self, rate: float, present: Sequence[int]) -> None:
+    def apply(self, rate: float, present: Sequence[int]) -> None:
         """Mix in what has arrived."""
         mean = self._mean(len(present))
         if self._wire.transport.rank in present:

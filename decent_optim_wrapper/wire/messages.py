@@ -79,7 +79,7 @@ class Sender:
         except WireError as error:
             self._note(error, position)
 
-    def post(self, exchange: Exchange, then: Action | None = None) -> None:
+    def start(self, exchange: Exchange, then: Action | None = None) -> None:
         """Start an exchange after those that were posted before, and then run an action."""
         if exchange.via_cpu and self.thread is None:
             self._start_thread()
@@ -111,7 +111,7 @@ class Sender:
 
     def _launch(self) -> None:
         try:
-            self._wire.transport.launch()
+            self._wire.transport.start_batches()
         except WireError as error:
             self._note(error, 0)
 
@@ -150,7 +150,7 @@ class Sender:
     def _start(self, exchange: Exchange, then: Action | None) -> None:
         try:
             if not self.failure:
-                exchange.post()
+                exchange.start()
         except WireError as error:
             self._note(error, exchange.position)
         if then is not None:

@@ -480,7 +480,7 @@ def device_times(setup: Setup, size: Size) -> dict[str, Traffic]:
                 outgoing, incoming = bucket.pair()
                 bucket.pack(outgoing)
                 usable = is_finite_on_device(outgoing.data)
-                # As in `PlainExchange.mix_usable`.
+                # As in `PlainExchange.apply_usable`.
                 torch.where(usable, incoming.data, outgoing.data, out=incoming.data)
                 bucket.mix_(incoming, 0.5)
 
