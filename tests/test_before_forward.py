@@ -228,7 +228,7 @@ def read_fused_now_and_then(model: Any, rank: int, step: int) -> Tensor:
 def test_every_way_into_the_parameters_finds_them_mixed(read: Any) -> None:
     """Also in views, which autograd does not see change."""
     options = {"loss": read, "make": Odd, "base": adamw, "param_as_bucket_view": True}
-    assert_as_without_overlap(4, partial(straight_on, **options), True)
+    assert_as_without_overlap(2, partial(straight_on, **options), True)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm:FutureWarning")
@@ -365,6 +365,7 @@ def test_what_looks_between_two_steps_finds_a_whole_round() -> None:
     assert_as_without_overlap(4, trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("feature", "way"), [("rare", "step"), ("averages", "backward")])
 def test_a_run_is_resumed_between_any_two_calls(feature: str, way: str) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, list[Tensor]]:
@@ -402,9 +403,10 @@ def test_a_run_with_delayed_mixing_goes_on_before_the_forward_pass() -> None:
         training.train(range(3, STEPS))
         return training.end()
 
-    assert_as_without_overlap(4, trained)
+    assert_as_without_overlap(2, trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "options", "rounds"),
     [

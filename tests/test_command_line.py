@@ -148,6 +148,7 @@ def run_beside_a_busy_thread(command: str, output: Path) -> None:
     runpy.run_module("decent_optim_wrapper", run_name="__main__")
 
 
+@pytest.mark.slow
 def test_a_thread_in_a_call_does_not_delay_or_abort_the_end(tmp_path: Path) -> None:
     """As that of a launcher whose store has lost its majority."""
     output = tmp_path / "output"

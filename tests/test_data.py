@@ -68,6 +68,7 @@ def changes_of(state: State) -> list[Change]:
     return [Change(*each) for each in state["dealing"][2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["torch.utils.data", "torchdata.stateful_dataloader"])
 def test_what_workers_fetch_ahead_is_not_used(package: str) -> None:
     module = pytest.importorskip(package)
@@ -91,6 +92,7 @@ def test_what_workers_fetch_ahead_is_not_used(package: str) -> None:
     assert [*used] != sorted(used)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "overlap", "worlds"),
     [

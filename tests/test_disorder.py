@@ -65,9 +65,14 @@ def test_a_rank_in_another_method_is_found_within_the_round(topology: str, call:
     assert all(any(way in text for way in ways) for text in theirs)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e300])
-@pytest.mark.parametrize("field", RoundHeader._fields)
-@pytest.mark.parametrize("overlap", [True, AsItArrives()], ids=["1", "auto"])
+@pytest.mark.parametrize(
+    ("overlap", "field", "value"),
+    pairwise(
+        {"1": True, "auto": AsItArrives()},
+        named(*RoundHeader._fields),
+        {"nan": math.nan, "infinite": math.inf, "negative": -1.0, "huge": 1e300},
+    ),
+)
 def test_numbers_that_no_rank_sends_are_an_error_that_names_the_peer(
     monkeypatch: pytest.MonkeyPatch, overlap: Any, field: str, value: float
 ) -> None:
