@@ -77,19 +77,11 @@ class Move(NamedTuple):
 
 
 MOVES = [
-    Move("plain", "fsdp4", Recipe("sgd", "nesterov")),
     Move("plain", "pp2", Recipe("adamw", "no outer", late=2)),
-    Move("fsdp4", "shard2 x tp2", Recipe("adamw", "adam")),
     Move("shard2 x tp2", "pp2", Recipe("sgd", "nesterov")),
-    Move("pp2", "fsdp4", Recipe("adamw", "no outer", late=2)),
     Move("fsdp4", "plain", Recipe("sgd", "adam")),
-    Move("shard2 x tp2", "plain", Recipe("adamw", "no outer", late=2)),
     Move("fsdp4", "shard2 x tp2", Recipe("sgd", "nesterov", late=2)),
-    Move("pp2", "plain", Recipe("sgd", "nesterov")),
 ]
-# Half of them take a minute: `MESH_CASES=all` after a change.
-if os.environ.get("MESH_CASES") != "all":
-    MOVES = MOVES[1::2]
 
 
 class Run:
