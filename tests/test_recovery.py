@@ -98,7 +98,7 @@ def test_two_ranks_lost_at_once_one_in_the_rebuilding_and_then_all_but_the_last(
 
 
 def hold_frozen_values(rank: int, world_size: int, store: Any, report: Report) -> list[bool]:
-    """Start again with frozen values that are not those of the others."""
+    """Start again with frozen values that are not those of the others, and thaw them then."""
     joins = store.check(["joins"])
     params, frozen = make_params(), torch.linspace(0.1, 1, 99)
     held = torch.nn.Parameter(frozen + 1.0 * joins, requires_grad=False)
@@ -108,6 +108,7 @@ def hold_frozen_values(rank: int, world_size: int, store: Any, report: Report) -
     while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
         backward(params, rank, optimizer.round)
         optimizer.step()
+        held.requires_grad_(store.check(["joins"]))
         if optimizer.round % 10 == 0:
             with optimizer.averaged():
                 same.append(torch.equal(held, frozen))
@@ -120,7 +121,7 @@ def test_frozen_values_of_a_rank_that_comes_back_are_those_of_the_others_and_are
     None
 ):
     with RestartableProcesses(3, hold_frozen_values) as processes:
-        processes.wait_for(2, "round 5")
+        processes.wait_for(2, "round 15")
         processes.kill(2)
         processes.wait_for_members(0, (0, 1))
         processes.store.set("joins", "")

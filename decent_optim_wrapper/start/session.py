@@ -220,6 +220,11 @@ class Setup:
         )
         floating = (n.tensor for n in model.buffers if n.tensor.is_floating_point())
         self._buffers = plan_buckets(floating, self._layout.plain)
+        found = () if settings.sync_at_start else (n.tensor for n in model.parameters)
+        floating = (t for t in found if t.is_floating_point() or t.is_complex())
+        # A bucket of each frozen parameter that may differ. They stay the same when parameters are
+        # unfrozen later: a rank that comes back makes them anew.
+        self._frozen = [Bucket([t], self._layout.plain) for t in floating if not t.requires_grad]
         inputs.extensions.attach(
             ExtensionContext(
                 rank=world.transport.initial_rank,
@@ -322,18 +327,14 @@ class Setup:
         )
 
     @cached_property
-    def _frozen(self) -> tuple[list[Bucket], Tensor]:
-        """A bucket of each frozen parameter that may differ between ranks, and their digests."""
-        named = () if self._settings.sync_at_start else self._model.parameters
-        found = [n.tensor for n in named if not n.tensor.requires_grad]
-        frozen = [each for each in found if each.is_floating_point() or each.is_complex()]
-        digests = torch.tensor([*map(digest, frozen)], dtype=torch.int64, device="cpu")
-        return [Bucket([each], self._layout.plain) for each in frozen], digests
+    def _digests(self) -> Tensor:
+        digests = [digest(bucket.members[0]) for bucket in self._frozen]
+        return torch.tensor(digests, dtype=torch.int64, device="cpu")
 
     def _extra(self, transport: Transport) -> list[Bucket]:
         """The buckets that are averaged in addition to the trained parameters; collective."""
-        frozen, own = self._frozen
         # Not at the start: a rank that comes back has received the values of the others since.
+        frozen, own = self._frozen, self._digests
         same = (transport.all_gather(own) == own).all(dim=0).tolist() if frozen else []
         differing = [b for b, is_same in zip(frozen, same, strict=True) if not is_same]
         return [*self._buffers, *differing]
