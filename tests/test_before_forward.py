@@ -846,7 +846,14 @@ class Blocks(nn.Module):
         return result
 
 
-COMPILED = ("model", "model in place", "block", "block in place", "layer in place", "forward")
+# What is compiled, before the model is wrapped or before a step, and for how many shapes: where a
+# module is compiled for one only, its hooks run now and then.
+PARTS = ("model", "model in place", "block", "block in place", "layer in place", "forward")
+COMPILED = [
+    *((part, -1, 8) for part in PARTS),
+    *((part, 2, 8) for part in PARTS[::3]),
+    *((part, -1, 1) for part in PARTS[1::2]),
+]
 
 
 def compile_part(model: Any, part: str, whole: bool) -> Any:
@@ -869,11 +876,11 @@ def compile_part(model: Any, part: str, whole: bool) -> Any:
     return model
 
 
-def train_compiled(rank: int, at: int, limit: int) -> list[list[float]]:
+def train_compiled(rank: int) -> list[list[float]]:
     """Train without a compiler, without overlap and with, and then with each part compiled."""
     dist.init_process_group("gloo")
 
-    def trained(overlap: Any, part: str = "") -> list[float]:
+    def trained(overlap: Any, part: str = "", at: int = -1, limit: int = 8) -> list[float]:
         torch.compiler.reset()
         model = called = Blocks(rank)
         # The hooks of the model itself break the graph.
@@ -889,19 +896,14 @@ def train_compiled(rank: int, at: int, limit: int) -> list[list[float]]:
                 training.train([step], lambda *_: now(inputs).square().mean())  # noqa: B023
         return training.end().tolist()
 
-    return [trained(False), trained(True), *(trained("forward", part) for part in COMPILED)]
+    return [trained(False), trained(True), *(trained("forward", *case) for case in COMPILED)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("at", "limit"), [(-1, 8), (-1, 1), (2, 8)])
-def test_a_compiled_model_finds_mixed_parameters(at: int, limit: int) -> None:
-    """Compiled before it is wrapped, and before a step: for both shapes of the inputs, or for one.
-
-    Where a module is compiled for one shape only, its hooks run now and then.
-    """
-    for without, late, *others in run_processes(2, train_compiled, at, limit):
+def test_a_compiled_model_finds_mixed_parameters() -> None:
+    for without, late, *others in run_processes(2, train_compiled):
         assert late != pytest.approx(without, abs=1e-4)
-        assert [part for part, end in zip(COMPILED, others, strict=True) if end != without] == []
+        assert [case for case, end in zip(COMPILED, others, strict=True) if end != without] == []
 
 
 @pytest.mark.slow
