@@ -18,7 +18,7 @@ from simulated_ranks import Method, train
 from stacked_gpt import batch, initial_weights, split, stacked_loss
 from torch import Tensor, nn
 
-from decent_optim_wrapper import DecentOptimWrapper, Schedule
+from decent_optim_wrapper import DecentOptimWrapper, Late, OuterOptimizer, Schedule
 from decent_optim_wrapper.codecs import Int8Codec
 from decent_optim_wrapper.optim import lr_scheduler_fn_cosine_with_warmup
 
@@ -46,7 +46,9 @@ class Replica(nn.Module):
         return stacked_loss([part.unsqueeze(0) for part in self.parts], pieces.unsqueeze(0))
 
 
-def real(options: dict[str, Any] | None, rank: int, group: dist.ProcessGroup) -> Tensor:
+def real(
+    method: Method, options: dict[str, Any] | None, rank: int, group: dist.ProcessGroup
+) -> Tensor:
     """The parameters of a rank after training with the library; None sums gradients, as DDP."""
     model = Replica()
     base = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95))
@@ -54,7 +56,12 @@ def real(options: dict[str, Any] | None, rank: int, group: dist.ProcessGroup) ->
     optimizer: torch.optim.Optimizer = base
     if options is not None:
         optimizer = DecentOptimWrapper(
-            base, process_group=group, model=model, bucket_cap_mb=0.06, **options
+            base,
+            process_group=group,
+            model=model,
+            bucket_cap_mb=0.06,
+            extensions=[OuterOptimizer(method.outer)] if method.outer else [],
+            **options,
         )
     generator = torch.Generator().manual_seed(SEED)
     for _ in range(STEPS):
@@ -80,14 +87,14 @@ def real(options: dict[str, Any] | None, rank: int, group: dist.ProcessGroup) ->
         (Method(codec=Int8Codec()), {"comm_dtype": torch.int8}),
         (Method(late=1), {"overlap": True}),
         (Method(late=1, codec=Int8Codec()), {"overlap": True, "comm_dtype": torch.int8}),
-        (Method(every=1, outer=OUTER), {"schedule": Schedule(outer=OUTER)}),
+        (Method(every=1, outer=OUTER), {}),
         (
             Method(every=3, late=2, codec=Int8Codec()),
-            {"comm_dtype": torch.int8, "schedule": Schedule(gossip_every=3, staleness=2)},
+            {"comm_dtype": torch.int8, "schedule": Schedule(gossip_every=3), "overlap": Late(2)},
         ),
         (
             Method(topology="complete", every=4, outer=OUTER),
-            {"topology": "complete", "schedule": Schedule(gossip_every=4, outer=OUTER)},
+            {"topology": "complete", "schedule": Schedule(gossip_every=4)},
         ),
     ],
     ids=str,
@@ -95,7 +102,7 @@ def real(options: dict[str, Any] | None, rank: int, group: dist.ProcessGroup) ->
 def test_a_simulated_rank_has_the_parameters_of_a_real_one(
     method: Method, options: dict[str, Any] | None
 ) -> None:
-    expected = torch.stack(run_threads(RANKS, partial(real, options)))
+    expected = torch.stack(run_threads(RANKS, partial(real, method, options)))
     found = train(method, "AdamW", RANKS, LR, SEED, STEPS)
     torch.testing.assert_close(found.expand_as(expected), expected, rtol=0, atol=1e-9)
     mean = expected.mean(0)

@@ -51,6 +51,7 @@ METHODS: dict[str, dict[str, Method]] = {
         "PostLocalSGD 8": Method(topology="complete", every=8),
         "decent-dp": Method(topology="complete", late=1),
         "ours": Method(),
+        "ours, complete": Method(topology="complete"),
         "ours, int8": Method(codec=INT8),
         "ours, delayed": Method(late=1),
         "ours, delayed, int8": Method(late=1, codec=INT8),
