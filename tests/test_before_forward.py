@@ -8,9 +8,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -35,6 +35,7 @@ from decent_optim_wrapper import (
     AsItArrives,
     DecentOptimWrapper,
     Elastic,
+    Extension,
     GradientTracking,
     OuterOptimizer,
     Schedule,
@@ -43,6 +44,7 @@ from decent_optim_wrapper import (
 )
 from decent_optim_wrapper.elastic.rendezvous import key_prefix
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
+from decent_optim_wrapper.gossip.extension import ReceivedBucket
 from decent_optim_wrapper.gossip.pacing import WithinStep
 
 STEPS = 5
@@ -775,7 +777,26 @@ def test_a_signal_handler_that_interrupts_the_mixing_is_told_so() -> None:
         assert early == without
         assert none == []
         assert len(errors) >= 6
-        assert all("has interrupted their mixing; set a flag" in each for each in errors)
+        assert all("by a signal handler or an extension; set a flag" in each for each in errors)
+
+
+def test_an_extension_that_reads_by_name_what_is_being_mixed_is_told_so() -> None:
+    class Reads(Extension):
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+
+        @contextmanager
+        def mixing(self, received: ReceivedBucket) -> Iterator[None]:
+            self.model.get_parameter("4.weight").sum()
+            yield
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        model = make_model(rank)
+        training = Training(rank, group, model=model, extensions=[Reads(model)], timeout=PATIENCE)
+        with pytest.raises(CallOrderError, match="or read the members of the bucket"):
+            training.train(range(2))
+
+    run_threads(2, main)
 
 
 OTHER = make_model()

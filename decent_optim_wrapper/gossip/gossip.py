@@ -140,7 +140,7 @@ class Gossip:
             params: the parameters that are about to be read; None for all.
 
         Raises:
-            CallOrderError: a signal handler has interrupted the mixing.
+            CallOrderError: a signal handler has interrupted the mixing, or an extension reads them.
         """
         if not self.early.is_on:
             return
@@ -148,9 +148,9 @@ class Gossip:
         with self._lock:
             if self._mixing.locked():
                 raise CallOrderError(
-                    f"rank {self.pipeline.session.transport.initial_rank}: a signal handler reads "
-                    f"parameters, but has interrupted their mixing; set a flag in the handler, and "
-                    f"act on it after step()"
+                    f"rank {self.pipeline.session.transport.initial_rank}: parameters are read by "
+                    f"name in their mixing, by a signal handler or an extension; set a flag in the "
+                    f"handler, and act on it after step(), or read the members of the bucket"
                 )
             if (flying := self.pipeline.in_flight.round) is None:
                 return
