@@ -41,12 +41,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 # The files that take longest, longest first: those that wait and those that compute run beside
 # each other from the start, and no worker is left alone with one at the end.
 LONGEST = (
-    *("test_examples", "test_partitions", "test_launcher_store", "test_recovery", "test_guides"),
-    *("test_store", "test_etcd", "test_extension_contract", "test_before_forward", "test_data"),
-    *("test_lossy_links", "test_faults", "test_soak", "test_links", "test_mesh", "test_properties"),
-    *("test_processes", "test_posting", "test_trajectory", "test_checkpoint", "test_coded_rounds"),
-    *("test_mesh_checkpoint", "test_launcher", "test_mesh_faults", "test_losses"),
-    *("test_frameworks", "test_fused_codec", "test_options", "test_gpu", "test_resize"),
+    *("test_examples", "test_guides", "test_before_forward", "test_partitions", "test_recovery"),
+    *("test_etcd", "test_store", "test_mesh", "test_frameworks", "test_lossy_links", "test_data"),
+    *("test_mesh_checkpoint", "test_faults", "test_extension_contract", "test_launcher"),
+    *("test_processes", "test_soak", "test_posting", "test_coded_rounds", "test_checkpoint"),
+    *("test_mesh_errors", "test_mesh_faults", "test_links", "test_properties", "test_trajectory"),
+    *("test_losses", "test_resize", "test_fused_codec", "test_options", "test_gpu"),
 )
 
 

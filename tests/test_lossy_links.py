@@ -49,7 +49,7 @@ def round_trip() -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize(("loss", "delay"), [(0.02, 0.0), (0.1, 0.0), (0.0, 0.05)])
+@pytest.mark.parametrize(("loss", "delay"), [(0.1, 0.0), (0.0, 0.05)])
 def test_all_ranks_are_there_after_many_rounds_over_bad_links(loss: float, delay: float) -> None:
     with netlab.lab(RANKS + 1, "400mbit") as where, ranks_on(where, timeout=8.0) as processes:
         processes.all_reach("round 3")
