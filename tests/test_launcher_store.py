@@ -112,33 +112,23 @@ def wait_until(done: Callable[[], bool]) -> None:
 says: list[str] = []
 
 
-def test_what_an_earlier_run_has_written_ends_no_later_one() -> None:
-    """A store in etcd keeps it; so does its key for a rank that has finished."""
-    store = HashStore()
-    for _ in range(3):
-        with nodes_on(store, 0, 1) as (first, second):
-            assert not first.finished
-            assert not second.finished
-            first.note_finished()
-            first.leave(lambda: False)
-            wait_until(lambda: second.finished)
-            second.leave(lambda: False)
-    assert not says
-
-
 @pytest.mark.parametrize("runs_before", [0, 1, 2])
 @pytest.mark.parametrize("was_there", [False, True])
 def test_a_node_that_comes_after_another_has_left_knows_that_it_has_finished(
     runs_before: int, was_there: bool
 ) -> None:
-    """Whether it was there before the other one finished, and failed, or comes late."""
+    """Whether it was there before the other one finished, and failed, or comes late.
+
+    What earlier runs have written ends no later one: a store in etcd keeps it.
+    """
     store = HashStore()
     for _ in range(runs_before):
-        with nodes_on(store, 0, 1) as both:
-            both[0].note_finished()
-            wait_until(lambda: both[1].finished)
-            for node in both:
-                node.leave(lambda: False)
+        with nodes_on(store, 0, 1) as (first, second):
+            assert [first.finished, second.finished] == [False, False]
+            first.note_finished()
+            first.leave(lambda: False)
+            wait_until(lambda: second.finished)
+            second.leave(lambda: False)
     if was_there:
         with nodes_on(store, 0, 1) as both:
             for node in both:

@@ -19,10 +19,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
-from problem import flatten, make_params, take_steps, wrap
-from ranks import process_group, run_threads
+from problem import make_params
 from restartable_processes import (
     STALE_AFTER,
     Failure,
@@ -35,7 +33,6 @@ from restartable_processes import (
     train_or_tell,
     wrap_elastic,
 )
-from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistError
 
@@ -525,29 +522,6 @@ def calling_shared(name: str) -> Callable[..., Any]:
 
 for called in ("set", "add", "check", "wait", "compare_set", "num_keys", "delete_key"):
     setattr(PythonStore, called, calling_shared(called))
-
-
-def test_a_store_written_in_python_serves_as_any_other() -> None:
-    def train_rank(rank: int, group: dist.ProcessGroup) -> Tensor:
-        params = make_params(seed=rank)
-        options: dict[str, Any] = {"topology": "ring", "sync_at_start": False, "timeout": 20}
-        optimizer = wrap(params, group, **options)
-        take_steps(optimizer, params, rank, range(4))
-        optimizer.synchronize()
-        assert len(optimizer.buckets) > 1
-        return flatten(params)
-
-    # Kept here: a PrefixStore does not keep the Python object behind it alive.
-    own = PythonStore(HashStore())
-
-    def train_over_it(rank: int) -> Tensor:
-        return train_rank(rank, process_group(PrefixStore("run", own), rank, 4))
-
-    with ThreadPoolExecutor(4) as pool:
-        ours = [*pool.map(train_over_it, range(4))]
-    assert all(map(torch.equal, ours, run_threads(4, train_rank)))
-    assert not torch.equal(ours[0], ours[1])
-    assert not torch.equal(ours[0], flatten(make_params(seed=0)))
 
 
 @pytest.mark.parametrize("extended", [True, False])
