@@ -35,7 +35,8 @@ class ForwardHooks:
     - in the first pass, and in a pass that begins with another module than the previous one;
     - without gradients, since autograd would not notice a parameter that changes later;
     - if they are sharded, since FSDP gathers the shards of the next module ahead;
-    - by a model that is compiled, or has compiled parts, since no hook runs in compiled code;
+    - by a model that is compiled, or has compiled parts, since no hook runs in compiled code, and
+      by compiled code that begins a pass, where they break the graph;
     - before `state_dict()` of any module, and before a module is copied or pickled.
 
     At the end of a pass through the whole model, all others are announced.
@@ -49,8 +50,7 @@ class ForwardHooks:
     def __init__(self, model: nn.Module, announce: Announce, settle: Callable[[], None]) -> None:
         is_fake = any(isinstance(param, FakeTensor) for param in model.parameters())
         self._announce = announce if is_fake else partial(_with_real_tensors, announce)
-        self._settle = settle
-        self._root = model
+        self._root, self._settle = model, settle
         self._sharded = any(isinstance(param, DTensor) for param in model.parameters())
         # The parameters of each module, by its id. Not as they are when it
         # is called: functional_call() puts other tensors in their place.
@@ -58,8 +58,8 @@ class ForwardHooks:
         # The modules that were called since the last step, and before it, by id; the first first.
         self._called: dict[int, None] = {}
         self._called_before: dict[int, None] = {}
-        # Whether compiled code calls the model, and whether it calls parts of it.
-        self._is_compiled = self._has_compiled = False
+        # Whether compiled code calls the model, calls parts of it, and begins passes.
+        self._is_compiled = self._has_compiled = self._begins_compiled = False
         # What each of them announces, as long as the same modules are called.
         self._announced: dict[int, list[Tensor]] = {}
         # The parameters that were announced since the last step, by id.
@@ -109,7 +109,7 @@ class ForwardHooks:
     def before_model(self, model: nn.Module, *inputs: Any) -> None:
         """Announce the parameters that the model itself reads, or all if it is compiled."""
         if torch.compiler.is_compiling():
-            self._announce_all()
+            self._announce_all(whole=True)
             return
         # A state may have been loaded since: a round is in flight again.
         self._known = set()
@@ -117,10 +117,8 @@ class ForwardHooks:
 
     def before(self, module: nn.Module, *inputs: Any) -> None:
         """Announce the parameters that a module is about to read."""
-        if torch.compiler.is_compiling():
-            # Without a look at the module: its code would be compiled anew for each layer.
-            if torch.compiler.is_dynamo_compiling():
-                self._note_compiled()
+        # Without a look at the module: its code would be compiled anew for each layer.
+        if self._in_compiled_code():
             return
         key, begins = id(module), not self._called
         begins_anew = begins and next(iter(self._called_before), None) != key
@@ -140,7 +138,7 @@ class ForwardHooks:
 
     def before_reading(self, param: nn.Parameter) -> None:
         """Announce a parameter that is read as an attribute, unless it was announced."""
-        if id(param) not in self._known and not self._is_compiled:
+        if not (self._in_compiled_code() or self._is_compiled or id(param) in self._known):
             self._announce((param,))
             # Only now: another thread must wait, too.
             self._known.add(id(param))
@@ -157,21 +155,31 @@ class ForwardHooks:
         """Make sure that a state dict holds whole rounds only."""
         self._settle()
 
+    def _in_compiled_code(self) -> bool:
+        """Return whether this is traced for compiled code, which then announces what it must."""
+        if torch.compiler.is_dynamo_compiling() and self._compiled_code_begins():
+            self._announce_all(whole=False)
+        return torch.compiler.is_compiling()
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _announce_all(self) -> None:
+    def _announce_all(self, whole: bool) -> None:
         self._announce(None)
         self._called[id(self._root)] = None
-        # From now on its guards read all parameters before that, where an error would be lost.
-        self._is_compiled = True
+        # From now on guards of the whole model read all parameters before that, where an error
+        # would be lost.
+        self._is_compiled |= whole
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _note_compiled(self) -> None:
+    def _compiled_code_begins(self) -> bool:
         """Announce all parameters now, while a part of the model is compiled, and in each pass.
 
-        Its hooks do not run any more, or only for some inputs.
+        Its hooks do not run any more, or only for some inputs. Return whether it may be what begins
+        a pass, and must announce them itself.
         """
         self._has_compiled = True
+        self._begins_compiled = self._begins_compiled or not self._called
         self._announce(None)
+        return self._begins_compiled
 
     def _announce_for(self, module: nn.Module) -> None:
         """Announce the parameters that a module may read, which are searched only once."""
@@ -183,8 +191,7 @@ class ForwardHooks:
 
     def _read_by(self, module: nn.Module) -> Iterable[Tensor]:
         """The parameters of a module, and of those below it whose hooks do not run."""
-        own = self._own.get(id(module))
-        yield from module.parameters(recurse=False) if own is None else own
+        yield from self._own.get(id(module)) or module.parameters(recurse=False)
         for child in module.children():
             # The module above may call flatten_parameters(), which moves the weights on a GPU.
             if id(child) not in self._called_before or isinstance(child, nn.RNNBase):
@@ -200,12 +207,10 @@ class _Hook:
     """
 
     def __init__(self, hooks: ForwardHooks | None, method: str) -> None:
-        self._hooks = hooks if hooks is None else weakref.ref(hooks)
-        self._method = method
+        self._method, self._hooks = method, None if hooks is None else weakref.ref(hooks)
 
     def __call__(self, *arguments: Any) -> None:
-        hooks = self._hooks and self._hooks()
-        if hooks is not None:
+        if hooks := self._hooks and self._hooks():
             getattr(hooks, self._method)(*arguments)
 
     def __getattr__(self, name: str) -> Any:

@@ -28,7 +28,7 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
-        if param is not None and not torch.compiler.is_compiling():
+        if param is not None:
             for watch in self.watches:
                 watch.read(param)
         return param

@@ -867,11 +867,12 @@ class Blocks(nn.Module):
         return result
 
 
+WITH_BREAKS = ("model in place", "function", "first layer")
 # What is compiled, before the model is wrapped or before a step, and for how many shapes: where a
 # module is compiled for one only, its hooks run now and then.
 PARTS = ("model", "model in place", "block", "block in place", "layer in place", "forward")
 COMPILED = [
-    *((part, -1, 8) for part in PARTS),
+    *((part, -1, 8) for part in (*PARTS, *WITH_BREAKS[1:])),
     *((part, 2, 8) for part in PARTS[::3]),
     *((part, -1, 1) for part in PARTS[1::2]),
 ]
@@ -894,6 +895,11 @@ def compile_part(model: Any, part: str, whole: bool) -> Any:
             block[0].compile(**how)
         case "forward":
             block.forward = torch.compile(block.forward, **how)
+        case "function":
+            return torch.compile(partial(Blocks.forward, model), **how)
+        case "first layer":
+            model.blocks[0][0] = torch.compile(model.blocks[0][0], **how)
+            return partial(Blocks.forward, model)
     return model
 
 
@@ -904,10 +910,11 @@ def train_compiled(rank: int) -> list[list[float]]:
     def trained(overlap: Any, part: str = "", at: int = -1, limit: int = 8) -> list[float]:
         torch.compiler.reset()
         model = called = Blocks(rank)
-        # The hooks of the model itself break the graph.
-        whole = limit > 1 and (part, at) != ("model", 2) and part != "model in place"
+        # What begins a pass breaks the graph.
+        whole = limit > 1 and (part, at) != ("model", 2) and part not in WITH_BREAKS
         if part and at < 0:
-            model = called = compile_part(model, part, whole)
+            called = compile_part(model, part, whole)
+            model = called if isinstance(called, nn.Module) else model
         training = Training(rank, None, model=model, overlap=overlap, cap_mb=1e-4)
         with torch.compiler.config.patch(recompile_limit=limit):  # type: ignore[attr-defined]
             for step in range(STEPS):
