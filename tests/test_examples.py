@@ -227,6 +227,8 @@ PRINTED = {
     "benchmark/overhead.py --parameters 1e6 --repeats 1 --training 1": [
         *("| decent-dp | * | 1.00 |", "| the wrapper, int8 |*", "| the module |*"),
     ],
+    "benchmark/step_time.py --defaults --sizes 1 --steps 2 --warmup 1 --rates '' --ranks 2 "
+    "--methods DDP 'the wrapper'": ["| DDP |*", "| the wrapper |*", "| all-reduce / computing |*"],
     "benchmark/step_time.py --defaults --sizes 1 --steps 2 --warmup 1 --rate '' --ranks 2 "
     "--methods DDP decent-dp 'the wrapper' 'the module'": [
         *("| DDP |*", "| decent-dp |*", "| the wrapper |*", "| the module |*"),

@@ -361,6 +361,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cap-mb", type=float, help="of our buckets, with --defaults")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rate", default="400mbit", help="of each link, such as 400mbit")
+    parser.add_argument("--rates", nargs="+", metavar="RATE", help="one size behind each of these")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=1, help="runs of a cell; the median counts")
@@ -371,6 +372,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.rate and not re.fullmatch(r"([0-9.]+)([kmg])bit", args.rate.lower()):
         parser.error(f"--rate expects something like 400mbit or 1gbit, got {args.rate}")
+    args.sizes = args.sizes[:1] if args.rates else args.sizes
     args.methods = args.methods or list(DEFAULTS if args.defaults else METHODS)
     return args
 
@@ -388,6 +390,48 @@ def run_cell(args: argparse.Namespace, where: netlab.Lab, method: str, size: flo
 
 def median(timings: list[Timing]) -> Timing:
     return sorted(timings)[len(timings) // 2]
+
+
+def over_rates(args: argparse.Namespace) -> None:
+    """Measure one size behind links of several rates; print a table, and draw it."""
+    (size,) = args.sizes
+    ratios, rows = [], {method: [] for method in args.methods}
+    for rate in args.rates:
+        reduced = 2 * (args.ranks - 1) / args.ranks * wire_seconds(size, rate)
+        ratios.append(reduced / (FORWARD_SECONDS + BACKWARD_SECONDS))
+        with netlab.lab(args.ranks, netlab.possible(rate)) as where:
+            for method, row in rows.items():
+                row.append(run_cell(args, where, method, size).step)
+                print(f"{method}, {rate}: {1000 * row[-1]:.0f} ms", flush=True)
+    print("\n| ms per step | " + " | ".join(args.rates) + " |\n|---" + "|---" * len(ratios) + "|")
+    print("| all-reduce / computing | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
+    for method, row in rows.items():
+        print(f"| {method} | " + " | ".join(f"{1000 * step:.0f}" for step in row) + " |")
+    draw_ratios(ratios, rows, args.output.with_suffix(".png"))
+
+
+def draw_ratios(ratios: list[float], rows: dict[str, list[float]], path: Path) -> None:
+    """Steps per second over the time of an all-reduce, relative to DDP."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    reference = rows.get("DDP") or next(iter(rows.values()))
+    for method, row in rows.items():
+        speed = [base / own for base, own in zip(reference, row, strict=True)]
+        axis.plot(ratios, speed, marker="o", label=method)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ratios, [f"{ratio:.2g}" for ratio in ratios])
+    axis.set(
+        xlabel="seconds of an all-reduce / seconds of computing",
+        ylabel="steps per second, relative to DDP",
+    )
+    axis.grid(alpha=0.3)
+    axis.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
 
 
 def table(rows: dict[str, list[Timing]], sizes: list[float], floors: list[float]) -> str:
@@ -428,11 +472,14 @@ def draw(
 
 def main() -> None:
     args = parse_arguments()
-    args.rate = netlab.possible(args.rate)
     if importlib.util.find_spec("decent_dp") is None and "decent-dp" in args.methods:
         print("decent-dp is not installed (pip install decent-dp): left out")
         args.methods.remove("decent-dp")
     os.environ.setdefault("LOGURU_LEVEL", "ERROR")
+    if args.rates:
+        over_rates(args)
+        return
+    args.rate = netlab.possible(args.rate)
     rows: dict[str, list[Timing]] = {}
     runs: dict[tuple[str, float], list[Timing]] = {}
     with netlab.lab(args.ranks, args.rate) as where:
