@@ -91,14 +91,14 @@ def test_a_plan_agrees_with_the_lab_and_names_what_is_fast_enough() -> None:
         'DecentralizedDataParallel(..., topology="one-peer-exp")': "the module, "
         '`topology="one-peer-exp"`',
         # Coding takes no time in a plan, and four ranks share two cores in the lab.
-        "DecentOptimWrapper(..., comm_dtype=torch.int8)": "the wrapper with `model=`, int8",
+        "DecentOptimWrapper(..., model=model, int8)": "the wrapper with `model=`, int8",
     }.items():
         assert planned[settings] == pytest.approx(int(rows[row]) / 1000, rel=0.13), settings
     takes = {
         "100gbit": "take DDP",
         "1gbit": "take DecentralizedDataParallel(..., topology",
-        "400mbit": "take DecentOptimWrapper(..., comm_dtype=torch.int8)",
-        "60mbit": "take ..., overlap=AsItArrives(), comm_dtype=torch.int8",
+        "400mbit": "take DecentOptimWrapper(..., model=model, int8)",
+        "60mbit": "take DecentOptimWrapper(..., overlap=AsItArrives(), int8)",
     }
     for rate, taken in takes.items():
         command = f"plan --parameters 5.243e6 --ranks 4 --bandwidth {rate} --step 0.3"

@@ -85,11 +85,13 @@ _PEERS = _Method("DDP", _all_reduced), _Method("DDP, bf16 hook", _all_reduced, 0
 _OURS = (
     _Method("DecentOptimWrapper(base, model=model)", _before_forward),
     _Method('DecentralizedDataParallel(..., topology="one-peer-exp")', _in_backward),
-    _Method("DecentOptimWrapper(..., comm_dtype=torch.int8)", _before_forward, _INT8),
-    _Method('DecentralizedDataParallel(..., "one-peer-exp", int8)', _in_backward, _INT8),
-    _Method("..., overlap=True, comm_dtype=torch.int8", _delayed, _INT8),
+    _Method("DecentOptimWrapper(..., model=model, int8)", _before_forward, _INT8),
+    _Method('DecentralizedDataParallel(..., topology="one-peer-exp", int8)', _in_backward, _INT8),
+    _Method("DecentOptimWrapper(..., overlap=True, int8)", _delayed, _INT8),
     _Method(
-        "..., overlap=AsItArrives(), comm_dtype=torch.int8", lambda job, share: job.compute, _INT8
+        "DecentOptimWrapper(..., overlap=AsItArrives(), int8)",
+        lambda job, share: job.compute,
+        _INT8,
     ),
 )
 
@@ -107,7 +109,11 @@ def plan(job: Job) -> Report:
         raise ValueError(f"expected positive figures and 2 ranks or more, got {job}")
     ddp = _PEERS[0].seconds(job)
     rows = [
-        {"settings": each.settings, "s/step": each.seconds(job), "x DDP": ddp / each.seconds(job)}
+        {
+            "settings": each.settings,
+            "s/step": each.seconds(job),
+            "speed-up over DDP": ddp / each.seconds(job),
+        }
         for each in (*_PEERS, *_OURS)
     ]
     most = _FAST * job.compute
@@ -115,7 +121,7 @@ def plan(job: Job) -> Report:
     taken = next(each for each in (_PEERS[0], *_OURS) if each.seconds(job) <= most)
     lines = [
         table(rows),
-        f"an all-reduce takes {ratio:.2f} times as long as the computing of a step",
-        f"take {taken.settings}",
+        f"an all-reduce takes {ratio:.2f} times as long as computing a step",
+        f"take {taken.settings}; int8 is comm_dtype=torch.int8",
     ]
     return Report("\n".join(lines), {**job._asdict(), "ratio": ratio, "methods": rows})
