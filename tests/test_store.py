@@ -65,17 +65,25 @@ def test_waiting_ends_with_the_action_the_deadline_or_when_it_should_stop() -> N
     never.set()
 
 
-def test_an_error_keeps_nothing_alive_that_the_action_used() -> None:
-    class Connection:
-        def fail(self) -> None:
-            raise RuntimeError("lost")
+class Connection:
+    """Refers to an action that refers to it, as a round does to the wait for its messages."""
 
-    connection = Connection()
-    watched = weakref.ref(connection)
+    def __init__(self) -> None:
+        self.future = in_background(self.fail)
+
+    def fail(self) -> None:
+        raise RuntimeError("lost")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_error_keeps_nothing_alive_that_the_action_used(waits: bool) -> None:
+    """Until the next collection its connections would stay open."""
     gc.disable()
     try:
+        connection = Connection()
+        watched = weakref.ref(connection)
         with pytest.raises(RuntimeError, match="lost"):
-            within(30, connection.fail)
+            within(30, connection.fail) if waits else connection.future.result(40)
         del connection
         deadline = time.monotonic() + 20
         while watched() is not None and time.monotonic() < deadline:
@@ -457,32 +465,6 @@ def test_an_error_of_another_thread_does_not_come_to_hold_the_frames_that_wait()
     assert caught.value.__cause__ is error
     # Otherwise connections stay open until the garbage is collected.
     assert error.__traceback__ is None
-
-
-class Held:
-    """Refers to an action that refers to it: as a round does to the wait for its messages."""
-
-    def __init__(self) -> None:
-        self.future = in_background(self.fail)
-
-    def fail(self) -> None:
-        raise ValueError("closed by peer")
-
-
-def test_an_error_in_the_background_does_not_keep_alive_what_its_frames_used() -> None:
-    gc.disable()
-    try:
-        future = Held().future
-        with pytest.raises(ValueError, match="closed by peer"):
-            future.result(40)
-        held = weakref.ref(Held())
-        deadline = time.monotonic() + 40
-        while held() is not None:
-            # Until the next collection its connections would stay open.
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    finally:
-        gc.enable()
 
 
 class PythonStore(Store):
