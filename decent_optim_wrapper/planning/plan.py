@@ -89,9 +89,7 @@ _OURS = (
     _Method('DecentralizedDataParallel(..., topology="one-peer-exp", int8)', _in_backward, _INT8),
     _Method("DecentOptimWrapper(..., overlap=True, int8)", _delayed, _INT8),
     _Method(
-        "DecentOptimWrapper(..., overlap=AsItArrives(), int8)",
-        lambda job, share: job.compute,
-        _INT8,
+        "DecentOptimWrapper(..., overlap=AsItArrives(), int8)", lambda job, _: job.compute, _INT8
     ),
 )
 
@@ -108,14 +106,8 @@ def plan(job: Job) -> Report:
     if job.ranks < 2 or not all(figure > 0 for figure in job):
         raise ValueError(f"expected positive figures and 2 ranks or more, got {job}")
     ddp = _PEERS[0].seconds(job)
-    rows = [
-        {
-            "settings": each.settings,
-            "s/step": each.seconds(job),
-            "speed-up over DDP": ddp / each.seconds(job),
-        }
-        for each in (*_PEERS, *_OURS)
-    ]
+    times = {each.settings: each.seconds(job) for each in (*_PEERS, *_OURS)}
+    rows = [{"settings": k, "s/step": t, "speed-up": ddp / t} for k, t in times.items()]
     most = _FAST * job.compute
     ratio = 2 * (job.ranks - 1) / job.ranks * job.wire() / job.compute
     taken = next(each for each in (_PEERS[0], *_OURS) if each.seconds(job) <= most)
