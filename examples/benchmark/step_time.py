@@ -422,7 +422,8 @@ def draw_ratios(ratios: list[float], rows: dict[str, list[float]], path: Path) -
     for method, row in rows.items():
         speed = [base / own for base, own in zip(reference, row, strict=True)]
         axis.plot(ratios, speed, marker="o", label=method)
-    axis.set_xscale("log", base=2)
+    if all(ratios):
+        axis.set_xscale("log", base=2)
     axis.set_xticks(ratios, [f"{ratio:.2g}" for ratio in ratios])
     axis.set(
         xlabel="seconds of an all-reduce / seconds of computing",
