@@ -125,7 +125,7 @@ class ForwardHooks:
         if self._sharded or self._has_compiled or not torch.is_grad_enabled() or begins_anew:
             self._announce(None)
         else:
-            if begins:
+            if begins and module is not self._root:
                 # The model itself may be called later, or its parameters be read without that.
                 self._announce_for(self._root)
             self._announce_for(module)

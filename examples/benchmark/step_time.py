@@ -41,6 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from decent_optim_wrapper import AsItArrives, DecentOptimWrapper, GradientTracking, Late, Schedule
 from decent_optim_wrapper.codecs import INT4
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
+from decent_optim_wrapper.topo import Group
 from decent_optim_wrapper.utils import init_distributed
 
 LAYERS = 10
@@ -397,7 +398,7 @@ def over_rates(args: argparse.Namespace) -> None:
     (size,) = args.sizes
     ratios, rows = [], {method: [] for method in args.methods}
     for rate in args.rates:
-        reduced = 2 * (args.ranks - 1) / args.ranks * wire_seconds(size, rate)
+        reduced = Group(range(args.ranks)).copies_sent * wire_seconds(size, rate)
         ratios.append(reduced / (FORWARD_SECONDS + BACKWARD_SECONDS))
         with netlab.lab(args.ranks, netlab.possible(rate)) as where:
             for method, row in rows.items():
