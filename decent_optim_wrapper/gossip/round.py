@@ -231,6 +231,8 @@ class Round:
         self._receive_headers()
         for exchange in self._exchanges.values():
             self._waits.wait(exchange.works, exchange.position, self._wire.peers, exchange.on_gpu)
+            if exchange.tells_finite:
+                self.flags.read_pair(exchange)
         self._stamps.clear()
         if self._moves_references:
             self._count_coded()
@@ -264,6 +266,8 @@ class Round:
         waits.check_sent(self.sender)
         self._receive_headers()
         waits.wait(exchange.works, position, self._wire.peers, exchange.on_gpu)
+        if exchange.tells_finite:
+            self.flags.read_pair(exchange)
         if flags := self.flags.of(exchange):
             for message in flags.pending:
                 waits.wait(message.works, position, message.suspects)

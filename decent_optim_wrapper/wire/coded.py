@@ -59,7 +59,7 @@ class CodedExchange(Exchange):
         self._weight = group.size * (1 - group.self_weight) / (group.size - 1)
         self._values = bucket.values(snapshot, wire.needs_snapshot)
         self.snapshot = self._values if wire.needs_snapshot else None
-        room = codec.nbytes(max(map(_length, chunks))) * len(chunks)
+        room = codec.nbytes(max(map(_length, chunks))) * len(chunks) + (group.size == 2)
         self._messages, self._room = bucket.messages(room)
         places = (slice(*map(codec.nbytes, (chunk.start, chunk.stop))) for chunk in chunks)
         self._outgoing = [self._messages[place] for place in places]
@@ -147,7 +147,7 @@ class CodedExchange(Exchange):
 
 
 class CodedPair(CodedExchange):
-    """An exchange of codes between two ranks.
+    """An exchange of codes between two ranks. The last byte says whether the values are finite.
 
     Args:
         wire: as in `CodedExchange`.
@@ -169,21 +169,29 @@ class CodedPair(CodedExchange):
     ) -> None:
         super().__init__(wire, bucket, codec, snapshot, [slice(0, bucket.flat_numel)], position)
         self._tag = tag
+        self.tells_finite = wire.checks and not self.on_gpu
         # For q_j - q_i, which is twice mean(q) - q_i: a pass less over the values.
         self._weight /= 2
-        self.bytes_sent = self._messages.nbytes
+        # Without the flag: only values are counted.
+        self.bytes_sent = self._messages.nbytes - 1
+
+    def received_finite(self) -> bool:
+        """Return whether the peer says that its values are finite."""
+        return bool(self._room[-1])
 
     def _send(self) -> None:
+        if self.tells_finite:
+            self._messages[-1] = bool(self.finite)
         self.works += self._wire.exchange(self._messages, self._room, self._tag, self.position)
 
     @property
     def _arrived(self) -> list[Tensor]:
-        return [self._room]
+        return [self._room[:-1]]
 
     def _changes(self, present: Sequence[int]) -> Iterator[Part]:
         (chunk,) = self._chunks
         both: Tensor | None = None
-        for place, (theirs, ours) in self._decode(chunk, self._room, *self._outgoing):
+        for place, (theirs, ours) in self._decode(chunk, *self._arrived, *self._outgoing):
             if self._reference is not None:
                 # The same bits at both ends: a sum of two does not depend on their order.
                 both = torch.add(theirs, ours, out=None if both is None else both[: len(theirs)])
@@ -192,7 +200,7 @@ class CodedPair(CodedExchange):
 
     def _means(self, present: int) -> Iterator[Part]:
         (chunk,) = self._chunks
-        for place, (theirs,) in self._decode(chunk, self._room):
+        for place, (theirs,) in self._decode(chunk, *self._arrived):
             yield place, theirs
 
 

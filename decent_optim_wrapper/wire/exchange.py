@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -130,6 +131,8 @@ class Exchange(ABC):
     sums = False
     # Whether the received values move a reference.
     uses_reference = False
+    # Whether the received message itself says if the values of the peer are finite.
+    tells_finite = False
 
     def __init__(self, wire: Wire, bucket: Bucket, position: int) -> None:
         self.position = position
@@ -175,6 +178,10 @@ class Exchange(ABC):
     @abstractmethod
     def apply_usable(self, rate: float, usable: MixMask) -> None:
         """Mix in what has arrived if it may be, which only the GPU knows."""
+
+    def received_finite(self) -> bool:
+        """Return whether the values of the peer are finite, if `tells_finite`."""
+        return True
 
     def _check(self, data: Tensor) -> None:
         if self._wire.checks:
@@ -284,6 +291,7 @@ class PlainPair(PlainExchange):
         outgoing, incoming = bucket.pair(wire.needs_snapshot)
         super().__init__(wire, bucket, position, incoming, 1 - wire.group.self_weight)
         self._tag = tag
+        self.tells_finite = wire.checks and not self.on_gpu
         self._outgoing = bucket.pack(outgoing, snapshot, waits=False)
         self.snapshot = outgoing if wire.needs_snapshot else None
         self.bytes_sent = outgoing.data.nbytes
@@ -297,11 +305,19 @@ class PlainPair(PlainExchange):
         """Check the values and start the exchange."""
         outgoing = self._outgoing.data
         self._check(outgoing)
+        if self.tells_finite and not self.finite:
+            # The peer looks at the first value only. Not in place: the values are this rank's own.
+            outgoing = outgoing.clone()
+            outgoing[0] = torch.nan
         wire, arriving = self._wire, self._arriving.data
         if wire.sends is None:
             self.works += wire.transport.exchange(outgoing, arriving, wire.peer, self._tag)
         else:
             self.works += wire.exchange(outgoing, arriving, self._tag, self.position)
+
+    def received_finite(self) -> bool:
+        """Return whether the first value is finite: it is NaN if any of them is not."""
+        return math.isfinite(self._arriving.data[0].item())
 
     def apply(self, rate: float, present: Sequence[int]) -> None:
         """Mix in what has arrived."""

@@ -58,10 +58,10 @@ class FiniteFlags:
             sender: sends the flags after the buckets.
             alone: whether each bucket has its own message.
         """
+        exchanges = [each for each in exchanges if not each.tells_finite]
         if not exchanges or not self._wire.checks or sender.failure or self._wire.group.size == 1:
             return
-        first = next(iter(exchanges)).position
-        positions = range(first, first + len(exchanges))
+        positions = [each.position for each in exchanges]
         tag = _FIRST_FLAG_TAG + positions[0] if alone else _FLAGS_TAG
         on_gpu = [each for each in exchanges if each.on_gpu]
         checked = CheckedOnGpu.gather(self._wire, on_gpu, tag) if on_gpu else None
@@ -79,6 +79,14 @@ class FiniteFlags:
     def of(self, exchange: Exchange) -> Flags | None:
         """The flags of a bucket; None if there are none."""
         return self._by_position.get(exchange.position)
+
+    def read_pair(self, exchange: Exchange) -> None:
+        """Read what a message that `tells_finite` says, once it has arrived."""
+        position, found = [exchange.position], exchange.received_finite()
+        if exchange.position not in self.refused and not (found and exchange.finite):
+            self._refuse(self._wire.transport.rank, position, [bool(exchange.finite)])
+            self._refuse(self._wire.peer, position, [found])
+            self._warn_of(self.nonfinite)
 
     def read(self, flags: Flags) -> None:
         """Read the flags of the others, once they have arrived."""

@@ -57,7 +57,7 @@ def receiving_ahead(wire: Wire, bucket: Bucket, position: int) -> Callable[[], N
     if codec is None:
         incoming = bucket.pair(wire.needs_snapshot).incoming.data
     else:
-        _, incoming = bucket.messages(codec.nbytes(bucket.flat_numel))
+        _, incoming = bucket.messages(codec.nbytes(bucket.flat_numel) + 1)
     received = wire.sends.received
 
     def start() -> None:
