@@ -221,12 +221,29 @@ def test_a_damaged_file_of_one_rank_makes_all_use_the_previous_set(
     act, words = DAMAGES[damage]
     folder = tmp_path / "run"
     shutil.copytree(saved, folder)
+    # Too large numbers for the messages of the ranks.
+    shutil.copytree(saved / "step_00000004", folder / f"step_{10**23}")
+    marker = marker_of(folder, 10**23)
+    marker.write_text(marker.read_text().replace("step_00000004", marker.parent.name))
+    marker_of(folder, 3, world_size=10**23).touch()
     act(file_of(folder, 4, rank=1))
     assert resume(folder) == [3, 3]
     assert words in "".join(warned)
     flip_a_bit(file_of(folder, 3, rank=0))
     assert resume(folder) == [0, 0]
     assert "no complete set of 2 ranks" in "".join(warned)
+
+
+def test_a_warning_of_a_marker_points_at_the_line_that_loads(tmp_path: Path) -> None:
+    checkpoints = start(None, tmp_path).checkpoints
+    for step in (1, 2):
+        checkpoints.save(step, {})
+    os.truncate(marker_of(tmp_path, 2, world_size=1), 10)
+    with pytest.warns(UserWarning, match=r"set_of_1.sha256 cannot be used") as caught:
+        found = checkpoints.load()
+    assert found is not None
+    assert found.step == 1
+    assert {Path(each.filename) for each in caught} == {Path(__file__)}
 
 
 def test_sets_of_two_savings_on_disks_of_their_own_are_not_mixed(
@@ -243,7 +260,7 @@ def test_sets_of_two_savings_on_disks_of_their_own_are_not_mixed(
         return start(group, tmp_path / str(rank), seed=5).resume()
 
     assert run_threads(WORLD, resumed) == [3, 3]
-    assert "step_00000004 of 2 ranks is passed over: its marker is missing, or" in "".join(warned)
+    assert "step_00000004 of 2 ranks is passed over: it is missing, damaged, or" in "".join(warned)
 
 
 def test_a_set_of_an_earlier_version_is_loaded_after_the_command_of_the_guide(
@@ -258,7 +275,7 @@ def test_a_set_of_an_earlier_version_is_loaded_after_the_command_of_the_guide(
         else:
             path.unlink()
     assert resume(folder) == [0, 0]
-    assert "sets of an earlier version, which have no set_of_2.sha256" in "".join(warned)
+    assert "no complete set of 2 ranks, with a marker set_of_2.sha256" in "".join(warned)
     (command,) = re.findall(r"^sha256sum .*", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
     command = command.replace("120", "004").replace("of_4", "of_2")
     subprocess.run(command, shell=True, cwd=folder, check=True)
@@ -413,7 +430,7 @@ def test_a_step_that_does_not_come_after_the_last_set_is_refused(tmp_path: Path)
             nonlocal marks
             answers = gather(numbers)
             # After the digests the ranks ask each other whether all have written their markers.
-            marks |= len(numbers) == 4
+            marks |= len(numbers) == 32
             if marks and len(numbers) == 1 and answers.all():
                 raise PeerError("the answer did not come")
             return answers
@@ -571,7 +588,7 @@ def test_a_set_whose_marker_one_rank_could_not_write_is_passed_over_and_the_olde
     assert run_threads(WORLD, main) == [2, 2]
     text = "".join(warned)
     assert "step_00000003 is not complete: could not write on rank 1" in text
-    assert "its marker is missing, or another one, on rank 1" in text
+    assert "passed over: it is missing, damaged, or of another run on rank 1" in text
 
 
 def test_wrong_arguments_and_states_that_could_not_be_loaded_are_refused(tmp_path: Path) -> None:

@@ -46,116 +46,101 @@ def nearest(rank: int, saved: Iterable[int]) -> int:
     return min(saved, key=lambda each: (abs(each - rank), each))
 
 
-@torch.no_grad()
-def averaged(
-    states: Mapping[int, Any],
-    rank: int,
-    extensions: Collection[str] = (),
-    files: Mapping[int, Path] | None = None,
-    device: torch.device | str = "cpu",
-) -> Any:
-    """The average of nested states, in new memory.
+@dataclass(frozen=True)
+class Averaging:
+    """Averages nested states; values that share memory still share it afterwards.
 
     It needs memory for the result, and for `PIECE` elements in float64.
 
     Args:
-        states: the states by the rank that saved them; their tensors may be in mapped files.
-        rank: values that cannot be averaged are taken from the saved rank nearest to this one.
         extensions: the names of the extensions whose state is kept.
         files: the files of the states by rank, for errors.
         device: of the result.
-
-    Raises:
-        NonFiniteError: a state has NaN or infinity where others have finite values.
-    """
-    average = _Averager(extensions, files or {}, device)
-    return average(states[nearest(rank, states)], dict(sorted(states.items())))
-
-
-@dataclass(frozen=True)
-class _Averager:
-    """Averages nested values; values that share memory still share it afterwards.
-
-    Args:
-        extensions: as in `averaged`.
-        files: as in `averaged`.
-        device: as in `averaged`.
-        done: the averages of tensors, by their place in memory.
     """
 
-    extensions: Collection[str]
-    files: Mapping[int, Path]
-    device: torch.device | str
-    done: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    extensions: Collection[str] = ()
+    files: Mapping[int, Path] = field(default_factory=dict)
+    device: torch.device | str = "cpu"
+    # The averages of tensors, by their place in memory.
+    _done: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
-    def __call__(
-        self,
-        own: Any,
-        everywhere: Mapping[int, Any],
-        name: str = "",
-        counters: Collection[str] = frozenset(),
+    @torch.no_grad()
+    def of(self, states: Mapping[int, Any], rank: int) -> Any:
+        """The average of states, in new memory.
+
+        Args:
+            states: the states by the rank that saved them; their tensors may be in mapped files.
+            rank: values that cannot be averaged are taken from the saved rank nearest to this one.
+
+        Raises:
+            NonFiniteError: a state has NaN or infinity where others have finite values.
+        """
+        return self._value(states[nearest(rank, states)], dict(sorted(states.items())))
+
+    def _value(
+        self, own: Any, by_rank: Mapping[int, Any], name: str = "", counters: Collection[str] = ()
     ) -> Any:
         """The average of a value.
 
         Args:
             own: the value of the nearest rank.
-            everywhere: the values of all ranks that have one, by rank, always the same ones for the
+            by_rank: the values of all ranks that have one, by rank, always the same ones for the
                 same `own`; empty for a copy of `own`.
             name: the keys on the way to the value, for errors.
             counters: the keys of values that are not averaged.
         """
         if isinstance(own, Tensor):
-            return self._tensor(own, everywhere, name)
+            return self._tensor(own, by_rank, name)
         if not isinstance(own, (dict, list, tuple)):
             return own
         # Keeps the attributes of a module's state dict.
         merged = copy.copy(own) if isinstance(own, dict) else dict(enumerate(own))
         if merged.keys() >= _GOSSIP:
-            return self._gossip(merged, everywhere, name)
+            return self._gossip(merged, by_rank, name)
         for key, value in merged.items():
-            rows, path = {} if key in counters else _at(key, everywhere), f"{name}/{key}".strip("/")
+            rows, path = {} if key in counters else _at(key, by_rank), f"{name}/{key}".strip("/")
             is_state = key == "state" and "param_groups" in merged
-            average = self._optimizer if is_state else self
+            average = self._optimizer if is_state else self._value
             merged[key] = average(value, rows, path, counters)
         return merged if isinstance(own, dict) else type(own)(merged.values())
 
-    def _gossip(self, own: Any, everywhere: Mapping[int, Any], name: str) -> Any:
+    def _gossip(self, own: Any, by_rank: Mapping[int, Any], name: str) -> Any:
         merged = {key: value for key, value in own.items() if key not in _OF_MEMBERS}
-        merged |= {"in_flight": False, "round": max(_at("round", everywhere).values())}
+        merged |= {"in_flight": False, "round": max(_at("round", by_rank).values())}
         if "extensions" in own:
-            states, path = _at("extensions", everywhere), f"{name}/extensions"
+            states, path = _at("extensions", by_rank), f"{name}/extensions"
             # A name without a state remains for the others, so that loading can warn of them.
             kept = {
                 each: state for each, state in own["extensions"].items() if each in self.extensions
             }
-            merged["extensions"] = dict.fromkeys(own["extensions"]) | self(
+            merged["extensions"] = dict.fromkeys(own["extensions"]) | self._value(
                 kept, states, path, COUNTERS
             )
         return merged
 
-    def _optimizer(self, own: Any, everywhere: Mapping[int, Any], name: str, _: object) -> Any:
+    def _optimizer(self, own: Any, by_rank: Mapping[int, Any], name: str, _: object) -> Any:
         """The states by parameter; a rank may have none for a parameter without gradients."""
         merged = {}
-        for param in dict.fromkeys(param for state in everywhere.values() for param in state):
-            rows = _at(param, everywhere)
+        for param in dict.fromkeys(param for state in by_rank.values() for param in state):
+            rows = _at(param, by_rank)
             row = own.get(param, next(iter(rows.values())))
             parts = row.values() if isinstance(row, dict) else [row]
             if not all(isinstance(part, (Tensor, *_NUMBERS)) for part in parts):
                 rows = {}
-            merged[param] = self(row, rows, f"{name}/{param}", COUNTERS)
+            merged[param] = self._value(row, rows, f"{name}/{param}", COUNTERS)
         return merged
 
-    def _tensor(self, own: Tensor, everywhere: Mapping[int, Any], name: str) -> Tensor:
+    def _tensor(self, own: Tensor, by_rank: Mapping[int, Any], name: str) -> Tensor:
         if own.layout != torch.strided:
             return own.detach().to(self.device, copy=True)
         place = own.untyped_storage().data_ptr(), own.storage_offset()
         key = (*place, own.shape, own.stride(), own.dtype)
-        if key not in self.done:
-            alike = {rank: each for rank, each in everywhere.items() if _is_alike(each, own)}
+        if key not in self._done:
+            alike = {rank: each for rank, each in by_rank.items() if _is_alike(each, own)}
             has_fractions = own.is_floating_point() or own.is_complex()
             mean = self._mean(alike, name) if alike and has_fractions else own.detach().clone()
-            self.done[key] = mean.to(self.device)
-        return self.done[key]
+            self._done[key] = mean.to(self.device)
+        return self._done[key]
 
     def _mean(self, tensors: Mapping[int, Tensor], name: str) -> Tensor:
         """The mean of tensors of the same shape and dtype, summed in float64 and rounded once."""
@@ -200,10 +185,10 @@ def _is_alike(one: Any, other: Tensor) -> bool:
     return same_kind and one.shape == other.shape
 
 
-def _at(key: Any, everywhere: Mapping[int, Any]) -> dict[int, Any]:
+def _at(key: Any, by_rank: Mapping[int, Any]) -> dict[int, Any]:
     """The values under a key or at a position, by rank, where there is one."""
     found = {}
-    for rank, each in everywhere.items():
+    for rank, each in by_rank.items():
         if isinstance(each, (dict, list, tuple)):
             with suppress(LookupError):
                 found[rank] = each[key]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.checkpoint.averaging import averaged, map_file
-from decent_optim_wrapper.checkpoint.saved_set import FileName, SavedSet, complete_sets
+from decent_optim_wrapper.checkpoint.averaging import Averaging, map_file
+from decent_optim_wrapper.checkpoint.saved_set import FileName, SavedSet, marked_sets, read_set
 from decent_optim_wrapper.checkpoint.whole_file import part_of
 from decent_optim_wrapper.warn import warn
 
@@ -35,7 +35,7 @@ def export_average(folder: Path, out: Path, part: str = "model") -> tuple[int, i
     held = _newest(folder)
     paths = held.paths(held.like)
     states = {rank: _part(map_file(path), part, path) for rank, path in paths.items()}
-    average = averaged(states, min(states), files=paths)
+    average = Averaging(files=paths).of(states, min(states))
     out.parent.mkdir(parents=True, exist_ok=True)
     # The name must never stand for half a file.
     if out.suffix == ".safetensors":
@@ -48,12 +48,12 @@ def export_average(folder: Path, out: Path, part: str = "model") -> tuple[int, i
 
 def _newest(folder: Path) -> SavedSet:
     """The newest complete set."""
-    whole = [each for each in complete_sets(folder) if each.like.shards == 1]
-    for held in sorted(whole, key=lambda each: (each.step, each.like.world_size), reverse=True):
+    for step, world_size in sorted(marked_sets(folder, shards=1), reverse=True):
         try:
+            held = read_set(folder, step, FileName(rank=0, world_size=world_size))
             held.check(held.like, all_ranks=True)
         except OSError as error:
-            warn(f"step {held.step} of {held.like.world_size} ranks is passed over: {error}")
+            warn(f"{error}; looking for an older set")
         else:
             return held
     raise ValueError(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from decent_optim_wrapper.checkpoint import whole_file
-from decent_optim_wrapper.warn import warn
 
-_FOLDER = re.compile(r"step_(\d+)")
+# No more digits than an int64 holds, as which ranks compare these numbers.
+_FOLDER = re.compile(r"step_(\d{1,18})")
+_MARKER = re.compile(r"step_(\d{1,18})/set_of_(\d{1,18})(?:_with_(\d+)_shards)?\.sha256")
 _FILE = re.compile(r"rank_(\d+)_of_(\d+)(?:_shard_(\d+)_of_(\d+))?\.pt")
 
 
@@ -51,11 +51,22 @@ def folder_of(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
 
 
-def folders(root: Path) -> Iterator[tuple[int, Path]]:
-    """The folders of all sets in the folder of a run, with their steps."""
-    for path in sorted(root.glob("step_*")):
-        if match := _FOLDER.fullmatch(path.name):
-            yield int(match[1]), path
+def saved_steps(root: Path) -> list[int]:
+    """The steps of all sets in the folder of a run, complete or not."""
+    found = (_FOLDER.fullmatch(path.name) for path in root.glob("step_*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def marked_sets(root: Path, shards: int) -> list[tuple[int, int]]:
+    """Step and number of ranks of the sets with a marker in the folder of a run.
+
+    Args:
+        root: the folder.
+        shards: number of parts of a replica in these sets.
+    """
+    paths = (path.relative_to(root) for path in root.glob("step_*/set_of_*"))
+    found = (_MARKER.fullmatch(str(path)) for path in paths)
+    return [(int(m[1]), int(m[2])) for m in found if m and int(m[3] or 1) == shards]
 
 
 class SavedSet(NamedTuple):
@@ -115,29 +126,32 @@ class SavedSet(NamedTuple):
         return whole_file.write(self.folder / own.marker, lambda file: file.write(text), part)
 
 
-def complete_sets(root: Path) -> list[SavedSet]:
-    """The sets with a marker in the folder of a run; warns of markers that cannot be used."""
-    sets = []
-    for step, folder in folders(root):
-        for marker in sorted(folder.glob("set_of_*.sha256")):
-            try:
-                sets.append(_read(step, marker))
-            except (OSError, ValueError) as error:
-                warn(f"checkpoint {marker} cannot be used: {error}")
-    return sets
+def read_set(root: Path, step: int, like: FileName) -> SavedSet:
+    """Read the marker of a set.
 
+    Args:
+        root: the folder of the run.
+        step: the step of the set.
+        like: the name of one of its files.
 
-def _read(step: int, marker: Path) -> SavedSet:
+    Raises:
+        OSError: the marker is missing, torn, altered, not a regular file, or cannot be read.
+    """
+    folder, digests = folder_of(root, step), {}
+    marker = folder / like.marker
     # Opening a FIFO would wait for a writer.
-    text = marker.read_text(encoding="utf-8") if marker.is_file() else ""
-    digests = {}
+    text = marker.read_text(encoding="utf-8", errors="replace") if marker.is_file() else ""
     for line in text.splitlines():
-        digest, _, name = line.partition(f"  {marker.parent.name}/")
+        digest, _, name = line.partition(f"  {folder.name}/")
         if match := _FILE.fullmatch(name):
             rank, world_size, shard, shards = (int(number or 0) for number in match.groups())
             digests[FileName(rank, world_size, shard, shards or 1)] = digest
-    found = SavedSet(step=step, folder=marker.parent, digests=digests)
+    found = SavedSet(step=step, folder=folder, digests=digests)
     # A torn one lists fewer.
-    if str(found) != text or {name.world_size * name.shards for name in digests} != {len(digests)}:
-        raise ValueError("expected the digests of all files of a set, one in a line")
+    complete = len(digests) == like.world_size * like.shards
+    if str(found) != text or not complete or {name.marker for name in digests} != {like.marker}:
+        raise OSError(
+            f"checkpoint {marker} cannot be used: expected a line with the digest of each file; "
+            f"sets of another number of ranks must be where every rank sees them"
+        )
     return found

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import compress
 from typing import TypeVar
@@ -35,17 +34,14 @@ class SavingRanks:
     @property
     def own(self) -> FileName:
         """The name of this rank's file."""
-        return self._name(self._optimizer.rank, self._optimizer.replica.shard)
+        wrapper, replica = self._optimizer, self._optimizer.replica
+        return FileName(wrapper.rank, wrapper.world_size, replica.shard, replica.size)
 
     @property
     def names(self) -> list[FileName]:
         """The names of all files; the shards of a replica follow each other."""
-        shards = range(self._optimizer.replica.size)
-        return [self._name(rank, shard) for rank in self._optimizer.members for shard in shards]
-
-    def _name(self, rank: int, shard: int) -> FileName:
-        shards = self._optimizer.replica.size
-        return FileName(rank, self._optimizer.world_size, shard, shards)
+        own, members = self.own, self._optimizer.members
+        return [own._replace(rank=r, shard=s) for r in members for s in range(own.shards)]
 
     def have_saved(self, each: SavedSet) -> bool:
         """Return whether exactly these ranks have saved a set, so that each needs its own file."""
@@ -60,18 +56,19 @@ class SavingRanks:
         answers = self._optimizer.all_gather(torch.tensor(numbers, device="cpu"))
         return [tuple(row) for row in answers.tolist()]
 
-    def together(self, action: Callable[[], Result]) -> tuple[Future[Result], list[bool]]:
+    def together(self, action: Callable[[], Result]) -> tuple[Result, str]:
         """Run an action on every rank, which may take any time; collective.
 
         Meanwhile the ranks meet again and again, so that none waits for another one longer than its
         timeout.
 
         Returns:
-            This rank's result or error, and for every rank whether the action has failed.
+            This rank's result, and the ranks on which the action has failed, for messages; empty
+            if there are none.
 
         Raises:
-            PeerError: a rank was lost. The action has ended on this rank, and its own error is
-                raised first.
+            PeerError: a rank was lost. The action has ended on this rank. An error of the action
+                on this rank is raised first.
         """
         future = in_background(action)
         try:
@@ -86,9 +83,9 @@ class SavingRanks:
             # Values must not change while they are being written.
             future.result()
             raise
-        return future, [state == (2,) for state in states]
+        return future.result(), self.savers(state == (2,) for state in states)
 
-    def savers(self, which: list[bool]) -> str:
+    def savers(self, which: Iterable[bool]) -> str:
         """Some of the ranks, for messages.
 
         Args:

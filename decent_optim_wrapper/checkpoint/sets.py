@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,8 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from loguru import logger
 
-from decent_optim_wrapper.checkpoint.averaging import averaged, map_file
-from decent_optim_wrapper.checkpoint.saved_set import SavedSet, complete_sets, folder_of, folders
+from decent_optim_wrapper.checkpoint.averaging import Averaging, map_file
+from decent_optim_wrapper.checkpoint.saved_set import (
+    SavedSet,
+    folder_of,
+    marked_sets,
+    read_set,
+    saved_steps,
+)
 from decent_optim_wrapper.checkpoint.saving_ranks import SavingRanks
 from decent_optim_wrapper.checkpoint.whole_file import part_of, write_state
 from decent_optim_wrapper.comm.state_transfer import difference
@@ -27,8 +32,6 @@ __all__ = ["Checkpoint", "Checkpoints"]
 
 # The key of the part of a replica in a file, next to the user's state.
 _PART = "decent_optim_wrapper.part"
-# In the place of the key of a set if there is none.
-_NONE: tuple[int, ...] = (-1, 0, 0, 0)
 
 
 class Checkpoint(NamedTuple):
@@ -85,8 +88,8 @@ class Checkpoints:
         self._folder = Path(folder)
         self._optimizer = optimizer
         self._ranks = SavingRanks(optimizer)
-        # Steps of the newest sets that are known to be complete on all ranks, by number of ranks.
-        self._complete: dict[int, list[int]] = {}
+        # Step and number of ranks of the sets that are known to be complete on all ranks.
+        self._complete: list[tuple[int, int]] = []
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write this rank's file and wait for the other ranks' files; collective.
@@ -105,12 +108,10 @@ class Checkpoints:
         """
         step = operator.index(step)
         try:
-            if self._save_together(step, state):
-                steps = [*self._steps(), step][-self._keep :]
-                self._complete[self._optimizer.world_size] = steps
-                self._prune()
+            self._save_together(step, state)
         except PeerError as error:
-            last = f"of step {self._steps()[-1]}" if self._steps() else "that was there before"
+            steps = self._steps()
+            last = f"of step {steps[-1]}" if steps else "that was there before"
             raise PeerError(
                 f"{error}. No rank saves step {step} alone: the set {last} stays, and load() of a "
                 f"new run takes the newest complete set. torch.save() writes an emergency copy of "
@@ -145,60 +146,56 @@ class Checkpoints:
             PeerError: a rank was lost.
         """
         held = self._newest(same_world)
-        self._complete = {}
+        self._complete = []
         if held is None:
             return None
-        self._complete[held.like.world_size] = [held.step]
-        future, failed = self._ranks.together(lambda: self._read(held, map_location))
-        state = future.result()
-        if any(failed):
-            savers = self._ranks.savers(failed)
-            raise ValueError(f"{held.folder} could not be loaded on {savers}: see the error there")
+        self._complete.append((held.step, held.like.world_size))
+        state, failed = self._ranks.together(lambda: self._read(held, map_location))
+        if failed:
+            raise ValueError(f"{held.folder} could not be loaded on {failed}: see the error there")
         return Checkpoint(step=held.step, state=state, world_size=held.like.world_size)
 
     def _newest(self, same_world: bool) -> SavedSet | None:
         """The newest complete set whose files all ranks can read."""
         own = self._ranks.own
-        found = self._ranks.together(lambda: complete_sets(self._folder))[0].result()
-        sets: dict[tuple[int, ...], SavedSet] = {}
-        for each in found:
-            is_own = self._ranks.have_saved(each)
-            if each.like.shards == own.shards and (is_own or not same_world):
-                # Of one step, the set of these ranks is the highest.
-                sets[each.step, is_own, each.like.world_size, each.checksum] = each
-        while True:
-            rows = self._ranks.gather(*max(sets, default=_NONE))
-            newest, oldest = max(rows), min(rows)
-            if newest == _NONE:
-                break
-            step, own_set, world_size, _ = newest
-            if newest == oldest:
-                held = sets.pop(newest)
-                check = partial(held.check, own, all_ranks=not own_set)
-                checked, failed = self._ranks.together(check)
-                if not any(failed):
-                    return held
-                if error := checked.exception():
-                    warn(f"{own.saver}: {error}; looking for an older set")
-                problem = "its files cannot be used"
-            else:
-                failed = [row != newest for row in rows]
-                sets = {key: each for key, each in sets.items() if key <= oldest}
-                problem = "its marker is missing, or another one,"
-                if not own_set:
-                    problem = "every rank must see all of its files, but " + problem
+        # Of one step, the set of as many ranks is the highest.
+        found = {
+            (step, size == own.world_size, size)
+            for step, size in marked_sets(self._folder, own.shards)
+            if size == own.world_size or not same_world
+        }
+        none = (-1, 0, 0)
+        while (newest := max(self._ranks.gather(*max(found, default=none)))) != none:
+            step, _, world_size = newest
+            held, problem = self._ranks.together(partial(self._open, step, world_size))[0]
+            sums = [total for (total,) in self._ranks.gather(held.checksum if held else 0)]
+            bad = [total == 0 or total < max(sums) for total in sums]
+            if not any(bad):
+                return held
+            if problem:
+                warn(f"{own.saver}: {problem}; looking for an older set")
             self._ranks.warn(
                 f"checkpoint {folder_of(self._folder, step)} of {world_size} ranks is passed over: "
-                f"{problem} on {self._ranks.savers(failed)}"
+                f"it is missing, damaged, or of another run on {self._ranks.savers(bad)}"
             )
-        if any(self._folder.glob("step_*/rank_*.pt")):
-            of = f" of {own.shards} shards" if own.shards > 1 else ""
+            found.discard(newest)
+        if saved_steps(self._folder):
             self._ranks.warn(
-                f"{self._folder} has checkpoints, but no complete set of {own.world_size} ranks"
-                f"{of}; the guide to checkpoints says how to load sets of an earlier version, "
-                f"which have no {own.marker}, and replicas that were spread in another way"
+                f"{self._folder} has checkpoints, but no complete set of {own.world_size} ranks, "
+                f"with a marker {own.marker}, that can be used; the guide to checkpoints says how "
+                f"to load sets of an earlier version, or of replicas spread in another way"
             )
         return None
+
+    def _open(self, step: int, world_size: int) -> tuple[SavedSet | None, str]:
+        """Check the files of a set that this rank reads; return it, or what is wrong with it."""
+        own = self._ranks.own
+        try:
+            held = read_set(self._folder, step, own._replace(world_size=world_size))
+            held.check(own, all_ranks=not self._ranks.have_saved(held))
+        except OSError as error:
+            return None, str(error)
+        return held, ""
 
     def _read(self, held: SavedSet, map_location: torch.device | str | None) -> dict[str, Any]:
         own, paths = self._ranks.own, held.paths(self._ranks.own)
@@ -217,8 +214,8 @@ class Checkpoints:
             logger.info("{}: {} of other ranks is averaged", own.saver, held.folder)
             # The state of an extension that belongs to a rank is not valid for other members.
             kept = [each.name for each in self._optimizer.extensions if not each.belongs_to_rank]
-            files = {rank: map_file(path) for rank, path in paths.items()}
-            state = averaged(files, own.rank, kept, paths, map_location or "cpu")
+            states = {rank: map_file(path) for rank, path in paths.items()}
+            state = Averaging(kept, paths, map_location or "cpu").of(states, own.rank)
         here = self._part().get(_PART, [])
         # A set of an earlier version has no such entry.
         if here != (saved := state.pop(_PART, here)) and here:
@@ -242,32 +239,31 @@ class Checkpoints:
             names = self._optimizer.replica.names_of(each.tensor for each in named)
         return {_PART: [f"{name}: {each.part}" for name, each in zip(names, named, strict=True)]}
 
-    def _save_together(self, step: int, state: dict[str, Any]) -> bool:
-        """Write this rank's file, and the marker once every rank has; return whether all have."""
+    def _save_together(self, step: int, state: dict[str, Any]) -> None:
+        """Write this rank's file, and the marker once every rank has written its file."""
         self._check_step(step)
         own, folder = self._ranks.own, folder_of(self._folder, step)
         path = folder / str(own)
         digest = self._write(folder, lambda: write_state(path, {**state, **self._part()}))
         if digest is None:
-            return False
-        rows = self._ranks.gather(*struct.unpack("4q", bytes.fromhex(digest)))
-        digests = [struct.pack("4q", *row).hex() for row in rows]
+            return
+        digests = [bytes(row).hex() for row in self._ranks.gather(*bytes.fromhex(digest))]
         written = SavedSet(step, folder, dict(zip(self._ranks.names, digests, strict=True)))
         # Older sets stay until every rank has it.
-        return self._write(folder, lambda: written.mark(own)) is not None
+        if self._write(folder, lambda: written.mark(own)):
+            self._complete.append((step, own.world_size))
+            self._prune()
 
     def _write(self, folder: Path, action: Callable[[], str]) -> str | None:
         """The digest of what this rank has written; None if another rank could not write."""
-        future, failed = self._ranks.together(action)
-        digest = future.result()
-        if not any(failed):
+        digest, failed = self._ranks.together(action)
+        if not failed:
             return digest
-        savers = self._ranks.savers(failed)
-        self._ranks.warn(f"checkpoint {folder} is not complete: could not write on {savers}")
+        self._ranks.warn(f"checkpoint {folder} is not complete: could not write on {failed}")
         return None
 
     def _check_step(self, step: int) -> None:
-        newest = max((steps[-1] for steps in self._complete.values()), default=-1)
+        newest, _ = self._complete[-1] if self._complete else (-1, 0)
         steps, last = zip(*self._ranks.gather(step, newest), strict=True)
         # A rank that was cut off from the last save() does not know that this set is complete on
         # the others, and must not overwrite its file.
@@ -280,12 +276,13 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Remove this rank's files of incomplete sets and of those older than the sets to keep."""
-        complete, own = self._steps(), self._ranks.own
+        complete, own = self._steps()[-self._keep :], self._ranks.own
         if len(complete) < self._keep:
             return
-        for step, folder in folders(self._folder):
+        for step in saved_steps(self._folder):
             # Other ranks may be writing a newer one.
             if step < complete[-1] and step not in complete:
+                folder = folder_of(self._folder, step)
                 file = folder / str(own)
                 # The last rank removes the folder. Files that remain only take space.
                 with suppress(OSError):
@@ -294,5 +291,5 @@ class Checkpoints:
                     folder.rmdir()
 
     def _steps(self) -> list[int]:
-        """Steps of the newest complete sets of the present number of ranks."""
-        return self._complete.get(self._optimizer.world_size, [])
+        """Steps of the complete sets of the present number of ranks."""
+        return [step for step, size in self._complete if size == self._optimizer.world_size]
