@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import after_a_kill
 import pytest
-from after_a_kill import Outcome, cells
 from ranks import start_server
 
 
@@ -26,9 +25,3 @@ def test_one_kill_takes_time_and_the_killed_rank_comes_back(
     for time in times:
         median, longest = map(float, time.split(","))
         assert 0 < median <= longest, report
-
-
-def test_a_row_holds_the_median_and_the_longest_of_all_survivors() -> None:
-    outcomes = [Outcome([1.0, 2.0], [0.25, 0.5], [0.1, 0.1]), Outcome([9.0], [0.75], [0.3])]
-    assert cells(outcomes, 3) == ["2.00, 9.00", "0.50, 0.75", "0.10, 0.30", "2 of 3"]
-    assert cells([], 5) == ["-", "-", "-", "0 of 5"]

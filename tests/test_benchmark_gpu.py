@@ -115,51 +115,6 @@ def test_it_runs_on_the_cpu_and_says_what_it_cannot_measure(tmp_path: Path) -> N
     assert not [row for row in rows if row[0] == "failed"]
 
 
-# On GPUs.
-THERE = gpu.Setup("cuda", gpu.NCCL[1], 2)
-GOAL, LEAST = gpu.Goal(1.3), gpu.Goal(0.6, least=True)
-DUTY = gpu.Goal(1.0, otherwise=gpu.FAILED)
-
-
-@pytest.mark.parametrize(
-    ("value", "goal", "outcome"),
-    [
-        *((1.2, GOAL, "passed"), (1.4, GOAL, "goal missed"), (1.4, None, "measured")),
-        *((0.7, LEAST, "passed"), (0.5, LEAST, "goal missed")),
-        *((2.0, DUTY, "failed"), (float("nan"), DUTY, "failed")),
-        # A run that has failed.
-        (None, GOAL, "failed"),
-    ],
-)
-def test_a_figure_is_judged_by_its_goal(
-    value: float | None, goal: gpu.Goal | None, outcome: str
-) -> None:
-    bench = gpu.Bench()
-    bench.judge("a", THERE, "what", value, goal)
-    assert [verdict.outcome for verdict in bench.verdicts] == [outcome]
-    # A run that has failed is noted by itself.
-    assert len(bench.failures) == (outcome == "failed" and value is not None)
-    assert f"1 {outcome}" in gpu.page(bench.verdicts)
-
-
-@pytest.mark.parametrize(
-    ("backend", "says", "outcome"),
-    [
-        ("nccl", ["no", "no"], "passed"),
-        ("nccl", ["no", "yes: a copy"], "failed"),
-        ("gloo", ["no", "yes: a copy"], "goal missed"),
-        ("nccl", ["no", "not measured: closed"], "not measured"),
-        ("nccl", [], "failed"),
-    ],
-)
-def test_a_step_over_nccl_that_waits_for_the_gpu_fails(
-    backend: str, says: list[str], outcome: str
-) -> None:
-    bench = gpu.Bench()
-    gpu.judge_waits(bench, THERE._replace(backend=backend), [f"ring: {text}" for text in says])
-    assert [each.outcome for each in bench.verdicts] == [outcome]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure the GPU")
 def test_without_a_gpu_it_measures_nothing(tmp_path: Path) -> None:
     assert "nothing was measured" in run_script(SCRIPT, cwd=tmp_path)

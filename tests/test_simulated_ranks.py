@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,8 +82,6 @@ def real(
     [
         (Method(topology=None, reduce_dtype=torch.float32), None),
         (Method(), {}),
-        (Method(codec=Int8Codec()), {"comm_dtype": torch.int8}),
-        (Method(late=1), {"overlap": True}),
         (Method(late=1, codec=Int8Codec()), {"overlap": True, "comm_dtype": torch.int8}),
         (Method(every=1, outer=OUTER), {}),
         (
@@ -110,30 +106,6 @@ def test_a_simulated_rank_has_the_parameters_of_a_real_one(
     # Rounds of all ranks in the last step leave no difference, nor does DDP.
     same = method.topology != "one-peer-exp"
     assert ((expected - mean).abs().max() < 1e-9) == same
-
-
-@pytest.mark.slow
-def test_every_row_of_the_table_has_the_best_of_its_rates_and_is_measured_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [[time_to_loss.Row("DDP", start=4), time_to_loss.Row("ours", start=4)]]
-    monkeypatch.setattr(time_to_loss, "ROWS", rows)
-    path = tmp_path / "losses.json"
-    options = ["--seeds", "0", "--steps", "2", "--results", str(path)]
-    time_to_loss.main(options)
-    out = capsys.readouterr().out
-    losses = json.loads(path.read_text())
-    for line in out.splitlines()[-2:]:
-        name, *_, rate, loss, _ = (cell.strip() for cell in line.strip("|").split("|"))
-        tried = {key.split(" | ")[4]: each for key, each in losses.items() if key.startswith(name)}
-        best = min(tried, key=tried.__getitem__)
-        assert (f"lr {rate}", loss.split()[0]) == (best, f"{tried[best]:.3f}")
-        rates = sorted(float(each.removeprefix("lr ")) for each in tried)
-        assert rates[0] < float(rate) < rates[-1]
-    # What was measured is not measured again.
-    monkeypatch.delattr(time_to_loss, "train")
-    time_to_loss.main(options)
-    assert out.endswith(capsys.readouterr().out)
 
 
 def test_the_table_of_the_readme_is_that_of_the_results() -> None:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
-from unittest.mock import Mock, call
 
 import pytest
 import soak
-from faults import HARMLESS, LINKS, Fault, Injector, Kind, draw_faults
+from faults import HARMLESS, LINKS, Kind, draw_faults
 from ranks import start_server
 from soak import Failure, Fleet, Footprint, Job, Progress
 
@@ -93,40 +92,6 @@ def test_what_counts_as_a_success_can_fail(
         found = [str(error)]
     assert len(found) == bool(text)
     assert all(text in each for each in found)
-
-
-@pytest.mark.parametrize(
-    ("kind", "calls"),
-    [
-        (Kind.STORM, [call.kill(1), call.kill(2), call.start(1), call.start(2)]),
-        (Kind.TWIN, [call.start_twin(1)]),
-        (Kind.STORE_STOP, [call.stop_store(), call.continue_store()]),
-        (Kind.SLOW_LINK, [call.slow_down(1, True), call.slow_down(1, False)]),
-        (Kind.LOSSY_LINK, [call.lose_packets(1, True), call.lose_packets(1, False)]),
-        (Kind.CUT, [call.cut(1), call.kill(1), call.mend(1), call.start(1)]),
-    ],
-)
-def test_a_fault_is_a_few_calls(kind: Kind, calls: list[Any]) -> None:
-    ranks = Mock(twins=0)
-    # Those that are away report, too, as those that are there.
-    ranks.listen.return_value = set(range(4))
-    injector = Injector(ranks, 4)
-    # Two ranks are away for longer than a busy machine takes to kill the second one.
-    is_storm = kind is Kind.STORM
-    injector.inject(Fault(kind, (1, 2) if is_storm else (1,), 0.01, 2.0 if is_storm else 0.01, 0.0))
-    injector.settle()
-    assert [each for each in ranks.mock_calls if each[0] != "listen"] == calls
-    assert injector.losses == {Kind.STORM: 2, Kind.CUT: 1}.get(kind, 0)
-
-
-def test_a_rank_comes_back_when_it_is_due_also_while_the_store_is_stopped() -> None:
-    ranks = Mock(twins=0)
-    ranks.listen.return_value = set(range(4))
-    injector = Injector(ranks, 4)
-    injector.inject(Fault(Kind.SHORT_CUT, (1,), 0.0, 0.05, 0.0))
-    injector.inject(Fault(Kind.STORE_STOP, (2,), 0.0, 2.0, 0.0))
-    calls = [each for each in ranks.mock_calls if each[0] != "listen"]
-    assert calls == [call.cut(1), call.stop_store(), call.mend(1), call.continue_store()]
 
 
 def test_every_kind_of_fault_is_drawn_and_leaves_half_of_the_ranks() -> None:
