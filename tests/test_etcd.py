@@ -20,8 +20,6 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
-import torch
-import torch.distributed as dist
 from etcd_servers import EtcdServers, free_ports, require_etcd
 from ranks import PROCESSES, begin_process, end_interpreter, start_process
 from restartable_processes import Failure, StoreProcess, TrainingProcesses, train_or_tell
@@ -114,25 +112,6 @@ def watched_clients(loses: bool = False) -> Iterator[list[mock.Mock]]:
 
     with mock.patch.object(pyetcd, "MultiEndpointEtcd3Client", make_watched):
         yield clients
-
-
-def test_a_heartbeat_is_one_request(servers: EtcdServers) -> None:
-    with watched_clients() as clients:
-        own, other = (EtcdStore(servers.endpoints, "beats") for _ in range(2))
-        own.set("beat", "0")
-        clients[0].reset_mock()
-        for number in range(5):
-            new = str(number + 1)
-            assert own.compare_set("beat", str(number), new) == new.encode()
-        assert clients[0].transaction.call_count == 5
-        assert not clients[0].get.called
-        assert not clients[0].lease.called
-        assert own.compare_set("beat", "4", "6") == b"5"
-        # Another process has written meanwhile: only its value can be replaced.
-        other.set("beat", "theirs")
-        assert own.compare_set("beat", "5", "6") == b"theirs"
-        assert own.compare_set("beat", "theirs", "7") == b"7"
-        assert other.get("beat") == b"7"
 
 
 def test_a_call_whose_answer_is_lost_takes_effect_once(servers: EtcdServers) -> None:
@@ -236,25 +215,6 @@ def test_a_forked_process_may_use_it_and_its_parent_goes_on(servers: EtcdServers
     assert ours.recv() == (0, b"1")
     process.join(30)
     assert process.exitcode == 0
-
-
-def sum_in_a_group(endpoints: str, rank: int) -> NoReturn:
-    begin_process()
-    store, patience = EtcdStore(endpoints, "group"), timedelta(seconds=40)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=patience)
-    total = torch.tensor([rank + 1.0])
-    dist.all_reduce(total)
-    dist.barrier()
-    dist.destroy_process_group()
-    assert total.item() == 3.0
-    end_interpreter()
-
-
-def test_torch_starts_a_process_group_over_it_and_the_processes_end(servers: EtcdServers) -> None:
-    ranks = [start_process(sum_in_a_group, servers.endpoints, rank) for rank in range(2)]
-    for rank in ranks:
-        rank.join(60)
-    assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
 def end_during_calls(port: int) -> NoReturn:

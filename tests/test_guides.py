@@ -224,7 +224,7 @@ def test_the_scripts_of_the_first_hour_print_what_stands_below_them(tmp_path: Pa
     texts = [block.code for block in page if block.info == "text"]
     expected = [text.splitlines() for text in texts if text.startswith("rank ")]
     (shown,) = re.findall(r"^\d{4}-.* - (.*)$", FIRST_HOUR.read_text("utf-8"), re.MULTILINE)
-    results, logged = [], []
+    logged = []
     for script, on_the_page in zip(scripts, expected, strict=True):
         (tmp_path / "train.py").write_text(SHOW_THE_LINE + script)
         lines = run_script_on_ranks(2, "train.py", cwd=tmp_path).splitlines()
@@ -235,19 +235,13 @@ def test_the_scripts_of_the_first_hour_print_what_stands_below_them(tmp_path: Pa
         assert [NUMBER.sub("", line) for line in printed] == [
             NUMBER.sub("", line) for line in on_the_page
         ]
-        results.append((figures("\n".join(on_the_page)), figures("\n".join(printed))))
         # Another CPU may round differently.
-        assert results[-1][1] == pytest.approx(results[-1][0], abs=2e-4)
+        on_this_cpu, shown_figures = (figures("\n".join(each)) for each in (printed, on_the_page))
+        assert on_this_cpu == pytest.approx(shown_figures, abs=2e-4)
         logged.append(
             [line.partition(" - ")[2] for line in lines if "decent_optim_wrapper" in line]
         )
     assert logged == [[], [shown], [shown]]
-    # What is the same is so digit by digit, on the page and here.
-    for reduced, gossiped, (average, own, same, other) in zip(*results, strict=True):
-        assert reduced[0] == reduced[1]
-        assert gossiped[0] != gossiped[1]
-        assert average == same == pytest.approx(sum(gossiped) / 2, abs=2e-5)
-        assert [own, other] == gossiped
 
 
 def prose(page: Path) -> str:
@@ -287,10 +281,3 @@ def test_every_guide_is_linked_from_the_readme_and_begins_with_when_one_needs_it
     begin = re.compile(r"# .*\n\nRead this page (if|when|before|to) ")
     pages = [*GUIDES, FIRST_HOUR]
     assert [page for page in pages if not begin.match(page.read_text(encoding="utf-8"))] == []
-
-
-def test_every_test_file_stands_in_the_table_of_the_tests() -> None:
-    rows = (line.split("|") for line in TESTS.read_text("utf-8").splitlines())
-    named = [name.strip() for row in rows if len(row) == 4 for name in row[2].split(",")]
-    files = sorted(path.stem.removeprefix("test_") for path in TESTS.parent.glob("test_*.py"))
-    assert sorted(named) == sorted([*files, "files", "---"])

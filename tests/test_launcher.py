@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,18 +14,14 @@ from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 from launched import Launched, Launcher, children, hurried, ours
-from ranks import print_to
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import run as torch_run
 
 from decent_optim_wrapper.cli import main
-from decent_optim_wrapper.launcher.console import Console
-from decent_optim_wrapper.launcher.rank_process import RankProcess
 from decent_optim_wrapper.start.launched_store import find_launched_store
 
 pytestmark = [
@@ -161,25 +155,6 @@ def test_a_rank_whose_log_cannot_be_opened_is_tried_again_and_ends_no_other(tmp_
     assert list(logs.glob("*.stderr.log"))
 
 
-def test_a_rank_whose_output_cannot_be_copied_is_not_started(tmp_path: Path) -> None:
-    """It would go on unwatched, beside the one that is started in its place."""
-    open_file, before = Path.open, children(os.getpid())
-
-    def fail(path: Path, mode: str) -> Any:
-        if mode == "rb" and path.name == "start_1.stderr.log":
-            raise OSError(errno.EMFILE, "too many open files")
-        return open_file(path, mode)
-
-    command = ("-c", "import time; time.sleep(20)")
-    rank = RankProcess(0, command, {}, tmp_path, Console())
-    with mock.patch.object(Path, "open", fail), pytest.raises(OSError, match="too many"):
-        rank.start()
-    assert children(os.getpid()) == before
-    rank.start()
-    assert len(children(os.getpid()) - before) == 1
-    rank.signal(signal.SIGKILL)
-
-
 # Prints more than a pipe holds, and what not every console can show.
 SHOUTING = """
 sys.stderr.buffer.write("é".encode() * 100_000 + b"\\n")
@@ -198,26 +173,6 @@ def to_a_pipe(command: Sequence[str], is_read: bool) -> int:
     for stream in (1, 2):
         os.dup2(writing, stream)
     return ours(command)
-
-
-def to_a_late_reader(command: Sequence[str]) -> int:
-    """Run our launcher on a pipe that is read only once the rank has ended."""
-    reader = ["sh", "-c", "until [ -e ended ]; do sleep 0.1; done; sleep 1; cat >read"]
-    with subprocess.Popen(reader, stdin=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        for stream in (1, 2):
-            os.dup2(process.stdin.fileno(), stream)
-        try:
-            return ours(command)
-        finally:
-            print_to(Path(os.devnull))
-
-
-def test_a_console_that_is_emptied_late_shows_all(tmp_path: Path) -> None:
-    script = 'print("x" * 500_000)\ntell("ended")'
-    with Launched(tmp_path, script, launcher=to_a_late_reader) as launcher:
-        assert launcher.end() == 0
-    assert (tmp_path / "read").read_text() == f"[rank 0] {'x' * 500_000}\n"
 
 
 def to_ascii(command: Sequence[str]) -> int:

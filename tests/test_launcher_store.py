@@ -5,21 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from threading import Event
 from typing import Any
-from unittest import mock
 
 import pytest
 from etcd_servers import EtcdServers, require_etcd
 from launched import Launched
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 
 from decent_optim_wrapper import EtcdStore
-from decent_optim_wrapper.launcher.nodes import Nodes
 from decent_optim_wrapper.start.launched_store import find_launched_store
 
 pytestmark = [
@@ -79,84 +74,3 @@ def test_variables_of_a_store_that_are_wrong_are_named(url: str, rank: str, word
     environ = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     with pytest.raises(ValueError, match=words):
         find_launched_store({**environ, "DECENT_STORE": url}, None)
-
-
-BEAT = 0.02
-
-
-@contextmanager
-def nodes_on(store: HashStore, *numbers: int) -> Iterator[list[Nodes]]:
-    """Some of two nodes on a store that outlives them, once each has read what the others wrote."""
-    part = PrefixStore("decent_optim_wrapper/launcher", store)
-    with mock.patch("decent_optim_wrapper.launcher.nodes.PAUSE", BEAT):
-        nodes = [Nodes(lambda: store, each, 2, None, says.append) for each in numbers]
-        beats: dict[int, set[bytes]] = {number: set() for number in numbers}
-
-        def have_read() -> bool:
-            # A node writes after it has read.
-            for number, found in beats.items():
-                found.add(part.get(f"node/{number}"))
-            return all(len(found) > 3 for found in beats.values())
-
-        wait_until(have_read)
-        yield nodes
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(BEAT)
-
-
-says: list[str] = []
-
-
-@pytest.mark.parametrize("runs_before", [0, 1, 2])
-@pytest.mark.parametrize("was_there", [False, True])
-def test_a_node_that_comes_after_another_has_left_knows_that_it_has_finished(
-    runs_before: int, was_there: bool
-) -> None:
-    """Whether it was there before the other one finished, and failed, or comes late.
-
-    What earlier runs have written ends no later one: a store in etcd keeps it.
-    """
-    store = HashStore()
-    for _ in range(runs_before):
-        with nodes_on(store, 0, 1) as (first, second):
-            assert [first.finished, second.finished] == [False, False]
-            first.note_finished()
-            first.leave(lambda: False)
-            wait_until(lambda: second.finished)
-            second.leave(lambda: False)
-    if was_there:
-        with nodes_on(store, 0, 1) as both:
-            for node in both:
-                assert not node.finished
-                node.leave(lambda: False)
-    with nodes_on(store, 0) as (first,):
-        assert not first.finished
-        first.note_finished()
-        first.leave(lambda: False)
-    with nodes_on(store, 1) as (second,):
-        assert second.finished
-        second.leave(lambda: False)
-    assert not says
-
-
-def test_a_store_that_has_never_answered_is_given_up_too() -> None:
-    said, late = list[str](), Event()
-
-    def connect() -> HashStore:
-        late.wait(60)
-        raise RuntimeError("refused")
-
-    module = "decent_optim_wrapper.launcher.nodes"
-    with mock.patch(f"{module}.PAUSE", BEAT), mock.patch(f"{module}.SILENT_SECONDS", 5 * BEAT):
-        node = Nodes(connect, 1, 2, 0, said.append)
-        assert node.can_meet(time.monotonic()), "it may still have to start"
-        late.set()
-        wait_until(lambda: bool(said))
-        assert not node.can_meet(time.monotonic()), said
-        wait_until(lambda: "the store of node 0 has not answered" in node.why_no_restart())
-        node.leave(lambda: False)

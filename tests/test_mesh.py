@@ -27,12 +27,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from decent_optim_wrapper import DecentOptimWrapper, Late, OuterOptimizer, Schedule
 from decent_optim_wrapper.codecs import INT4
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
-from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.optim import QGSGD, AccumAdamW
 
 pytestmark = [
@@ -247,15 +245,8 @@ def mix_before_the_forward_pass(spread: Spread) -> DecentOptimWrapper:
     return optimizer
 
 
-class Tracked(torch.optim.SGD):
-    """A subclass, which is updated as a whole: without overlap it runs the closure itself."""
-
-
-def step_with_closure(
-    spread: Spread, make: type[torch.optim.SGD] = torch.optim.SGD, overlap: bool = True
-) -> DecentOptimWrapper:
-    base = partial(make, lr=0.1, momentum=0.9, weight_decay=0.01)
-    optimizer = spread.wrap(base, overlap=overlap)
+def step_with_closure(spread: Spread) -> DecentOptimWrapper:
+    optimizer = spread.wrap(sgd)
 
     def closure(step: int) -> float:
         spread.backward(step)
@@ -343,9 +334,6 @@ WAYS = {
         overlap=False,
     ),
     "a closure gathers what is updated": Way(step_with_closure, [BLOCKS_ONLY]),
-    "a closure gathers what is updated as a whole, within the step": Way(
-        partial(step_with_closure, make=Tracked, overlap=False), [BLOCKS_ONLY], overlap=False
-    ),
     "the process group of its stages is enough": Way(step_on_a_process_group, ["pipeline 1f1b"]),
     "it steps in the backward pass of a scaled loss": Way(
         partial(scale_in_backward, overlap=True), ["tp outside", "hsdp"]
@@ -450,21 +438,6 @@ def test_narrow_values_keep_the_mean_of_replicas_and_what_the_ranks_of_one_share
         assert max((after[name] - mean[name]).abs().max() for name in mean) < EXACT, case
 
 
-def clip_without_gradients() -> tuple[int, float]:
-    spread = Spread(LAYOUTS["pipeline and tp"])
-    optimizer = spread.wrap(sgd)
-    spread.backward(0)
-    if spread.mesh.get_local_rank("pp") == 1:
-        spread.model.zero_grad()
-    return spread.replica, optimizer.clip_grad_norm_(CLIP).item()
-
-
-def test_a_stage_without_gradients_is_clipped_with_the_others() -> None:
-    whole = oracle(Case("pipeline and tp", "sgd", "plain", True, busy=True)).norms
-    for replica, norm in run_on_mesh(8, clip_without_gradients):
-        assert CLIP < norm < whole[replica][0]
-
-
 def idle_in_a_stage() -> float:
     spread, base = Spread(LAYOUTS["pipeline 1f1b"]), partial(torch.optim.SGD, lr=1.0)
     options: Any = {"grad_clip_norm": CLIP, "update_in_backward": False}
@@ -506,29 +479,3 @@ def test_an_idle_step_after_an_evaluation_is_seen_by_the_next_one() -> None:
     for before, after, again in run_on_mesh(8, idle_after_an_evaluation):
         assert (after == again).all()
         assert (before != after).any()
-
-
-class Transfers(TorchFunctionMode):
-    """Counts what is fetched from a device."""
-
-    count = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count += func in (torch.Tensor.cpu, torch.Tensor.item, torch.Tensor.tolist)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("norm_type", NORMS)
-def test_the_norms_of_many_gradients_are_fetched_at_once(norm_type: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    params = [torch.zeros(n, requires_grad=True) for n in (3, 0, 5, 7)]
-    assert Replica().grad_norm(params, norm_type) == 0
-    for param in params:
-        param.grad = torch.randn(param.shape, generator=generator)
-    with Transfers() as transfers:
-        norm = Replica().grad_norm(params, norm_type)
-    assert transfers.count == 1
-    whole = torch.cat([param.grad for param in params if param.grad is not None]).double()
-    assert norm.item() == pytest.approx(whole.norm(norm_type).item(), rel=1e-6)

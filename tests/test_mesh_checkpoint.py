@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from warned import warned_texts
 
 from decent_optim_wrapper import DecentOptimWrapper, Late, OuterOptimizer, Schedule
@@ -78,7 +77,6 @@ class Move(NamedTuple):
 
 MOVES = [
     Move("plain", "pp2", Recipe("adamw", "no outer", late=2)),
-    Move("shard2 x tp2", "pp2", Recipe("sgd", "nesterov")),
     Move("fsdp4", "plain", Recipe("sgd", "adam")),
     Move("fsdp4", "shard2 x tp2", Recipe("sgd", "nesterov", late=2)),
 ]
@@ -452,35 +450,3 @@ def test_a_gossip_state_that_is_refused_changes_nothing() -> None:
         for name, row in good["extensions"]["outer_optimizer"]["params"].items():
             assert torch.equal(outer_of(optimizer)[name]["anchor"], row["anchor"])
             assert not torch.equal(row["anchor"], dict(make_model().named_parameters())[name])
-
-
-def test_an_outer_group_without_parameters_keeps_its_own_settings() -> None:
-    """A stage may have none of a kind for which the outer optimizer has a group."""
-    outers: list[Optimizer] = []
-
-    def outer(lr: float, anchors: list[Tensor]) -> Optimizer:
-        groups: list[dict[str, Any]] = [
-            {"params": [anchor for anchor in anchors if anchor.dim() > 1]},
-            {"params": [anchor for anchor in anchors if anchor.dim() < 2], "lr": 2 * lr},
-        ]
-        outers.append(torch.optim.SGD(groups, lr=lr))
-        return outers[-1]
-
-    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
-    cap = 64 / 2**20
-    saved, loaded = (
-        DecentOptimWrapper(
-            sgd([*model.parameters()]),
-            extensions=[OuterOptimizer(partial(outer, lr))],
-            model=model,
-            bucket_cap_mb=cap,
-        )
-        for lr in (0.5, 0.25)
-    )
-    assert len(saved.buckets) == 2
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    saved.step()
-    loaded.load_gossip_state_dict(saved.gossip_state_dict())
-    assert [0.5, 0.5] in [[group["lr"] for group in each.param_groups] for each in outers]
-    assert loaded.round == 1

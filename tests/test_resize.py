@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -231,46 +230,6 @@ def test_counters_and_what_belongs_together_are_not_averaged() -> None:
     nothing = {**base_state(), "state": {}}
     assert averaged(nothing, *counts)["state"][0]["exp_avg"].tolist() == [2.5, 2.5]
     assert averaged(nothing, nothing)["state"] == {}
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_a_mean_is_rounded_once_and_what_shares_memory_still_does(dtype: torch.dtype) -> None:
-    """In float64 a sum could be made in place, and be seen by what shares memory with a tensor."""
-    generator = torch.Generator().manual_seed(3)
-    rows = [torch.randn(5, 4, generator=generator).to(dtype) for _ in range(7)]
-    expected = (sum((row.double() for row in rows), torch.zeros(())) / 7).to(dtype)
-    before = copy.deepcopy(rows)
-    mean = averaged(*[OrderedDict(one=row.t(), other=row.t(), rows=row[1:]) for row in rows])
-    assert torch.equal(mean["one"], expected.t())
-    assert torch.equal(mean["rows"], expected[1:])
-    assert mean["one"] is mean["other"]
-    assert isinstance(mean, OrderedDict)
-    assert all(map(torch.equal, rows, before))
-    assert not torch.equal(expected, rows[0])
-
-
-@pytest.mark.parametrize(
-    ("value", "dtype"), [(float("nan"), torch.bfloat16), (float("-inf"), torch.float64)]
-)
-def test_a_value_that_is_not_finite_on_one_rank_is_an_error_and_a_mask_on_all_is_none(
-    value: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(averaging, "PIECE", 4)
-    mask = torch.tensor([0, value], dtype=dtype)
-
-    def state(odd: bool) -> dict[str, Any]:
-        weight = torch.ones(9, dtype=dtype)
-        weight[7] = value if odd else 1
-        return {"model": {"mask": mask, "weight": weight}, **base_state(exp_avg=weight)}
-
-    same = averaged(state(True), state(True))
-    torch.testing.assert_close(same["model"], state(True)["model"], equal_nan=True)
-    with pytest.raises(NonFiniteError, match="model/weight in the state of rank 2 has") as error:
-        averaged(state(False), state(False), state(True))
-    assert error.value.ranks == (2,)
-    states = [base_state(exp_avg=torch.ones(2)), base_state(exp_avg=torch.tensor([1, value]))]
-    with pytest.raises(NonFiniteError, match="state/0/exp_avg in the state of rank 1 has NaN"):
-        averaged(*states)
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -294,23 +294,6 @@ def test_an_average_that_was_loaded_is_saved_as_one_until_the_next_step() -> Non
 AUTOMATIC = AsItArrives(3)
 
 
-def test_a_rank_alone_loads_a_state_whatever_is_in_flight() -> None:
-    params = make_params()
-    optimizer = wrap(params, overlap=AUTOMATIC)
-    take_steps(optimizer, params, 0, range(2))
-    state = copy.deepcopy(optimizer.state_dict())
-    saved, start = flatten(params), [param.detach().clone() for param in params]
-    rows = []
-    for _ in range(2):
-        take_steps(optimizer, params, 0, range(2, STEPS))
-        rows.append(flatten(params))
-        optimizer.load_state_dict(copy.deepcopy(state))
-        with torch.no_grad():
-            torch._foreach_copy_(params, start)
-    assert torch.equal(*rows)
-    assert not torch.equal(rows[0], saved)
-
-
 def test_two_ranks_load_a_state_when_automatic_rounds_are_synchronised() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params()

@@ -43,7 +43,6 @@ from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import WireError, within
 from decent_optim_wrapper.elastic.epoch import FIRST_NOTE, Note
-from decent_optim_wrapper.elastic.heartbeat import Heartbeat
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous, key_prefix
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
@@ -51,18 +50,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 PATIENCE = 1.5
 # What the promise adds to the timeout, and what two busy cores may.
 SLACK = 2.0 + 8.0
-
-
-def test_waiting_ends_with_the_action_the_deadline_or_when_it_should_stop() -> None:
-    never = threading.Event()
-    assert within(30, lambda: 7) == 7
-    with pytest.raises(ZeroDivisionError):
-        within(30, lambda: 1 // 0)
-    with pytest.raises(TimeoutError):
-        within(0.2, never.wait)
-    with pytest.raises(TimeoutError):
-        within(30, never.wait, should_stop=lambda: True)
-    never.set()
 
 
 class Connection:
@@ -165,23 +152,6 @@ def test_only_waits_for_an_answer_count_as_silence_of_the_store() -> None:
             server.signal(signal.SIGCONT)
             assert answer.result() == "value"
             assert now() - start >= 2.5
-
-
-def test_writing_forgets_no_answer_that_comes_over_another_connection_meanwhile() -> None:
-    silent = mock.Mock(**{"get.side_effect": TimeoutError})
-    store = BoundedStore(silent, timedelta(seconds=8.0))
-
-    def silent_seconds() -> str:
-        with pytest.raises(DistError, match="no answer for") as error:
-            store.get("key")
-        return str(error.value).removeprefix("no answer for ")
-
-    assert [silent_seconds() for _ in range(2)] == ["8.0 s", "9.5 s"]
-    store.set("key", "value")
-    assert silent_seconds() == "11.0 s"
-    silent.set.side_effect = lambda *_: store.note_answer()
-    store.set("key", "value")
-    assert silent_seconds() == "8.0 s"
 
 
 def test_calls_to_a_store_whose_server_has_ended_end_at_once_and_write_no_stack(
@@ -363,27 +333,6 @@ def test_nobody_goes_on_over_a_store_that_has_lost_the_last_members() -> None:
         assert "the store no longer knows that [0, 1] were the last members" in str(text)
 
 
-def test_of_two_living_processes_of_a_rank_the_older_ends_although_nobody_has_left_it_out() -> None:
-    """By the heartbeats alone: nobody asks for another epoch, and nobody is dead."""
-    store = HashStore()
-    part = BoundedStore(PrefixStore(key_prefix(0), store), timedelta(seconds=30))
-    newer = Heartbeat(part, 1, SILENT)
-    ranks = rendezvous(store, 2, timeout=30.0)
-    assert gather(ranks, FIRST_NOTE) == [(0, 1)] * 2
-    assert not ranks[1].wanted
-    newer.start(life=part.add("starts/1", 1))
-    deadline = time.monotonic() + 20
-    while not ranks[1].wanted and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert ranks[1].wanted
-    text = "a later process with this rank number has taken the place of this one"
-    assert f"rank 1: {text}" in str(enter(ranks[1], HAS_STATE))
-    # The newer one sends heartbeats under the same number.
-    time.sleep(2 * SILENT)
-    assert not ranks[0].wanted
-    newer.stop()
-
-
 class TornRendezvous(Rendezvous):
     """A rank that can be cut off from the other half, and held up before it writes its members."""
 
@@ -465,74 +414,3 @@ def test_an_error_of_another_thread_does_not_come_to_hold_the_frames_that_wait()
     assert caught.value.__cause__ is error
     # Otherwise connections stay open until the garbage is collected.
     assert error.__traceback__ is None
-
-
-class PythonStore(Store):
-    """A store that is written in Python, over a dict that all ranks share.
-
-    Args:
-        shared: the dict.
-        extended: whether it has `multi_get`, as `has_extended_api` says.
-    """
-
-    def __init__(self, shared: HashStore, extended: bool = False) -> None:
-        super().__init__()
-        self.shared, self.extended = shared, extended
-        # How often the notes of ranks have been read.
-        self.reads = 0
-
-    def clone(self) -> PythonStore:
-        return PythonStore(self.shared, self.extended)
-
-    def has_extended_api(self) -> bool:
-        return self.extended
-
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.reads += any("/note/" in key for key in keys)
-        return self.shared.multi_get(keys)
-
-
-def calling_shared(name: str) -> Callable[..., Any]:
-    def call(self: PythonStore, *args: Any) -> Any:
-        return getattr(self.shared, name)(*args)
-
-    return call
-
-
-for called in ("set", "add", "check", "wait", "compare_set", "num_keys", "delete_key"):
-    setattr(PythonStore, called, calling_shared(called))
-
-
-@pytest.mark.parametrize("extended", [True, False])
-def test_ranks_meet_in_a_store_written_in_python_and_read_all_notes_at_once(extended: bool) -> None:
-    size = 12
-    own = PythonStore(HashStore(), extended)
-    made = rendezvous(PrefixStore("run", own), size, 30.0)
-    assert gather(made, FIRST_NOTE) == [tuple(range(size))] * size
-    # Once to decide whether all of them start, and once to go on.
-    assert size <= own.reads
-    assert own.reads <= 3 * size or not extended
-
-
-@pytest.mark.parametrize("beats", [1, 40])
-def test_the_last_heartbeat_of_a_process_that_has_ended_may_come_late(beats: int) -> None:
-    """After a cut the kernel sends it once more: only two are those of a living process."""
-    store = HashStore()
-    store.set("heartbeat/0", "1 0 1 ")
-    own = Heartbeat(BoundedStore(store, timedelta(seconds=20)), rank=0, stale_after=STALE_AFTER)
-
-    answered = threading.Event()
-
-    def beat() -> None:
-        for number in range(beats):
-            if not answered.wait(0.1):
-                store.set("heartbeat/0", f"1 {number + 1} 1 ")
-
-    beating = threading.Thread(target=beat)
-    beating.start()
-    assert own.is_taken() == (beats > 1)
-    answered.set()
-    beating.join()

@@ -16,16 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import VIEWS, named, pairwise
-from problem import TINY_CAP_MB, flatten, in_one_call, make_params, sgd, take_steps
+from problem import TINY_CAP_MB, flatten, in_one_call, make_params, take_steps
 from ranks import run_processes, run_threads
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import StepLR
 from torch.profiler import ProfilerActivity, profile
 
 from decent_optim_wrapper import DecentOptimWrapper, Topology
-from decent_optim_wrapper.gossip.extension import Extensions
-from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 
 wrap = partial(problem.wrap, topology="ring")
@@ -56,24 +53,6 @@ def test_a_split_update_is_the_whole_one_bit_for_bit(
     split = train(lambda base: base)
     assert torch.equal(split, train(in_one_call))
     assert not torch.equal(split, flatten(make_params(dtype=torch.float32)))
-
-
-def test_only_listed_types_without_hooks_are_split() -> None:
-    class Coupled(optim.SGD):
-        pass
-
-    params = make_params()
-    base = sgd(params)
-    wrap(params, base=base)
-    assert LocalUpdate(base, Extensions(())).splits
-    handle = base.register_step_post_hook(lambda *_: None)
-    assert not LocalUpdate(base, Extensions(())).splits
-    handle.remove()
-    assert not LocalUpdate(Coupled(params, lr=0.1), Extensions(())).splits
-    StepLR(base, 1)
-    assert LocalUpdate(base, Extensions(())).splits
-    base.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
-    assert not LocalUpdate(base, Extensions(())).splits
 
 
 def test_the_groups_survive_an_update_that_raises() -> None:
@@ -121,24 +100,6 @@ def test_parameters_on_the_same_memory_are_named() -> None:
     for views in (True, False):
         with pytest.raises(ValueError, match="b and c overlap; tie them by using the same"):
             DecentOptimWrapper(base, param_as_bucket_view=views)
-
-
-def test_views_of_some_size_start_at_aligned_addresses_and_small_ones_lie_close() -> None:
-    params = make_params()
-    DecentOptimWrapper(sgd(params), param_as_bucket_view=True)
-    assert {param.data_ptr() % 64 for param in params if param.nbytes >= 64} == {0}
-    assert len({param.untyped_storage().data_ptr() for param in params}) == 1
-    tiny = [torch.ones(1, requires_grad=True) for _ in range(1000)]
-    DecentOptimWrapper(sgd(tiny), param_as_bucket_view=True)
-    assert tiny[0].untyped_storage().nbytes() == 4000
-
-
-def test_views_may_be_made_under_inference_mode() -> None:
-    params = make_params()
-    with torch.inference_mode():
-        optimizer = wrap(params, param_as_bucket_view=True)
-    take_steps(optimizer, params, 0, range(1))
-    assert not torch.equal(flatten(params), flatten(make_params()))
 
 
 @pytest.mark.parametrize(("comm", "share"), [(None, 1.0), (torch.bfloat16, 0.25)])
