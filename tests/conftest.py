@@ -42,7 +42,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 # each other from the start, and no worker is left alone with one at the end.
 LONGEST = (
     *("test_examples", "test_guides", "test_before_forward", "test_partitions", "test_recovery"),
-    *("test_etcd", "test_store", "test_mesh", "test_frameworks", "test_lossy_links", "test_data"),
+    *("test_etcd", "test_store", "test_mesh", "test_frameworks", "test_data"),
     *("test_mesh_checkpoint", "test_faults", "test_extension_contract", "test_launcher"),
     *("test_processes", "test_soak", "test_posting", "test_coded_rounds", "test_checkpoint"),
     *("test_mesh_errors", "test_mesh_faults", "test_links", "test_properties", "test_trajectory"),

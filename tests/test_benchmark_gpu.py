@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import cache, partial
 from pathlib import Path
+from unittest import mock
 
 import gpu
 import pytest
 import torch
 from ranks import run_processes, run_script
-from torch import Tensor
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "benchmark" / "gpu.py"
 SETUP = gpu.Setup("cpu", "gloo", 4)
@@ -23,60 +21,18 @@ def train(rank: int) -> dict[str, list[float]]:
     return gpu.trajectories(SETUP)
 
 
-# Those of every rank.
-trajectories = cache(partial(run_processes, SETUP.ranks, train))
-
-
-def failures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    bench = gpu.Bench()
-    monkeypatch.setattr(bench, "run", lambda *_: trajectories())
-    text = gpu.compared(bench, gpu.Setups(alone=[], shared=[SETUP], several=None))
+def test_every_trajectory_is_that_of_the_oracle() -> None:
+    trajectories = run_processes(SETUP.ranks, train)
+    bench, start = gpu.Bench(), gpu.flatten(gpu.draw(0))
+    with mock.patch.object(bench, "run", return_value=trajectories):
+        text = gpu.compared(bench, gpu.Setups(alone=[], shared=[SETUP], several=None))
     rows = re.findall(rf"^\| {SETUP} \| (.*) \| (.*) \|$", text, re.M)
     assert [name for name, _ in rows] == list(gpu.TRAJECTORIES)
-    wrong = [name for name, error in rows if not float(error) <= gpu.TOLERANCE]
-    assert len(bench.failures) == len(wrong)
-    return wrong
-
-
-def test_every_trajectory_is_that_of_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert failures(monkeypatch) == []
-    start = gpu.flatten(gpu.draw(0))
-    for name in gpu.TRAJECTORIES:
-        rows = torch.tensor([rank[name] for rank in trajectories()])
-        assert (rows - start).abs().amax(dim=1).min() > 0.1
-
-
-Matrix = Callable[[int], Tensor]
-
-
-def in_the_next_phase(matrix: Matrix) -> Matrix:
-    return lambda round: matrix(round + 1)
-
-
-def a_little_less_mixing(matrix: Matrix) -> Matrix:
-    return lambda round: 0.999 * matrix(round) + 0.001 * torch.eye(4, dtype=torch.float64)
-
-
-def none_at_the_end(matrix: Matrix) -> Matrix:
-    last = gpu.TRAINED_STEPS - 1
-    return lambda round: torch.eye(4, dtype=torch.float64) if round == last else matrix(round)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        # Rounds of a complete topology are all the same.
-        (in_the_next_phase, ["ring", "ring, views"]),
-        (a_little_less_mixing, list(gpu.TRAJECTORIES)),
-        (none_at_the_end, list(gpu.TRAJECTORIES)),
-    ],
-)
-def test_a_wrong_mixing_is_told(
-    wrong: Callable[[Matrix], Matrix], told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = gpu.oracle
-    monkeypatch.setattr(gpu, "oracle", lambda matrix, ranks: right(wrong(matrix), ranks))
-    assert failures(monkeypatch) == told
+    assert not bench.failures
+    for name, error in rows:
+        assert float(error) <= gpu.TOLERANCE, name
+        found = torch.tensor([rank[name] for rank in trajectories])
+        assert (found - start).abs().amax(dim=1).min() > 0.1
 
 
 def cells(line: str) -> tuple[str, ...]:

@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from etcd_servers import EtcdServers, free_ports, require_etcd
 from ranks import PROCESSES, begin_process, end_interpreter, start_process
 from restartable_processes import Failure, StoreProcess, TrainingProcesses, train_or_tell
@@ -162,8 +164,6 @@ def test_every_call_has_a_deadline_and_password_and_tls_are_passed_on() -> None:
     ("arguments", "text"),
     [
         ({"endpoints": "host"}, "expected host:port, .*, got 'host'"),
-        ({"endpoints": "http://host:1"}, "expected host:port"),
-        ({"endpoints": "host:1,"}, "got ''"),
         ({"prefix": ""}, "expected a prefix"),
         ({"user": "me"}, "both user and password"),
         ({"ca_cert": "a", "client_key": "b"}, "both client_cert and client_key"),
@@ -215,6 +215,25 @@ def test_a_forked_process_may_use_it_and_its_parent_goes_on(servers: EtcdServers
     assert ours.recv() == (0, b"1")
     process.join(30)
     assert process.exitcode == 0
+
+
+def sum_in_a_group(endpoints: str, rank: int) -> NoReturn:
+    begin_process()
+    store, patience = EtcdStore(endpoints, "group"), timedelta(seconds=40)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=patience)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    dist.barrier()
+    dist.destroy_process_group()
+    assert total.item() == 3.0
+    end_interpreter()
+
+
+def test_torch_starts_a_process_group_over_it_and_the_processes_end(servers: EtcdServers) -> None:
+    ranks = [start_process(sum_in_a_group, servers.endpoints, rank) for rank in range(2)]
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
 def end_during_calls(port: int) -> NoReturn:

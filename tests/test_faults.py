@@ -12,13 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import OVERLAP, named, pairwise
-from dense import mix, train_densely
-from problem import backward, flatten, make_params, sgd, take_steps, wrap
+from problem import backward, flatten, make_params, wrap
 from ranks import KeptRanks, keep_no_idle_threads, run_processes, run_threads, threads_end
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 
-from decent_optim_wrapper import PeerError, TopologyFactory
+from decent_optim_wrapper import PeerError
 from decent_optim_wrapper.wire.bucket import Bucket
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -224,38 +222,3 @@ def close_too_early() -> None:
 
 def test_a_closed_process_group_is_named(four_ranks: KeptRanks) -> None:
     four_ranks.run(close_too_early)
-
-
-def run_uneven(overlap: bool) -> list[float]:
-    params, rank = make_params(), dist.get_rank()
-    optimizer = wrap(params, topology="ring", overlap=overlap)
-    with Join([optimizer]):
-        take_steps(optimizer, params, rank, range(2 + 2 * rank))
-    assert optimizer.round == 8
-    optimizer.synchronize()
-    return list(flatten(params).tolist())
-
-
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-def test_ranks_with_fewer_batches_join_in_the_rounds_of_the_others(
-    overlap: bool, four_ranks: KeptRanks
-) -> None:
-    rows = torch.tensor(four_ranks.run(run_uneven, overlap), dtype=torch.float64)
-    topology = TopologyFactory.create("ring", 4)
-    worlds = [make_params() for _ in range(4)]
-    bases = [sgd(params) for params in worlds]
-
-    def train(rank: int, step: int) -> None:
-        if step < 2 + 2 * rank:
-            backward(worlds[rank], rank, step)
-
-    def update(rank: int, step: int) -> None:
-        if step < 2 + 2 * rank:
-            bases[rank].step()
-
-    def land(step: int) -> None:
-        mix(worlds, topology.mixing_matrix(step))
-
-    expected = train_densely(worlds, 8, overlap, train, update, land)
-    torch.testing.assert_close(rows, expected, rtol=1e-11, atol=1e-12)
-    assert not torch.equal(rows[0], flatten(make_params()))

@@ -9,18 +9,21 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+from etcd_servers import EtcdServers, require_etcd
 from launched import Launched, Launcher, children, hurried, ours
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import run as torch_run
 
+from decent_optim_wrapper import EtcdStore
 from decent_optim_wrapper.cli import main
 from decent_optim_wrapper.start.launched_store import find_launched_store
 
@@ -352,12 +355,21 @@ def test_a_node_with_the_store_ends_last_and_no_rank_starts_after_another_has_en
         assert first.end() == 0
 
 
-# Tells where the store is, and waits.
-HOLDING = """
+# Tells where it is and how to find the others, and waits.
+MEETING = """
 import json
-tell(f"environ {rank}", json.dumps(dict(os.environ)))
-wait_for("end")
+tell(f"environ {rank} {life}", json.dumps(dict(os.environ)))
+tell(f"pid {rank} {life}", os.getpid())
+wait_for(f"end {rank}")
 """
+
+
+def store_of(launcher: Launched, rank: int, life: int = 0) -> Any:
+    """The store that one of two ranks finds."""
+    found = find_launched_store(json.loads(launcher.told(f"environ {rank} {life}")), None)
+    assert found is not None
+    assert (found.rank, found.world_size) == (rank, 2)
+    return found.store
 
 
 def torchruns(command: Sequence[str]) -> int:
@@ -366,17 +378,51 @@ def torchruns(command: Sequence[str]) -> int:
 
 
 def test_the_store_of_torchrun_is_found(tmp_path: Path) -> None:
-    with Launched(tmp_path, HOLDING, "--standalone", *TWO, launcher=torchruns) as launcher:
-        stores = []
-        for rank in (0, 1):
-            found = find_launched_store(json.loads(launcher.told(f"environ {rank}")), None)
-            assert found is not None
-            assert (found.rank, found.world_size) == (rank, 2)
-            found.store.set(f"from {rank}", str(rank))
-            stores.append(found.store)
+    with Launched(tmp_path, MEETING, "--standalone", *TWO, launcher=torchruns) as launcher:
+        stores = [store_of(launcher, rank) for rank in (0, 1)]
+        for rank, store in enumerate(stores):
+            store.set(f"from {rank}", str(rank))
         assert [stores[1 - rank].get(f"from {rank}") for rank in (0, 1)] == [b"0", b"1"]
-        launcher.tell("end")
+        for rank in (0, 1):
+            launcher.tell(f"end {rank}")
         assert launcher.end() == 0
+
+
+@pytest.mark.timeout(240)
+def test_a_launch_goes_on_without_a_server_a_rank_and_a_node(tmp_path: Path) -> None:
+    """That training does, too, is in test_etcd.py: no rank here imports torch."""
+    require_etcd()
+    with EtcdServers(3) as cluster, ExitStack() as stack:
+        url = f"etcd://{cluster.endpoints}/run"
+        # An earlier run has used the prefix.
+        earlier = PrefixStore("decent_optim_wrapper/launcher", EtcdStore(cluster.endpoints, "run"))
+        for number in range(2):
+            earlier.set(f"node/{number}", "[1, true, true, 0.0]")
+        options = ("--nnodes", "2", "--backoff", "0.1", "--store", url, "--node-rank")
+        nodes = [stack.enter_context(Launched(tmp_path, MEETING, *options, node)) for node in "01"]
+        store_of(nodes[1], 1).set("from 1", "before")
+        cluster.kill(cluster.leader())
+        os.kill(int(nodes[0].told("pid 0 0")), signal.SIGKILL)
+        # Comes back, and finds the other one.
+        assert store_of(nodes[0], 0, life=1).get("from 1") == b"before"
+        nodes[1].kill()
+        nodes[0].tell("end 0")
+        assert nodes[0].end() == 0
+    assert "rank 0 is started again (restart 1 of 3)" in nodes[0].printed
+    assert not cluster.alive()
+
+
+@pytest.mark.parametrize(
+    ("url", "rank", "words"),
+    [
+        ("redis://host:1/run", "0", "expected a store as 'etcd://"),
+        ("etcd://host:2379/run", "7", "contradict each other"),
+    ],
+)
+def test_variables_of_a_store_that_are_wrong_are_named(url: str, rank: str, words: str) -> None:
+    environ = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with pytest.raises(ValueError, match=words):
+        find_launched_store({**environ, "DECENT_STORE": url}, None)
 
 
 ETCD = "etcd://host:2379/run"
@@ -384,16 +430,13 @@ REFUSED = [
     ("--nnodes 2 train.py", "--nnodes 2 needs --endpoint host:port"),
     ("--nnodes 2 --node-rank 2 x.py", "--node-rank must be from 0 to 1"),
     ("--endpoint 29500 train.py", "expected host:port, with a port from 1 to 65535, got '29500'"),
-    ("--endpoint host:99999 train.py", "a port from 1 to 65535, got 'host:99999'"),
     ("--nproc-per-node 0 train.py", "--nproc-per-node must be at least 1, got 0"),
     ("--max-restarts -1 train.py", "--max-restarts must be at least 0, got -1"),
     ("--backoff inf train.py", "--backoff must be a number of seconds from 0"),
     ("--store host1:2379 train.py", "expected a store as 'etcd://host1:2379,host2"),
     ("--store etcd://host1:2379 train.py", "/my-run', got 'etcd://host1:2379'"),
-    ("--store etcd://host1/run train.py", "expected host:port"),
     ("--store etcd://a:1,host:99999/run x.py", "a port from 1 to 65535, got 'host:99999'"),
     (f"--store {ETCD}?colour=red train.py", "unknown options ['colour']"),
-    (f"--store {ETCD}?user=me train.py", "expected both user and password"),
     (f"--store {ETCD} --endpoint host:1 train.py", "leave one of them out"),
     ("", "expected a script"),
 ]

@@ -321,7 +321,7 @@ class Way(NamedTuple):
 WAYS = {
     "its data ends early, and it takes part in the rounds of the others": Way(
         end_early,
-        ["fsdp outside", "tp inside", "pipeline gpipe"],
+        ["fsdp outside", "pipeline gpipe"],
         {"steps": [STEPS, STEPS - 2, STEPS, STEPS]},
     ),
     "a scaler skips its update, and not its round": Way(
@@ -341,14 +341,12 @@ WAYS = {
     "it mixes before the forward pass what it has sent in the backward pass": Way(
         partial(scale_in_backward, overlap="forward"), ["fsdp inside"], overlap=False
     ),
-    **{
-        f"it steps {name} the backward pass{', and stays gathered' * gathered}": Way(
-            partial(step_in_backward, when=when, gathered=gathered),
-            ["fsdp inside" if gathered else BLOCKS_ONLY],
-        )
-        for name, when in {"in": True, "at the end of": False}.items()
-        for gathered in (False, True)
-    },
+    "it steps in the backward pass": Way(
+        partial(step_in_backward, when=True, gathered=False), [BLOCKS_ONLY]
+    ),
+    "it steps at the end of the backward pass, and stays gathered": Way(
+        partial(step_in_backward, when=False, gathered=True), ["fsdp inside"]
+    ),
 }
 
 

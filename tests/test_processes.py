@@ -42,9 +42,8 @@ from decent_optim_wrapper import (
     OuterOptimizer,
     TopologyFactory,
 )
-from decent_optim_wrapper.comm import connections
 from decent_optim_wrapper.comm.background import in_background
-from decent_optim_wrapper.comm.process_groups import new_communicator, store_of
+from decent_optim_wrapper.comm.process_groups import store_of
 
 pytestmark = pytest.mark.slow
 
@@ -107,38 +106,6 @@ def test_a_process_group_restricts_the_gossip_to_its_ranks(
     expected = oracle(TopologyFactory.create(name, size), STEPS, True, sgd)
     torch.testing.assert_close(rows[:size], expected, rtol=1e-11, atol=1e-12)
     assert (rows[0] - rows[size]).abs().max() > 1e-3
-
-
-def two_wrappers_with_communicators() -> tuple[bool, float]:
-    group: Any = dist.new_group(timeout=timedelta(seconds=77))
-    rank, known = dist.get_rank(), len(dist.distributed_c10d._world.pg_map)
-    distances, wrappers, timeouts = [], [], []
-
-    def noting(like: Any, store: Any, rank: int, size: int, *bounds: Any) -> Any:
-        made = new_communicator(like, store, rank, size, *bounds)
-        timeouts.append(made.options._timeout)
-        return made
-
-    topology = TopologyFactory.create("alternating-exp-ring", RANKS, 4)
-    with mock.patch.object(connections, "new_communicator", noting):
-        for seed in (0, 1):
-            params = make_params(seed=seed)
-            wrapper = train(params, rank, group, topology=topology)
-            wrapper.global_avg(may_revert=False)
-            distances.append(wrapper.consensus_distance())
-            wrappers.append(wrapper)
-    # One of all ranks and one of each larger group.
-    assert len(timeouts) > 2
-    assert set(timeouts) == {timedelta(seconds=77)}
-    del wrapper
-    wrappers.clear()
-    return len(dist.distributed_c10d._world.pg_map) == known, max(distances)
-
-
-def test_communicators_keep_the_users_timeout_and_go_with_their_wrapper(ranks: KeptRanks) -> None:
-    for freed, distance in ranks.run(two_wrappers_with_communicators):
-        assert freed
-        assert distance < 1e-12
 
 
 def distance_after_training(ddp: bool) -> float:
