@@ -343,6 +343,12 @@ def test_ranks_that_see_different_folders_load_what_all_of_them_see(tmp_path: Pa
     assert "step_00000002 of 6 ranks is passed over: it is missing, damaged, or of" in text
     assert "rank 2: checkpoint" in text
     assert "sets of another number of ranks must be where every rank sees them" in text
+    # Another run's set of the same step.
+    shutil.rmtree(folders[1])
+    save(folders[1], 4, 1, 70)
+    with warned_texts() as warned:
+        assert load(folders, 3) == [NOTHING] * 3
+    assert "of another run on rank" in "".join(warned)
 
 
 def test_a_set_that_members_with_gaps_have_saved_is_averaged_and_stays(tmp_path: Path) -> None:
