@@ -57,8 +57,6 @@ class SendQueue:
     def __init__(self) -> None:
         # Whether messages wait for their turn instead of being posted at once.
         self.is_open = False
-        # The receives that were started before their message is sent, by position.
-        self.received: dict[int, list[Waitable]] = {}
         self._lock = threading.Lock()
         self._beginning = threading.Lock()
         self._turns = count()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -119,20 +119,15 @@ class StateBucket(Bucket):
         self.shift_(self._as_own(flat), self.pack(self.new_flat()), weight)
 
     @torch.no_grad()
-    def shift_(self, theirs: Flat, ours: Flat, weight: float) -> None:
-        """Like `Bucket.shift_`, for the entries that all ranks of the group have."""
-        self._add_shared(self.view(self.difference(theirs.data, ours.data)), weight)
-
-    @torch.no_grad()
-    def absorb_(self, parts: Iterable[tuple[slice, Tensor]], weight: float | None) -> None:
-        """Like `Bucket.absorb_`, for the entries that all ranks of the group have."""
-        whole = self.new_flat()
-        for place, part in parts:
-            whole.data[place].copy_(part)
-        if weight is None:
-            self.unpack_(whole)
-        else:
-            self._add_shared(whole, weight)
+    def add_(self, flat: Flat, factor: float) -> None:
+        """Like `Bucket.add_`, for the entries that all ranks of the group have."""
+        # The other ranks have an entry of this rank if the flags do not differ; larger groups send
+        # the mean. No flag is read on the host, which would wait for a GPU.
+        shared = self._spread(flat.views[-1] == 0)
+        flat.data[: len(shared)].mul_(shared)
+        own, parts = self._own(flat)
+        if own:
+            torch._foreach_add_(own, parts, alpha=factor)
 
     @torch.no_grad()
     def unpack_(self, flat: Flat) -> None:
@@ -144,15 +139,6 @@ class StateBucket(Bucket):
         own, parts = self._own(kept)
         if own:
             torch._foreach_copy_(own, parts)
-
-    def _add_shared(self, away: Flat, weight: float) -> None:
-        # The other ranks have an entry of this rank if the flags do not differ; larger groups send
-        # the mean. No flag is read on the host, which would wait for a GPU.
-        shared = self._spread(away.views[-1] == 0)
-        away.data[: len(shared)].mul_(shared)
-        own, parts = self._own(away)
-        if own:
-            torch._foreach_add_(own, parts, alpha=weight)
 
     def _spread(self, flags: Tensor) -> Tensor:
         """Expand one flag per entry to one per element."""

@@ -21,7 +21,7 @@ from decent_optim_wrapper.wire.exchange import Exchange, Wire
 from decent_optim_wrapper.wire.finite_flags import FiniteFlags
 from decent_optim_wrapper.wire.messages import Sender, Waits
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
-from decent_optim_wrapper.wire.pack import pack
+from decent_optim_wrapper.wire.pack import exchange_of
 from decent_optim_wrapper.wire.storage import Flat
 from decent_optim_wrapper.wire.sum_order import GIVEN_ORDER
 
@@ -94,6 +94,8 @@ class Round:
         # The buckets of parameters that are not mixed yet, with the buckets attached to each.
         self.unmixed: dict[Bucket, tuple[Bucket, ...]] = {}
         self._exchanges: dict[Bucket, Exchange] = {}
+        # The exchanges that receive already, and are not posted yet.
+        self._ahead: dict[Bucket, Exchange] = {}
         self._moves_references = False
         # The stamps of the buckets whose parameters must not be changed by hand meanwhile.
         self._stamps: dict[Bucket, tuple[int, ...]] = {}
@@ -118,7 +120,8 @@ class Round:
         if self._wire.sends is not None and not self.sender.failure:
             self._wire.sends.open()
             for position, bucket in enumerate(each for each in buckets if each.numel):
-                self.sender.receive_ahead(bucket, position)
+                ahead = self._ahead[bucket] = exchange_of(self._wire, bucket, position)
+                self.sender.run(ahead.receive_ahead, ahead)
 
     def post(
         self,
@@ -150,18 +153,19 @@ class Round:
             return
         meter = self._policy.meter
         with meter.launch:
-            exchange = pack(self._wire, bucket, snapshot, len(self._exchanges))
+            ahead = self._ahead.pop(bucket, None)
+            exchange = ahead or exchange_of(self._wire, bucket, len(self._exchanges))
+            exchange.pack(snapshot)
             self._exchanges[bucket] = exchange
             self._moves_references |= exchange.uses_reference
             early = self._policy.pacing.mixes_early and bucket in self.unmixed
             if not keeps and (early or bucket.is_sent_in_place):
                 self._stamps[bucket] = bucket.stamps
             meter.count_bytes(exchange.bytes_sent)
+            self.sender.run(exchange.start, exchange)
             if self._policy.pacing.mixes_early:
                 flag = partial(self.flags.send, [exchange], self.sender, alone=True)
-                self.sender.start(exchange, then=flag)
-            else:
-                self.sender.start(exchange)
+                self.sender.run(flag, exchange)
 
     def seal(self) -> None:
         """Tell the group which buckets had finite values, once all of them are posted."""
@@ -222,10 +226,7 @@ class Round:
             raise
 
     def _receive(self) -> None:
-        if self.sender.thread:
-            self._waits.wait_for_sender(self.sender)
-        if self.sender.failure:
-            self._waits.check_sent(self.sender)
+        self._waits.wait_for_sender(self.sender)
         if self._watch is not None:
             self._waits.wait_for(self._watch)
         self._receive_headers()
@@ -262,8 +263,7 @@ class Round:
 
     def _receive_exchange(self, exchange: Exchange) -> None:
         waits, position = self._waits, exchange.position
-        waits.wait_for_sender(self.sender, exchange)
-        waits.check_sent(self.sender)
+        waits.wait_for_sender(self.sender)
         self._receive_headers()
         waits.wait(exchange.works, position, self._wire.peers, exchange.on_gpu)
         if exchange.tells_finite:
@@ -331,8 +331,7 @@ class Round:
 
     def snapshot_of(self, bucket: Bucket) -> Flat | None:
         """The bucket's parameters when the round was launched, if they may have changed since."""
-        if self.sender.thread:
-            self._waits.wait_for_sender(self.sender)
+        self._waits.wait_for_sender(self.sender)
         exchange = self._exchanges.get(bucket)
         return None if exchange is None else exchange.snapshot
 
@@ -364,6 +363,7 @@ class Round:
             self._wire.sends.drop()
         self.unmixed.clear()
         self._exchanges.clear()
+        self._ahead.clear()
         self._stamps.clear()
         self._headers = []
         self.flags.drop()

@@ -7,44 +7,47 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.codecs import Codec, wide
+from decent_optim_wrapper.codecs import Codec, is_finite_on_device, wide
 from decent_optim_wrapper.optim.shards import local
 from decent_optim_wrapper.wire.layout import MIB, Layout, kind_of, saving
-from decent_optim_wrapper.wire.storage import Arena, Flat, move_together, new_vector
+from decent_optim_wrapper.wire.storage import Flat, aligned, move_together, new_vector
 
-# Elements that are mixed at a time if a temporary copy is needed.
-_SLICE = 1 << 18
 _version_of = attrgetter("_version")
 _kind_of = attrgetter("dtype", "device")
 _shape_of = attrgetter("shape")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
-class Pair(NamedTuple):
-    """The wire buffers of an exchange with one peer."""
-
-    outgoing: Flat
-    incoming: Flat
-
-
 class _Memory:
-    """Memory for the flat vectors of a bucket, and the views of them that were made."""
+    """Memory for flat vectors of a bucket, as large as the largest set of them.
+
+    Args:
+        device: the device of the memory.
+        pinned: whether a GPU copies to and from it.
+    """
 
     def __init__(self, device: torch.device, pinned: bool) -> None:
-        self._arena = Arena(device, pinned)
+        self._device = device
+        self._pinned = pinned
+        self._bytes = new_vector(0, torch.uint8, device)
         # Made once: a round costs calls per bucket, not per parameter.
         self._flats: dict[tuple[int, torch.dtype], tuple[Flat, ...]] = {}
 
     def vectors(self, count: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Like `Arena.vectors`."""
-        if not self._arena.fits(count, numel, dtype):
+        """View the memory as `count` uninitialised vectors; its old contents are lost."""
+        stride = aligned(numel * dtype.itemsize)
+        if count * stride > self._bytes.numel():
             self._flats.clear()
-        return self._arena.vectors(count, numel, dtype)
+            # The old bytes are freed first; otherwise both would count at the peak.
+            self._bytes = new_vector(0, torch.uint8, self._device)
+            self._bytes = new_vector(count * stride, torch.uint8, self._device, self._pinned)
+        rows = self._bytes[: count * stride].view(count, stride)
+        return tuple(row[: numel * dtype.itemsize].view(dtype) for row in rows)
 
     def flats(self, bucket: Bucket, count: int, dtype: torch.dtype) -> tuple[Flat, ...]:
         """View the memory as `count` vectors of a bucket; its old contents are lost."""
@@ -122,21 +125,21 @@ class Bucket:
         """True if a GPU exchanges it."""
         return self.wire_device.type == "cuda"
 
-    def pair(self, needs_snapshot: bool = False) -> Pair:
-        """The wire buffers for one peer; `pair` and `summing` share their memory.
+    def pair(self, needs_snapshot: bool = False) -> tuple[Flat, Flat]:
+        """The wire buffers for one peer, outgoing and incoming.
 
         If possible, the tensors' own storage is sent: it must not change in flight.
 
         Args:
             needs_snapshot: whether the tensors may change in flight.
         """
-        near = self.wire_device == self.device
-        if self._storage is not None and near and not needs_snapshot:
-            return Pair(self._storage, *self._wire.flats(self, 1, self.dtype))
-        return Pair(*self._wire.flats(self, 2, self.dtype))
+        if self._storage is not None and not (self.via_cpu or needs_snapshot):
+            return self._storage, self._wire.flats(self, 1, self.dtype)[0]
+        outgoing, incoming = self._wire.flats(self, 2, self.dtype)
+        return outgoing, incoming
 
     def summing(self, count: int = 1) -> tuple[Flat, ...]:
-        """Wire buffers of which one is summed over a group.
+        """Wire buffers of which one is summed over a group, in the memory of `pair`.
 
         Half precision is summed in float32: rounding would otherwise change values that are the
         same on all ranks.
@@ -225,7 +228,7 @@ class Bucket:
     @torch.no_grad()
     def unpack_(self, flat: Flat) -> None:
         """Copy `flat` into the tensors."""
-        torch._foreach_copy_(self._tensors(), self._nearby(flat).views)
+        torch._foreach_copy_(self._tensors(), self._as_own(flat).views)
         self._notify_autograd()
 
     @torch.no_grad()
@@ -238,47 +241,34 @@ class Bucket:
     def shift_(self, theirs: Flat, ours: Flat, weight: float) -> None:
         """In place, x <- x + weight * (theirs - ours), with ours the values of x when it was sent.
 
-        The peer adds the exact opposite, so the mean of the two does not move.
+        The peer adds the exact opposite, so the mean of the two does not move. `theirs` is
+        overwritten.
         """
-        # In parts with views, and on the CPU, which adds tensor by tensor in any case: the
-        # difference would temporarily take another copy of the bucket.
-        if self._storage is None and (self.via_cpu or self.on_gpu):
-            whole = self.view(self.difference(theirs.data, ours.data))
-            torch._foreach_add_(self._tensors(), whole.views, alpha=weight)
-            return
-        if self._storage is None:
-            for tensor, *pair in zip(self._tensors(), theirs.views, ours.views, strict=True):
-                tensor.add_(self.difference(*pair), alpha=weight)
-            return
-        for start in range(0, self.flat_numel, _SLICE):
-            part = slice(start, start + _SLICE)
-            away = self.difference(theirs.data[part], ours.data[part])
-            self._storage.data[part].add_(away, alpha=weight)
-        self._notify_autograd()
+        # In place, since another copy of the bucket would be needed otherwise.
+        theirs.data.sub_(ours.data)
+        self.add_(self._as_own(theirs), weight)
 
     @torch.no_grad()
-    def absorb_(self, parts: Iterable[tuple[slice, Tensor]], weight: float | None) -> None:
-        """In place, x <- x + weight * part, or x <- part if the weight is None.
+    def absorb_(self, parts: Iterable[tuple[slice, Tensor]], weight: float) -> None:
+        """In place, x <- x + weight * part.
 
         Args:
             parts: slices of a flat vector, and the values there, which the next part overwrites.
             weight: the same for all.
         """
         if self._storage is None:
-            whole = self.spare(self.dtype)
-            for place, part in parts:
-                whole.data[place].copy_(part)
-            if weight is None:
-                torch._foreach_copy_(self._tensors(), whole.views)
-            else:
-                torch._foreach_add_(self._tensors(), whole.views, alpha=weight)
+            self.add_(self.joined(parts), weight)
             return
         for place, part in parts:
-            if weight is None:
-                self._storage.data[place].copy_(part)
-            else:
-                self._storage.data[place].add_(part, alpha=weight)
+            self._storage.data[place].add_(part, alpha=weight)
         self._notify_autograd()
+
+    def joined(self, parts: Iterable[tuple[slice, Tensor]]) -> Flat:
+        """The parts as one flat vector, in the tensors' dtype and in the memory of `spare`."""
+        whole = self.spare(self.dtype)
+        for place, part in parts:
+            whole.data[place].copy_(part)
+        return whole
 
     @torch.no_grad()
     def add_(self, flat: Flat, factor: float) -> None:
@@ -342,24 +332,14 @@ class Bucket:
         """Number of elements of a flat vector; a storage has gaps that align its tensors."""
         return self.numel if self._storage is None else self._storage.data.numel()
 
-    def difference(self, theirs: Tensor, ours: Tensor) -> Tensor:
-        """The difference of two vectors, on the tensors' device and in their dtype."""
-        theirs, ours = (each.to(self.device, non_blocking=True) for each in (theirs, ours))
-        return theirs.sub(ours).to(self.dtype)
-
     def _as_own(self, flat: Flat) -> Flat:
         """The flat vector on the tensors' device, in their dtype."""
-        near = self._nearby(flat)
-        return near if near.data.dtype == self.dtype else self.view(near.data.to(self.dtype))
-
-    def _nearby(self, flat: Flat) -> Flat:
-        """The flat vector on the tensors' device."""
-        if flat.data.device == self.device:
-            return flat
-        near = self.spare(flat.data.dtype)
-        # From pinned memory, whose next use waits for this copy: see `Exchange.start`.
-        near.data.copy_(flat.data, non_blocking=True)
-        return near
+        if flat.data.device != self.device:
+            near = self.spare(flat.data.dtype)
+            # From pinned memory, whose next use waits for this copy: see `Exchange.start`.
+            near.data.copy_(flat.data, non_blocking=True)
+            flat = near
+        return flat if flat.data.dtype == self.dtype else self.view(flat.data.to(self.dtype))
 
     def _tensors(self) -> tuple[Tensor, ...]:
         """The members as real tensors, viewed again each time: their storage may be replaced."""
@@ -379,21 +359,14 @@ def changed_since(stamps: Sequence[int], bucket: Bucket) -> list[Tensor]:
 
 
 def is_finite(data: Tensor) -> bool:
-    """Return whether all elements are finite: one pass, and a second one if the sum overflows."""
-    data = data.detach()
-    return bool(data.sum().isfinite()) or bool(data.isfinite().all())
+    """Return whether all elements are finite."""
+    return bool(is_finite_on_device(data))
 
 
 def all_finite(buckets: Sequence[Bucket]) -> list[bool]:
-    """Return whether the tensors of each bucket are finite; a GPU is read once."""
+    """Return whether the tensors of each bucket are finite; read at once from a GPU."""
     found = [bucket.is_finite() for bucket in buckets]
-    places = dict.fromkeys(each.device for each in found)
-    for device in places:
-        own = [index for index, each in enumerate(found) if each.device == device]
-        read = torch.stack([found[index] for index in own]).cpu()
-        for index, value in zip(own, read, strict=True):
-            found[index] = value
-    return [bool(each) for each in found]
+    return torch.stack([each.to(found[0].device) for each in found]).cpu().tolist() if found else []
 
 
 @torch.no_grad()

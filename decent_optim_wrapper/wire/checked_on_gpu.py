@@ -31,7 +31,8 @@ class CheckedOnGpu:
         self._rows = rows
         self.works = works
         self._late: AsyncHostCopy | None = None
-        self._usable: dict[Exchange, MixMask] = {}
+        # Whether all are finite.
+        self._whole = rows
 
     @classmethod
     def gather(cls, wire: Wire, exchanges: Sequence[Exchange], tag: int) -> CheckedOnGpu:
@@ -49,23 +50,17 @@ class CheckedOnGpu:
 
     def usable(self, exchange: Exchange) -> MixMask:
         """The part of an exchange that may be mixed, once the stream that mixes has waited."""
-        if not self._usable:
-            self._late = AsyncHostCopy(self._rows)
-            self._usable = self._choose(exchange.sums)
-        return self._usable[exchange].on(exchange.device)
-
-    def _choose(self, sums: bool) -> dict[Exchange, MixMask]:
-        group, transport = self._wire.group, self._wire.transport
+        if self._late is None:
+            self._late, self._whole = AsyncHostCopy(self._rows), self._rows.all()
+        group, transport, device = self._wire.group, self._wire.transport, exchange.device
         if self._wire.on_nonfinite == "raise":
             # A round is mixed as a whole or not at all.
-            whole = MixMask(arrived=self._rows.all(), present=group.size)
-            return dict.fromkeys(self._columns, whole)
-        own, present = self._rows[group.ranks.index(transport.rank)], self._rows.sum(0)
-        arrived = present > 0 if sums else self._rows[group.ranks.index(self._wire.peer)]
-        return {
-            exchange: MixMask(arrived=arrived[column], present=present[column], own=own[column])
-            for exchange, column in self._columns.items()
-        }
+            whole = self._whole.to(device, non_blocking=True)
+            return MixMask(arrived=whole, present=group.size)
+        finite = self._rows[:, self._columns[exchange]].to(device, non_blocking=True)
+        present, own = finite.sum(), finite[group.ranks.index(transport.rank)]
+        arrived = present > 0 if exchange.sums else finite[group.ranks.index(self._wire.peer)]
+        return MixMask(arrived=arrived, present=present, own=own)
 
     def nonfinite_ranks(self) -> list[int]:
         """The positions of the ranks with values that are not finite, once a round is mixed."""

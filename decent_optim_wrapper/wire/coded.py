@@ -12,17 +12,22 @@ values are not finite, this holds for the mean of the others, and r does not cha
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import reduce
 from itertools import pairwise
 from random import Random
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from decent_optim_wrapper.codecs import Codec, wide
+from decent_optim_wrapper.comm.background import in_background
+from decent_optim_wrapper.comm.waiting import LONGEST_WAIT, Waitable
 from decent_optim_wrapper.wire.bucket import Bucket
-from decent_optim_wrapper.wire.coded_mean import CodedMean
-from decent_optim_wrapper.wire.exchange import Exchange, MixMask, Wire
+from decent_optim_wrapper.wire.exchange import BUCKET_TAG, MEAN_TAG, Exchange, MixMask, Wire
 from decent_optim_wrapper.wire.storage import new_vector
 
 # A slice of a vector, and values there.
@@ -35,49 +40,41 @@ class CodedExchange(Exchange):
     Args:
         wire: as in `Exchange`.
         bucket: the bucket.
-        codec: the codec of the bucket.
-        snapshot: the values that are sent in place of its members'.
-        chunks: the parts of the vector that are coded separately.
         position: its number among the buckets of the round.
+        codec: the codec of the bucket.
+        chunks: the parts of the vector that are coded separately.
     """
 
     def __init__(
-        self,
-        wire: Wire,
-        bucket: Bucket,
-        codec: Codec,
-        snapshot: Mapping[Tensor, Tensor],
-        chunks: list[slice],
-        position: int,
+        self, wire: Wire, bucket: Bucket, position: int, codec: Codec, chunks: list[slice]
     ) -> None:
         super().__init__(wire, bucket, position)
         self._codec = codec
         self._chunks = chunks
         self._reference = None if wire.references is None else wire.references.of(bucket)
         self.uses_reference = self._reference is not None
-        group = wire.group
-        self._weight = group.size * (1 - group.self_weight) / (group.size - 1)
-        self._values = bucket.values(snapshot, wire.needs_snapshot)
-        self.snapshot = self._values if wire.needs_snapshot else None
-        room = codec.nbytes(max(map(_length, chunks))) * len(chunks) + (group.size == 2)
+        room = codec.nbytes(max(map(_length, chunks))) * len(chunks) + (wire.group.size == 2)
+        # What is sent, and memory for as much.
         self._messages, self._room = bucket.messages(room)
         places = (slice(*map(codec.nbytes, (chunk.start, chunk.stop))) for chunk in chunks)
+        # This rank's message of each chunk.
         self._outgoing = [self._messages[place] for place in places]
-        # Here, and not in `start`: on the stream that has computed the values.
-        self._encode()
 
-    def _encode(self) -> None:
+    def pack(self, snapshot: Mapping[Tensor, Tensor]) -> None:
+        """Code what is sent."""
+        values = self._bucket.values(snapshot, self._wire.needs_snapshot)
+        self.snapshot = values if self._wire.needs_snapshot else None
         for chunk, message in zip(self._chunks, self._outgoing, strict=True):
             near = torch.empty_like(message, device=self.device) if self.via_cpu else message
             reference = None if self._reference is None else self._reference[chunk]
-            self._codec.encode(self._values.data[chunk], near, reference)
+            self._codec.encode(values.data[chunk], near, reference)
             if self.via_cpu:
                 message.copy_(near, non_blocking=True)
 
     def start(self) -> None:
         """Check the codes and start the exchange."""
         if self._wire.checks:
-            finite = _all([self._codec.is_finite(each) for each in self._outgoing])
+            finite = reduce(torch.logical_and, map(self._codec.is_finite, self._outgoing))
             self.finite = finite if self.on_gpu else bool(finite)
             # A larger group would spread them.
             if not self.on_gpu and not finite and self._wire.on_nonfinite == "skip":
@@ -85,9 +82,9 @@ class CodedExchange(Exchange):
         self._send()
 
     def apply(self, rate: float, present: Sequence[int]) -> None:
-        """Mix in what has arrived."""
+        """Mix the received values."""
         if self._wire.transport.rank not in present:
-            self._bucket.absorb_(self._absolute(self._means(len(present))), None)
+            self._bucket.unpack_(self._bucket.joined(self._values(len(present))))
         elif len(present) > 1:
             self._bucket.absorb_(self._changes(present), self._weight * rate)
             if self._wire.references is not None and self._reference is not None:
@@ -99,23 +96,17 @@ class CodedExchange(Exchange):
         Otherwise both ranks treat the message as zeros. A rank whose own values are not finite
         takes the received ones.
         """
-        if usable.own is None:
-            self._apply_where(usable.arrived, rate)
-            return
-        bucket, theirs = self._bucket, self._bucket.new_flat(dtype=wide(self._bucket.dtype)).data
-        for place, part in self._absolute(self._means(1)):
-            theirs[place] = part
-        self._apply_where(usable.arrived.logical_and(usable.own), rate)
-        takes = usable.own.logical_not().logical_and(usable.arrived)
-        now = bucket.pack(bucket.spare(bucket.dtype))
-        torch.where(takes, theirs.to(bucket.dtype), now.data, out=now.data)
-        bucket.unpack_(now)
-
-    def _apply_where(self, condition: Tensor, rate: float) -> None:
-        refused = condition.logical_not()
+        bucket, arrived, own = self._bucket, usable.arrived, usable.own
+        taken = None if own is None else bucket.joined(self._values(1)).data.clone()
+        refused = (arrived if own is None else arrived.logical_and(own)).logical_not()
         for message in (*self._arrived, *self._outgoing):
             message.masked_fill_(refused, 0)
         self.apply(rate, self._wire.group.ranks)
+        if own is not None and taken is not None:
+            now = bucket.pack(bucket.spare(bucket.dtype))
+            keeps = arrived.logical_not().logical_or_(own)
+            torch.where(keeps, now.data, taken, out=now.data)
+            bucket.unpack_(now)
 
     @abstractmethod
     def _send(self) -> None:
@@ -130,9 +121,14 @@ class CodedExchange(Exchange):
     def _changes(self, present: Sequence[int]) -> Iterator[Part]:
         """The changes before the weight, by slice; moves the reference if all ranks are present."""
 
-    @abstractmethod
-    def _means(self, present: int) -> Iterator[Part]:
-        """mean(q) of the ranks that are present, by slice."""
+    def _values(self, present: int) -> Iterator[Part]:
+        """The received values, as the mean of the ranks that are present, by slice."""
+        for chunk, message in zip(self._chunks, self._arrived, strict=True):
+            for place, (values,) in self._decode(chunk, message):
+                if self.sums:
+                    values.mul_(self._wire.group.size / present)
+                reference = self._reference
+                yield place, values if reference is None else values.add_(reference[place])
 
     def _decode(self, chunk: slice, *messages: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         """The values of messages in a chunk, by slice of the whole vector."""
@@ -141,39 +137,21 @@ class CodedExchange(Exchange):
         for place, values in self._codec.decode(*near, numel=_length(chunk), dtype=dtype):
             yield slice(chunk.start + place.start, chunk.start + place.stop), values
 
-    def _absolute(self, parts: Iterable[Part]) -> Iterator[Part]:
-        for place, part in parts:
-            yield place, part if self._reference is None else part.add_(self._reference[place])
-
 
 class CodedPair(CodedExchange):
     """An exchange of codes between two ranks. The last byte says whether the values are finite.
 
-    Args:
-        wire: as in `CodedExchange`.
-        bucket: the bucket.
-        codec: the codec of the bucket.
-        snapshot: what is sent in place of its members' values.
-        position: its number among the buckets of the round.
-        tag: the tag of its messages.
+    Arguments are those of `Exchange`, and the codec.
     """
 
-    def __init__(
-        self,
-        wire: Wire,
-        bucket: Bucket,
-        codec: Codec,
-        snapshot: Mapping[Tensor, Tensor],
-        position: int,
-        tag: int,
-    ) -> None:
-        super().__init__(wire, bucket, codec, snapshot, [slice(0, bucket.flat_numel)], position)
-        self._tag = tag
-        self.tells_finite = wire.checks and not self.on_gpu
+    def __init__(self, wire: Wire, bucket: Bucket, position: int, codec: Codec) -> None:
+        super().__init__(wire, bucket, position, codec, [slice(0, bucket.flat_numel)])
         # For q_j - q_i, which is twice mean(q) - q_i: a pass less over the values.
         self._weight /= 2
         # Without the flag: only values are counted.
         self.bytes_sent = self._messages.nbytes - 1
+        self._pair = self._messages, self._room
+        self.tells_finite = wire.checks and not self.on_gpu
 
     def received_finite(self) -> bool:
         """Return whether the peer says that its values are finite."""
@@ -182,7 +160,7 @@ class CodedPair(CodedExchange):
     def _send(self) -> None:
         if self.tells_finite:
             self._messages[-1] = bool(self.finite)
-        self.works += self._wire.exchange(self._messages, self._room, self._tag, self.position)
+        self._exchange()
 
     @property
     def _arrived(self) -> list[Tensor]:
@@ -198,87 +176,125 @@ class CodedPair(CodedExchange):
                 self._reference[place].add_(both, alpha=0.5)
             yield place, theirs.sub_(ours)
 
-    def _means(self, present: int) -> Iterator[Part]:
-        (chunk,) = self._chunks
-        for place, (theirs,) in self._decode(chunk, *self._arrived):
-            yield place, theirs
-
 
 class CodedGroup(CodedExchange):
-    """An exchange of codes in a larger group, each rank of which averages the chunk that it owns.
+    """An exchange of codes in a larger group: a reduce-scatter and an all-gather of codes.
+
+    Each rank owns a chunk. All ranks send their codes of it to the owner, which decodes and
+    averages them, codes the mean, and sends it to all. Messages are point to point, since
+    collectives would have to come in the same order on all ranks, and on a separate thread, since
+    the mean is due in the middle of a backward pass.
 
     A mean is rounded once more on its way from its owner. With e the error that this makes in the
     sum, the changes of the ranks that are present add up to -e, and the owner adds e to its own
     values. An owner that is left out cannot: the others leave its chunk as it is in this round.
 
-    Args:
-        wire: as in `CodedExchange`.
-        bucket: the bucket.
-        codec: the codec of the bucket.
-        snapshot: what is sent in place of its members' values.
-        position: its number among the buckets of the round.
-        tags: of the messages to the owners, and of those from them.
+    Arguments are those of `Exchange`, and the codec.
     """
 
-    def __init__(
-        self,
-        wire: Wire,
-        bucket: Bucket,
-        codec: Codec,
-        snapshot: Mapping[Tensor, Tensor],
-        position: int,
-        tags: tuple[int, int],
-    ) -> None:
-        chunks = _shares(bucket.flat_numel, codec.block, wire.group.size, wire.round)
-        super().__init__(wire, bucket, codec, snapshot, chunks, position)
-        self._tags = tags
-        owned = wire.group.ranks.index(wire.transport.rank)
-        self._own = self._new_vector(self._outgoing[owned].numel(), torch.uint8)
-        self._error = self._new_vector(_length(chunks[owned]), wide(bucket.dtype)).zero_()
-        others = sum(message.nbytes for message in self._outgoing) - self._own.nbytes
-        self.bytes_sent = others + (wire.group.size - 1) * self._own.nbytes
+    sums = True
 
-    def _new_vector(self, numel: int, dtype: torch.dtype) -> Tensor:
-        bucket = self._bucket
-        return new_vector(numel, dtype, bucket.wire_device, bucket.via_cpu)
+    def __init__(self, wire: Wire, bucket: Bucket, position: int, codec: Codec) -> None:
+        group = wire.group
+        chunks = _shares(bucket.flat_numel, codec.block, group.size, wire.round)
+        super().__init__(wire, bucket, position, codec, chunks)
+        self._place = group.ranks.index(wire.transport.rank)
+        own = self._outgoing[self._place]
+        device, pinned = bucket.wire_device, bucket.via_cpu
+        # For each rank a row, which first takes its message of this rank's chunk, and then the mean
+        # of its own chunk.
+        rows = self._room.view(group.size, -1)
+        self._codes = [row[: own.numel()] for row in rows]
+        self._codes[self._place] = own
+        self._means = [row[: each.numel()] for row, each in zip(rows, self._outgoing, strict=True)]
+        # Memory that no other round uses: after a loss a new one may begin before the thread has
+        # noticed.
+        self._means[self._place] = new_vector(own.numel(), torch.uint8, device, pinned)
+        # This rank's mean less the one that it sends.
+        numel = _length(chunks[self._place])
+        self._error = new_vector(numel, wide(bucket.dtype), device, pinned).zero_()
+        others = sum(message.nbytes for message in self._outgoing) - own.nbytes
+        self.bytes_sent = others + (group.size - 1) * own.nbytes
 
     def _send(self) -> None:
-        self._mean = CodedMean(
-            self._wire.transport,
-            self._wire.group.ranks,
-            self._codec,
-            outgoing=self._outgoing,
-            room=self._room,
-            own=self._own,
-            error=self._error,
-            tags=self._tags,
-        ).start()
-        self.works.append(self._mean)
+        transport, ranks = self._wire.transport, self._wire.group.ranks
+        others = [place for place, rank in enumerate(ranks) if rank != transport.rank]
+        # Chunks of a small vector may be empty; they are not sent.
+        owners = [place for place in others if self._outgoing[place].numel()]
+        senders = others if self._outgoing[self._place].numel() else []
+        tag, mean_tag = BUCKET_TAG + self.position, MEAN_TAG + self.position
+        # The receives first: their notices let the data start.
+        codes = {p: transport.receive(self._codes[p], ranks[p], tag) for p in senders}
+        sent = [transport.send(self._outgoing[p], ranks[p], tag) for p in owners]
+
+        def average() -> None:
+            if codes:
+                self._average(codes)
+            own = self._means[self._place]
+            works = [transport.receive(self._means[p], ranks[p], mean_tag) for p in owners]
+            works += [transport.send(own, ranks[p], mean_tag) for p in senders]
+            for work in (*sent, *works):
+                work.wait(LONGEST_WAIT)
+
+        self.works.append(_OnThread(in_background(average)))
+
+    @torch.no_grad()
+    def _average(self, codes: Mapping[int, Waitable]) -> None:
+        total, own = self._error, self._means[self._place]
+        # In the order of the ranks: the mean must not depend on the order of arrival.
+        for place, message in enumerate(self._codes):
+            if place in codes:
+                codes[place].wait(LONGEST_WAIT)
+            self._add(message, total)
+        total.div_(len(self._codes))
+        self._codec.encode(total, own)
+        self._add(own, total, -1.0)
+
+    def _add(self, message: Tensor, total: Tensor, factor: float = 1.0) -> None:
+        parts = self._codec.decode(message, numel=total.numel(), dtype=total.dtype)
+        for place, (values,) in parts:
+            total[place].add_(values, alpha=factor)
 
     @property
     def _arrived(self) -> list[Tensor]:
-        return self._mean.means
+        return self._means
 
     def _changes(self, present: Sequence[int]) -> Iterator[Part]:
         ranks, size = self._wire.group.ranks, self._wire.group.size
-        error = self._mean.error.to(self._bucket.device, non_blocking=True)
+        error = self._error.to(self._bucket.device, non_blocking=True)
         for owner, chunk in enumerate(self._chunks):
-            messages = self._mean.means[owner], self._outgoing[owner]
+            messages = self._means[owner], self._outgoing[owner]
             for place, (mean, ours) in self._decode(chunk, *messages):
                 if len(present) < size:
                     mean.mul_(size / len(present))
                 elif self._reference is not None:
                     self._reference[place].add_(mean)
                 change = mean.sub_(ours)
-                if owner == self._mean.position:
+                if owner == self._place:
                     here = slice(place.start - chunk.start, place.stop - chunk.start)
                     change.add_(error[here], alpha=size)
                 yield place, change if ranks[owner] in present else change.zero_()
 
-    def _means(self, present: int) -> Iterator[Part]:
-        for chunk, message in zip(self._chunks, self._mean.means, strict=True):
-            for place, (mean,) in self._decode(chunk, message):
-                yield place, mean.mul_(self._wire.group.size / present)
+
+class _OnThread(NamedTuple):
+    """What a thread does, as a work to wait for."""
+
+    done: Future[None]
+
+    def wait(self, timeout: timedelta = LONGEST_WAIT) -> None:
+        """Wait until it is done.
+
+        Raises:
+            RuntimeError: a rank is gone.
+            TimeoutError: the wait timed out.
+        """
+        if error := self.done.exception(timeout.total_seconds()):
+            # The text only: the error itself would hold this frame, which holds the future.
+            raise RuntimeError(str(error))
+
+    def is_completed(self) -> bool:
+        """Return whether it is done, or has failed."""
+        return self.done.done()
 
 
 def _shares(numel: int, block: int, count: int, round: int) -> list[slice]:
@@ -294,10 +310,6 @@ def _shares(numel: int, block: int, count: int, round: int) -> list[slice]:
     # Not in turn: a group may meet in every fourth round only.
     first = int(Random(round).random() * count)
     return chunks[first:] + chunks[:first]
-
-
-def _all(flags: list[Tensor]) -> Tensor:
-    return flags[0] if len(flags) == 1 else torch.stack(flags).all()
 
 
 def _length(place: slice) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
@@ -13,9 +12,7 @@ from decent_optim_wrapper.comm.streams import Action, PostingThread
 from decent_optim_wrapper.comm.waiting import Arrival, Expected, PendingMessage, Waitable, WireError
 from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.topo import Topology
-from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.exchange import Exchange, Wire
-from decent_optim_wrapper.wire.pack import receiving_ahead
 
 
 class Sender:
@@ -30,13 +27,12 @@ class Sender:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        # Why the round cannot arrive, and the position of the bucket that could not be sent.
-        self.failure: WireError | None = None
+        # Arguments of the `WireError` of a round that cannot arrive, and the position of the bucket
+        # that could not be sent.
+        self.failure: tuple[str, bool] | None = None
         self.failed_bucket = 0
         # Whether all exchanges on a GPU start when the round is sealed.
         self._collects = False
-        # For each exchange that a thread posts, a future that is done when it is posted.
-        self._posted: dict[Exchange, Future[None]] = {}
         # Posts exchanges whose values must first be copied to the CPU; None if everything was
         # posted at once.
         self.thread: PostingThread | None = None
@@ -63,76 +59,56 @@ class Sender:
             self._note(error, bucket)
             return []
 
-    def receive_ahead(self, bucket: Bucket, position: int) -> None:
-        """Start receiving a bucket that is posted later."""
-        action = partial(self._receive, receiving_ahead(self._wire, bucket, position), position)
-        if bucket.via_cpu:
-            # A GPU may still copy what was received in this memory before.
-            thread = self.thread or self._start_thread()
-            thread.add(action, bucket.device)
-        else:
-            action()
-
-    def _receive(self, start: Action, position: int) -> None:
-        try:
-            start()
-        except WireError as error:
-            self._note(error, position)
-
-    def start(self, exchange: Exchange, then: Action | None = None) -> None:
-        """Start an exchange after those that were posted before, and then run an action."""
+    def run(self, action: Action, exchange: Exchange) -> None:
+        """Run an action of an exchange after those of exchanges that were posted before."""
         if exchange.via_cpu and self.thread is None:
-            self._start_thread()
+            self.thread = PostingThread()
+            self._wire.transport.collectives_wait_for(self.thread)
         if self.thread is not None:
-            # Later ones, too: all-reduces must have the same order on all ranks.
+            # Later ones, too: all-reduces must have the same order on all ranks. A GPU may still
+            # pack what is sent, and copy what was received in the same memory before.
             device = exchange.device if exchange.via_cpu else None
-            self._posted[exchange] = Future()
-            self.thread.add(partial(self._start, exchange, then), device)
+            self.thread.add(partial(self._run, action, exchange.position), device)
         else:
-            self._start(exchange, then)
+            self._run(action, exchange.position)
+
+    def _run(self, action: Action, bucket: int) -> None:
+        try:
+            if not self.failure:
+                action()
+        except WireError as error:
+            self._note(error, bucket)
 
     def _note(self, error: WireError, bucket: int) -> None:
         # Not the error itself, whose traceback holds frames that hold this object: the connections
         # would stay open until the garbage is collected.
-        self.failure = WireError(str(error), error.silent)
+        self.failure = str(error), error.silent
         self.failed_bucket = bucket
 
     def seal(self, last: Action | None = None) -> None:
         """Run an action once everything is posted; nothing is posted after it."""
         if self._collects and self._wire.group.size > 2:
             # Before the flags, which are a collective: these have the same order on all ranks.
-            self._launch()
+            self._run(self._wire.transport.start_batches, 0)
         if self.thread is not None:
             self.thread.end(last)
         elif last is not None:
             last()
         if self._collects:
-            self._launch()
-
-    def _launch(self) -> None:
-        try:
-            self._wire.transport.start_batches()
-        except WireError as error:
-            self._note(error, 0)
+            self._run(self._wire.transport.start_batches, 0)
 
     def wait(self) -> None:
         """Wait until everything is on the wire.
 
         Raises:
-            WireError: it took too long, or a peer was lost.
+            WireError: it took too long, or a peer was lost, perhaps when something was posted.
             Exception: any other failure on the thread, which is an error of this rank.
         """
         if self.thread is not None and not self.thread.ended_well:
             self._wire.transport.wait_for_any(self.thread.future)
             self.thread.future.result()
-
-    def wait_for(self, exchange: Exchange) -> None:
-        """Wait until an exchange is on the wire; raises as `wait` does."""
-        posted = self._posted.get(exchange)
-        if self.thread is not None and posted is not None:
-            self._wire.transport.wait_for_any(posted, self.thread.future)
-            if not posted.done():
-                self.thread.future.result()
+        if self.failure is not None:
+            raise WireError(*self.failure)
 
     def drop(self) -> None:
         """Post nothing more."""
@@ -141,22 +117,6 @@ class Sender:
         if self.thread is not None:
             # The thread may still use memory that the next round uses.
             self.thread.drop()
-
-    def _start_thread(self) -> PostingThread:
-        thread = self.thread = PostingThread()
-        self._wire.transport.collectives_wait_for(thread)
-        return thread
-
-    def _start(self, exchange: Exchange, then: Action | None) -> None:
-        try:
-            if not self.failure:
-                exchange.start()
-        except WireError as error:
-            self._note(error, exchange.position)
-        if then is not None:
-            then()
-        if posted := self._posted.get(exchange):
-            posted.set_result(None)
 
 
 class Waits(NamedTuple):
@@ -184,20 +144,12 @@ class Waits(NamedTuple):
         except WireError as error:
             raise self.lost(bucket, suspects, error.silent) from error
 
-    def wait_for_sender(self, sender: Sender, exchange: Exchange | None = None) -> None:
-        """Wait until an exchange is on the wire; None waits for all."""
+    def wait_for_sender(self, sender: Sender) -> None:
+        """Wait until everything is on the wire."""
         try:
-            if exchange is None:
-                sender.wait()
-            else:
-                sender.wait_for(exchange)
+            sender.wait()
         except WireError as error:
-            raise self.lost(0, self.wire.peers, error.silent) from error
-
-    def check_sent(self, sender: Sender) -> None:
-        """Check that everything could be sent."""
-        if failure := sender.failure:
-            raise self.lost(sender.failed_bucket, self.wire.peers, failure.silent) from failure
+            raise self.lost(sender.failed_bucket, self.wire.peers, error.silent) from error
 
     def wait_for(self, watch: Arrival, *others: Arrival) -> None:
         """Wait until one of them has arrived, or `watch` has failed."""

@@ -22,43 +22,6 @@ class Flat(NamedTuple):
     views: tuple[Tensor, ...]
 
 
-class Arena:
-    """Memory that is reused for different sets of vectors, as large as the largest set.
-
-    Args:
-        device: the device of the memory.
-        pinned: whether a GPU copies to and from it.
-    """
-
-    def __init__(self, device: torch.device, pinned: bool) -> None:
-        self._device = device
-        self._pinned = pinned
-        self._bytes = new_vector(0, torch.uint8, device)
-
-    def fits(self, count: int, numel: int, dtype: torch.dtype) -> bool:
-        """Return whether `vectors` of this form need no new memory."""
-        return count * _stride(numel, dtype) <= self._bytes.numel()
-
-    def vectors(self, count: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """View the memory as uninitialised vectors; its old contents are lost.
-
-        Args:
-            count: number of vectors.
-            numel: elements of each.
-            dtype: dtype of the elements.
-        """
-        stride = _stride(numel, dtype)
-        if not self.fits(count, numel, dtype):
-            # The old bytes are freed first; otherwise both would count at the peak.
-            self._bytes = new_vector(0, torch.uint8, self._device)
-            self._bytes = new_vector(count * stride, torch.uint8, self._device, self._pinned)
-        arena = self._bytes
-        return tuple(
-            arena[start : start + numel * dtype.itemsize].view(dtype)
-            for start in range(0, count * stride, stride)
-        )
-
-
 def new_vector(
     numel: int, dtype: torch.dtype, device: torch.device, pinned: bool = False
 ) -> Tensor:
@@ -96,7 +59,7 @@ def _starts(tensors: Sequence[Tensor]) -> list[int]:
     starts = [0]
     for tensor in tensors:
         if tensor.nbytes >= _ALIGN_BYTES:
-            starts[-1] = _stride(starts[-1], tensor.dtype) // tensor.itemsize
+            starts[-1] = aligned(starts[-1] * tensor.itemsize) // tensor.itemsize
         starts.append(starts[-1] + tensor.numel())
     return starts
 
@@ -120,6 +83,6 @@ def _end(tensor: Tensor) -> int:
     return tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
-def _stride(numel: int, dtype: torch.dtype) -> int:
-    """Bytes from the start of a vector to the start of the next one."""
-    return -(-numel * dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+def aligned(nbytes: int) -> int:
+    """The bytes from the start of a vector to the start of the next one."""
+    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -473,7 +473,7 @@ def device_times(setup: Setup, size: Size) -> dict[str, Traffic]:
     for views in (False, True):
         buckets = gossip(model, size, param_as_bucket_view=views).buckets
         for bucket in buckets:
-            bucket.pair().incoming.data.zero_()
+            bucket.pair()[1].data.zero_()
 
         def pack_check_mix(buckets: Any = buckets) -> None:
             for bucket in buckets:
