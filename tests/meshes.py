@@ -106,12 +106,9 @@ def make_mesh(sizes: tuple[tuple[str, int], ...], timeout: timedelta | None) -> 
 
 LAYOUTS = {
     "tp inside": Layout({"gossip": 4, "tp": 2}),
-    "tp outside": Layout({"tp": 2, "gossip": 4}),
     "fsdp inside": Layout({"gossip": 4, "fsdp": 2}),
-    "fsdp outside": Layout({"fsdp": 2, "gossip": 4}),
     "fsdp with empty shards": Layout({"gossip": 2, "fsdp": 4}, cap_mb=CAP_MB / 2),
     "hsdp": Layout({"gossip": 2, "replicate": 2, "fsdp": 2}),
-    "pipeline 1f1b": Layout({"gossip": 4, "pp": 2}),
     "pipeline gpipe": Layout({"pp": 2, "gossip": 4}, schedule=ScheduleGPipe),
     "fsdp and tp": Layout({"gossip": 2, "fsdp": 2, "tp": 2}),
     "pipeline and tp": Layout({"gossip": 2, "pp": 2, "tp": 2}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -111,26 +110,3 @@ def test_a_rank_stays_unless_the_other_end_says_so_too(theirs: str | None) -> No
     with mock.patch(CONNECT, no_route):
         check_links(store, 1, notes_of((0, 1)), alive((0, 1), 1), timedelta(seconds=0.2))
     store.set.assert_called_with("1/missing/1", "[1, false, 1, [0]]")
-
-
-def test_of_a_link_that_was_not_tried_nothing_is_known() -> None:
-    """The store is slow, a member dies meanwhile, or there are too many to try."""
-    store = mock.Mock(spec=BoundedStore)
-    for members, heard in (((0, 1), (0,)), (range(33), range(33))):
-        check_links(store, 1, notes_of(members), alive(heard), TIMEOUT)
-        assert not store.mock_calls
-    store.clone.side_effect = lambda: time.sleep(1.0)
-    check_links(store, 1, notes_of((0, 1)), alive((0, 1)), timedelta(seconds=0.2))
-    store.set.assert_called_with("1/missing/0", "[0, false, 0, []]")
-
-
-def test_links_of_many_ranks_are_tried_once() -> None:
-    """Else the process that holds the store might run out of open files."""
-    store = mock.Mock(spec=BoundedStore)
-    store.clone.side_effect = HashStore
-    store.find.return_value = None
-    for size, attempts in ((16, 2), (17, 1)):
-        store.clone.reset_mock()
-        with mock.patch(CONNECT, no_route):
-            check_links(store, 1, notes_of(range(size)), alive(range(size)), TIMEOUT)
-        assert store.clone.call_count == attempts * (size - 1)

@@ -58,29 +58,12 @@ def summed(mesh: DeviceMesh) -> list[Tensor]:
     return [nn.Parameter(part) for part in parts]
 
 
-def arranged(mesh: DeviceMesh, ranks: Tensor, *names: str) -> list[Tensor]:
-    """Tensors that are sharded along the last dimension of the same ranks in another order."""
-    other = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
-    return placed(other[names[-1]], Shard(0))
-
-
-def in_one_dimension(mesh: DeviceMesh) -> list[Tensor]:
-    """Shards over all ranks of a replica."""
-    return arranged(mesh, mesh.mesh.movedim(1, 0).reshape(2, 4), "gossip", "inner")
-
-
-def crossed(mesh: DeviceMesh) -> list[Tensor]:
-    """Shards along "tp", along which every second replica counts the other way round."""
-    ranks = mesh.mesh.clone()
-    ranks[:, 1] = ranks[:, 1].flip(-1)
-    return arranged(mesh, ranks, *SIZES)
-
-
 def diagonal(mesh: DeviceMesh) -> list[Tensor]:
     """Shards over pairs within a replica along no dimension of the mesh."""
     ranks = mesh.mesh.clone()
     ranks[1] = ranks[1].flip(-1)
-    return arranged(mesh, ranks.movedim(0, 2), "gossip", "tp", "pp")
+    other = DeviceMesh(mesh.device_type, ranks.movedim(0, 2), mesh_dim_names=("gossip", "tp", "pp"))
+    return placed(other["pp"], Shard(0))
 
 
 def add(optimizer: DecentOptimWrapper, group: list[Tensor]) -> None:
@@ -210,8 +193,6 @@ CASES = {
         lambda mesh, rank: over(mesh["gossip"], shards(mesh)), "pass the whole mesh"
     ),
     "shards across the dimensions": Case(holding(diagonal), "pass the whole mesh"),
-    "shards in another order": Case(holding(crossed), "the ranks disagree"),
-    "shards over two dimensions at once": Case(holding(in_one_dimension), "", ""),
     "added shards": Case(add_shards, "", ""),
     "added shards that the model lacks": Case(
         lambda mesh, rank: add(over(mesh, plain()), shards(mesh)), "model does not hold it"

@@ -127,18 +127,6 @@ def test_what_does_not_recalibrate_leaves_batch_norms_as_they_were(
     assert equal(state_of(model), own)
 
 
-def test_a_model_whose_norms_are_all_frozen_is_not_run() -> None:
-    model, optimizer = normed()
-    model.norm.eval()
-    own, calls = state_of(model), list[object]()
-    model.register_forward_hook(lambda *_: calls.append(None))
-    with optimizer.averaged(recalibrate=(model, batches(0, 2))):
-        assert equal(state_of(model), own)
-    assert not calls
-    assert model.training
-    assert not model.norm.training
-
-
 class Buffered(nn.Module):
     """All kinds of buffers that a forward pass in training mode changes, or replaces."""
 

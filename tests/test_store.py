@@ -43,6 +43,7 @@ from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import WireError, within
 from decent_optim_wrapper.elastic.epoch import FIRST_NOTE, Note
+from decent_optim_wrapper.elastic.heartbeat import Heartbeat
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous, key_prefix
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
@@ -414,3 +415,15 @@ def test_an_error_of_another_thread_does_not_come_to_hold_the_frames_that_wait()
     assert caught.value.__cause__ is error
     # Otherwise connections stay open until the garbage is collected.
     assert error.__traceback__ is None
+
+
+def test_the_last_heartbeat_of_a_process_that_has_ended_may_come_late() -> None:
+    """After a cut the kernel sends it once more: only two are those of a living process."""
+    store = HashStore()
+    store.set("heartbeat/0", "1 0 1 ")
+    own = Heartbeat(BoundedStore(store, timedelta(seconds=20)), rank=0, stale_after=STALE_AFTER)
+    late = threading.Timer(0.1, store.set, ("heartbeat/0", "1 1 1 "))
+    late.start()
+    assert not own.is_taken()
+    late.join()
+    assert store.get("heartbeat/0") == b"1 1 1 "
