@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from decent_optim_wrapper.codecs import CastCodec
 from decent_optim_wrapper.extensions.state_average import is_like
-from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
+from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext, ReceivedBucket
 from decent_optim_wrapper.wire.bucket import Bucket, as_real
 from decent_optim_wrapper.wire.layout import Layout
 from decent_optim_wrapper.wire.storage import Flat
@@ -38,7 +41,8 @@ class StateGossip(Extension):
                 f"{context.pacing!r}: second moments that have become smaller since the launch "
                 f"could become negative"
             )
-        self._buckets: dict[Bucket, StateBucket] = {}
+        # The round in flight keeps those of its buckets that are gone.
+        self._buckets: WeakKeyDictionary[Bucket, StateBucket] = WeakKeyDictionary()
         self._optimizer = context.optimizer
         # Codecs of fewer bits would not code exactly which ranks have an entry.
         codec = context.layout.codec and CastCodec(torch.bfloat16, uses_reference=False)
@@ -48,18 +52,22 @@ class StateGossip(Extension):
         """The names."""
         return f"StateGossip({', '.join(map(repr, self.names))})"
 
-    def plan(self, buckets: Sequence[Bucket]) -> None:
-        """Forget the buckets that are gone."""
-        self._buckets = {b: state for b, state in self._buckets.items() if b in buckets}
-
     def launch(self, bucket: Bucket) -> list[Bucket]:
         """The bucket of the state that belongs to a bucket of parameters."""
         entries = [self._entry(param, name) for name in self.names for param in bucket.members]
         known = self._buckets.get(bucket)
         if known is None or not known.holds(entries):
-            shapes = [param for _ in self.names for param in bucket.members]
-            known = self._buckets[bucket] = StateBucket(entries, shapes, self._layout)
+            known = StateBucket(entries, bucket.members * len(self.names), self._layout)
+            self._buckets[bucket] = known
         return [known]
+
+    @contextmanager
+    def mixing(self, received: ReceivedBucket) -> Iterator[None]:
+        """Leave entries as they are that a rank of the group does not have."""
+        state = self._buckets[received.bucket]
+        before = state.pack(state.new_flat())
+        yield
+        state.restore(before)
 
     def _entry(self, param: Tensor, name: str) -> Tensor | None:
         """An entry of the state; None if there is none yet.
@@ -95,17 +103,13 @@ class StateBucket(Bucket):
     ) -> None:
         self._entries = tuple(entries)
         like = next((entry for entry in entries if entry is not None), shapes[0])
-        tensors = [
-            torch.zeros_like(shape, dtype=like.dtype, requires_grad=False)
-            if entry is None
-            else entry
-            for entry, shape in zip(entries, shapes, strict=True)
-        ]
-        present = [float(entry is not None) for entry in entries]
+        zeros = partial(torch.zeros_like, dtype=like.dtype, requires_grad=False)
+        pairs = zip(entries, shapes, strict=True)
+        tensors = [zeros(shape) if entry is None else entry for entry, shape in pairs]
+        present = [entry is not None for entry in entries]
         real = as_real(like)
         self._present = torch.tensor(present, dtype=real.dtype, device=real.device)
         super().__init__([*tensors, self._present], layout)
-        self._counts = torch.tensor(self._sizes[:-1], device=self.device)
         # Larger groups sum: the mean of ones must be one.
         self.group_codec = None
 
@@ -115,37 +119,18 @@ class StateBucket(Bucket):
 
     @torch.no_grad()
     def mix_(self, flat: Flat, weight: float) -> None:
-        """Like `Bucket.mix_`, for the entries that all ranks of the group have."""
+        """Like `Bucket.mix_`, rounded as if the values were sent with a codec."""
         self.shift_(self._as_own(flat), self.pack(self.new_flat()), weight)
 
     @torch.no_grad()
-    def add_(self, flat: Flat, factor: float) -> None:
-        """Like `Bucket.add_`, for the entries that all ranks of the group have."""
-        # The other ranks have an entry of this rank if the flags do not differ; larger groups send
-        # the mean. No flag is read on the host, which would wait for a GPU.
-        shared = self._spread(flat.views[-1] == 0)
-        flat.data[: len(shared)].mul_(shared)
-        own, parts = self._own(flat)
-        if own:
-            torch._foreach_add_(own, parts, alpha=factor)
+    def restore(self, before: Flat) -> None:
+        """Restore the flags, and the entries that a rank of the group does not have.
 
-    @torch.no_grad()
-    def unpack_(self, flat: Flat) -> None:
-        """Like `Bucket.unpack_`, for the entries that all ranks of the group have."""
-        arriving, kept = self._as_own(flat), self.pack(self.new_flat())
-        there = self._spread(arriving.views[-1] == 1)
-        here = kept.data[: len(there)]
-        torch.where(there, arriving.data[: len(there)], here, out=here)
-        own, parts = self._own(kept)
-        if own:
-            torch._foreach_copy_(own, parts)
-
-    def _spread(self, flags: Tensor) -> Tensor:
-        """Expand one flag per entry to one per element."""
-        return flags.repeat_interleave(self._counts, output_size=self.numel - len(self._entries))
-
-    def _own(self, flat: Flat) -> tuple[list[Tensor], list[Tensor]]:
-        """The entries that this rank has, and their parts of a flat vector."""
-        pairs = zip(self._entries, flat.views, strict=False)
-        own = [(as_real(entry), part) for entry, part in pairs if entry is not None]
-        return [entry for entry, _ in own], [part for _, part in own]
+        Args:
+            before: the values before the mixing.
+        """
+        # No flag is read on the host, which would wait for a GPU. The mean of ones is one.
+        shared = (self._present == 1).unbind()
+        for is_shared, mixed, own in zip(shared, self._tensors(), before.views, strict=False):
+            mixed.copy_(torch.where(is_shared, mixed, own))
+        self._present.copy_(before.views[-1])
