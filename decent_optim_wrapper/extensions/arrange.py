@@ -42,19 +42,18 @@ def arrange(given: Sequence[Extension], optimizer: Optimizer) -> Extensions:
     if twice := [kind.__name__ for kind in _ORDER if kinds.count(kind) > 1]:
         raise ValueError(f"extensions expects one instance of a class, got several of {twice}")
     # They keep nothing before they are attached, so users may pass the same ones to each wrapper.
-    found = [copy(each) if type(each) in _ORDER else each for each in given]
+    own: dict[Any, Any] = {type(each): copy(each) for each in given if type(each) in _ORDER}
     if type(optimizer) not in SPLITTABLE:
-        found.append(OwnCopyCheck())
-        _check_iterate(optimizer, found)
-    places = {kind: place for place, kind in enumerate(_ORDER)}
-    return Extensions(sorted(found, key=lambda each: places.get(type(each), len(_ORDER))))
+        own[OwnCopyCheck] = OwnCopyCheck()
+        _check_iterate(optimizer, own[StateGossip].names if StateGossip in own else ())
+    others = [each for each in given if type(each) not in _ORDER]
+    return Extensions([*(own[kind] for kind in _ORDER if kind in own), *others])
 
 
-def _check_iterate(optimizer: Optimizer, found: Sequence[Extension]) -> None:
+def _check_iterate(optimizer: Optimizer, mixed: Sequence[str]) -> None:
     """Warn of a base that keeps an iterate in its state, unless it is mixed."""
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
-    mixes = any(isinstance(each, StateGossip) and "z" in each.names for each in found)
-    if any("ScheduleFree" in kind for kind in kinds) and not mixes:
+    if any("ScheduleFree" in kind for kind in kinds) and "z" not in mixed:
         warn(
             f"{kinds[0]} keeps an iterate in its state, which drifts apart if only parameters are "
             f'mixed; pass extensions=[StateGossip("z")]'

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from operator import index
 from typing import Any
 
 import torch
@@ -42,65 +40,41 @@ _DAMPING, _NEW = 0.3, 0.1
 _WITH_MOMENTS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, RAdam)
 
 
-@dataclass(eq=False)
-class Estimate:
-    """What is tracked of one parameter.
+# What is tracked of one parameter: the estimate "y", of its shape; the running "mean" m; "steps",
+# the number of gradients in the mean; and "is_open": from the mixing of a round to the next launch,
+# "y" holds the correction c.
+Estimate = dict[str, Any]
 
-    Args:
-        y: the estimate y, of the shape of the parameter; while it is open, the correction c.
-        mean: the running mean m, of the same shape.
-        steps: number of gradients in the mean.
-        is_open: between the mixing of a round and the next launch.
-    """
 
-    y: Tensor
-    mean: Tensor
-    steps: int = 0
-    is_open: bool = False
+def _new(param: Tensor) -> Estimate:
+    """Start the estimate of a parameter from zeros."""
+    # The corrections are small differences, which half precision would not hold.
+    dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
+    y, mean = (torch.zeros_like(param, dtype=dtype, requires_grad=False) for _ in range(2))
+    return {"y": y, "mean": mean, "steps": 0, "is_open": False}
 
-    @classmethod
-    def of(cls, param: Tensor) -> Estimate:
-        """Start from zeros."""
-        # The corrections are small differences, which half precision would not hold.
-        dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
-        y, mean = (torch.zeros_like(param, dtype=dtype, requires_grad=False) for _ in range(2))
-        return cls(y=y, mean=mean)
 
-    def row(self) -> dict[str, Any]:
-        """A copy to save."""
-        copies = {"y": self.y.detach().clone(), "mean": self.mean.detach().clone()}
-        return {**vars(self), **copies}
-
-    def load(self, row: dict[str, Any]) -> None:
-        """Continue with what was saved."""
-        self.y.copy_(row["y"])
-        self.mean.copy_(row["mean"])
-        self.steps, self.is_open = index(row["steps"]), row["is_open"]
-
-    def switch(self) -> None:
-        """Note that y was opened or closed."""
-        self.is_open = not self.is_open
-
-    def weigh(self, starts_full: bool) -> float:
-        """Count a gradient, and return its weight in the mean."""
-        self.steps += 1
-        return max(_NEW, starts_full / self.steps)
+def _load(estimate: Estimate, row: Estimate) -> None:
+    """Continue with a saved estimate."""
+    estimate["y"].copy_(row["y"])
+    estimate["mean"].copy_(row["mean"])
+    estimate.update(steps=row["steps"], is_open=row["is_open"])
 
 
 def _parts(estimates: Iterable[Estimate]) -> tuple[list[Tensor], list[Tensor]]:
     """The local y and means."""
     chosen = list(estimates)
-    return [local(each.y) for each in chosen], [local(each.mean) for each in chosen]
+    return [local(each["y"]) for each in chosen], [local(each["mean"]) for each in chosen]
 
 
 @torch.no_grad()
 def _switch(estimates: Iterable[Estimate], opens: bool) -> None:
     """Compute the corrections from y, or y from the corrections, where that is not done yet."""
-    others = [each for each in estimates if each.is_open is not opens]
+    others = [each for each in estimates if each["is_open"] is not opens]
     if others:
         torch._foreach_add_(*_parts(others), alpha=-1 if opens else 1)
     for each in others:
-        each.switch()
+        each["is_open"] = opens
 
 
 def _collect(
@@ -166,16 +140,15 @@ class GradientTracking(Extension):
         """Track the members of these buckets; existing estimates are kept."""
         _switch(self._estimates.values(), opens=False)
         self._estimates = {id(member): self._of(member) for member in members_of(buckets)}
-        self._buckets = {
-            bucket: self._buckets[bucket]
-            if bucket in self._buckets
-            else Bucket([self._of(each).y for each in bucket.members], self._layout, rate=_DAMPING)
-            for bucket in buckets
-        }
+        self._buckets = {each: self._buckets.get(each) or self._attached(each) for each in buckets}
+
+    def _attached(self, bucket: Bucket) -> Bucket:
+        """The bucket of y that is sent after a bucket of parameters."""
+        return Bucket([self._of(p)["y"] for p in bucket.members], self._layout, rate=_DAMPING)
 
     def _of(self, param: Tensor) -> Estimate:
         """The estimate of a parameter; a new one if there is none yet."""
-        return self._estimates.get(id(param)) or Estimate.of(param)
+        return self._estimates.get(id(param)) or _new(param)
 
     def received(self, in_flight: bool) -> None:
         """Note whether y is in flight during the updates of a step."""
@@ -190,11 +163,18 @@ class GradientTracking(Extension):
     def restart(self) -> None:
         """Start again, on all ranks together."""
         for each in self._estimates.values():
-            each.load(vars(Estimate.of(each.y)))
+            _load(each, _new(each["y"]))
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the estimates of all parameters."""
-        return {"params": [self._of(param).row() for param in params_of(self._optimizer)]}
+        found = map(self._of, params_of(self._optimizer))
+        rows = [{**e, "y": e["y"].clone(), "mean": e["mean"].clone()} for e in found]
+        return {"params": rows}
+
+    def _rows(self, state: dict[str, Any] | None) -> Iterator[tuple[Tensor, Estimate]]:
+        """The parameters, each with its saved estimate; none for a state of None."""
+        if state is not None:
+            yield from zip(params_of(self._optimizer), state["params"], strict=True)
 
     def prepare_load(self, state: dict[str, Any] | None) -> Callable[[], None]:
         """Check a state, and return the function that loads it.
@@ -202,16 +182,9 @@ class GradientTracking(Extension):
         Raises:
             ValueError: the state does not fit the parameters.
         """
-        for param, row in (
-            zip(params_of(self._optimizer), state["params"], strict=True) if state else ()
-        ):
-            found = (
-                row["y"].shape,
-                row["mean"].shape,
-                type(row["is_open"]),
-                index(row["steps"]) >= 0,
-            )
-            if found != (param.shape, param.shape, bool, True):
+        for param, row in self._rows(state):
+            found = row["y"].shape, row["mean"].shape, type(row["is_open"]), type(row["steps"])
+            if found != (param.shape, param.shape, bool, int):
                 raise ValueError(f"expected estimates of shape {param.shape}, got {row}")
         return super().prepare_load(state)
 
@@ -219,10 +192,8 @@ class GradientTracking(Extension):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue with what was saved."""
         self.restart()
-        for param, row in (
-            zip(params_of(self._optimizer), state["params"], strict=True) if state else ()
-        ):
-            self._of(param).load(row)
+        for param, row in self._rows(state):
+            _load(self._of(param), row)
 
     @contextmanager
     def updating(self, params: Sequence[Tensor]) -> Iterator[None]:
@@ -232,46 +203,7 @@ class GradientTracking(Extension):
             params: the parameters to update: all members of some buckets, or of no bucket.
         """
         lent = self._correct([param for param in params if id(param) in self._estimates])
-        try:
-            with self._without_momentum():
-                yield
-        finally:
-            for param in lent:
-                param.grad = None
-
-    @torch.no_grad()
-    def _correct(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Correct the gradients, and return the parameters that had none."""
-        if not params:
-            return []
-        estimates = [*map(self._of, params)]
-        grads = [None if p.grad is None else local_grad(p) for p in params]
-        y, means = _parts(estimates)
-        if self._in_flight:
-            # y must not change until it is mixed.
-            read = list(torch._foreach_sub(y, means))
-        else:
-            _switch(estimates, opens=True)
-            # Adam makes a step of the same length if the mean is small, so its mean starts full.
-            weights = [each.weigh(starts_full=self._replaces) for each in estimates]
-            _collect(means, grads, weights)
-            read = y
-        if self._replaces:
-            read = list(torch._foreach_add(means, read))
-        lent = [param for param in params if param.grad is None and param.requires_grad]
-        for param in lent:
-            param.grad = torch.zeros_like(param)
-        put = torch._foreach_copy_ if self._replaces else torch._foreach_add_
-        found = [
-            (local_grad(p), row) for p, row in zip(params, read, strict=True) if p.grad is not None
-        ]
-        if found:
-            put([grad for grad, _ in found], [row for _, row in found])
-        return lent
-
-    @contextmanager
-    def _without_momentum(self) -> Iterator[None]:
-        """Let Adam use the gradient that it reads as its momentum."""
+        # Adam uses the gradient that it reads as its momentum.
         groups = self._optimizer.param_groups if self._replaces else []
         before = [group["betas"] for group in groups]
         for group in groups:
@@ -281,3 +213,35 @@ class GradientTracking(Extension):
         finally:
             for group, betas in zip(groups, before, strict=True):
                 group["betas"] = betas
+            for param in lent:
+                param.grad = None
+
+    @torch.no_grad()
+    def _correct(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Correct the gradients, and return the parameters that had none."""
+        if not params:
+            return []
+        estimates = [*map(self._of, params)]
+        y, means = _parts(estimates)
+        if self._in_flight:
+            # y must not change until it is mixed.
+            read = list(torch._foreach_sub(y, means))
+        else:
+            _switch(estimates, opens=True)
+            for each in estimates:
+                each["steps"] += 1
+            # Adam makes a step of the same length if the mean is small, so its mean starts full.
+            weights = [max(_NEW, self._replaces / each["steps"]) for each in estimates]
+            grads = [None if param.grad is None else local_grad(param) for param in params]
+            _collect(means, grads, weights)
+            read = y
+        if self._replaces:
+            read = list(torch._foreach_add(means, read))
+        lent = [param for param in params if param.grad is None and param.requires_grad]
+        for param in lent:
+            param.grad = torch.zeros_like(param)
+        pairs = zip(params, read, strict=True)
+        if found := [(local_grad(param), row) for param, row in pairs if param.grad is not None]:
+            put = torch._foreach_copy_ if self._replaces else torch._foreach_add_
+            put([grad for grad, _ in found], [row for _, row in found])
+        return lent

@@ -217,13 +217,12 @@ class OuterOptimizer(Extension):
 
     def _add_new(self) -> None:
         """Add anchors for parameters that were added to the base."""
-        new = [param for param in params_of(self._context.optimizer) if param not in self._anchors]
-        if not new:
-            return
-        self._anchors |= {param: param.detach() for param in new}
-        optimizer = self._make(list(self._anchors.values()))
-        optimizer.state.update(self._optimizer.state)
-        self._optimizer = optimizer
+        params = params_of(self._context.optimizer)
+        if new := {param: param.detach() for param in params if param not in self._anchors}:
+            self._anchors |= new
+            state = self._optimizer.state
+            self._optimizer = self._make([*self._anchors.values()])
+            self._optimizer.state.update(state)
 
     def _reset(self, anchor: Tensor) -> None:
         """Reset the state of an anchor, which is empty in most optimizers."""

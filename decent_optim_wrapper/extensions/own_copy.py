@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext, ReceivedBucket
+from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
+from decent_optim_wrapper.gossip.schedule import RoundKind
 from decent_optim_wrapper.optim.shards import local
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.bucket import Bucket, members_of
@@ -23,16 +23,14 @@ _ELEMENTS = 8
 
 
 class OwnCopyCheck(Extension):
-    """Looks at one small parameter in the first rounds, and leaves.
+    """Looks at one small parameter in the updates of the first rounds, and leaves.
 
-    The mixing is lost if a copy in the base has the value from before the mixing, the update
-    returns close to that value, and the parameter equals the copy afterwards.
+    The mixing is lost if a copy in the base differs from the parameter before an update, and the
+    update brings both close to the old value of the copy.
     """
 
     def __init__(self) -> None:
         self._param: Tensor | None = None
-        # Its value before the last mixing.
-        self._unmixed: Tensor | None = None
         self._rounds = self._lost = 0
 
     def attach(self, context: ExtensionContext) -> None:
@@ -44,64 +42,49 @@ class OwnCopyCheck(Extension):
         members = [member for member in members_of(buckets) if local(member).numel() >= _ELEMENTS]
         self._param = min(members, key=Tensor.numel, default=None)
 
-    @contextmanager
-    def mixing(self, received: ReceivedBucket) -> Iterator[None]:
-        """Remember the value before the mixing."""
-        param = self._param
-        if param is not None and any(each is param for each in received.bucket.members):
-            self._unmixed = _copy(param)
-        yield
+    def end_round(self, kind: RoundKind) -> None:
+        """Count the rounds."""
+        self._rounds += 1
 
     @contextmanager
     def updating(self, params: Sequence[Tensor]) -> Iterator[None]:
         """Compare what the update makes of the mixed value."""
-        param, unmixed = self._param, self._unmixed
-        if param is None or unmixed is None or not any(each is param for each in params):
+        param = self._param
+        if param is None or not any(each is param for each in params):
             yield
             return
-        self._unmixed, mixed = None, _copy(param)
-        stale = set() if torch.equal(mixed, unmixed) else self._copies(param, unmixed)
+        mixed, before = local(param).detach().clone(), self._copies(param)
         yield
-        updated = _copy(param)
-        returns = (updated - unmixed).norm() <= (updated - mixed).norm() / 2
-        names = stale & self._copies(param, updated) if stale and returns else set()
-        self._rounds, self._lost = self._rounds + 1, self._lost + bool(names)
+        updated, after = local(param).detach(), self._copies(param)
+        closer = (updated - mixed).norm() / 2
+        back = {name for name, old in before.items() if (updated - old).norm() < closer}
+        lost = [name for name in back & {*after} if torch.equal(after[name], updated)]
+        self._lost += bool(lost)
         if self._lost == _LOST:
-            self._warn(max(names))
-        if self._lost == _LOST or self._rounds == _ROUNDS:
+            self._warn(lost)
+        if self._lost == _LOST or self._rounds >= _ROUNDS:
             self._context.detach()
 
-    def _copies(self, param: Tensor, value: Tensor) -> set[str]:
-        """The names of the copies of a value in the base; empty names outside of the state."""
-        base = self._context.optimizer
-        found = [*base.state.get(param, {}).items(), *(("", each) for each in _leaves_of(base))]
-        tensors = [(n, each) for n, each in found if isinstance(each, Tensor) and each is not param]
-        return {str(name) for name, each in tensors if _equals(each, value)}
+    def _copies(self, param: Tensor) -> dict[str | int, Tensor]:
+        """Values in the base of the shape of a parameter: by name in its state, or by place."""
+        base, own = self._context.optimizer, local(param).detach()
+        leaves = tree_leaves(vars(base))
+        inner = [each.param_groups for each in leaves if isinstance(each, Optimizer)]
+        beside = dict(enumerate([*leaves, *tree_leaves(inner)]))
+        return {
+            name: local(each).detach().to(own, copy=True)
+            for name, each in {**base.state.get(param, {}), **beside}.items()
+            if isinstance(each, Tensor)
+            and each is not param
+            and (local(each).shape, each.is_complex()) == (own.shape, own.is_complex())
+        }
 
-    def _warn(self, name: str) -> None:
+    def _warn(self, names: Sequence[str | int]) -> None:
         remedy = 'pass overlap="forward" or False, or take an optimizer without such a copy'
-        if name:
+        for name in (each for each in names if isinstance(each, str)):
             remedy = f'pass extensions=[StateGossip("{name}")], which mixes the copy, too'
         warn(
             f"rank {self._context.rank}: {type(self._context.optimizer).__name__} keeps its own "
             f"copy of the weights and overwrites with it what was mixed, so that the ranks train "
             f"apart; {remedy}"
         )
-
-
-def _leaves_of(base: Optimizer) -> list[Any]:
-    """What is in the containers of an optimizer, and in those of the optimizers in it."""
-    leaves = tree_leaves(vars(base))
-    inner = [each.param_groups for each in leaves if isinstance(each, Optimizer)]
-    return [*leaves, *tree_leaves(inner)]
-
-
-def _copy(param: Tensor) -> Tensor:
-    return local(param).detach().clone()
-
-
-def _equals(entry: Tensor, value: Tensor) -> bool:
-    held = local(entry)
-    if held.shape != value.shape or held.is_complex() != value.is_complex():
-        return False
-    return torch.equal(held.to(value), value)
