@@ -6,25 +6,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel.distributed import _find_tensors
 
-
-class Listener(Protocol):
-    """Is notified of the events of a backward pass."""
-
-    def on_gradient(self, param: Tensor) -> None:
-        """The parameter's gradient is complete in this pass."""
-
-    def on_end(self) -> None:
-        """The pass is over: no further gradient comes."""
-
-    def on_failure(self) -> None:
-        """The pass or the listener has raised; `on_end` is not called."""
+from decent_optim_wrapper.ddp.backward_step import BackwardStepper
 
 
 class AutogradHooks:
@@ -36,10 +25,11 @@ class AutogradHooks:
 
     Args:
         params: the parameters whose gradients are reported.
-        listener: notified by one thread at a time.
+        listener: notified by one thread at a time: of each gradient that is complete in a pass, and
+            of the end of the pass, or of its failure if the pass or the listener has raised.
     """
 
-    def __init__(self, params: Iterable[Tensor], listener: Listener) -> None:
+    def __init__(self, params: Iterable[Tensor], listener: BackwardStepper) -> None:
         self._listener = listener
         # Autograd has one thread for each device.
         self._lock = threading.RLock()
@@ -75,25 +65,23 @@ class AutogradHooks:
 
     def _on_gradient(self, param: Tensor) -> None:
         self._begin(param)
-        with self._lock:
-            self._notify(partial(self._listener.on_gradient, param))
+        self._notify(partial(self._listener.on_gradient, param))
 
     def _on_end(self) -> None:
-        with self._lock:
-            self._in_pass = False
-            self._notify(self._listener.on_end)
+        self._in_pass = False
+        self._notify(self._listener.on_end)
 
     def _on_drop(self) -> None:
-        with self._lock:
-            self._in_pass = False
-            self._listener.on_failure()
+        self._in_pass = False
+        self._notify(self._listener.on_failure)
 
-    def _notify(self, what: Callable[[], None]) -> None:
-        try:
-            what()
-        except BaseException:
-            self._listener.on_failure()
-            raise
+    def _notify(self, event: Callable[[], None]) -> None:
+        with self._lock:
+            try:
+                event()
+            except BaseException:
+                self._listener.on_failure()
+                raise
 
 
 class _End:

@@ -98,25 +98,6 @@ class BackwardOptimizer(DecentOptimWrapper):
         """Do nothing yet: an error of the user's callback must not break the backward pass."""
 
 
-class _StepAtEnd:
-    """Leaves everything to the end of the backward pass, as a training loop does."""
-
-    def __init__(self, optimizer: BackwardOptimizer, unscale_and_clip: UnscaleAndClip) -> None:
-        self._optimizer = optimizer
-        self._unscale_and_clip = unscale_and_clip
-
-    def take(self, param: Tensor) -> None:
-        """Leave a complete gradient where it is."""
-
-    def close(self) -> None:
-        """Make the step: no further gradient comes."""
-        self._unscale_and_clip.step(self._optimizer)
-
-    def abort(self) -> bool:
-        """Stop the step; return whether it has changed anything."""
-        return False
-
-
 class _StepInParts:
     """Mixes, updates and launches each bucket once all its gradients are there, and frees them.
 
@@ -206,7 +187,9 @@ class BackwardStepper:
         self._unscale_and_clip = unscale_and_clip
         self._scheduler = scheduler
         self._in_parts = in_parts
-        self._step: _StepAtEnd | _StepInParts | None = None
+        # Whether a step has begun, and its parts; without parts it is made at the end.
+        self._begun = False
+        self._parts: _StepInParts | None = None
         self._torn = False
 
     def check(self) -> None:
@@ -231,14 +214,14 @@ class BackwardStepper:
         if self._accumulates:
             return
         self.check()
-        if self._step is None:
-            self._step = self._begin()
-        self._step.take(param)
+        self._begin()
+        if self._parts is not None:
+            self._parts.take(param)
 
     def idle(self) -> None:
         """Make a step without any gradient."""
         self.check()
-        self._step = self._begin()
+        self._begin()
         try:
             self.on_end()
         except BaseException:
@@ -248,32 +231,38 @@ class BackwardStepper:
 
     def on_end(self) -> None:
         """Finish the step; a backward pass without any gradient of a parameter makes none."""
-        if self._step is None:
+        if not self._begun:
             return
         # FSDP does so only in a backward pass, only with the modules that have gradients, and not
         # after set_reshard_after_backward(False).
         self._optimizer.replica.reshard()
-        self._step.close()
-        self._step = None
-        self._unscale_and_clip.end()
-        self._optimizer.zero_grad()
+        if self._parts is not None:
+            self._parts.close()
+        else:
+            self._unscale_and_clip.step(self._optimizer)
+        self._clear()
         if self._scheduler is not None:
             self._scheduler.step()
         self._optimizer.notify_change()
 
     def on_failure(self) -> None:
         """Abort the step in progress."""
-        if self._step is not None:
-            self._torn = self._step.abort()
-            self._step = None
-            if not self._torn:
-                # A later pass may continue: scaler and gradients are made ready for it.
-                self._unscale_and_clip.end()
-                self._optimizer.zero_grad()
+        if self._begun:
+            self._torn = self._parts is not None and self._parts.abort()
+            # A later pass may continue unless the step is torn.
+            self._clear()
 
-    def _begin(self) -> _StepAtEnd | _StepInParts:
-        make = _StepInParts if self._in_parts and self._optimizer.splits else _StepAtEnd
-        return make(self._optimizer, self._unscale_and_clip)
+    def _begin(self) -> None:
+        """Begin a step, unless one has begun in this backward pass."""
+        if not self._begun and self._in_parts and self._optimizer.splits:
+            self._parts = _StepInParts(self._optimizer, self._unscale_and_clip)
+        self._begun = True
+
+    def _clear(self) -> None:
+        """Make everything ready for the next step: scaler and gradients, too."""
+        self._begun, self._parts = False, None
+        self._unscale_and_clip.end()
+        self._optimizer.zero_grad()
 
 
 def _free(bucket: Bucket) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import NoneType
 from typing import Any
 
@@ -250,21 +251,15 @@ class DecentralizedDataParallel(Module):
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """A parameter by its name in `named_parameters()`, or by its path below this module."""
-        try:
-            return self.module.get_parameter(target)
-        except AttributeError:
-            if not target.startswith("module."):
-                raise
+        with suppress(AttributeError):
             return super().get_parameter(target)
+        return self.module.get_parameter(target)
 
     def get_buffer(self, target: str) -> Tensor:
         """A buffer by its name in `named_buffers()`, or by its path below this module."""
-        try:
-            return self.module.get_buffer(target)
-        except AttributeError:
-            if not target.startswith("module."):
-                raise
+        with suppress(AttributeError):
             return super().get_buffer(target)
+        return self.module.get_buffer(target)
 
     def __getattr__(self, name: str) -> Any:
         """Explain where to find an attribute of the model."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from decent_optim_wrapper.optim.gradients import OptimizerOfGroups, with_gradients
+from decent_optim_wrapper.optim.gradients import OptimizerOfGroups
 from decent_optim_wrapper.optim.shards import local
 
 _SLOTS = ("exp_avg", "exp_avg_sq", "grad_sum")
@@ -86,15 +86,12 @@ class AccumAdam(OptimizerOfGroups):
         if any({"step", "position", *_SLOTS} - slots.keys() for slots in self.state.values()):
             raise ValueError(f"{type(self).__name__} expects its own state, got another one's")
 
-    def _step_group(self, group: dict[str, Any]) -> None:
+    def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             # A replay would repeat the counts of the captured step.
             raise RuntimeError(
                 f"{type(self).__name__} cannot be captured in a CUDA graph; leave step() out of it"
             )
-        params, grads = with_gradients(group["params"])
-        if not params:
-            return
         states = [self._state_of(param) for param in params]
         (beta1, beta2), lr, decay = group["betas"], float(group["lr"]), group["weight_decay"]
         params, grads = _as_real(params), _as_real(grads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,17 +38,19 @@ class OptimizerOfGroups(Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
-            self._step_group(group)
+            if params := [param for param in group["params"] if param.grad is not None]:
+                self._step_group(group, params, [*map(local_grad, params)])
         return loss
 
-    def _step_group(self, group: dict[str, Any]) -> None:
+    def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        """Update the parameters of a group that have gradients.
+
+        Args:
+            group: the group.
+            params: the parameters.
+            grads: what this rank holds of their gradients.
+        """
         raise NotImplementedError
-
-
-def with_gradients(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters that have a gradient, and what this rank holds of the gradients."""
-    present = [param for param in params if param.grad is not None]
-    return present, [local_grad(param) for param in present]
 
 
 def unscale_(optimizer: Optimizer, grad_scale: Tensor) -> None:

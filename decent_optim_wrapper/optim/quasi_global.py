@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from decent_optim_wrapper.optim.gradients import OptimizerOfGroups, with_gradients
+from decent_optim_wrapper.optim.gradients import OptimizerOfGroups
 from decent_optim_wrapper.optim.shards import local
 
 
@@ -78,10 +78,7 @@ class QGSGD(OptimizerOfGroups):
         }
         super().__init__(params, defaults)
 
-    def _step_group(self, group: dict[str, Any]) -> None:
-        params, grads = with_gradients(group["params"])
-        if not params:
-            return
+    def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         beta, lr = group["momentum"], float(group["lr"])
         buffers = self._follow(params, group["mu"], lr)
         params = [*map(local, params)]
