@@ -27,7 +27,7 @@ def test_the_clock_agrees_with_the_closed_case() -> None:
         assert pace == pytest.approx((seconds, 1 - 0.3 / seconds), rel=0.02)
 
 
-NOT_SIMULATED = {"no communication", "bare exchange"}
+NOT_SIMULATED = {"no communication"}
 README = Path(__file__).parent.parent / "examples" / "benchmark" / "README.md"
 
 

@@ -26,13 +26,6 @@ _CLONE_NEWNET = 0x40000000
 _SUBNET = "10.77.0"
 
 
-class Traffic(NamedTuple):
-    """What a host has sent and received so far, in bytes with all headers."""
-
-    sent: int
-    received: int
-
-
 class Lab(NamedTuple):
     """The network of the ranks.
 
@@ -168,16 +161,6 @@ def enter(host: str) -> None:
 def address(host: int) -> str:
     """The address of the host with this number."""
     return f"{_SUBNET}.{host + 1}"
-
-
-def traffic(where: Lab) -> list[Traffic]:
-    """What each host has sent and received, as seen behind its link; one entry for loopback."""
-    counts = {}
-    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
-        name, _, numbers = line.partition(":")
-        fields = numbers.split()
-        counts[name.strip()] = Traffic(sent=int(fields[0]), received=int(fields[8]))
-    return [counts[_port(host)] for host in where.hosts] or [counts["lo"]]
 
 
 def retransmitted() -> int:

@@ -49,7 +49,6 @@ METHODS = {
     "ours, int8": Method(bytes_share=INT8),
     "ours, int8, views": Method(bytes_share=INT8),
     "ours, int4": Method(bytes_share=INT8 / 2),
-    "ours, tracking": Method(bytes_share=2.0),
     "ours, tracking, int8": Method(bytes_share=2 * INT8),
     "ours, complete": Method(topology="complete"),
     "ours, complete, bf16": Method(topology="complete", bytes_share=0.5),
@@ -64,8 +63,6 @@ METHODS = {
     "ours, overlap=False, int8": Method(pace="no_overlap", bytes_share=INT8),
     "ours, every 3 steps, 3 late": Method(schedule={"gossip_every": 3, "staleness": 3}),
     "ours, auto": Method(schedule=AUTO),
-    "ours, auto, bf16": Method(schedule=AUTO, bytes_share=0.5),
-    "ours, auto, in the backward pass": Method(schedule=AUTO),
 }
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 import os
 import random
@@ -143,25 +142,6 @@ def no_communication(model: nn.Module) -> Step:
     return loop(model, make_base(model.parameters()))
 
 
-def bare_exchange(model: nn.Module) -> Step:
-    """Exchange the bytes of a round with one peer after the other, and do nothing else."""
-    outgoing = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
-    incoming = torch.empty_like(outgoing)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    turn = iter(range(10**9))
-
-    def step() -> None:
-        peer = (rank ^ 1) if next(turn) % 2 else (rank + (1 if rank % 2 else -1)) % size
-        chunk = BUCKET_CAP_MB * MIB // 4
-        works = []
-        for sent, received in zip(outgoing.split(chunk), incoming.split(chunk), strict=True):
-            works += [dist.irecv(received, peer), dist.isend(sent, peer)]
-        for work in works:
-            work.wait()
-
-    return step
-
-
 def ddp(model: nn.Module, compress: bool = False, cap_mb: float | None = BUCKET_CAP_MB) -> Step:
     network = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
     if compress:
@@ -186,53 +166,33 @@ def decent_dp(model: nn.Module, defaults: bool = False) -> Step:
     return loop(network, None)
 
 
-def default_wrapper(network: nn.Module, **options: Any) -> Step:
-    """The wrapper with these options and nothing else."""
-    optimizer = DecentOptimWrapper(make_base(network.parameters()), **options)
-    step = loop(network, optimizer)
-    step.stats = optimizer.stats  # type: ignore[attr-defined]
-    step.finish = optimizer.synchronize  # type: ignore[attr-defined]
-    return step
-
-
-def default_wrapper_with_model(network: nn.Module, **options: Any) -> Step:
-    return default_wrapper(network, model=network, **options)
-
-
-def default_module(model: nn.Module, bucket_cap_mb: float | None = None, **options: Any) -> Step:
-    """The module with these options and nothing else."""
-    network = DecentralizedDataParallel(
-        model, make_base, bucket_size_in_mb=bucket_cap_mb, **options
-    )
-    step = loop(network, None)
-    step.stats = network.optimizer.stats  # type: ignore[attr-defined]
-    step.finish = network.optimizer.synchronize  # type: ignore[attr-defined]
-    return step
-
-
-def gossip(model: nn.Module, whole: bool = False, **options: Any) -> Step:
+def wrapper(model: nn.Module, known: bool = True, whole: bool = False, **options: Any) -> Step:
+    """The wrapper with these options; `known` passes the model."""
     base = make_base(model.parameters())
     if whole:
         # A base with its own hook is updated in one call.
         base.register_step_post_hook(lambda *_: None)
-    fixed = {"bucket_cap_mb": BUCKET_CAP_MB, "topology": "ring", "model": model}
-    optimizer = DecentOptimWrapper(base, **{**fixed, **options})
-    step = loop(model, optimizer)
+    optimizer = DecentOptimWrapper(base, model=model if known else None, **options)
+    return noted(loop(model, optimizer), optimizer)
+
+
+def module(model: nn.Module, bucket_cap_mb: float | None = None, **options: Any) -> Step:
+    """The module with these options."""
+    network = DecentralizedDataParallel(
+        model, make_base, bucket_size_in_mb=bucket_cap_mb, **options
+    )
+    return noted(loop(network, None), network.optimizer)
+
+
+def noted(step: Step, optimizer: DecentOptimWrapper) -> Step:
+    """Let the step tell what it has cost, and how it is finished."""
     step.stats = optimizer.stats  # type: ignore[attr-defined]
     step.finish = optimizer.synchronize  # type: ignore[attr-defined]
     return step
 
 
-def in_backward(model: nn.Module, **options: Any) -> Step:
-    fixed: dict[str, Any] = {"bucket_size_in_mb": BUCKET_CAP_MB, "topology": "ring"}
-    fixed["overlap"] = True
-    network = DecentralizedDataParallel(model, make_base, **{**fixed, **options})
-    step = loop(network, None)
-    step.stats = network.optimizer.stats  # type: ignore[attr-defined]
-    step.finish = network.optimizer.synchronize  # type: ignore[attr-defined]
-    return step
-
-
+gossip = partial(wrapper, bucket_cap_mb=BUCKET_CAP_MB, topology="ring")
+in_backward = partial(module, bucket_cap_mb=BUCKET_CAP_MB, topology="ring", overlap=True)
 COMM: dict[str, dict[str, Any]] = {
     "": {},
     "bf16": {"comm_dtype": torch.bfloat16},
@@ -256,7 +216,6 @@ METHODS: dict[str, Callable[..., Step]] = {
     "ours, int8": partial(gossip, comm_dtype=torch.int8),
     "ours, int8, views": partial(gossip, comm_dtype=torch.int8, param_as_bucket_view=True),
     "ours, int4": partial(gossip, comm_dtype=INT4),
-    "ours, tracking": partial(gossip, extensions=[GradientTracking()]),
     "ours, tracking, int8": partial(gossip, extensions=[GradientTracking()], comm_dtype=torch.int8),
     **{
         f"ours, {name}{comma}{coded}": partial(gossip, **COMM[coded], **topology)
@@ -274,7 +233,7 @@ METHODS: dict[str, Callable[..., Step]] = {
     ),
     **{
         f"ours, forward, in the backward pass{comma}{coded}": partial(
-            in_backward, overlap="forward", bucket_size_in_mb=SMALL_CAP_MB, **COMM[coded]
+            in_backward, overlap="forward", bucket_cap_mb=SMALL_CAP_MB, **COMM[coded]
         )
         for comma, coded in (("", ""), (", ", "bf16"), (", ", "int8"))
     },
@@ -282,9 +241,6 @@ METHODS: dict[str, Callable[..., Step]] = {
         gossip, schedule=Schedule(gossip_every=3), overlap=Late(3)
     ),
     "ours, auto": partial(gossip, overlap=AsItArrives()),
-    "ours, auto, bf16": partial(gossip, overlap=AsItArrives(), comm_dtype=torch.bfloat16),
-    "ours, auto, in the backward pass": partial(in_backward, overlap=AsItArrives()),
-    "bare exchange": bare_exchange,
 }
 # Every method with its own defaults.
 DEFAULTS: dict[str, Callable[..., Step]] = {
@@ -292,15 +248,13 @@ DEFAULTS: dict[str, Callable[..., Step]] = {
     "DDP": partial(ddp, cap_mb=None),
     "DDP, bf16 hook": partial(ddp, compress=True, cap_mb=None),
     "decent-dp": partial(decent_dp, defaults=True),
-    "the wrapper": default_wrapper_with_model,
-    "the wrapper, int8": partial(default_wrapper_with_model, comm_dtype=torch.int8),
-    "the wrapper without the model": default_wrapper,
-    "the wrapper without the model, int8": partial(default_wrapper, comm_dtype=torch.int8),
-    "the module": default_module,
-    "the module, pairs": partial(default_module, topology="one-peer-exp"),
-    "the module, pairs, int8": partial(
-        default_module, topology="one-peer-exp", comm_dtype=torch.int8
-    ),
+    "the wrapper": wrapper,
+    "the wrapper, int8": partial(wrapper, comm_dtype=torch.int8),
+    "the wrapper without the model": partial(wrapper, known=False),
+    "the wrapper without the model, int8": partial(wrapper, known=False, comm_dtype=torch.int8),
+    "the module": module,
+    "the module, pairs": partial(module, topology="one-peer-exp"),
+    "the module, pairs, int8": partial(module, topology="one-peer-exp", comm_dtype=torch.int8),
 }
 
 
@@ -369,7 +323,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--adamw", action="store_true", help="AdamW instead of SGD with momentum")
     parser.add_argument("--jitter", type=float, default=0.0, help="sigma of log-normal times")
     parser.add_argument("--slow-factor", type=float, default=1.0, help="how much slower rank 0 is")
-    parser.add_argument("--output", type=Path, default=Path("runs/step_time"))
+    picture = Path("runs/step_time.png")
+    parser.add_argument("--output", type=Path, default=picture, help="the picture, with --rates")
     args = parser.parse_args()
     if args.rate and not re.fullmatch(r"([0-9.]+)([kmg])bit", args.rate.lower()):
         parser.error(f"--rate expects something like 400mbit or 1gbit, got {args.rate}")
@@ -408,7 +363,7 @@ def over_rates(args: argparse.Namespace) -> None:
     print("| all-reduce / computing | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
     for method, row in rows.items():
         print(f"| {method} | " + " | ".join(f"{1000 * step:.0f}" for step in row) + " |")
-    draw_ratios(ratios, rows, args.output.with_suffix(".png"))
+    draw_ratios(ratios, rows, args.output)
 
 
 def draw_ratios(ratios: list[float], rows: dict[str, list[float]], path: Path) -> None:
@@ -446,30 +401,6 @@ def table(rows: dict[str, list[Timing]], sizes: list[float], floors: list[float]
         cells = [f"{1000 * timing.step:.0f}" for timing in timings]
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def draw(
-    rows: dict[str, list[Timing]], sizes: list[float], floors: list[float], path: Path
-) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        1, len(sizes), figsize=(5 * len(sizes), 4.5), layout="constrained"
-    )
-    for index, (size, floor) in enumerate(zip(sizes, floors, strict=True)):
-        axis = axes[index] if len(sizes) > 1 else axes
-        names = list(rows)[::-1]
-        colours = ["tab:blue" if name.startswith("ours") else "tab:grey" for name in names]
-        bars = axis.barh(names, [1000 * rows[name][index].step for name in names], color=colours)
-        axis.bar_label(bars, fmt="%.0f", padding=2)
-        axis.axvline(1000 * floor, color="tab:red", label="floor")
-        axis.set(title=f"M = {size:g} MiB", xlabel="ms per step")
-        axis.tick_params(labelleft=index == 0)
-        axis.legend()
-    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -510,9 +441,6 @@ def main() -> None:
             jitter=math.sqrt(math.expm1(args.jitter**2)) * (FORWARD_SECONDS + BACKWARD_SECONDS),
         )
         print("\n" + simulated.table(expected, measured, args.sizes))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.with_suffix(".json").write_text(json.dumps(rows, indent=1))
-    draw(rows, args.sizes, floors, args.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":
