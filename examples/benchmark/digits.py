@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
+import statistics
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import progress
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from decent_optim_wrapper import DecentOptimWrapper, Schedule
 from decent_optim_wrapper.optim import mixing_rate_from_lr
 from decent_optim_wrapper.topo import RandomMatching
-from decent_optim_wrapper.utils import init_distributed
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from train_digits import Data, accuracy, batches, build_model, load_data
+
+Result = TypeVar("Result")
+SHARDS = {"shuffled": False, "by digit": True}
 
 
 class Row(NamedTuple):
@@ -75,29 +80,93 @@ class Epoch(NamedTuple):
     staleness: float = 0.0
 
 
-def train(row: Row, epochs: int, seed: int) -> list[Epoch]:
-    """Train as one rank of `netlab.run`."""
-    world = init_distributed()
-    torch.manual_seed(seed)
-    model = build_model().to(world.device)
-    group = dist.group.WORLD
-    assert group is not None
-    history = _train(row, epochs, seed, model, group)
-    dist.barrier()
-    return history
+class Ends(NamedTuple):
+    """Runs that differ only in their seeds.
+
+    Args:
+        lr: their learning rate.
+        histories: the figures of each run by epoch.
+    """
+
+    lr: float
+    histories: list[list[Epoch]]
+
+    def mean(self, figure: str) -> float:
+        """The mean of a figure at the end of the runs."""
+        return statistics.mean(getattr(history[-1], figure) for history in self.histories)
+
+    @property
+    def accuracy(self) -> str:
+        """The accuracy of the averaged model at the end, with its range."""
+        hits = [100 * history[-1].averaged_accuracy for history in self.histories]
+        return f"{statistics.mean(hits):.1f} % ({min(hits):.1f} to {max(hits):.1f})"
+
+    @property
+    def mib_sent(self) -> float:
+        """MiB sent per rank."""
+        return self.mean("sent_bytes") / 2**20
+
+
+# Trains a setting with a number of ranks, at that of some learning rates that is best.
+Search = Callable[[Row, int, Sequence[float]], Ends]
+
+
+def parser_of(text: str, seeds: Sequence[int]) -> argparse.ArgumentParser:
+    """A parser of the options that all benchmarks on digits have."""
+    parser = argparse.ArgumentParser(description=text.split("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=seeds)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    return parser
+
+
+@contextmanager
+def searching(args: argparse.Namespace, cells: int) -> Iterator[Search]:
+    """Train in processes, each with its ranks as threads, and show how many cells are done.
+
+    The first seed chooses the learning rate. Yields the function that trains a cell.
+    """
+    # Forked before any thread runs: importing torch takes longer than a run.
+    with (
+        ProcessPoolExecutor(args.jobs, get_context("fork")) as pool,
+        progress.bar(cells, "cell") as bar,
+    ):
+
+        def search(row: Row, world_size: int, lrs: Sequence[float]) -> Ends:
+            def run(lr: float, seed: int) -> Future[list[Epoch]]:
+                setting = row._replace(lr=lr)
+                return pool.submit(train_on_threads, setting, world_size, args.epochs, seed)
+
+            first, *others = args.seeds
+            tried = {lr: run(lr, first) for lr in lrs}
+            best = max(lrs, key=lambda lr: tried[lr].result()[-1].averaged_accuracy)
+            runs = [tried[best], *(run(best, seed) for seed in others)]
+            ends = Ends(best, [each.result() for each in runs])
+            bar.update()
+            return ends
+
+        yield search
 
 
 def train_on_threads(row: Row, world_size: int, epochs: int, seed: int) -> list[Epoch]:
-    """Train with ranks that are threads of this process: no process has to be started."""
+    """Train with ranks that are threads of this process; the figures by epoch."""
+    return on_threads(partial(_train, row, epochs, seed), world_size, seed)
+
+
+def on_threads(main: Callable[[nn.Module, Any], Result], world_size: int, seed: int) -> Result:
+    """Call a function of a model and a process group on threads; the result of rank 0.
+
+    All ranks have the same model. No process has to be started.
+    """
     # Before any thread computes. In a process that was forked torch replaces its pool of threads at
     # the first computation, and fails ("Invalid thread pool") if that comes on several threads.
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model, store = build_model(), dist.HashStore()
 
-    def run(rank: int) -> list[Epoch]:
-        group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(minutes=1))
-        return _train(row, epochs, seed, deepcopy(model), group)
+    def run(rank: int) -> Result:
+        group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(minutes=2))
+        return main(deepcopy(model), group)
 
     with ThreadPoolExecutor(world_size) as pool:
         first, *_ = pool.map(run, range(world_size))
@@ -111,10 +180,7 @@ def _train(row: Row, epochs: int, seed: int, model: nn.Module, group: Any) -> li
     if hasattr(base, "train"):
         # Schedule-Free trains other parameters than it evaluates.
         base.train()
-    network = model
-    if row.topology is None and group is dist.group.WORLD:
-        network = DistributedDataParallel(model)
-    elif row.topology is not None:
+    if row.topology is not None:
         # Other pairs with each seed: those of one schedule may suit the shards.
         is_random = row.topology == "random"
         optimizer = DecentOptimWrapper(
@@ -131,8 +197,8 @@ def _train(row: Row, epochs: int, seed: int, model: nn.Module, group: Any) -> li
     for epoch in range(1, epochs + 1):
         for images, labels in batches(shard, row.batch, generator):
             optimizer.zero_grad()
-            cross_entropy(network(images), labels).backward()
-            if row.topology is None and network is model:
+            cross_entropy(model(images), labels).backward()
+            if row.topology is None:
                 _reduce_gradients(model, group)
             optimizer.step()
             decay.step()

@@ -12,26 +12,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import progress
 import torch
-import torch.distributed as dist
+from digits import on_threads
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
+from train_digits import accuracy, batches, load_data
 
 from decent_optim_wrapper import DecentOptimWrapper
 from decent_optim_wrapper.checkpoint import Checkpoints
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from train_digits import accuracy, batches, build_model, load_data
 
 TOTAL_BATCH = 48
 RUNS = {"4 ranks": (4,), "4, 3, 6 ranks and one": (4, 3, 6, 1)}
@@ -105,29 +100,13 @@ def train(part: Part, model: torch.nn.Module, group: Any) -> float:
         return accuracy(model, test)
 
 
-def train_on_threads(part: Part) -> float:
-    """Train with ranks that are threads, each with the same model at the start."""
-    store = dist.HashStore()
-    torch.manual_seed(part.seed)
-    models = [build_model() for _ in range(part.size)]
-    for model in models[1:]:
-        model.load_state_dict(models[0].state_dict())
-
-    def main(rank: int) -> float:
-        group = dist.ProcessGroupGloo(store, rank, part.size, timedelta(minutes=2))
-        return train(part, models[rank], group)
-
-    with ThreadPoolExecutor(part.size) as pool:
-        first, *_ = pool.map(main, range(part.size))
-    return first
-
-
 def run_once(base: Base, sizes: tuple[int, ...], epochs: int, seed: int) -> float:
     """The accuracy at the end of a run with these numbers of ranks."""
     with tempfile.TemporaryDirectory() as folder:
         for number, size in enumerate(sizes, start=1):
             until = epochs * number // len(sizes)
-            end = train_on_threads(Part(base, size, until, epochs, seed, Path(folder)))
+            part = Part(base, size, until, epochs, seed, Path(folder))
+            end = on_threads(partial(train, part), size, seed)
     return end
 
 
@@ -146,8 +125,6 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    # Before any thread computes, as in `digits.train_on_threads`.
-    torch.set_num_threads(1)
     print(f"| base | {' | '.join(RUNS)} |")
     print("|---" * (len(RUNS) + 1) + "|")
     with progress.bar(len(args.bases) * len(RUNS) * len(args.seeds), "run") as bar:

@@ -7,22 +7,21 @@ with a learning rate that falls linearly to 0. Each cell is the final test accur
 averaged model (mean and range over the seeds), with the learning rate that is best for the first
 seed. The rows "auto" depend on how busy the machine is. Where the ranks do not meet, they may be at
 different steps, and those that have made theirs wait for the others. The defaults are 132 runs,
-each of which takes about 25 s of CPU time, of all ranks together.
+each of which takes about 25 s of CPU time.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import NamedTuple
 
-import netlab
 import progress
 import torch
-from digits import Epoch, Row, train
+from digits import SHARDS, Row, parser_of, searching
 
 from decent_optim_wrapper import AsItArrives, Late, Schedule
 
@@ -40,7 +39,6 @@ ROWS = {
     "auto": ONCE._replace(options=AUTO),
     "auto, meeting every epoch": Row(options=AUTO),
 }
-SHARDS = {"shuffled": False, "by digit": True}
 
 
 class Base(NamedTuple):
@@ -56,52 +54,13 @@ BASES = {
 }
 
 
-class Cell(NamedTuple):
-    """The ends of the runs that differ only in their seeds."""
-
-    lr: float
-    ends: list[Epoch]
-
-    def __str__(self) -> str:
-        hits = [100 * end.averaged_accuracy for end in self.ends]
-        return f"{statistics.mean(hits):.1f} % ({min(hits):.1f} to {max(hits):.1f}), lr {self.lr:g}"
-
-
-def run_once(
-    where: netlab.Lab,
-    args: argparse.Namespace,
-    row: str,
-    shards: str,
-    base: str,
-    lr: float,
-    seed: int,
-) -> Epoch:
-    setting = ROWS[row]._replace(
-        optimizer=BASES[base].optimizer, lr=lr, decay=True, by_digit=SHARDS[shards]
-    )
-    ranks = netlab.run(where, args.world_size, train, setting, args.epochs, seed, timeout=300)
-    return ranks[0][-1]
-
-
-def run_cell(
-    run: Callable[[float, int], Epoch], lrs: Sequence[float], seeds: Sequence[int]
-) -> Cell:
-    """Choose the learning rate with the first seed, and train with it and the other seeds."""
-    first, *others = seeds
-    tried = {lr: run(lr, first) for lr in lrs}
-    best = max(tried, key=lambda lr: tried[lr].averaged_accuracy)
-    return Cell(best, [tried[best], *(run(best, seed) for seed in others)])
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__, seeds=[0, 1, 2])
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--shards", nargs="+", choices=SHARDS, default=list(SHARDS))
     parser.add_argument("--bases", nargs="+", choices=BASES, default=list(BASES))
     parser.add_argument("--lrs", type=float, nargs="+", help="instead of those of each base")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=20)
     return parser.parse_args()
 
 
@@ -111,16 +70,16 @@ def main() -> None:
     head = " | ".join(f"{shards}, {base}" for shards, base in columns)
     print(f"| a round | mean staleness | {head} |")
     print("|---" * (len(columns) + 2) + "|")
-    count = len(args.rows) * len(columns)
-    with netlab.lab(1, rate="") as where, progress.bar(count, "cell") as bar:
-        for row in args.rows:
-            cells = []
+    with searching(args, len(args.rows) * len(columns)) as search:
+        for name in args.rows:
+            found = []
             for shards, base in columns:
-                run = partial(run_once, where, args, row, shards, base)
-                cells.append(run_cell(run, args.lrs or BASES[base].lrs, args.seeds))
-                bar.update()
-            late = statistics.mean(end.staleness for cell in cells for end in cell.ends)
-            progress.show(f"| {row} | {late:.1f} | {' | '.join(map(str, cells))} |")
+                optimizer, lrs = BASES[base]
+                row = ROWS[name]._replace(optimizer=optimizer, decay=True, by_digit=SHARDS[shards])
+                found.append(search(row, args.world_size, args.lrs or lrs))
+            late = statistics.mean(ends.mean("staleness") for ends in found)
+            cells = " | ".join(f"{ends.accuracy}, lr {ends.lr:g}" for ends in found)
+            progress.show(f"| {name} | {late:.1f} | {cells} |")
 
 
 if __name__ == "__main__":
