@@ -76,12 +76,6 @@ def is_png(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-def cells_of(out: str) -> list[list[str]]:
-    """The rows of a printed table, below its head."""
-    lines = [line for line in out.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
 def digit_runs(out: str) -> dict[str, tuple[float, float]]:
     """By the name of the run: test accuracy in percent, and MiB sent per rank."""
     found = re.findall(r"^(.*): test accuracy (.*)%, (.*) MiB sent$", out, re.MULTILINE)
