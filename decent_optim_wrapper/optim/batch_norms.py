@@ -31,10 +31,14 @@ def recalibrated(
     model, batches = _checked(given)
     own = _Buffers(model)
     try:
-        with _in_training_mode(model):
+        # A model's own train() may leave frozen norms as they are.
+        with _restoring("training", model.modules()):
+            if not model.training:
+                model.train()
             norms = [module for module in model.modules() if _is_estimated(module)]
             if norms:
-                _estimate(model, norms, batches)
+                with _restoring("momentum", norms):
+                    _estimate(model, norms, batches)
         # A forward pass in training mode moves other statistics, too, such as the ones of instance
         # norms and the vectors of spectral norms.
         own.restore(but=norms)
@@ -84,17 +88,14 @@ def _is_estimated(module: nn.Module) -> TypeGuard[_BatchNorm]:
 
 
 @contextmanager
-def _in_training_mode(model: nn.Module) -> Iterator[None]:
-    """Run the body in training mode, and leave every module in the mode that it had."""
-    modes = [(module, module.training) for module in model.modules()]
+def _restoring(name: str, modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore an attribute of modules after the body."""
+    before = [(module, getattr(module, name)) for module in modules]
     try:
-        if not model.training:
-            # A model's own train() may leave frozen norms as they are.
-            model.train()
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, value in before:
+            setattr(module, name, value)
 
 
 def _estimate(model: nn.Module, norms: Sequence[_BatchNorm], batches: Iterable[Any]) -> None:
@@ -103,26 +104,21 @@ def _estimate(model: nn.Module, norms: Sequence[_BatchNorm], batches: Iterable[A
     `torch.optim.swa_utils.update_bn` resets all norms and puts all modules into training mode.
     """
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
-    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        # None makes the statistics the mean over all batches.
+        norm.momentum = None
+    # Dropout draws random numbers, which must not change the numbers that the training draws.
     devices = [device] if device.type == "cuda" else []
-    try:
-        for norm in norms:
-            norm.reset_running_stats()
-            # None makes the statistics the mean over all batches.
-            norm.momentum = None
-        # Dropout draws random numbers, which must not change the numbers that the training draws.
-        with torch.random.fork_rng(devices), torch.no_grad():
-            for batch in batches:
-                inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
-                model(inputs.to(device))
-        if any(norm.num_batches_tracked == 0 for norm in norms):
-            raise ValueError(
-                "recalibrate expects batches that reach every batch norm, but one saw none; pass "
-                "something that can be iterated again, such as a DataLoader"
-            )
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
+    with torch.random.fork_rng(devices), torch.no_grad():
+        for batch in batches:
+            inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
+            model(inputs.to(device))
+    if any(norm.num_batches_tracked == 0 for norm in norms):
+        raise ValueError(
+            "recalibrate expects batches that reach every batch norm, but one saw none; pass "
+            "something that can be iterated again, such as a DataLoader"
+        )
 
 
 def _checked(given: Any) -> tuple[nn.Module, Iterable[Any]]:

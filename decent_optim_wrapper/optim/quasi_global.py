@@ -80,8 +80,11 @@ class QGSGD(OptimizerOfGroups):
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         beta, lr = group["momentum"], float(group["lr"])
-        buffers = self._follow(params, group["mu"], lr)
+        states = [self._state_of(param) for param in params]
         params = [*map(local, params)]
+        buffers = _follow(states, params, group["mu"])
+        for state in states:
+            state["prev_lr"] = lr
         if group["weight_decay"]:
             grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
         update = torch._foreach_mul(buffers, beta)
@@ -91,22 +94,6 @@ class QGSGD(OptimizerOfGroups):
             torch._foreach_add_(update, grads)
         torch._foreach_add_(params, update, alpha=-lr)
 
-    def _follow(self, params: list[Tensor], mu: float, lr: float) -> list[Tensor]:
-        """Update the momentum buffers by the last movement of the parameters, and return them."""
-        states = [self._state_of(param) for param in params]
-        buffers = [local(state["momentum_buffer"]) for state in states]
-        previous = [local(state["prev_param"]) for state in states]
-        params = [*map(local, params)]
-        moved = torch._foreach_sub(previous, params)
-        rates = [state["prev_lr"] for state in states]
-        torch._foreach_mul_(moved, [(1 - mu) / rate if rate else 0.0 for rate in rates])
-        torch._foreach_mul_(buffers, [mu if rate else 1.0 for rate in rates])
-        torch._foreach_add_(buffers, moved)
-        torch._foreach_copy_(previous, params)
-        for state in states:
-            state["prev_lr"] = lr
-        return buffers
-
     def _state_of(self, param: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
         if not state:
@@ -115,3 +102,16 @@ class QGSGD(OptimizerOfGroups):
             # A number: torch's load_state_dict would cast a tensor to the parameter's dtype.
             state["prev_lr"] = 0.0
         return state
+
+
+def _follow(states: list[dict[str, Any]], params: list[Tensor], mu: float) -> list[Tensor]:
+    """Update the momentum buffers by the last movement of the parameters, and return them."""
+    buffers = [local(state["momentum_buffer"]) for state in states]
+    previous = [local(state["prev_param"]) for state in states]
+    moved = torch._foreach_sub(previous, params)
+    rates = [state["prev_lr"] for state in states]
+    torch._foreach_mul_(moved, [(1 - mu) / rate if rate else 0.0 for rate in rates])
+    torch._foreach_mul_(buffers, [mu if rate else 1.0 for rate in rates])
+    torch._foreach_add_(buffers, moved)
+    torch._foreach_copy_(previous, params)
+    return buffers

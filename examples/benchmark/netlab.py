@@ -189,16 +189,6 @@ def slow_down(where: Lab, host: int, rate: str) -> None:
     _sh(f"tc -n {where.hosts[host]} qdisc replace dev eth0 {bucket}")
 
 
-def slow_link(where: Lab, one: int, other: int, rate: str) -> None:
-    """Give two hosts a link of their own of this rate; what they send to others stays as it is."""
-    hosts, device = [where.hosts[one], where.hosts[other]], f"own{one}{other}"
-    _sh(f"ip -n {hosts[0]} link add {device} type veth peer name {device} netns {hosts[1]}")
-    for space, own, peer in (hosts[0], one, other), (hosts[1], other, one):
-        _sh(f"ip -n {space} link set {device} up")
-        _sh(f"tc -n {space} qdisc add dev {device} root tbf rate {rate} burst 32kb latency 2s")
-        _sh(f"ip -n {space} route add {address(peer)}/32 dev {device} src {address(own)}")
-
-
 def lose(where: Lab, host: int, loss: float, delay: float = 0.0, seed: int = 0) -> Any:
     """Lose and delay what a host sends, until the returned process is killed.
 

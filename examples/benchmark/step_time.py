@@ -71,14 +71,12 @@ class Workload(NamedTuple):
         jitter: sigma of the log-normal factor of a step's time, whose mean is 1.
         slow_factor: how many times longer rank 0 takes.
         defaults: whether every method has its own defaults.
-        cap_mb: another upper bound of our buckets than the default, in MiB.
     """
 
     adamw: bool = False
     jitter: float = 0.0
     slow_factor: float = 1.0
     defaults: bool = False
-    cap_mb: float | None = None
 
 
 class _Clock:
@@ -264,8 +262,7 @@ def measure(method: str, size_mib: float, steps: int, warmup: int, workload: Wor
     if workload.adamw:
         os.environ["STEP_TIME_ADAMW"] = "1"
     make = (DEFAULTS if workload.defaults else METHODS)[method]
-    cap = {} if workload.cap_mb is None else {"bucket_cap_mb": workload.cap_mb}
-    step = make(build_model(size_mib), **cap)
+    step = make(build_model(size_mib))
     for _ in range(warmup):
         step()
     dist.barrier()
@@ -313,7 +310,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", type=float, nargs="+", default=[10, 20, 40], metavar="MIB")
     parser.add_argument("--methods", nargs="+", choices={**METHODS, **DEFAULTS}, metavar="METHOD")
     parser.add_argument("--defaults", action="store_true", help="of every method, nothing passed")
-    parser.add_argument("--cap-mb", type=float, help="of our buckets, with --defaults")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rate", default="400mbit", help="of each link, such as 400mbit")
     parser.add_argument("--rates", nargs="+", metavar="RATE", help="one size behind each of these")
@@ -335,7 +331,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def run_cell(args: argparse.Namespace, where: netlab.Lab, method: str, size: float) -> Timing:
     """The mean over the ranks, without rank 0 if it is slower than the others."""
-    workload = Workload(args.adamw, args.jitter, args.slow_factor, args.defaults, args.cap_mb)
+    workload = Workload(args.adamw, args.jitter, args.slow_factor, args.defaults)
     call = (measure, method, size, args.steps, args.warmup, workload)
     ranks = netlab.run(where, args.ranks, *call, timeout=240)
     if workload.slow_factor > 1:
