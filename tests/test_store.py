@@ -334,6 +334,27 @@ def test_nobody_goes_on_over_a_store_that_has_lost_the_last_members() -> None:
         assert "the store no longer knows that [0, 1] were the last members" in str(text)
 
 
+def test_of_two_living_processes_of_a_rank_the_older_ends_although_nobody_has_left_it_out() -> None:
+    """By the heartbeats alone: nobody asks for another epoch, and nobody is dead."""
+    store = HashStore()
+    part = BoundedStore(PrefixStore(key_prefix(0), store), timedelta(seconds=30))
+    newer = Heartbeat(part, 1, SILENT)
+    ranks = rendezvous(store, 2, timeout=30.0)
+    assert gather(ranks, FIRST_NOTE) == [(0, 1)] * 2
+    assert not ranks[1].wanted
+    newer.start(life=part.add("starts/1", 1))
+    deadline = time.monotonic() + 20
+    while not ranks[1].wanted and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert ranks[1].wanted
+    text = "a later process with this rank number has taken the place of this one"
+    assert f"rank 1: {text}" in str(enter(ranks[1], HAS_STATE))
+    # The newer one sends heartbeats under the same number.
+    time.sleep(2 * SILENT)
+    assert not ranks[0].wanted
+    newer.stop()
+
+
 class TornRendezvous(Rendezvous):
     """A rank that can be cut off from the other half, and held up before it writes its members."""
 
