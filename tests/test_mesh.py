@@ -219,17 +219,6 @@ def multiply_gradients(model: nn.Module, factor: float) -> None:
             param.grad.mul_(factor)
 
 
-def unscale(spread: Spread) -> DecentOptimWrapper:
-    optimizer = spread.wrap(sgd)
-    for step in range(STEPS):
-        spread.backward(step)
-        multiply_gradients(spread.model, 128.0)
-        # As a GradScaler does, but torch's own fails on these gradients.
-        vars(optimizer).update(found_inf=torch.zeros(()), grad_scale=torch.tensor(128.0))
-        optimizer.step()
-    return optimizer
-
-
 def mix_before_the_forward_pass(spread: Spread) -> DecentOptimWrapper:
     """What an evaluation gathers is mixed, and a backward pass may gather it again."""
     assert "overlap: True" in repr(spread.wrap(sgd)), "the default"
@@ -327,7 +316,6 @@ WAYS = {
     "a scaler skips its update, and not its round": Way(
         scale, ["fsdp inside", "pipeline gpipe"], {"skips": {(0, 2)}}
     ),
-    "its gradients, of which some are sharded, are unscaled together": Way(unscale, ["tp inside"]),
     "it mixes before the forward pass what it has sent by a step": Way(
         mix_before_the_forward_pass,
         [BLOCKS_ONLY, "pipeline gpipe"],

@@ -315,6 +315,17 @@ def test_half_of_the_last_members_go_on_and_fewer_wait_for_restarted_ranks() -> 
     assert enter(ranks[0], HAS_STATE) == (0,)
 
 
+def test_once_a_mistake_is_mended_all_start_on_the_same_store() -> None:
+    store = HashStore()
+    Rendezvous.tell_failure(store, 1, TypeError("a wrong argument"))
+    early = rendezvous(store, 1, timeout=30.0)
+    with pytest.raises(ValueError, match=r"rank 1 could not start.*: a wrong argument"):
+        early[0].gather(FIRST_NOTE)
+    # Its heartbeat ends with it.
+    early.clear()
+    assert gather(rendezvous(store, 2, timeout=30.0), FIRST_NOTE) == [(0, 1)] * 2
+
+
 def test_fewer_than_half_of_the_last_members_raise_whatever_the_store_says() -> None:
     ranks = rendezvous(HashStore(), 3, timeout=2.0)
     assert gather(ranks, FIRST_NOTE) == [(0, 1, 2)] * 3
