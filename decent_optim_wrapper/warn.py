@@ -8,7 +8,7 @@ from types import FrameType
 
 # Between the user's line and this package: a scheduler's step, a backward pass, a training loop.
 _LIBRARIES = {
-    *("decent_optim_wrapper", "torch", "contextlib", "threading"),
+    *("decent_optim_wrapper", "torch", "contextlib", "functools", "threading"),
     *("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "transformers"),
 }
 

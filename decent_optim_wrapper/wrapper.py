@@ -55,7 +55,7 @@ from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.report import Report, build_report, print_at_exit
 from decent_optim_wrapper.start.arguments import Arguments
-from decent_optim_wrapper.start.forward_order import overlap_of
+from decent_optim_wrapper.start.pace import overlap_of
 from decent_optim_wrapper.start.session import Inputs, ModuleExtras, open_session
 from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.start.summary import log_summary

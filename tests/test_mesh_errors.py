@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from decent_optim_wrapper import AsItArrives, DecentOptimWrapper, Elastic, Schedule
+from decent_optim_wrapper import AsItArrives, DecentOptimWrapper, Elastic, OuterOptimizer, Schedule
 
 pytestmark = [
     pytest.mark.slow,
@@ -151,6 +151,9 @@ CASES = {
         odd(bucket_cap_mb="x"), "bucket_cap_mb expects", "TypeError", one=True
     ),
     "unknown topology on one rank": Case(odd(topology="rign"), "unknown topology", one=True),
+    "bad extension on one rank": Case(
+        odd(extensions=[OuterOptimizer(cast(Any, len))]), "list of tensors", "TypeError", one=True
+    ),
     "unknown dimension on one rank": Case(odd(gossip_dim="dp"), "gossip_dim expects", one=True),
     "other dimension on one rank": Case(odd(gossip_dim="tp"), "gossip_dim=", one=True),
     "partial on one rank": Case(odd_params(summed), "model does not hold it", one=True),

@@ -32,8 +32,7 @@ from decent_optim_wrapper import (
     TopologyFactory,
 )
 from decent_optim_wrapper.integrations.versions import require
-from decent_optim_wrapper.start.arguments import Arguments
-from decent_optim_wrapper.start.world import local_world_size_of, ranks_per_node
+from decent_optim_wrapper.start.arguments import Arguments, local_world_size_of, ranks_per_node
 from decent_optim_wrapper.topo import Hierarchical, Ring
 
 

@@ -25,7 +25,6 @@ from decent_optim_wrapper import (
     GradientTracking,
     Schedule,
 )
-from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.elastic import recovery
 
 OWN_COPY = "rank 0: Masters keeps its own copy of the weights"
@@ -127,20 +126,6 @@ def test_a_warning_without_a_line_of_the_user_points_at_the_outermost_line() -> 
         thread.join()
     (warning,) = found
     assert Path(warning.filename).name == "threading.py"
-
-
-@pytest.mark.parametrize(("topology", "said"), [("complete", 1), ("ring", 0)])
-def test_codes_that_save_nothing_over_nccl_are_warned_of(
-    topology: str, said: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Transport, "sends_alone", lambda *_: False)
-
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        wrap(make_params(), group, topology=topology, comm_dtype=torch.bfloat16)
-
-    with caught("saves nothing in groups of more than two") as found:
-        run_threads(4, main)
-    assert len(found) == said
 
 
 class Schedule15:

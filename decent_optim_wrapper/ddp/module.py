@@ -26,7 +26,7 @@ from decent_optim_wrapper.optim.delegating import check_state_dict
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.start.arguments import Arguments
-from decent_optim_wrapper.start.forward_order import overlap_of
+from decent_optim_wrapper.start.pace import overlap_of
 from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn

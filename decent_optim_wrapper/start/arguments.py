@@ -1,11 +1,12 @@
-"""Resolves the constructor's arguments: process group, store, sizes, topology."""
+"""Resolves the constructor's arguments: process group, store, sizes, nodes, topology."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
+from itertools import groupby
 from types import NoneType
 from typing import Annotated, Any
 
@@ -16,11 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from decent_optim_wrapper.checks import check_fields, instance_of, optional, whole
 from decent_optim_wrapper.comm.process_groups import is_closed, is_registered, store_of, timeout_of
 from decent_optim_wrapper.config import Elastic, read_timeout
+from decent_optim_wrapper.start.launch import number
 from decent_optim_wrapper.start.launched_store import StoreWorld, find_launched_store
 from decent_optim_wrapper.topo import Topology, TopologyFactory, default_name
 from decent_optim_wrapper.warn import warn
 
 _WHOLE = "a whole number or None"
+_INITIALISE = (
+    "call decent_optim_wrapper.utils.init_distributed() or torch.distributed.init_process_group() "
+    "before building the wrapper"
+)
 
 
 @dataclass(frozen=True)
@@ -111,88 +117,83 @@ def resolve_process_group(arguments: Arguments) -> Any | None:
     return group
 
 
-def check_sizes(group: Any | None, arguments: Arguments) -> None:
-    """Compare `rank` and `world_size` with the process group.
+def resolve_world(arguments: Arguments) -> StoreWorld:
+    """Find the ranks that gossip, this rank's number among them, and the store that they share.
 
     Raises:
-        ValueError: they contradict the group.
+        ValueError: `rank` or `world_size` is missing or contradicts the process group or the
+            launcher, or the ranks are elastic and have no store.
         RuntimeError: there is more than one rank and no process group.
+        PeerError: the launcher's store does not answer.
     """
-    if group is None:
-        _check_alone(arguments.rank, arguments.world_size)
-    else:
-        _check_numbers(arguments, "the process group", group.rank(), group.size())
-
-
-def launched_ranks(group: Any | None) -> Sequence[int]:
-    """The number that the launcher gave to each rank of a process group, as far as is known."""
-    if group is None:
-        return [0]
-    return dist.get_process_group_ranks(group) if is_registered(group) else range(group.size())
-
-
-def _check_numbers(arguments: Arguments, whose: str, rank: int, world_size: int) -> None:
-    for name, given, actual in (
-        ("rank", arguments.rank, rank),
-        ("world_size", arguments.world_size, world_size),
-    ):
+    rank, world_size, elastic = arguments.rank, arguments.world_size, arguments.elastic
+    if elastic is not None and elastic.store is not None:
+        if rank is None or world_size is None or not 0 <= rank < world_size:
+            raise ValueError(
+                f"Elastic(store=...) needs rank and world_size, too, with rank below world_size; "
+                f"got {rank=}, {world_size=}"
+            )
+        return StoreWorld(store=elastic.store, rank=rank, world_size=world_size)
+    group = resolve_process_group(arguments)
+    whose, found = "the process group", None
+    if group is not None:
+        found = StoreWorld(
+            store=store_of(group),
+            rank=group.rank(),
+            world_size=group.size(),
+            timeout=timeout_of(group),
+            launched_as=dist.get_process_group_ranks(group) if is_registered(group) else (),
+        )
+    elif elastic is not None:
+        whose = "the launcher"
+        found = find_launched_store(os.environ, read_timeout(arguments.timeout))
+    if found is None:
+        _check_alone(world_size)
+        whose, found = "a world of one rank", StoreWorld(store=None, rank=0, world_size=1)
+    for name in ("rank", "world_size"):
+        given, actual = getattr(arguments, name), getattr(found, name)
         if given is not None and given != actual:
             raise ValueError(
                 f"{name}={given} contradicts {whose}, whose {name} is {actual} here; leave {name} "
                 f"out, or pass {actual}"
             )
-
-
-def resolve_store(arguments: Arguments) -> StoreWorld:
-    """Find the store, and this rank's number in it.
-
-    Raises:
-        ValueError: there is none, or `rank` or `world_size` is missing or contradicts it.
-        PeerError: the launcher's store does not answer.
-    """
-    rank, world_size = arguments.rank, arguments.world_size
-    store = None if arguments.elastic is None else arguments.elastic.store
-    if store is None:
-        group = resolve_process_group(arguments)
-        return _launched_world(arguments) if group is None else _world_of(group, arguments)
-    if rank is None or world_size is None or not 0 <= rank < world_size:
+    if elastic is not None and found.store is None:
         raise ValueError(
-            f"Elastic(store=...) needs rank and world_size, too, with rank below world_size; got "
-            f"{rank=}, {world_size=}"
+            f"elastic needs a store in which the ranks agree: start the script with `python -m "
+            f"decent_optim_wrapper run` or torchrun, pass Elastic(store=...), rank and world_size, "
+            f"or {_INITIALISE}"
         )
-    return StoreWorld(store=store, rank=rank, world_size=world_size)
-
-
-_NO_STORE = (
-    "elastic needs a store in which the ranks agree: start the script with `python -m "
-    "decent_optim_wrapper run` or torchrun, pass Elastic(store=...), rank and world_size, or call "
-    "decent_optim_wrapper.utils.init_distributed() or torch.distributed.init_process_group() before"
-)
-
-
-def _world_of(group: Any, arguments: Arguments) -> StoreWorld:
-    """The ranks of a process group, in its store."""
-    check_sizes(group, arguments)
-    store = store_of(group)
-    if store is None:
-        raise ValueError(_NO_STORE)
-    return StoreWorld(
-        store=store,
-        rank=group.rank(),
-        world_size=group.size(),
-        timeout=timeout_of(group),
-        launched_as=launched_ranks(group),
-    )
-
-
-def _launched_world(arguments: Arguments) -> StoreWorld:
-    """The ranks of the launcher that has started this process, in its store."""
-    found = find_launched_store(os.environ, read_timeout(arguments.timeout))
-    if found is None:
-        _check_alone(arguments.rank, arguments.world_size)
-        raise ValueError(_NO_STORE)
-    _check_numbers(arguments, "the launcher", found.rank, found.world_size)
     return found
+
+
+def local_world_size_of(arguments: Arguments, launched_as: Sequence[int]) -> int:
+    """The number of ranks per node: the user's argument, or what follows from the launcher's.
+
+    Args:
+        arguments: the user's arguments.
+        launched_as: the number that the launcher gave to each rank; consecutive ones share a node.
+    """
+    if arguments.local_world_size is not None:
+        return arguments.local_world_size
+    name = "LOCAL_WORLD_SIZE"
+    size = number(os.environ, name) if os.environ.get(name) else 1
+    place, rank = (os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK"))
+    is_known = place.isdecimal() and rank.isdecimal()
+    if is_known and int(rank) % size != int(place) < size:
+        # Not in blocks of this size, as with Slurm's cyclic distribution.
+        return 1
+    return ranks_per_node([rank // size for rank in launched_as])
+
+
+def ranks_per_node(nodes: Sequence[Hashable]) -> int:
+    """The number of consecutive ranks on a node, or 1 if it is not the same on all nodes.
+
+    Args:
+        nodes: an identifier of the node of each rank, by rank.
+    """
+    blocks = [len(list(block)) for _, block in groupby(nodes)]
+    regular = len(set(blocks)) == 1 and len(blocks) == len(set(nodes))
+    return blocks[0] if regular else 1
 
 
 def resolve_topology(
@@ -228,21 +229,15 @@ def resolve_topology(
     return topology
 
 
-def _check_alone(rank: int | None, world_size: int | None) -> None:
+def _check_alone(world_size: int | None) -> None:
     if world_size not in (None, 1):
         raise RuntimeError(
-            f"world_size={world_size} needs a process group: call "
-            f"decent_optim_wrapper.utils.init_distributed() or "
-            f"torch.distributed.init_process_group() before building the wrapper, and start the "
-            f"script with `torchrun --nproc-per-node {world_size} script.py`"
+            f"world_size={world_size} needs a process group: {_INITIALISE}, and start the script "
+            f"with `torchrun --nproc-per-node {world_size} script.py`"
         )
-    if rank not in (None, 0):
-        raise ValueError(f"rank={rank} contradicts a world of one rank without a process group")
     launched = os.environ.get("WORLD_SIZE", "1")
     if world_size is None and launched not in ("", "1"):
         warn(
-            f"WORLD_SIZE={launched}, but there is no process group: this rank trains alone; call "
-            f"torch.distributed.init_process_group() or "
-            f"decent_optim_wrapper.utils.init_distributed() before building the wrapper, or pass "
-            f"world_size=1"
+            f"WORLD_SIZE={launched}, but there is no process group: this rank trains alone; "
+            f"{_INITIALISE}, or pass world_size=1"
         )

@@ -15,16 +15,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from decent_optim_wrapper.warn import warn
 
-# In the order of the fields of `Ranks` after its launcher.
-_RANK_VARIABLES = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "mpirun": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-}
+# In the order of the fields of `Launch` after its launcher.
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 
 
 class DistInfo(NamedTuple):
@@ -45,28 +38,32 @@ class DistInfo(NamedTuple):
     local_world_size: int
 
 
-class Ranks(NamedTuple):
-    """The ranks that a launcher has assigned to this process."""
+class Launch(NamedTuple):
+    """What a launcher has told this process, and the address at which rank 0 listens, if known."""
 
     launcher: str
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-
-
-class Launch(NamedTuple):
-    """The ranks, and the address at which rank 0 listens."""
-
-    ranks: Ranks
-    master_addr: str
-    master_port: str
+    master_addr: str = ""
+    master_port: str = ""
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that torchrun would have set."""
-        _, *numbers = self.ranks
-        found = dict(zip(_RANK_VARIABLES["torchrun"], map(str, numbers), strict=True))
-        return {**found, "MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port}
+        """The environment variables that torchrun would have set.
+
+        Raises:
+            RuntimeError: the address is not known.
+        """
+        names = (*_TORCHRUN, "MASTER_ADDR", "MASTER_PORT")
+        found = dict(zip(names, map(str, self[1:]), strict=True))
+        for name, value in found.items():
+            if not value:
+                raise RuntimeError(
+                    f"the variable {name} is missing; export MASTER_ADDR, the host of rank 0, and "
+                    f"MASTER_PORT, a free port there, on all ranks (`mpirun -x` passes them on)"
+                )
+        return found
 
 
 def init_distributed(backend: str | None = None, timeout: timedelta | None = None) -> DistInfo:
@@ -99,19 +96,21 @@ def init_distributed(backend: str | None = None, timeout: timedelta | None = Non
         ValueError: a variable has a wrong value, or there is no CUDA device for this rank.
     """
     if dist.is_initialized():
-        ranks = _ranks_in_group()
-        device = _device(dist.get_backend(), ranks)
+        size = dist.get_world_size()
+        launch = Launch("", 0, 1, 0, 1) if size == 1 else find_launch(os.environ)
+        launch = launch._replace(rank=dist.get_rank(), world_size=size)
+        device = _device(dist.get_backend(), launch)
     else:
         launch = find_launch(os.environ)
-        ranks = launch.ranks
-        backend = backend or _default_backend(ranks)
-        device = _device(backend, ranks)
+        backend = backend or _default_backend(launch)
+        device = _device(backend, launch)
         os.environ.update(launch.variables())
         # Without it, torch takes the GPU of the local rank, also where there is another number.
         gpu = device if device.type == "cuda" else None
-        more = _store_after_a_restart(ranks)
+        more = _store_after_a_restart(launch)
         dist.init_process_group(backend, timeout=timeout, device_id=gpu, **more)
-    return DistInfo(ranks.rank, ranks.world_size, ranks.local_rank, device, ranks.local_world_size)
+    rank, world_size, local_rank, local_world_size = launch[1:5]
+    return DistInfo(rank, world_size, local_rank, device, local_world_size)
 
 
 initialize_dist = init_distributed
@@ -124,63 +123,50 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
         RuntimeError: a variable is missing.
         ValueError: a variable has a wrong value.
     """
-    ranks = find_ranks(environ)
-    addr, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    if ranks.launcher == "srun":
-        addr = addr or _first_slurm_node(environ)
-        port = port or _slurm_port(environ)
-    if ranks.launcher == "mpirun" and ranks.local_world_size == ranks.world_size:
-        addr = addr or "127.0.0.1"
-    for name, value in (("MASTER_ADDR", addr), ("MASTER_PORT", port)):
-        if not value:
-            raise RuntimeError(
-                f"the variable {name} is missing; export MASTER_ADDR, the host of rank 0, and "
-                f"MASTER_PORT, a free port there, on all ranks (`mpirun -x` passes them on)"
-            )
-    return Launch(ranks=ranks, master_addr=str(addr), master_port=str(port))
-
-
-def find_ranks(environ: Mapping[str, str]) -> Ranks:
-    """Read the numbers that the launcher has given to this process.
-
-    Raises:
-        RuntimeError: a variable is missing.
-        ValueError: a variable has a wrong value.
-    """
-    ranks = _find_ranks(environ)
-    if not ranks.rank < ranks.world_size >= ranks.local_world_size > ranks.local_rank:
+    # mpirun in a Slurm job inherits the SLURM_PROCID of the job, the same in all its processes.
+    for launcher, names in (("torchrun", _TORCHRUN), ("mpirun", _OPEN_MPI)):
+        if environ.get(names[0]):
+            rank, world_size, local_rank, local_size = (number(environ, name) for name in names)
+            launch = Launch(launcher, rank, world_size, local_rank, local_size)
+            break
+    else:
+        launch = _find_slurm_step(environ)
+    if not launch.rank < launch.world_size >= launch.local_world_size > launch.local_rank:
         raise ValueError(
-            f"the variables of {ranks.launcher} contradict each other: {ranks}; unset those that "
+            f"the variables of {launch.launcher} contradict each other: {launch}; unset those that "
             f"are left from another launcher and start the script again"
         )
-    return ranks
+    addr, port = launch.master_addr, launch.master_port
+    if launch.launcher == "mpirun" and launch.local_world_size == launch.world_size:
+        addr = "127.0.0.1"
+    return launch._replace(
+        master_addr=environ.get("MASTER_ADDR") or addr,
+        master_port=environ.get("MASTER_PORT") or port,
+    )
 
 
-def _find_ranks(environ: Mapping[str, str]) -> Ranks:
-    # mpirun in a Slurm job inherits the SLURM_PROCID of the job, the same in all its processes.
-    for launcher, names in _RANK_VARIABLES.items():
-        if environ.get(names[0]):
-            return Ranks(launcher, *(_number(environ, name) for name in names))
-    if environ.get("SLURM_PROCID"):
-        tasks = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-        # Only srun sets the first one. A batch script would wait for tasks that nobody starts.
-        if tasks > 1 and not environ.get("SLURM_STEP_NUM_TASKS"):
-            raise RuntimeError(
-                f"this process is not one of the {tasks} tasks of its Slurm job, because it was "
-                f"started without srun (SLURM_STEP_NUM_TASKS is missing); start the script with "
-                f"srun"
-            )
-        return Ranks(
-            "srun",
-            _number(environ, "SLURM_PROCID"),
-            tasks,
-            _number(environ, "SLURM_LOCALID"),
-            _slurm_tasks_here(environ),
+def _find_slurm_step(environ: Mapping[str, str]) -> Launch:
+    if not environ.get("SLURM_PROCID"):
+        raise RuntimeError(
+            "this process was started without a launcher: expected the variable RANK (torchrun), "
+            "OMPI_COMM_WORLD_RANK (mpirun) or SLURM_PROCID (srun); start the script with "
+            "`torchrun --nproc-per-node <ranks> script.py`"
         )
-    raise RuntimeError(
-        "this process was started without a launcher: expected the variable RANK (torchrun), "
-        "OMPI_COMM_WORLD_RANK (mpirun) or SLURM_PROCID (srun); start the script with "
-        "`torchrun --nproc-per-node <ranks> script.py`"
+    tasks = number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    # Only srun sets the first one. A batch script would wait for tasks that nobody starts.
+    if tasks > 1 and not environ.get("SLURM_STEP_NUM_TASKS"):
+        raise RuntimeError(
+            f"this process is not one of the {tasks} tasks of its Slurm job, because it was "
+            f"started without srun (SLURM_STEP_NUM_TASKS is missing); start the script with srun"
+        )
+    return Launch(
+        launcher="srun",
+        rank=number(environ, "SLURM_PROCID"),
+        world_size=tasks,
+        local_rank=number(environ, "SLURM_LOCALID"),
+        local_world_size=_slurm_tasks_here(environ),
+        master_addr=_first_slurm_node(environ),
+        master_port=_slurm_port(environ),
     )
 
 
@@ -188,18 +174,13 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
     """The tasks of this node, from a list such as 4(x2),3: two nodes of 4 tasks and one of 3."""
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
     text, entry = _text(environ, *names), r"(\d+)(?:\(x(\d+)\))?"
-    if not re.fullmatch(rf"{entry}(?:,{entry})*", text):
-        raise ValueError(
-            f"{names[0]} should read like 4(x2),3 (tasks per node), got {text!r}; start the "
-            f"script with srun, which sets it"
-        )
-    nodes = re.findall(entry, text)
+    nodes = re.findall(entry, text) if re.fullmatch(rf"{entry}(?:,{entry})*", text) else []
     counts = [int(tasks) for tasks, times in nodes for _ in range(int(times or 1))]
-    node = 0 if len(set(counts)) == 1 else _number(environ, "SLURM_NODEID")
+    node = number(environ, "SLURM_NODEID") if len(set(counts)) > 1 else 0
     if node >= len(counts):
         raise ValueError(
-            f"SLURM_NODEID is {node}, but {names[0]} has {len(counts)}: {text!r}; start the script "
-            f"with srun, which sets both"
+            f"{names[0]} should have the tasks of each node, as in 4(x2),3, got {text!r} on node "
+            f"{node}; start the script with srun, which sets it"
         )
     return counts[node]
 
@@ -216,11 +197,17 @@ def _slurm_port(environ: Mapping[str, str]) -> str:
     """A port from 10000 to 29999 that differs between the steps on a node; empty outside a job."""
     if not environ.get("SLURM_JOB_ID"):
         return ""
-    step = _number(environ, "SLURM_STEP_ID") if environ.get("SLURM_STEP_ID") else 0
-    return str(10000 + (31 * _number(environ, "SLURM_JOB_ID") + step) % 20000)
+    step = number(environ, "SLURM_STEP_ID") if environ.get("SLURM_STEP_ID") else 0
+    return str(10000 + (31 * number(environ, "SLURM_JOB_ID") + step) % 20000)
 
 
-def _number(environ: Mapping[str, str], *names: str) -> int:
+def number(environ: Mapping[str, str], *names: str) -> int:
+    """The number in the first of these variables that is set.
+
+    Raises:
+        RuntimeError: none is set.
+        ValueError: it is no number.
+    """
     text = _text(environ, *names)
     if not text.isdecimal():
         raise ValueError(
@@ -241,14 +228,7 @@ def _text(environ: Mapping[str, str], *names: str) -> str:
     )
 
 
-def _ranks_in_group() -> Ranks:
-    if dist.get_world_size() == 1:
-        return Ranks("", 0, 1, 0, 1)
-    found = _find_ranks(os.environ)
-    return found._replace(rank=dist.get_rank(), world_size=dist.get_world_size())
-
-
-def _store_after_a_restart(ranks: Ranks) -> dict[str, Any]:
+def _store_after_a_restart(launch: Launch) -> dict[str, Any]:
     """Arguments for `init_process_group` if torchrun has restarted the ranks of one node.
 
     torchrun keeps one store over its restarts, which still contains the addresses of processes that
@@ -256,35 +236,35 @@ def _store_after_a_restart(ranks: Ranks) -> dict[str, Any]:
     count their restarts differently.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts == "0" or ranks.world_size != ranks.local_world_size:
+    if restarts == "0" or launch.world_size != launch.local_world_size:
         return {}
     store, rank, world_size = next(rendezvous("env://"))
     return {"store": PrefixStore(restarts, store), "rank": rank, "world_size": world_size}
 
 
-def _default_backend(ranks: Ranks) -> str:
+def _default_backend(launch: Launch) -> str:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if devices >= ranks.local_world_size and dist.is_nccl_available():
+    if devices >= launch.local_world_size and dist.is_nccl_available():
         return "nccl"
     if devices:
         warn(
-            f"rank {ranks.rank} sees {devices} CUDA device(s) for the {ranks.local_world_size} "
+            f"rank {launch.rank} sees {devices} CUDA device(s) for the {launch.local_world_size} "
             f"ranks of its node and uses gloo and the CPU; if every rank sees only its own device, "
             f'call init_distributed(backend="nccl")'
         )
     return "gloo"
 
 
-def _device(backend: str, ranks: Ranks) -> torch.device:
+def _device(backend: str, launch: Launch) -> torch.device:
     """The device for this backend; a CUDA device becomes the current one."""
     if "nccl" not in backend:
         return torch.device("cpu")
     devices = torch.cuda.device_count()
-    index = 0 if devices == 1 else ranks.local_rank
+    index = 0 if devices == 1 else launch.local_rank
     if index >= devices:
         raise ValueError(
             f"nccl expects a CUDA device for every rank of a node, but local rank "
-            f"{ranks.local_rank} sees {devices}; start fewer ranks or pass backend='gloo'"
+            f"{launch.local_rank} sees {devices}; start fewer ranks or pass backend='gloo'"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -14,17 +14,17 @@ from torch.distributed.constants import default_pg_timeout
 from decent_optim_wrapper.comm.store_url import STORE_VARIABLE, StoreUrl
 from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.errors import PeerError, text_of
-from decent_optim_wrapper.start.launch import find_launch, find_ranks
+from decent_optim_wrapper.start.launch import find_launch
 
 # What holds the store may still start; and nobody waits much longer for it if it has ended.
 _SHORTEST_CONNECT, _LONGEST_CONNECT = timedelta(minutes=1), timedelta(minutes=5)
 
 
 class StoreWorld(NamedTuple):
-    """Ranks that meet through a store.
+    """The ranks that gossip, and the store in which they can meet.
 
     Args:
-        store: a connection to it.
+        store: a connection to it; None if the ranks have none.
         rank: this rank.
         world_size: number of ranks.
         timeout: bound of every wait.
@@ -52,31 +52,34 @@ def find_launched_store(environ: Mapping[str, str], timeout: timedelta | None) -
         PeerError: the store does not answer.
     """
     bound = min(max(timeout or _LONGEST_CONNECT, _SHORTEST_CONNECT), _LONGEST_CONNECT)
-    store: Any
-    if text := environ.get(STORE_VARIABLE):
-        url, ranks = StoreUrl.parse(text), find_ranks(environ)
-        store, where = url.open(bound), f"the store in etcd at {url.endpoints}"
-        remedy = "start most of these servers, or correct the URL"
-        # Servers that start with the ranks take a while, and servers on other nodes start later.
-        _connect(partial(store.check, ["any key"]), bound, ranks.rank, where, remedy)
-    # Without it, rank 0 itself would hold the store.
-    elif environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        ranks, host, port = find_launch(environ)
-        where, remedy = f"the launcher's store at {host}:{port}", "look at the launcher of node 0"
-        make = partial(TCPStore, host, int(port), is_master=False, timeout=bound)
-        store = _connect(make, bound, ranks.rank, where, remedy)
-    else:
+    text = environ.get(STORE_VARIABLE)
+    if not text and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        # Rank 0 itself would hold the store.
         return None
-    return StoreWorld(store=store, rank=ranks.rank, world_size=ranks.world_size)
-
-
-def _connect(
-    connect: Callable[[], Any], bound: timedelta, rank: int, where: str, remedy: str
-) -> Any:
+    launch = find_launch(environ)
+    connect: Callable[[], Any]
+    if text:
+        url = StoreUrl.parse(text)
+        where = f"the store in etcd at {url.endpoints}"
+        remedy = "start most of these servers, or correct the URL"
+        connect = partial(_open, url, bound)
+    else:
+        host, port = launch.master_addr, launch.master_port
+        where, remedy = f"the launcher's store at {host}:{port}", "look at the launcher of node 0"
+        connect = partial(TCPStore, host, int(port), is_master=False, timeout=bound)
     try:
         # On another thread: Ctrl-C does not end a call of C++.
-        return within(bound.total_seconds(), connect)
+        store = within(bound.total_seconds(), connect)
     except (TimeoutError, DistError) as error:
         raise PeerError(
-            f"rank {rank}: {where} does not answer within {bound} ({text_of(error)}); {remedy}"
+            f"rank {launch.rank}: {where} does not answer within {bound} ({text_of(error)}); "
+            f"{remedy}"
         ) from error
+    return StoreWorld(store=store, rank=launch.rank, world_size=launch.world_size)
+
+
+def _open(url: StoreUrl, timeout: timedelta) -> Any:
+    store = url.open(timeout)
+    # Servers that start with the ranks take a while, and servers on other nodes start later.
+    store.check(["any key"])
+    return store

@@ -1,36 +1,83 @@
-"""What follows from when rounds are mixed for what a model may do."""
+"""When a round is mixed by default, and what that asks of the model."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from decent_optim_wrapper.gossip.pacing import Pacing
+from decent_optim_wrapper.config import Overlap, Settings
 from decent_optim_wrapper.mesh.replica import Replica
+from decent_optim_wrapper.wire.parameters import Named
 
 # Their forward or backward passes are collectives. Without a class of ours that knows them all,
 # only these are seen.
 _COLLECTIVE = (nn.SyncBatchNorm, DistributedDataParallel)
 
 
-def check_pace(pacing: Pacing, model: nn.Module | None, replica: Replica) -> None:
-    """Check that ranks may be at different steps, if the pacing lets them.
+def overlap_of(
+    overlap: Overlap | None, extensions: object, model: object, params: Iterable[Tensor]
+) -> Overlap:
+    """The given `overlap`, or the default.
+
+    Args:
+        overlap: the user's; None for the default.
+        extensions: the user's extensions.
+        model: the model; None if it is not known.
+        params: the parameters of the optimizer.
+
+    Returns:
+        By default "forward". True without the model, if an extension would wait for all ranks in
+        the forward pass, or if the modules of the model do not announce all parameters.
+    """
+    if overlap is not None:
+        return overlap
+    given = extensions if isinstance(extensions, Sequence) else ()
+    meets = any(getattr(each, "collective", False) for each in given)
+    if meets or not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        return True
+    return "forward" if set(params) <= set(model.parameters()) else True
+
+
+def check_pace(settings: Settings, replica: Replica, parameters: Sequence[Named]) -> None:
+    """Check that the model allows the pacing.
 
     Raises:
-        ValueError: the ranks of a replica, or of a module, step together.
+        ValueError: the ranks of a replica, or of a module, step together, but may be at different
+            steps; or the model does not contain all parameters that are mixed before it reads them.
     """
-    if pacing.synchronous:
+    overlap, model = settings.overlap, replica.model
+    if not settings.pacing.synchronous:
+        _check_own_steps(overlap, replica)
+    if not settings.pacing.mixes_early:
         return
+    if model is None or isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            f"overlap={overlap!r} expects the model, whose modules are about to read the "
+            f"parameters when they are called; pass model=model, not in TorchScript"
+        )
+    held = set(map(id, model.parameters()))
+    if missing := [each.name for each in parameters if id(each.tensor) not in held]:
+        raise ValueError(
+            f"overlap={overlap!r} expects all parameters of the optimizer in the model, but it "
+            f"does not have parameters {', '.join(missing)}; pass the module that contains them "
+            f"all, such as an nn.ModuleList of several models"
+        )
+
+
+def _check_own_steps(overlap: object, replica: Replica) -> None:
     if replica.size > 1:
         raise ValueError(
-            f"overlap={pacing!r} expects a whole replica on every rank, since its shards would be "
+            f"overlap={overlap!r} expects a whole replica on every rank, since its shards would be "
             f"mixed in different steps; pass overlap=Late(steps) for late rounds"
         )
-    modules = () if model is None else model.named_modules()
+    modules = () if replica.model is None else replica.model.named_modules()
     for name, module in modules:
         if isinstance(module, _COLLECTIVE):
             raise ValueError(
-                f"overlap={pacing!r} expects a model without collectives, since ranks make "
+                f"overlap={overlap!r} expects a model without collectives, since ranks make "
                 f"different numbers of steps, got {type(module).__name__} in {name or 'model'!r}; "
                 f"take layers that need no other rank, such as GroupNorm, or overlap=Late(steps)"
             )

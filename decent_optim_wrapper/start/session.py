@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.metadata import version
 from types import NoneType
 from typing import Any, NamedTuple
@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 
 from decent_optim_wrapper.checks import instance_of
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.config import Settings
+from decent_optim_wrapper.config import Settings, read_timeout
+from decent_optim_wrapper.elastic.epoch import FIRST_NOTE
 from decent_optim_wrapper.elastic.recovery import HandOver, Recovery
+from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.extension import ExtensionContext, Extensions
 from decent_optim_wrapper.gossip.gossip import Gossip
@@ -27,11 +29,15 @@ from decent_optim_wrapper.gossip.round import RoundPolicy
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.mesh.replica import Replica
-from decent_optim_wrapper.start.arguments import check_arguments
-from decent_optim_wrapper.start.forward_order import check_forward
+from decent_optim_wrapper.start.arguments import (
+    Arguments,
+    check_arguments,
+    local_world_size_of,
+    resolve_topology,
+)
 from decent_optim_wrapper.start.pace import check_pace
-from decent_optim_wrapper.start.start import Start, check_same
-from decent_optim_wrapper.start.world import World, find_world
+from decent_optim_wrapper.start.start import Start, check_same, exchange
+from decent_optim_wrapper.start.summary import warn_of_rounding
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.broadcast import broadcast, digest
@@ -48,7 +54,6 @@ from decent_optim_wrapper.wire.parameters import (
     named_parameters,
 )
 from decent_optim_wrapper.wire.plan import bucket_bytes, extend_plan, plan_buckets
-from decent_optim_wrapper.wire.references import MOST_REFERENCES
 
 
 @dataclass(frozen=True)
@@ -128,19 +133,73 @@ def open_session(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver 
     """
     with start.failing_together():
         check_arguments(start.arguments)
-    with start.over_the_mesh() as description:
-        with start.failing_together():
-            model = _check_model(start, inputs)
-        outline = partial(_outline, start, inputs, model)
-        world = find_world(start, inputs.topology, inputs.settings, outline)
-        with start.failing_together():
-            setup = Setup(start, inputs, model, world)
-            description += setup.lines
-        setup.check(model.parameters, world.transport)
+        model = _check_model(start, inputs)
+    arguments, settings = start.arguments, inputs.settings
+    if arguments.mesh is not None:
+        # Ranks that gossip along different dimensions would not find each other.
+        check_same(f"gossip_dim={arguments.gossip_dim!r}, {arguments.mesh}", start.transports)
+    transport, topology = _find_ranks(start, inputs.topology)
+    first_lines = _settings_lines(arguments, inputs, topology)
+    named = [*model.parameters, *model.others]
+    outline = [*first_lines, *_tensor_lines(named, settings.param_as_bucket_view)]
+    recovery = _meet_in_store(start, topology, settings, outline)
+    transport = recovery.transport if recovery else transport
+    with start.failing_together():
+        setup = Setup(start, inputs, model, transport, recovery, first_lines)
+    setup.check(model.parameters, transport)
     model.replica.connect(named.tensor for named in model.parameters)
-    gossip = setup.build_gossip()
+    if recovery:
+        session = recovery.open_session()
+    else:
+        session = Session.connect(transport, topology, settings.schedule.intervals)
+    gossip = setup.build_gossip(session)
     setup.start_from_same_values(gossip.pipeline)
     return gossip, setup, setup.begin_recovery(gossip)
+
+
+def _find_ranks(start: Start, topology: str | Topology | None) -> tuple[Transport, Topology]:
+    """Find the ranks, and agree on their topology; collective over a process group.
+
+    Args:
+        start: reaches the other ranks.
+        topology: a name or an instance; None for the default.
+    """
+    with start.failing_together():
+        # All ranks make the same connections, in the same order, also if one of them fails later.
+        transport, found = start.transport, start.world
+        launched_as = found.launched_as or range(found.world_size)
+        own = local_world_size_of(start.arguments, launched_as)
+    # In a store the ranks cannot agree yet: each takes the size of its own node for all.
+    if not start.elastic and not (exchange(start.transports, [own])[..., 0] == own).all():
+        own = 1
+    with start.failing_together():
+        resolved = resolve_topology(topology, found.world_size, start.arguments, own)
+    return transport, resolved
+
+
+def _meet_in_store(
+    start: Start, topology: Topology, settings: Settings, outline: Sequence[str]
+) -> Recovery | None:
+    """Connect the ranks that meet in a store, if these do; collective.
+
+    Args:
+        start: reaches the other ranks.
+        topology: the topology of all ranks.
+        settings: the checked settings.
+        outline: the first lines of the description in which the ranks must agree.
+
+    Raises:
+        ValueError: ranks that are training already have another outline.
+    """
+    elastic, found = start.arguments.elastic, start.world
+    if elastic is None:
+        return None
+    timeout = read_timeout(settings.timeout) or found.timeout
+    rendezvous = Rendezvous(found.store, found.rank, found.world_size, timeout, elastic.stale_after)
+    rendezvous.check_outline(outline)
+    epoch = rendezvous.gather(FIRST_NOTE)
+    on_change = elastic.on_membership_change
+    return Recovery(rendezvous, epoch, topology, settings.schedule, on_change)
 
 
 def _check_model(start: Start, inputs: Inputs) -> _Model:
@@ -150,26 +209,23 @@ def _check_model(start: Start, inputs: Inputs) -> _Model:
     check_dense(others)
     parameters = named_parameters(inputs.optimizer.param_groups)
     instance_of("a torch.nn.Module or None", nn.Module, NoneType)("model", inputs.model)
-    replica = Replica(start.dimensions, inputs.model, start.gossip_ranks)
-    check_pace(inputs.settings.pacing, inputs.model, replica)
-    check_forward(inputs.settings, inputs.model, parameters)
-    replica.reshard()
-    check_shards([*parameters, *others], replica, inputs.settings.param_as_bucket_view)
-    check_tensors(parameters)
+    replica = start.replica(inputs.model)
+    _check_parameters(parameters, others, replica, inputs.settings)
     return _Model(parameters=parameters, buffers=buffers, others=others, replica=replica)
 
 
-def _outline(start: Start, inputs: Inputs, model: _Model, topology: Topology) -> list[str]:
+def _check_parameters(
+    parameters: Sequence[Named], others: Sequence[Named], replica: Replica, settings: Settings
+) -> None:
+    check_pace(settings, replica, parameters)
+    replica.reshard()
+    check_shards([*parameters, *others], replica, settings.param_as_bucket_view)
+    check_tensors(parameters)
+
+
+def _settings_lines(arguments: Arguments, inputs: Inputs, topology: Topology) -> list[str]:
     """The part of the common description that is known before the ranks meet."""
-    as_view = inputs.settings.param_as_bucket_view
-    return [
-        *_settings_lines(start, inputs, topology),
-        *_tensor_lines([*model.parameters, *model.others], as_view),
-    ]
-
-
-def _settings_lines(start: Start, inputs: Inputs, topology: Topology) -> list[str]:
-    elastic = start.arguments.elastic
+    elastic = arguments.elastic
     return [
         f"decent_optim_wrapper {version('decent-optim-wrapper')}",
         f"topology {type(topology).__name__} with schedule {topology.digest}",
@@ -193,25 +249,35 @@ class Setup:
         start: reaches the other ranks if this one fails, including the ranks of a mesh.
         inputs: the inputs of the wrapper.
         model: the tensors that are trained on this rank.
-        world: the ranks and their connections.
+        transport: connects the ranks that gossip.
+        recovery: continues without lost ranks; None if their loss is an error.
+        first_lines: the settings as a description that must be the same on all ranks.
     """
 
-    def __init__(self, start: Start, inputs: Inputs, model: _Model, world: World) -> None:
+    def __init__(
+        self,
+        start: Start,
+        inputs: Inputs,
+        model: _Model,
+        transport: Transport,
+        recovery: Recovery | None,
+        first_lines: Sequence[str],
+    ) -> None:
         self._start = start
         self._inputs = inputs
         self._settings = settings = inputs.settings
         self._model = model
-        self._world = world
         # The user's group; None if the ranks meet in a store.
         self.process_group = start.process_group
         self.replica = model.replica
+        self.recovery = recovery
         self._held = HeldBuffers(inputs.model, model.others)
         self._nonfinite, self._meter = NonFinitePolicy(settings.on_nonfinite), Meter()
         waiting = inputs.model if settings.pacing.mixes_early else None
         in_forward_order = () if waiting is None else tuple(waiting.parameters())
         self._layout = Layout(
             cap_mb=settings.bucket_cap_mb,
-            wire_device=world.transport.wire_device if world.recovery is None else _on_cpu,
+            wire_device=transport.wire_device if recovery is None else _on_cpu,
             codec=settings.codec,
             as_view=settings.param_as_bucket_view,
             order=inputs.extras.order or in_forward_order,
@@ -227,7 +293,7 @@ class Setup:
         self._frozen = [Bucket([t], self._layout.plain) for t in floating if not t.requires_grad]
         inputs.extensions.attach(
             ExtensionContext(
-                rank=world.transport.initial_rank,
+                rank=transport.initial_rank,
                 optimizer=inputs.optimizer,
                 layout=self._layout,
                 intervals=settings.schedule.intervals,
@@ -237,16 +303,9 @@ class Setup:
                 meter=self._meter,
             )
         )
-        # Lines that must be the same on all ranks of a mesh, whatever part of the model they hold.
-        self._first_lines = _settings_lines(start, inputs, world.topology)
+        self._first_lines = first_lines
         extensions = (e for e in inputs.extensions.all if e.name or e.sends or e.collective)
         self._last_lines = [each.describe() for each in extensions]
-        self.lines = [*self._first_lines, *self._last_lines]
-
-    @property
-    def recovery(self) -> Recovery | None:
-        """Continues without lost ranks; None if their loss is an error."""
-        return self._world.recovery
 
     def check(self, parameters: Sequence[Named], transport: Transport) -> None:
         """Compare the settings and all tensors with the other ranks; collective.
@@ -256,16 +315,22 @@ class Setup:
                 difference.
         """
         layout, named = self._layout, [*parameters, *self._model.others]
-        # In the order of `_outline`, which ranks that come back compare first.
+        # In the order of the outline, which ranks that come back compare first.
         lines = [*self._first_lines, *_tensor_lines(named, layout.as_view), *self._last_lines]
         if layout.order:
             # Ranks may have other tensors in between that they do not gossip, such as experts.
             places = layout.places(each.tensor for each in named)
             order = str(sorted(range(len(named)), key=places.__getitem__)).encode()
             lines.append(f"buckets filled in the order {hashlib.sha256(order).hexdigest()[:8]}")
-        text, recovery = "\n".join(lines), self._world.recovery
-        if recovery is None or not recovery.joins:
-            check_same(text, transport)
+        text, start, recovery = "\n".join(lines), self._start, self.recovery
+        if start.arguments.mesh is not None:
+            # The ranks along its other dimensions hold other parts of the model.
+            check_same("\n".join([*self._first_lines, *self._last_lines]), start.transports)
+            with start.failing_together():
+                check_same(text, [transport])
+            exchange(start.transports, ())
+        elif recovery is None or not recovery.joins:
+            check_same(text, [transport])
         if recovery:
             recovery.agree(text)
 
@@ -280,13 +345,9 @@ class Setup:
                 any of these errors.
         """
         transport, replica = pipeline.session.transport, self.replica
-        with self._start.over_the_mesh():
-            with self._start.failing_together():
-                check_forward(self._settings, self._inputs.model, parameters)
-                replica.reshard()
-                check_shards(parameters, replica, self._layout.as_view)
-                check_tensors(parameters)
-            self.check(parameters, transport)
+        with self._start.failing_together():
+            _check_parameters(parameters, (), replica, self._settings)
+        self.check(parameters, transport)
         replica.connect(named.tensor for named in parameters)
         transport.begin_on(bucket_bytes((each.tensor for each in parameters), self._layout))
         if self._settings.sync_at_start and late:
@@ -297,18 +358,13 @@ class Setup:
         tensors = (each.tensor for each in parameters)
         pipeline.plan(extend_plan(pipeline.buckets, tensors, self._layout))
 
-    def build_gossip(self) -> Gossip:
-        """Connect the groups of the ranks; collective."""
+    def build_gossip(self, session: Session) -> Gossip:
+        """Make the first exchanges in the groups of the ranks; collective."""
         inputs, settings, model = self._inputs, self._settings, self._model
-        world, intervals = self._world, settings.schedule.intervals
-        if world.recovery:
-            session = world.recovery.open_session()
-        else:
-            session = Session.connect(world.transport, world.topology, intervals)
         tensors = [named.tensor for named in (*model.parameters, *model.buffers)]
         session.transport.let_rounds_take(settings.pacing.longest_flight)
         session.transport.begin_on(bucket_bytes(tensors, self._layout))
-        _warn_of_codes(settings, self._layout, session)
+        warn_of_rounding(settings, session)
         policy = RoundPolicy(
             pacing=settings.pacing,
             nonfinite=self._nonfinite,
@@ -323,7 +379,7 @@ class Setup:
                 session.transport.initial_rank, self._nonfinite, self._extra, self._held.put_back
             ),
             model.replica,
-            members=world.recovery,
+            members=self.recovery,
         )
 
     @cached_property
@@ -341,10 +397,10 @@ class Setup:
 
     def start_from_same_values(self, pipeline: Pipeline) -> None:
         """Take the values of rank 0, unless each rank keeps its own, and plan the buckets."""
-        parameters, recovery = self._model.parameters, self._world.recovery
+        parameters, recovery = self._model.parameters, self.recovery
         takes = self._settings.sync_at_start and not (recovery and recovery.joins)
         if takes:
-            self._broadcast(self._world.transport)
+            self._broadcast(pipeline.session.transport)
         self._inputs.local_update.know(parameters)
         self._plan(pipeline, parameters)
         if takes:
@@ -366,7 +422,7 @@ class Setup:
 
     def begin_recovery(self, gossip: Gossip) -> HandOver | None:
         """Continue without lost ranks from now on; a rank that joins receives its state."""
-        recovery, inputs = self._world.recovery, self._inputs
+        recovery, inputs = self.recovery, self._inputs
         if recovery is None:
             return None
         hand_over = HandOver(
@@ -384,33 +440,3 @@ class Setup:
 def _on_cpu(device: torch.device) -> torch.device:
     """The device on which gloo exchanges tensors of any device."""
     return torch.device("cpu")
-
-
-def _warn_of_codes(settings: Settings, layout: Layout, session: Session) -> None:
-    """Warn where `comm_dtype` saves nothing, or errs more than users may expect.
-
-    Args:
-        settings: the checked settings.
-        layout: how tensors are put into buckets.
-        session: the ranks.
-    """
-    # The warnings hold for all ranks, so only one of them warns.
-    if settings.codec is None or session.transport.initial_rank:
-        return
-    transport, device = session.transport, session.transport.exchange_device
-    topology = session.topology
-    phases = map(topology.groups, range(topology.period))
-    if not transport.sends_alone(layout.wire_device(device)) and any(
-        group.size > 2 for phase in phases for group in phase
-    ):
-        warn(
-            f"comm_dtype={settings.comm_dtype} saves nothing in groups of more than two over NCCL, "
-            f"which {session.topology!r} has; take a topology of pairs, such as ring"
-        )
-    if settings.codec.uses_reference and not session.references.keeps:
-        warn(
-            f"with comm_dtype={settings.comm_dtype}, {session.topology!r} has more than "
-            f"{MOST_REFERENCES} groups per rank, too many to keep a reference for each: the "
-            f"parameters themselves are rounded, and replicas stay further apart; take a topology "
-            f"of fewer partners, such as ring"
-        )

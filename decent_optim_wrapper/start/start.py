@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from loguru import logger
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from decent_optim_wrapper.comm.state_transfer import difference, share_text
@@ -26,11 +25,13 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.config import Elastic, read_timeout
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.errors import PeerError
-from decent_optim_wrapper.mesh.replica import Dimension
-from decent_optim_wrapper.start.arguments import Arguments, resolve_process_group, resolve_store
+from decent_optim_wrapper.mesh.replica import Dimension, Replica
+from decent_optim_wrapper.start.arguments import Arguments, resolve_process_group, resolve_world
+from decent_optim_wrapper.start.launched_store import StoreWorld
 
-# A SHA-256 digest. All exchanges have this size: a failing rank does not know the next one.
-_NUMBERS = 4
+# A rank and a SHA-256 digest. All exchanges have this size: a failing rank does not know the next
+# one.
+_NUMBERS = 5
 # How long a rank that cannot start waits for others, which may be meeting elsewhere.
 _TELL = timedelta(seconds=5)
 
@@ -57,14 +58,11 @@ class Start:
     def __init__(self, arguments: Arguments) -> None:
         self.arguments = arguments
         self._built = Rendezvous.built
-        # Whether the ranks of a mesh know that they have the same one. Until then, an error is sent
-        # along all its dimensions.
-        self._met_in_mesh = False
 
     @property
     def elastic(self) -> bool:
         """True if the ranks meet in a store, without a process group for the exchanges."""
-        return isinstance(self.arguments.elastic, Elastic)
+        return isinstance(self.arguments.elastic, Elastic) and self.arguments.mesh is None
 
     @cached_property
     def process_group(self) -> Any | None:
@@ -72,20 +70,25 @@ class Start:
         return None if self.elastic else resolve_process_group(self.arguments)
 
     @cached_property
+    def world(self) -> StoreWorld:
+        """The ranks that gossip, as the process group or the store numbers them."""
+        return resolve_world(self.arguments)
+
+    @cached_property
     def transport(self) -> Transport:
         """Connects the ranks of the process group."""
         return Transport.over(self.process_group, self._timeout)
 
     @property
-    def gossip_ranks(self) -> Sequence[int] | None:
-        """The ranks along the mesh's dimension of the gossip; None without a mesh."""
-        group = None if self.arguments.mesh is None else self.process_group
-        return None if group is None else dist.get_process_group_ranks(group)
+    def transports(self) -> list[Transport]:
+        """Reach all ranks together: along each dimension of the mesh, or of the process group."""
+        return [each.transport for each in self._mesh.values()] or [self.transport]
 
-    @property
-    def dimensions(self) -> list[Dimension]:
-        """The other dimensions of the mesh."""
-        return [each for name, each in self._mesh.items() if name != self.arguments.gossip_dim]
+    def replica(self, model: nn.Module | None) -> Replica:
+        """The ranks over which one copy of the model is spread."""
+        others = dict(self._mesh)
+        gossip = others.pop(str(self.arguments.gossip_dim), None)
+        return Replica([*others.values()], model, None if gossip is None else gossip.ranks)
 
     @cached_property
     def _mesh(self) -> dict[str, Dimension]:
@@ -98,11 +101,10 @@ class Start:
 
     @property
     def _timeout(self) -> timedelta | None:
-        try:
+        with suppress(TypeError, ValueError):
             return read_timeout(self.arguments.timeout)
-        except (TypeError, ValueError):
-            # `Settings` rejects it later; the others are notified with the group's own timeout.
-            return None
+        # `Settings` rejects it later; the others are notified with the group's own timeout.
+        return None
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -110,54 +112,24 @@ class Start:
         try:
             yield
         except Exception as error:
-            self._notify(error)
+            for notify in (self._notify_in_store, self._notify_in_process_group):
+                try:
+                    notify(error)
+                except Exception as untold:
+                    # The process group itself may be the error.
+                    logger.debug("the other ranks could not be told of {!r}: {}", error, untold)
             raise
-
-    @contextmanager
-    def over_the_mesh(self) -> Iterator[list[str]]:
-        """Fail on all ranks of the mesh if the body fails on one, or if the ranks differ.
-
-        The ranks of one gossip group notify each other in the body; each of them notifies the ranks
-        along the other dimensions.
-
-        Yields:
-            An empty list, for the lines of a description that must be the same on all ranks.
-
-        Raises:
-            ValueError: a rank cannot start, or has another description.
-        """
-        # Ranks that gossip along different dimensions would not find each other in the body.
-        self._agree(
-            self._mesh.values(), f"gossip_dim={self.arguments.gossip_dim!r}, {self.arguments.mesh}"
-        )
-        self._met_in_mesh = True
-        description: list[str] = []
-        try:
-            yield description
-        except Exception as error:
-            self._pass_on(self.dimensions, error)
-            raise
-        self._agree(self.dimensions, "\n".join(description))
-
-    def _notify(self, error: Exception) -> None:
-        if self.arguments.mesh is not None and not self._met_in_mesh:
-            with _at_best(error):
-                self._pass_on(self._mesh.values(), error)
-            return
-        with _at_best(error):
-            self._notify_in_store(error)
-        with _at_best(error):
-            self._notify_in_process_group(error)
 
     def _notify_in_store(self, error: Exception) -> None:
-        if self.arguments.elastic is None or Rendezvous.built != self._built:
+        arguments = self.arguments
+        if arguments.elastic is None or arguments.mesh is not None:
             return
-        if isinstance(error, PeerError):
-            # The store itself does not answer.
+        if isinstance(error, PeerError) or Rendezvous.built != self._built:
+            # The store itself does not answer, or the ranks have met there already.
             return
         # If `elastic` is the wrong argument, the others may be in the process group's store.
-        arguments = self.arguments if self.elastic else replace(self.arguments, elastic=Elastic())
-        world = resolve_store(arguments)
+        wrong = not self.elastic
+        world = resolve_world(replace(arguments, elastic=Elastic())) if wrong else self.world
         Rendezvous.tell_failure(world.store, world.rank, error)
 
     def _notify_in_process_group(self, error: Exception) -> None:
@@ -165,84 +137,66 @@ class Start:
             return
         if self.arguments.elastic is not None:
             # The others may never come here.
-            self.transport.limit_waits(_TELL)
-        exchange(self.transport, (), self._reason(error))
-
-    def _agree(self, dimensions: Iterable[Dimension], text: str) -> None:
-        """Compare along one dimension after the other; an error goes to the remaining ones."""
-        remaining = iter(dimensions)
-        for dimension in remaining:
-            try:
-                check_same(text, dimension.transport)
-            except Exception as error:
-                self._pass_on(remaining, error)
-                raise
-
-    def _pass_on(self, dimensions: Iterable[Dimension], error: Exception) -> None:
-        """Send an error along these dimensions."""
-        for dimension in dimensions:
-            with _at_best(error):
-                exchange(dimension.transport, (), self._reason(error))
-
-    def _reason(self, error: Exception) -> str:
-        """The description of an error for the other ranks."""
-        if isinstance(error, OtherRankError):
-            return error.reason
-        rank = self.transport.initial_rank if self.arguments.mesh is None else dist.get_rank()
-        return f"rank {rank} raised {type(error).__name__}: {error}"
+            for transport in self.transports:
+                transport.limit_waits(_TELL)
+        rank = self.transports[0].initial_rank
+        reason = f"rank {rank} raised {type(error).__name__}: {error}"
+        exchange(self.transports, (), error.reason if isinstance(error, OtherRankError) else reason)
 
 
-@contextmanager
-def _at_best(error: Exception) -> Iterator[None]:
-    """Notify others of an error in the body, if they can be reached.
-
-    They cannot if the process group itself is the error.
-    """
-    try:
-        yield
-    except Exception as untold:
-        logger.debug("the other ranks could not be told of {!r}: {}", error, untold)
-
-
-def check_same(text: str, transport: Transport) -> None:
+def check_same(text: str, transports: Sequence[Transport]) -> None:
     """Compare a description with the other ranks' descriptions; collective.
+
+    Args:
+        text: the description.
+        transports: reach all ranks together.
 
     Raises:
         ValueError: the descriptions differ; raised on all ranks. It names a rank that differs from
-            rank 0, and the first difference.
+            the first one, and the first difference.
     """
-    digest = hashlib.sha256(text.encode()).digest()
-    digests = exchange(transport, struct.unpack("<4q", digest))
-    differing = (digests != digests[0]).any(dim=1).nonzero().flatten().tolist()
+    own, digest = transports[0].initial_rank, hashlib.sha256(text.encode()).digest()
+    rows = exchange(transports, [own, *struct.unpack("<4q", digest)])
+    first = [0] * len(transports)
+    differing = (rows != rows[tuple(first)])[..., 1:].any(dim=-1).nonzero().tolist()
     if differing:
-        there, here = (share_text(text, transport, source) for source in (differing[0], 0))
-        first, *others = (transport.members[place] for place in (0, *differing))
+        there, here = (_share(text, transports, place) for place in (differing[0], first))
+        rank, *others = (int(rows[tuple(place)][0]) for place in (first, *differing))
         raise ValueError(
-            f"the ranks disagree: rank {others[0]} has {difference(there, here, f'rank {first}')}; "
+            f"the ranks disagree: rank {others[0]} has {difference(there, here, f'rank {rank}')}; "
             f"build the same model, optimizer and wrapper in the same order on every rank "
-            f"(seen on rank {transport.initial_rank}; ranks unlike rank {first}: {others})"
+            f"(seen on rank {own}; ranks unlike rank {rank}: {others})"
         )
 
 
-def exchange(transport: Transport, numbers: Sequence[int], failure: str = "") -> Tensor:
+def exchange(transports: Sequence[Transport], numbers: Sequence[int], failure: str = "") -> Tensor:
     """Gather a few numbers of every rank; collective.
 
     Args:
-        transport: connects the ranks.
-        numbers: at most 4 numbers of 64 bits.
+        transports: reach all ranks together.
+        numbers: at most 5 numbers of 64 bits.
         failure: why this rank cannot start; empty if it can.
 
     Returns:
-        int64 tensor of shape (world_size, 4), on the CPU.
+        int64 tensor on the CPU, whose shape is the number of ranks along each dimension, and 5.
 
     Raises:
         OtherRankError: another rank cannot start.
     """
     row = [int(bool(failure)), *numbers, *[0] * (_NUMBERS - len(numbers))]
-    rows = transport.all_gather(torch.tensor(row, dtype=torch.int64, device="cpu"))
-    failed = rows[:, 0].nonzero().flatten().tolist()
-    if failed:
-        reason = share_text(failure, transport, failed[0])
+    rows = torch.tensor(row, dtype=torch.int64, device="cpu")
+    # The one that stacks last makes the first dimension of the result.
+    for transport in reversed(transports):
+        rows = transport.all_gather(rows)
+    if failed := rows[..., 0].nonzero().tolist():
+        reason = _share(failure, transports, failed[0])
         if not failure:
             raise OtherRankError(reason)
-    return rows[:, 1:]
+    return rows[..., 1:]
+
+
+def _share(text: str, transports: Sequence[Transport], source: Sequence[int]) -> str:
+    """The text of the rank at this position along each dimension, on every rank; collective."""
+    for transport, place in zip(transports, source, strict=True):
+        text = share_text(text, transport, place)
+    return text

@@ -1,14 +1,18 @@
-"""The line that is logged at the start."""
+"""What is said at the start: the line that is logged, and where codes lose more than expected."""
 
 from __future__ import annotations
 
 from loguru import logger
 
 from decent_optim_wrapper.codecs import wide
+from decent_optim_wrapper.config import Settings
 from decent_optim_wrapper.gossip.pipeline import Pipeline
+from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.topo import Group
+from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.layout import MIB
+from decent_optim_wrapper.wire.references import MOST_REFERENCES
 
 
 def log_summary(pipeline: Pipeline, gossip_every: int) -> None:
@@ -26,6 +30,18 @@ def log_summary(pipeline: Pipeline, gossip_every: int) -> None:
     if senders := [type(each).__name__ for each in pipeline.extensions.all if each.sends]:
         text += f"; more is sent by {', '.join(senders)}"
     logger.info(f"{text}. DECENT_LOG=info shows more, DECENT_LOG=off nothing")
+
+
+def warn_of_rounding(settings: Settings, session: Session) -> None:
+    """Warn, on one rank, where `comm_dtype` rounds the parameters themselves."""
+    uses_reference = settings.codec is not None and settings.codec.uses_reference
+    if uses_reference and not session.references.keeps and session.transport.initial_rank == 0:
+        warn(
+            f"with comm_dtype={settings.comm_dtype}, {session.topology!r} has more than "
+            f"{MOST_REFERENCES} groups per rank, too many to keep a reference for each: the "
+            f"parameters themselves are rounded, and replicas stay further apart; take a topology "
+            f"of fewer partners, such as ring"
+        )
 
 
 def _sent(pipeline: Pipeline, gossip_every: int) -> str:
