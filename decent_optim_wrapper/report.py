@@ -7,14 +7,11 @@ larger group a rank does not know which link it has waited for.
 
 from __future__ import annotations
 
-import atexit
-import math
-import sys
-import weakref
-from collections.abc import Callable, Sequence
-from itertools import combinations, pairwise
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +20,7 @@ from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.schedule import RoundKind
 from decent_optim_wrapper.gossip.timing import StepStats
+from decent_optim_wrapper.planning.tables import table
 
 # Thresholds of a report: how much longer than the others a slow rank computes, and the share of a
 # step for which both ends wait for a slow link.
@@ -31,7 +29,8 @@ _SLOWER, _WAITS = 1.2, 0.1
 _COSTS = ("step_seconds", "computing_seconds", "wait_seconds", "coding_seconds", "bytes_sent")
 
 
-class RankReport(NamedTuple):
+@dataclass(frozen=True)
+class RankReport:
     """The cost of the last steps of one rank.
 
     Args:
@@ -40,28 +39,30 @@ class RankReport(NamedTuple):
         computing_seconds: median time of everything except waiting and coding: the forward and
             backward pass, the data, the local update.
         wait_seconds: median time spent waiting for communication.
-        waits_for: the rank that it waits for longest; None if it does not wait.
         coding_seconds: median time to mix, pack and code.
         bytes_sent: mean number of bytes sent per step.
+        waits_for: the rank that it waits for longest in rounds in pairs; None if there is none.
     """
 
     rank: int
     step_seconds: float
     computing_seconds: float
     wait_seconds: float
-    waits_for: int | None
     coding_seconds: float
     bytes_sent: float
+    waits_for: int | None
 
 
-class Link(NamedTuple):
+@dataclass(frozen=True)
+class Link:
     """A link between two ranks, and the median seconds per round for which both wait for it."""
 
     ranks: tuple[int, int]
     wait_seconds: float
 
 
-class Report(NamedTuple):
+@dataclass(frozen=True)
+class Report:
     """The cost of the last steps on all ranks; `str` makes a table of it.
 
     Args:
@@ -78,32 +79,23 @@ class Report(NamedTuple):
     advice: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as dicts, lists, numbers and strings."""
-        link = self.slow_link
-        return {
-            **self._asdict(),
-            "ranks": [each._asdict() for each in self.ranks],
-            "slow_link": None if link is None else {**link._asdict(), "ranks": [*link.ranks]},
-            "advice": [*self.advice],
-        }
+        """Return the report as dicts, tuples, numbers and strings."""
+        return asdict(self)
 
     def __str__(self) -> str:
-        names = ["rank", "step ms", "computing", "waiting", "for", "coding", "KiB sent"]
-        rows = [names, *map(_cells, self.ranks)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in rows
+        rows = [
+            {
+                "rank": each.rank,
+                "step ms": f"{1000 * each.step_seconds:.1f}",
+                "computing": f"{1000 * each.computing_seconds:.1f}",
+                "waiting": f"{1000 * each.wait_seconds:.1f}",
+                "for": "-" if each.waits_for is None else each.waits_for,
+                "coding": f"{1000 * each.coding_seconds:.1f}",
+                "KiB sent": f"{each.bytes_sent / 1024:.1f}",
+            }
+            for each in self.ranks
         ]
-        return "\n".join([*lines, *self.advice])
-
-
-def _cells(row: RankReport) -> list[str]:
-    times = row.step_seconds, row.computing_seconds, row.wait_seconds, row.coding_seconds
-    step, computing, waiting, coding = (f"{1000 * seconds:.1f}" for seconds in times)
-    partner = "-" if row.waits_for is None else str(row.waits_for)
-    sent = f"{row.bytes_sent / 1024:.1f}"
-    return [str(row.rank), step, computing, waiting, partner, coding, sent]
+        return "\n".join([table(rows), *self.advice])
 
 
 def build_report(gossip: Gossip, shards: int) -> Report:
@@ -131,22 +123,22 @@ def diagnose(rows: Tensor, members: Sequence[int], paired: bool) -> Report:
     """Find the slow rank and the slow link.
 
     Args:
-        rows: shape (n, 5 + 2 n). For each member the seconds of a step, of computing, waiting and
-            coding, the bytes sent, then its median wait in rounds with each member, and in pairs
-            with each member; NaN if there was no such round.
+        rows: shape (n, 5 + n). For each member the seconds of a step, of computing, waiting and
+            coding, the bytes sent, then its median wait in pairs with each member; 0 if there was
+            no such round.
         members: the ranks, as numbered at the start.
         paired: whether all groups are pairs.
     """
-    size = len(members)
-    costs, waits, pairs = rows[:, :5].tolist(), rows[:, 5 : 5 + size], rows[:, 5 + size :]
-    found = [_longest(row, costs, members) for row in waits.tolist()]
+    costs, waits = rows[:, :5].tolist(), rows[:, 5:]
+    longest = [max(zip(own, members, strict=True)) for own in waits.tolist()]
+    found = [other if wait > 0 else None for wait, other in longest]
     ranks = tuple(
-        RankReport(rank=rank, waits_for=longest, **dict(zip(_COSTS, cost, strict=True)))
-        for rank, longest, cost in zip(members, found, costs, strict=True)
+        RankReport(rank=rank, waits_for=other, **dict(zip(_COSTS, cost, strict=True)))
+        for rank, other, cost in zip(members, found, costs, strict=True)
     )
-    slow_rank, factor = _slowest(ranks)
     step = median(each.step_seconds for each in ranks)
-    slow_link = _slowest_link(pairs, members, step)
+    slow_rank, factor = _slowest(ranks)
+    slow_link = _slowest_link(waits, members, step)
     advice = []
     if slow_rank is not None:
         remedy = "Look at that machine, give it smaller batches"
@@ -158,23 +150,18 @@ def diagnose(rows: Tensor, members: Sequence[int], paired: bool) -> Report:
         )
     if slow_link is not None:
         one, other = slow_link.ranks
+        remedy = "mix less often with Schedule(gossip_every=4)"
+        if len(ranks) > 2:
+            remedy += ", or number the ranks so that these two meet less often"
         advice.append(
             f"the link between ranks {one} and {other} is slow: both wait "
             f"{1000 * slow_link.wait_seconds:.1f} ms for it in a round. Send fewer bits with "
-            f"comm_dtype=torch.int8, mix less often with Schedule(gossip_every=4), or number the "
-            f"ranks so that these two meet less often"
+            f"comm_dtype=torch.int8, or {remedy}"
         )
     if not advice:
         share = median(each.wait_seconds for each in ranks) / max(1e-9, step)
         advice.append(_otherwise(share, paired))
     return Report(ranks=ranks, slow_rank=slow_rank, slow_link=slow_link, advice=tuple(advice))
-
-
-def _longest(waits: list[float], costs: list[Any], members: Sequence[int]) -> int | None:
-    """The rank that is waited for longest; in a group, the rank that computes longest."""
-    rows = zip(waits, costs, members, strict=True)
-    found = [(wait, cost[1], rank) for wait, cost, rank in rows if wait > 0]
-    return max(found)[-1] if found else None
 
 
 def _slowest(ranks: Sequence[RankReport]) -> tuple[int | None, float]:
@@ -186,13 +173,12 @@ def _slowest(ranks: Sequence[RankReport]) -> tuple[int | None, float]:
     return (slowest.rank, factor) if factor > _SLOWER else (None, factor)
 
 
-def _slowest_link(pairs: Tensor, members: Sequence[int], step: float) -> Link | None:
-    both = torch.minimum(pairs, pairs.T).nan_to_num(0.0).tolist()
-    links = [
-        Link((members[i], members[j]), both[i][j]) for i, j in combinations(range(len(members)), 2)
-    ]
-    slowest = max(links, key=lambda each: each.wait_seconds, default=None)
-    return slowest if slowest is not None and slowest.wait_seconds > _WAITS * step else None
+def _slowest_link(waits: Tensor, members: Sequence[int], step: float) -> Link | None:
+    both = torch.minimum(waits, waits.T).triu(1)
+    wait, (one, other) = both.max().item(), divmod(int(both.argmax()), len(members))
+    if wait <= _WAITS * step:
+        return None
+    return Link(ranks=(members[one], members[other]), wait_seconds=wait)
 
 
 def _otherwise(share: float, paired: bool) -> str:
@@ -217,13 +203,11 @@ def _measure(pipeline: Pipeline) -> Tensor:
     row = [0.0] * 5
     if steps:
         row = [*map(median, zip(*costs, strict=True)), fmean(each.bytes_sent for _, each in steps)]
-    waits = [
-        ({*_mixed_with(pipeline, each)} - {transport.rank}, each.wait_seconds) for _, each in steps
-    ]
-    for most in (math.inf, 1):
-        for place in range(transport.world_size):
-            found = [wait for others, wait in waits if place in others and len(others) <= most]
-            row.append(median(found or [math.nan]))
+    pairs = [({*_mixed_with(pipeline, each)}, each.wait_seconds) for _, each in steps]
+    for place in range(transport.world_size):
+        pair = {place, transport.rank}
+        found = [wait for ranks, wait in pairs if ranks == pair and len(pair) == 2]
+        row.append(median(found or [0.0]))
     return torch.tensor(row, dtype=torch.float64, device="cpu")
 
 
@@ -241,29 +225,3 @@ def _mixed_with(pipeline: Pipeline, stats: StepStats) -> Sequence[int]:
     if number < 0 or schedule.kind(number) is RoundKind.IDLE:
         return ()
     return schedule.plan(number, 1.0).group.ranks
-
-
-def print_at_exit(owner: Any, report: Callable[[Any], Report], rank: int) -> None:
-    """Print a report on the first rank when the process ends without an error.
-
-    Args:
-        owner: the wrapper; nothing is printed if it no longer exists.
-        report: makes the report of the owner; collective.
-        rank: this rank.
-    """
-    reference = weakref.ref(owner)
-
-    def show() -> None:
-        here = reference()
-        if here is None or hasattr(sys, "last_value"):
-            return
-        try:
-            made = report(here)
-        except Exception as error:
-            # The training is over, so a missing report is not an error.
-            print(f"rank {rank}: no report, because not all ranks have made one: {error}")
-        else:
-            if made.ranks and rank == made.ranks[0].rank:
-                print(made, flush=True)
-
-    atexit.register(show)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -53,7 +52,7 @@ from decent_optim_wrapper.optim.batch_norms import recalibrated
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer, check_state_dict
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
-from decent_optim_wrapper.report import Report, build_report, print_at_exit
+from decent_optim_wrapper.report import Report, build_report
 from decent_optim_wrapper.start.arguments import Arguments
 from decent_optim_wrapper.start.pace import overlap_of
 from decent_optim_wrapper.start.session import Inputs, ModuleExtras, open_session
@@ -223,8 +222,6 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         # proxy of the wrapper has copies of the attributes; steps read this one.
         self._shared: dict[str, Any] = {"average_contexts": 0}
         Joinable.__init__(self)
-        if os.environ.get("DECENT_REPORT", "0") != "0":
-            print_at_exit(self, DecentOptimWrapper.report, self.rank)
         if self.rank == 0 and (mesh is None or dist.get_rank() == 0):
             log_summary(self._pipeline, settings.schedule.gossip_every)
         logger.info("{!r}", self)
@@ -561,8 +558,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
     def report(self) -> Report:
         """Find the slow rank and the slow link of the last 100 steps; collective.
 
-        ``print(optimizer.report())`` shows a table, and ``.as_dict()`` returns plain values. With
-        the environment variable ``DECENT_REPORT=1`` the first rank prints it when the process ends.
+        ``print(optimizer.report())`` shows a table, and ``.as_dict()`` returns plain values.
 
         Returns:
             The times and bytes of all ranks, and what to change.

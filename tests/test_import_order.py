@@ -28,7 +28,7 @@ _DEPRECATED = {*_EXTENSIONS, "extensions"}
 _CONFIG = {*_DEPRECATED, "deprecated"}
 _ELASTIC = {*_CONFIG, "config"}
 _START = {*_ELASTIC, "elastic"}
-_WRAPPER = {*_START, "start", "forward_hooks", "report"}
+_WRAPPER = {*_START, "start", "forward_hooks", "report", "planning"}
 MAY_IMPORT: dict[str, set[str]] = {
     **{low: set() for low in (*_COMM, "codecs", "optim", "parameter_reads")},
     "checks": {"topo"},
@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "elastic": _ELASTIC,
     "start": _START,
     "forward_hooks": {"parameter_reads", "forks"},
-    "report": _EXTENSIONS,
+    "report": {*_EXTENSIONS, "planning"},
     "utils": {"start"},
     "wrapper": _WRAPPER,
     **{high: {*_WRAPPER, "wrapper"} for high in ("ddp", "checkpoint", "data", "integrations")},
