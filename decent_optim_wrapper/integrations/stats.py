@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
@@ -45,7 +44,7 @@ def gossip_stats(
             "slow_link_seconds": 0.0 if link is None else link.wait_seconds,
         }
         for each in found.ranks:
-            own = asdict(each)
+            own = dict(vars(each))
             rank = own.pop("rank")
             values |= {f"rank_{rank}/{name}": value for name, value in own.items()}
     # Trackers take numbers only, also for no rank.
