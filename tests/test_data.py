@@ -259,6 +259,8 @@ class Rank:
         if self.number in newcomers:
             self.foreign += self.waiting
         self.sampler.follow(told, newcomers)
+        # Another pass of the loader returns these.
+        self.foreign += now(self.sampler)["kept"]
         self.done = now(self.sampler)["steps"]
 
 

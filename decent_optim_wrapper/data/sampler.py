@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sized
-from itertools import islice
 from typing import Any
 
 import torch
@@ -67,8 +65,8 @@ class ElasticSampler(Sampler[list[int]]):
         self._dealing = Dealing(rules, optimizer.members)
         # Number of steps made, and of steps whose batches the iterator has returned.
         self._done = self._fetched = 0
-        # The batches that no step has used, beginning with the ones that the iterator has returned.
-        self._waiting: deque[list[int]] = deque()
+        # By their steps, the batches with which this rank came back, and which it uses first.
+        self._kept: dict[int, list[int]] = {}
         # Upper bound of the number of samples that were used twice.
         self._repeated = 0
         # With `AsItArrives`, ranks may have made different numbers of steps.
@@ -109,18 +107,17 @@ class ElasticSampler(Sampler[list[int]]):
         """
         # Batches that were fetched and not used are fetched again.
         begun = self._fetched = self._done
-        self._waiting = deque(self._kept())
         while self._dealing.passes(self._fetched)[0] <= begun:
-            place = self._fetched - self._done
-            if place == len(self._waiting):
-                self._waiting.append(self._dealing.samples(self._fetched, self._rank))
             self._fetched += 1
-            yield self._waiting[place]
+            yield self._batch(self._fetched - 1)
 
-    def _kept(self) -> list[list[int]]:
-        """The batches that this rank, which came back with them, uses before its first own step."""
-        count = self._dealing.begins(self._rank) - self._done
-        return [*islice(self._waiting, max(0, count))]
+    def _batch(self, step: int) -> list[int]:
+        """The batch of a step, which stays the same once it has been fetched."""
+        return self._kept.get(step) or self._dealing.samples(step, self._rank)
+
+    def _waiting(self) -> list[list[int]]:
+        """The batches that the iterator has returned and no step has used."""
+        return [self._batch(step) for step in range(self._done, self._fetched)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint; batches that are fetched but not used do not count."""
@@ -135,7 +132,7 @@ class ElasticSampler(Sampler[list[int]]):
         return {
             "dealing": self._dealing.packed,
             "steps": steps,
-            "kept": self._kept(),
+            "kept": [*self._kept.values()],
             "repeated": self._repeated,
         }
 
@@ -176,7 +173,7 @@ class ElasticSampler(Sampler[list[int]]):
             dealing.apply(Change(max(done, dealing.start), came, gone))
         self._dealing = dealing
         self._done = self._fetched = done
-        self._waiting = deque(state["kept"] if same else ())
+        self._kept = dict(enumerate(state["kept"], done)) if same else {}
         self._repeated = state["repeated"]
         self._say()
 
@@ -194,7 +191,7 @@ class ElasticSampler(Sampler[list[int]]):
             dealing=self._dealing.packed,
             done=self._done,
             fetched=self._fetched,
-            waiting=sum(map(len, self._waiting)),
+            waiting=sum(map(len, self._waiting())),
             repeated=self._repeated,
             heard=[[rank, *map(int, text.split())] for rank, text in heard.items()],
         )
@@ -212,11 +209,10 @@ class ElasticSampler(Sampler[list[int]]):
         agreement = agree(read, newcomers, self._lead)
         if agreement is None:
             return
-        self._dealing = agreement.dealing
         if self._rank in agreement.came:
-            # Batches that it has kept and not fetched again are dealt to others, too.
-            self._waiting = deque(islice(self._waiting, self._fetched - self._done))
+            self._kept = dict(enumerate(self._waiting(), agreement.arrival))
             self._done, self._fetched = agreement.arrival, agreement.came[self._rank]
+        self._dealing = agreement.dealing
         self._repeated = agreement.repeated
         self._say()
         logger.info("rank {}: samples are dealt again to {}", self._rank, self._dealing.members)
@@ -228,9 +224,8 @@ class ElasticSampler(Sampler[list[int]]):
             )
 
     def _count_step(self) -> None:
+        self._kept.pop(self._done, None)
         self._done += 1
-        if self._waiting:
-            self._waiting.popleft()
         self._say()
 
     def _say(self) -> None:
