@@ -27,10 +27,9 @@ from ranks import (
     threads_end,
 )
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic, PeerError
-from decent_optim_wrapper.elastic.rendezvous import key_prefix
 
 # Seconds that a rank sleeps after a step. The rounds that are made until the launcher acts leave
 # the cores to other tests, and are no more than a launcher that is held up can be late for.
@@ -291,10 +290,6 @@ class RestartableProcesses:
         """Let the ranks end some rounds after the last that one of them has reported."""
         self._take_all()
         self.store.set("finish", str(max(self._reached.values(), default=0) + margin))
-
-    def epoch(self) -> int:
-        """How often the ranks of the first wrapper have agreed on their members."""
-        return int(PrefixStore(key_prefix(0), self.store).get("epoch"))
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """SIGSTOP or SIGCONT."""

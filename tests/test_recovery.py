@@ -355,13 +355,10 @@ def test_a_rank_that_comes_back_as_another_is_refused_and_all_may_start_again() 
         processes.wait_for(0, "round 3")
         processes.kill(2)
         processes.wait_for_members(0, (0, 1))
-        agreed = processes.epoch()
         processes.start(2)
         other: Failure = processes.wait_for(2, "result")
         assert "rank 2: this rank comes back with <overlap=False> where everyone" in other.text
         processes.wait_for_members(0, (0, 1))
-        # Nobody has stopped for it.
-        assert processes.epoch() == agreed
         # The last members were fewer than all.
         for rank in (0, 1):
             processes.kill(rank)

@@ -55,25 +55,16 @@ class Heartbeat:
 
         Call it before `start`. It takes a second or two if there is none.
         """
-        return self._hears([self.rank], lambda beat: True)
+        return self._hears([self.rank], lambda beat: True, _LOOKS_FOR_OTHERS)
 
-    def hears_members(self, ranks: Iterable[int], patiently: bool = False) -> bool:
+    def hears_members(self, ranks: Iterable[int]) -> bool:
         """Return whether one of these ranks is alive and in an epoch.
 
-        Args:
-            ranks: the ranks.
-            patiently: whether to listen for `stale_after`, after which members call each other
-                dead, and not only for a second or two.
+        It listens for `stale_after`, after which members call each other dead.
         """
-        looks = max(self._looks, _LOOKS_FOR_OTHERS) if patiently else _LOOKS_FOR_OTHERS
-        return self._hears(ranks, lambda beat: beat.split(" ")[2] != "0", looks)
+        return self._hears(ranks, lambda beat: beat.split(" ")[2] != "0", self._looks)
 
-    def _hears(
-        self,
-        ranks: Iterable[int],
-        counts: Callable[[str], bool],
-        looks: int = _LOOKS_FOR_OTHERS,
-    ) -> bool:
+    def _hears(self, ranks: Iterable[int], counts: Callable[[str], bool], looks: int) -> bool:
         """Return whether one of these ranks sends two new matching heartbeats.
 
         One may be the last one of a process that has ended: once a link is back, the kernel sends

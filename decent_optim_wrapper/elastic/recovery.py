@@ -160,6 +160,8 @@ class Recovery:
         self._rank = rendezvous.rank
         # For good, so that the others continue at once and not after a timeout.
         self.leave = rendezvous.leave
+        # A text that is sent with every heartbeat from now on, for the followers of other ranks.
+        self.say = rendezvous.say
         self._epoch = epoch
         self._full = topology
         self._schedule = schedule
@@ -199,10 +201,6 @@ class Recovery:
         self._follower = weakref.ref(follower)
         if any(note.told is not None for note in self._epoch.notes.values()):
             self._let_follow(follower)
-
-    def say(self, text: str) -> None:
-        """Send a text with every heartbeat from now on, for the followers of other ranks."""
-        self._rendezvous.say(text)
 
     def _let_follow(self, follower: Follower) -> None:
         notes = self._epoch.notes

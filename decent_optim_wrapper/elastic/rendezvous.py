@@ -45,8 +45,6 @@ _CONNECT = timedelta(seconds=10)
 # send no heartbeats may have finished: then one timeout is enough.
 _NEWCOMER_TIMEOUTS = 4
 _LEAST_ATTEMPTS = 2
-# The number of members to ask whether the others are training.
-_ASKED = 8
 # Bound for telling the others of a failure, which must not delay this rank's own error much.
 _TELL = timedelta(seconds=2)
 
@@ -77,6 +75,8 @@ class Rendezvous:
         self._took_part = False
         self._life = 0
         self._heartbeat = Heartbeat(self._store, rank, stale_after)
+        # Send this text with every heartbeat from now on.
+        self.say = self._heartbeat.say
         weakref.finalize(self, self._heartbeat.stop)
 
     @classmethod
@@ -110,10 +110,6 @@ class Rendezvous:
         """True if a new epoch is due, because a member is dead, lost a peer, or comes back."""
         return self._heartbeat.is_over
 
-    def say(self, text: str) -> None:
-        """Send this text with every heartbeat from now on."""
-        self._heartbeat.say(text)
-
     def heard(self) -> dict[int, str]:
         """The texts of the last heartbeats of the other ranks, as far as they have sent any."""
         others = (rank for rank in self._everyone if rank != self.rank)
@@ -123,35 +119,6 @@ class Rendezvous:
     def leave(self) -> None:
         """Send no more heartbeats: this rank has failed."""
         self._heartbeat.leave()
-
-    def check_outline(self, lines: Sequence[str]) -> None:
-        """Compare what is known before the ranks meet with the description of the training ranks.
-
-        So they need not stop for a rank that cannot join them.
-
-        Args:
-            lines: the first lines of the description that is published later.
-
-        Raises:
-            ValueError: other ranks are training with another description.
-        """
-        with _store_errors(self.rank):
-            self._store.connect()
-            theirs = self._store.find("agreement")
-            if theirs is None:
-                return
-            text, published = "\n".join(lines), "\n".join(theirs.split("\n")[: len(lines)])
-            if text == published:
-                return
-            if self._heartbeat.hears_members(_asked(self._store, self.rank)):
-                self._refuse(text, published)
-
-    def _refuse(self, text: str, theirs: str) -> NoReturn:
-        raise ValueError(
-            f"rank {self.rank}: this rank comes back with "
-            f"{difference(text, theirs, 'everyone else')}; build the same model, optimizer "
-            f"and wrapper as before"
-        )
 
     def agree(self, text: str, joins: bool) -> None:
         """Publish a description, or compare it with the one that the members have published.
@@ -163,7 +130,12 @@ class Rendezvous:
             if not joins:
                 self._store.set("agreement", text)
             elif (theirs := self._store.get("agreement")) != text:
-                self._refuse(text, theirs)
+                self.leave()
+                raise ValueError(
+                    f"rank {self.rank}: this rank comes back with "
+                    f"{difference(text, theirs, 'everyone else')}; build the same model, optimizer "
+                    f"and wrapper as before"
+                )
 
     def gather(self, note: Note) -> Epoch:
         """Enter epochs until the members of one are connected; every living member does the same.
@@ -269,8 +241,7 @@ class Rendezvous:
                 self._give_way()
             late = time.monotonic() > begun + timeout.total_seconds()
             if late and more:
-                asked = _asked(self._store, self.rank)
-                hears = self._heartbeat.hears_members(asked, patiently=True)
+                hears = self._heartbeat.hears_members(self._last_connected())
                 timeout, more = (timeout + self._timeout, more - 1) if hears else (timeout, 0)
                 # The members may have been written meanwhile.
                 continue
@@ -278,17 +249,15 @@ class Rendezvous:
                 self._store.claim(_members_key(epoch), json.dumps(present))
             elif late and needs_state:
                 notes = self._notes(epoch, self._present(epoch))
-                here = [rank for rank in notes if self._heartbeat.alive(rank)]
-                missing = sorted({*self._everyone}.difference(here))
-                left = [rank for rank, note in notes.items() if not note.needs_state]
-                if not missing and not left:
-                    # The last one has just come.
-                    continue
-                what = f"{missing} did not come" if missing else f"{left} came and have ended since"
-                raise PeerError(
-                    f"rank {self.rank}: waited {timeout} for the other ranks, of which {what}; "
-                    f"start every rank with the same store, unless the others have finished"
-                )
+                starting = (rank for rank in notes if notes[rank].needs_state)
+                missing = {*self._everyone}.difference(filter(self._heartbeat.alive, starting))
+                # Unless the last one has just come.
+                if missing:
+                    raise PeerError(
+                        f"rank {self.rank}: waited {timeout} for the other ranks, of which "
+                        f"{sorted(missing)} did not come or have ended since; start every rank "
+                        f"with the same store, unless the others have finished"
+                    )
             elif late:
                 self.leave()
                 raise PeerError(
@@ -325,6 +294,12 @@ class Rendezvous:
         present = self._present(epoch)
         returned = {*self._members}.intersection(present)
         return present if 2 * len(returned) >= len(self._members) else ()
+
+    def _last_connected(self) -> list[int]:
+        """The other members of the last epoch whose members were connected."""
+        epoch = self._store.find("epoch")
+        members = [] if epoch is None else json.loads(self._store.get(_members_key(int(epoch))))
+        return [member for member in members if member != self.rank]
 
     def _read_members(self, epoch: int) -> tuple[int, ...]:
         """The members of the epoch; there are none if a rank could not start.
@@ -372,17 +347,9 @@ class Rendezvous:
         parts = (world, place, members, self._timeout, store)
         return Transport(*parts, should_stop=lambda: heartbeat.is_over)
 
-    def _present(self, epoch: int, ranks: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """Return the ranks that have entered, among some or, with None, all.
-
-        Where few are missing it takes few calls: a half that is complete is one.
-        """
-        ranks = self._everyone if ranks is None else ranks
-        if not ranks or self._entered(epoch, ranks):
-            return ranks
-        half = len(ranks) // 2
-        parts = (ranks[:half], ranks[half:]) if half else ()
-        return tuple(rank for part in parts for rank in self._present(epoch, part))
+    def _present(self, epoch: int) -> tuple[int, ...]:
+        """The ranks that have entered."""
+        return tuple(rank for rank in self._everyone if self._entered(epoch, [rank]))
 
     def _entered(self, epoch: int, ranks: Iterable[int]) -> bool:
         return self._store.check([_note_key(epoch, rank) for rank in ranks])
@@ -409,15 +376,6 @@ def _starts_key(rank: int) -> str:
 
 def _note_key(epoch: int, rank: int) -> str:
     return f"{epoch}/note/{rank}"
-
-
-def _asked(store: BoundedStore, rank: int) -> list[int]:
-    """Choose the members of the last connected epoch that this rank asks whether they train."""
-    epoch = store.find("epoch")
-    members = [] if epoch is None else json.loads(store.get(_members_key(int(epoch))))
-    others = [member for member in members if member != rank]
-    # The ranks of one node may be lost together.
-    return others[:: max(1, len(others) // _ASKED)][:_ASKED]
 
 
 @contextmanager

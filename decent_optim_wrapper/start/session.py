@@ -140,9 +140,7 @@ def open_session(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver 
         check_same(f"gossip_dim={arguments.gossip_dim!r}, {arguments.mesh}", start.transports)
     transport, topology = _find_ranks(start, inputs.topology)
     first_lines = _settings_lines(arguments, inputs, topology)
-    named = [*model.parameters, *model.others]
-    outline = [*first_lines, *_tensor_lines(named, settings.param_as_bucket_view)]
-    recovery = _meet_in_store(start, topology, settings, outline)
+    recovery = _meet_in_store(start, topology, settings)
     transport = recovery.transport if recovery else transport
     with start.failing_together():
         setup = Setup(start, inputs, model, transport, recovery, first_lines)
@@ -177,26 +175,19 @@ def _find_ranks(start: Start, topology: str | Topology | None) -> tuple[Transpor
     return transport, resolved
 
 
-def _meet_in_store(
-    start: Start, topology: Topology, settings: Settings, outline: Sequence[str]
-) -> Recovery | None:
+def _meet_in_store(start: Start, topology: Topology, settings: Settings) -> Recovery | None:
     """Connect the ranks that meet in a store, if these do; collective.
 
     Args:
         start: reaches the other ranks.
         topology: the topology of all ranks.
         settings: the checked settings.
-        outline: the first lines of the description in which the ranks must agree.
-
-    Raises:
-        ValueError: ranks that are training already have another outline.
     """
     elastic, found = start.arguments.elastic, start.world
     if elastic is None:
         return None
     timeout = read_timeout(settings.timeout) or found.timeout
     rendezvous = Rendezvous(found.store, found.rank, found.world_size, timeout, elastic.stale_after)
-    rendezvous.check_outline(outline)
     epoch = rendezvous.gather(FIRST_NOTE)
     on_change = elastic.on_membership_change
     return Recovery(rendezvous, epoch, topology, settings.schedule, on_change)
@@ -224,7 +215,7 @@ def _check_parameters(
 
 
 def _settings_lines(arguments: Arguments, inputs: Inputs, topology: Topology) -> list[str]:
-    """The part of the common description that is known before the ranks meet."""
+    """The first part of the description that must be the same on all ranks."""
     elastic = arguments.elastic
     return [
         f"decent_optim_wrapper {version('decent-optim-wrapper')}",
@@ -315,7 +306,6 @@ class Setup:
                 difference.
         """
         layout, named = self._layout, [*parameters, *self._model.others]
-        # In the order of the outline, which ranks that come back compare first.
         lines = [*self._first_lines, *_tensor_lines(named, layout.as_view), *self._last_lines]
         if layout.order:
             # Ranks may have other tensors in between that they do not gossip, such as experts.
