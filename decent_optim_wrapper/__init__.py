@@ -14,7 +14,7 @@ from decent_optim_wrapper.extensions import (
     StateGossip,
 )
 from decent_optim_wrapper.gossip.extension import Extension
-from decent_optim_wrapper.gossip.pacing import AsItArrives, Late, Pacing
+from decent_optim_wrapper.gossip.schedule import AsItArrives, Late, Pacing
 from decent_optim_wrapper.log import configure as _configure_log
 from decent_optim_wrapper.topo import Group, Topology, TopologyFactory
 from decent_optim_wrapper.wrapper import DecentOptimWrapper

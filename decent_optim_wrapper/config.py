@@ -25,8 +25,13 @@ from decent_optim_wrapper.checks import (
 )
 from decent_optim_wrapper.codecs import Codec, codec_of
 from decent_optim_wrapper.deprecated import OldFields, number_or_auto
-from decent_optim_wrapper.gossip.pacing import BeforeForward, Delayed, Pacing, WithinStep
-from decent_optim_wrapper.gossip.schedule import Intervals
+from decent_optim_wrapper.gossip.schedule import (
+    BeforeForward,
+    Delayed,
+    Intervals,
+    Pacing,
+    WithinStep,
+)
 from decent_optim_wrapper.optim.closures import evaluates_inside_step
 from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate

@@ -17,7 +17,7 @@ from decent_optim_wrapper.extensions import (
     StateGossip,
 )
 from decent_optim_wrapper.gossip.extension import Extension
-from decent_optim_wrapper.gossip.pacing import AsItArrives, Late, Pacing
+from decent_optim_wrapper.gossip.schedule import AsItArrives, Late, Pacing
 from decent_optim_wrapper.warn import warn
 
 

@@ -37,7 +37,6 @@ from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.header import CollectiveCall
 from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling, apply_update
-from decent_optim_wrapper.gossip.pacing import Pacing
 from decent_optim_wrapper.gossip.saved_state import (
     gossip_state,
     named_state,
@@ -45,6 +44,7 @@ from decent_optim_wrapper.gossip.saved_state import (
     read_state,
     restore,
 )
+from decent_optim_wrapper.gossip.schedule import Pacing
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import StepStats
 from decent_optim_wrapper.mesh.replica import Replica
@@ -326,7 +326,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
                     loss, closure = closure(), None
             except BaseException as error:
                 # The others wait for this rank in their rounds.
-                self._gossip.failures.close(error)
+                self._gossip.close(error)
                 raise
         # After the closure, which may have gathered the parameters.
         if self._gossip.replica.may_gather:
@@ -520,7 +520,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         if not self._gossip.replica.transports:
             return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         # All ranks of the replica raise this error, and no other rank waits for them.
-        with self._gossip.failures.propagating(RuntimeError):
+        with self._gossip.propagating(RuntimeError):
             return self.replica.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -738,7 +738,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
 def _check_forward_pass(hooks: ForwardHooks, gossip: Gossip) -> None:
     """Check that the gradients were computed at mixed parameters."""
     pipeline = gossip.pipeline
-    if hooks.were_called or pipeline.in_flight.round is None:
+    if hooks.were_called or pipeline.in_flight is None:
         return
     if any(param.grad is not None for param in gossip.params):
         error = CallOrderError(
@@ -748,7 +748,7 @@ def _check_forward_pass(hooks: ForwardHooks, gossip: Gossip) -> None:
             f"synchronize() before parameters are read in another way; set gradients to None for a "
             f"step without a batch"
         )
-        gossip.failures.close(error)
+        gossip.close(error)
         raise error
 
 

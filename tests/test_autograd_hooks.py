@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 from decent_optim_wrapper import PeerError
-from decent_optim_wrapper.gossip.gossip import Gossip
+from decent_optim_wrapper.gossip.step import Step
 
 IN_BACKWARD = pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
 
@@ -395,12 +395,12 @@ def test_an_idle_step_is_a_round_without_an_update_and_a_step_of_the_schedule() 
 def test_an_idle_step_that_fails_leaves_nothing_to_the_next_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(_: Gossip) -> None:
+    def fail(_: Step) -> None:
         raise ArithmeticError("out of luck")
 
     model = wrap(make_model(), None)
     with monkeypatch.context() as patch:
-        patch.setattr(Gossip, "begin_step", fail)
+        patch.setattr(Step, "_begin", fail)
         with pytest.raises(ArithmeticError, match="out of luck"):
             model.idle_step()
     train(model, 0, range(1))

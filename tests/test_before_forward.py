@@ -45,7 +45,7 @@ from decent_optim_wrapper import (
 from decent_optim_wrapper.elastic.rendezvous import key_prefix
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.extension import ReceivedBucket
-from decent_optim_wrapper.gossip.pacing import WithinStep
+from decent_optim_wrapper.gossip.schedule import WithinStep
 
 STEPS = 5
 PATIENCE = 30.0

@@ -28,7 +28,7 @@ from decent_optim_wrapper import AsItArrives, DecentOptimWrapper, Schedule
 from decent_optim_wrapper.checkpoint import Checkpoints
 from decent_optim_wrapper.data import ElasticSampler
 from decent_optim_wrapper.data.dealing import Change, Dealing
-from decent_optim_wrapper.gossip.pacing import Pacing
+from decent_optim_wrapper.gossip.schedule import Pacing
 
 SAMPLES = 203
 State = dict[str, Any]

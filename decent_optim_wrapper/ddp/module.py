@@ -21,7 +21,7 @@ from decent_optim_wrapper.ddp.autograd_hooks import AutogradHooks
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardStepper
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
 from decent_optim_wrapper.deprecated import respelled
-from decent_optim_wrapper.gossip.pacing import Delayed
+from decent_optim_wrapper.gossip.schedule import Delayed
 from decent_optim_wrapper.optim.delegating import check_state_dict
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.splittable import SPLITTABLE

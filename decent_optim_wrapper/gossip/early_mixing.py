@@ -21,13 +21,13 @@ class EarlyMixing:
 
     Args:
         pipeline: the rounds. This class has no effect if their pacing mixes in steps only.
-        check: checks the parameters for changes since they were sent.
     """
 
-    def __init__(self, pipeline: Pipeline, check: Callable[[], None]) -> None:
-        self.pipeline = pipeline
-        self._check = check
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
         self.is_on = pipeline.policy.pacing.mixes_early
+        # The order in which the buckets of the last round were needed, if it is known.
+        self._needed: dict[Bucket, int] = {}
         # The values of buckets before they were mixed, until their whole round is mixed.
         self._before: dict[Bucket, Flat] = {}
         # Memory for these values, if the sent copy cannot be used.
@@ -46,36 +46,43 @@ class EarlyMixing:
             NonFiniteError: the round must not be mixed. It is dropped, and its mixed buckets are
                 restored.
         """
-        pipeline = self.pipeline
-        flying = pipeline.in_flight.round
+        pipeline = self._pipeline
+        flying = pipeline.in_flight
         if flying is None or not (wanted := self._wanted(flying, params)):
             return
         if flying.changed_in_flight():
-            self._check()
+            pipeline.check_parameters()
         pipeline.check_on_gpu()
-        pipeline.policy.meter.note_round(pipeline.in_flight.age)
+        pipeline.policy.meter.note_round(flying.age)
         # Neither the state of extensions nor what they attach to a bucket can be restored.
         whole = any(each.name or each.sends for each in pipeline.extensions.all)
         if whole or len(wanted) == len(flying.unmixed) or flying.plan.kind is RoundKind.AVERAGE:
             self._finish(flying, whole)
             return
-        pipeline.begin_mixing(flying)
         for bucket in wanted:
             flying.receive_bucket(bucket)
             if flying.flags.refused:
                 self._finish(flying, whole)
                 return
+            pipeline.begin_mixing(flying)
             self._mix(flying, bucket, partial(pipeline.mix, flying))
 
     def _wanted(self, flying: Round, params: Iterable[Tensor] | None) -> list[Bucket]:
         """The buckets of these parameters that are still to be mixed, in sending order."""
-        unmixed = [*flying.unmixed]
         if params is None:
-            return unmixed
-        asked = {self.pipeline.bucket_of.get(id(param)) for param in params}
-        wanted = [bucket for bucket in unmixed if bucket in asked]
-        self.pipeline.note_need(wanted, first=len(unmixed) == len(self.pipeline.buckets))
+            return [*flying.unmixed]
+        asked = {self._pipeline.bucket_of.get(id(param)) for param in params}
+        wanted = [bucket for bucket in flying.unmixed if bucket in asked]
+        if flying.is_unmixed:
+            self._needed = {}
+        for bucket in wanted:
+            self._needed[bucket] = len(self._needed)
         return wanted
+
+    def needed(self, bucket: Bucket) -> int | None:
+        """The place of a bucket among those that the last round had to mix; None if not known."""
+        # Buckets that were not needed come last.
+        return self._needed.get(bucket, len(self._needed)) if self._needed else None
 
     def _mix(self, flying: Round, bucket: Bucket, mix: Callable[[Bucket], None]) -> None:
         if (before := flying.sent(bucket)) is None:
@@ -88,7 +95,7 @@ class EarlyMixing:
     def _finish(self, flying: Round, whole: bool) -> None:
         """Receive and mix the rest of the round; no rank mixes a part of a `whole` one first."""
         try:
-            self.pipeline.finish()
+            self._pipeline.finish()
         except NonFiniteError:
             # Other ranks may have mixed other buckets first; all must move the same references.
             for bucket in [b for b in flying.unmixed if not (whole or flying.refuses(b))]:

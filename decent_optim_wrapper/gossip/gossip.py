@@ -1,9 +1,10 @@
-"""The rounds of one rank, and the collective calls between them."""
+"""The collective calls between the steps of one rank, and what happens when a rank fails."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -11,22 +12,22 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.comm.announcements import read, send_to_all
-from decent_optim_wrapper.errors import CallOrderError, NonFiniteError
+from decent_optim_wrapper.comm.transport import Transport
+from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.average import WorldAverage, consensus_distance
 from decent_optim_wrapper.gossip.early_mixing import EarlyMixing
-from decent_optim_wrapper.gossip.failures import Failures
 from decent_optim_wrapper.gossip.header import CollectiveCall, check_calls
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.members import Members
 from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.replica import Replica
-from decent_optim_wrapper.gossip.resume import PendingResume, agree, relaunch, resume
+from decent_optim_wrapper.gossip.resume import PendingResume, agree, relaunch
 
 Result = TypeVar("Result")
 
 
 class Gossip:
-    """Begins and ends steps, and makes the collective calls between them.
+    """Makes the collective calls between steps, and handles ranks that fail.
 
     Args:
         pipeline: the rounds.
@@ -45,25 +46,22 @@ class Gossip:
         members: Members | None = None,
     ) -> None:
         self.pipeline = pipeline
-        self._local_update = local_update
+        self.local_update = local_update
         self.average = average
         self.replica = replica
         self.members = members
-        # Not a method: in a cycle the connections of a dropped wrapper would stay open.
-        self.check_parameters = partial(_check_parameters, pipeline, local_update)
-        self.early = EarlyMixing(pipeline, self.check_parameters)
-        self.failures = Failures(self.early, replica, members)
+        self.early = EarlyMixing(pipeline)
         # What a loaded state leaves to the next step.
         self.pending = PendingResume()
         # The second one is held by the thread that is in the middle of mixing.
         self._lock, self._mixing = threading.RLock(), threading.Lock()
-        # Whether all ranks have launched the same round, and made no step since.
-        self._assembled = False
+        # The round that all ranks have launched, if it is still the last one.
+        self._assembled_at: int | None = None
 
     @property
     def params(self) -> list[Tensor]:
         """All parameters of the base, in the order of its groups."""
-        return self._local_update.params
+        return self.local_update.params
 
     def resume_at(self, round: int, pending: PendingResume | None = None) -> None:
         """Continue with this round, as all other ranks do; none is in flight.
@@ -75,47 +73,18 @@ class Gossip:
         self.pending = pending or self.pending._replace(source=None)
         self.pipeline.resume_at(round)
 
+    def resume(self) -> None:
+        """Do what a loaded state has left to do between the ranks."""
+        with self.propagating():
+            self.with_recovery(self._resume)
+
+    def _resume(self) -> None:
+        self.pending = relaunch(self.pipeline, agree(self.pipeline, self.pending))
+
     def abandon_round(self) -> None:
         """Drop the round in flight, or the one to be launched again, without waiting for it."""
         self.pending = self.pending.without_round()
-        self.pipeline.in_flight.abandon()
-
-    def begin_step(self) -> None:
-        """Check parameters, averages and members for changes since the last step."""
-        pipeline = self.pipeline
-        if self.early.is_on:
-            # The buckets that no forward pass has needed.
-            self.mix_early()
-        else:
-            pipeline.policy.meter.reset()
-        pipeline.session.transport.check_open()
-        self.check_parameters()
-        self._local_update.check_outside(pipeline.session.transport.initial_rank)
-        if self.pending.keeps_average or self.average.snapshot is not None:
-            self.keep_average()
-        if self.members:
-            self.members.begin_step()
-        self._assembled = False
-        if self.pending.source or self.pending.in_flight:
-            with self.failures.propagating():
-                recover = self.failures.with_recovery
-                self.pending = recover(lambda: resume(pipeline, self.pending))
-        if pipeline.extensions.all:
-            pipeline.begin_extensions()
-
-    def end_step(self) -> None:
-        """End the step; without overlap, finish its round, too."""
-        pipeline = self.pipeline
-        if self.members:
-            self.members.end_step()
-        mixes_now = pipeline.policy.pacing.mixes_in_step(pipeline.round)
-        pipeline.end_step()
-        if mixes_now:
-            self.failures.with_recovery(self._finish)
-        pipeline.policy.meter.close(len(pipeline.buckets), pipeline.round)
-        if self.early.is_on:
-            # The waits of the next forward pass count to the next step.
-            pipeline.policy.meter.reset()
+        self.pipeline.abandon()
 
     def check_idle(self) -> None:
         """Check that a state may be loaded.
@@ -124,9 +93,10 @@ class Gossip:
             RuntimeError: a round is in flight that other ranks may not have launched yet.
         """
         pipeline, transport = self.pipeline, self.pipeline.session.transport
-        if pipeline.policy.pacing.synchronous or pipeline.in_flight.round is None:
+        if pipeline.policy.pacing.synchronous or pipeline.in_flight is None:
             return
-        if transport.world_size > 1 and not transport.is_closed and not self._assembled:
+        together = self._assembled_at == pipeline.round or transport.is_closed
+        if transport.world_size > 1 and not together:
             raise RuntimeError(
                 f"rank {transport.initial_rank}: load_state_dict() expects no round in flight with "
                 f"{pipeline.policy.pacing!r}, since other ranks may be at another one; call "
@@ -152,14 +122,15 @@ class Gossip:
                     f"name in their mixing, by a signal handler or an extension; set a flag in the "
                     f"handler, and act on it after step(), or read the members of the bucket"
                 )
-            if (flying := self.pipeline.in_flight.round) is None:
+            if (flying := self.pipeline.in_flight) is None:
                 return
-            if len(flying.unmixed) == len(self.pipeline.buckets):
+            if flying.is_unmixed:
                 # A step has launched it, and the parameters were not checked since.
-                self.check_parameters()
-            self.replica.reshard()
-            with self.failures.propagating():
-                self.failures.with_recovery(partial(self._mix_early, params))
+                self.pipeline.check_parameters()
+            if self.replica.may_gather:
+                self.replica.reshard()
+            with self.propagating():
+                self.with_recovery(partial(self._mix_early, params))
 
     def _mix_early(self, params: Iterable[Tensor] | None) -> None:
         with self._mixing:
@@ -177,22 +148,20 @@ class Gossip:
         """Finish and mix the round in flight."""
         self.pipeline.session.transport.check_not_captured()
         self.settle()
-        self.check_parameters()
-        with self.failures.propagating():
-            self.failures.with_recovery(partial(self._assemble, CollectiveCall.SYNCHRONIZE))
-            self.failures.with_recovery(self._finish)
+        self.pipeline.check_parameters()
+        with self.propagating():
+            self.with_recovery(partial(self._assemble, CollectiveCall.SYNCHRONIZE))
+            self.with_recovery(self._finish)
             # No step may follow that would check it.
             self.pipeline.check_on_gpu()
 
     def discard(self) -> None:
         """Wait for the round in flight, if there is one, and drop it without mixing."""
         self.pending = self.pending.without_round()
-        self.pipeline.forget()
-        self.failures.with_recovery(self.pipeline.take)
+        self.with_recovery(self.pipeline.discard)
         self.early.settle()
 
     def _finish(self) -> None:
-        # A closure may have gathered the parameters again.
         if self.replica.may_gather:
             self.replica.reshard()
         if self.pending.in_flight:
@@ -202,10 +171,10 @@ class Gossip:
     def global_avg(self, may_revert: bool) -> None:
         """Put the average in place; collective."""
         self.settle()
-        self.check_parameters()
+        self.pipeline.check_parameters()
         if self.pipeline.policy.pacing.synchronous:
-            with self.failures.propagating():
-                self.failures.with_recovery(self._arrive)
+            with self.propagating():
+                self.with_recovery(self._arrive)
         self.meet(CollectiveCall.GLOBAL_AVG, lambda: self.apply_average(may_revert))
         if not may_revert:
             self.keep_average()
@@ -225,7 +194,7 @@ class Gossip:
         """Accept the average in place as the ranks' own parameters; collective."""
         self.pending = self.pending._replace(keeps_average=False)
         self.average.keep()
-        with self.failures.propagating():
+        with self.propagating():
             self.discard()
             if self.members and any(each.collective for each in self.pipeline.extensions.all):
                 self.members.meet(CollectiveCall.KEEP_AVERAGE, self.keep_state)
@@ -252,8 +221,8 @@ class Gossip:
         """
         self.pipeline.session.transport.check_open()
         self.settle()
-        self.check_parameters()
-        with self.failures.propagating(TypeError, ValueError):
+        self.pipeline.check_parameters()
+        with self.propagating(TypeError, ValueError):
             if self.members:
                 return self.members.meet(call, action)
             self.announce(call)
@@ -277,11 +246,11 @@ class Gossip:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack a small tensor of every rank that takes part; collective."""
         self.pipeline.session.transport.check_not_captured()
-        with self.failures.propagating():
+        with self.propagating():
             self._assemble(CollectiveCall.ALL_GATHER)
             gathered = tensor
             # The transport that stacks last makes the first dimension of the result.
-            for transport in reversed(self.failures.transports):
+            for transport in reversed(self.transports):
                 gathered = transport.all_gather(gathered)
         return gathered.reshape(-1, *tensor.shape)
 
@@ -307,7 +276,7 @@ class Gossip:
         nonfinite: list[NonFiniteError] = []
         pipeline.launch()
         while not coming.arrival.future.done():
-            flying = pipeline.in_flight.round
+            flying = pipeline.in_flight
             if flying and flying.arrives(coming.arrival):
                 # Launch the next one at once: no rank may mix a round that is in flight on others.
                 self._finish_keeping(nonfinite)
@@ -319,7 +288,7 @@ class Gossip:
         while pipeline.round < highest:
             self._finish_keeping(nonfinite)
             pipeline.launch()
-        self._assembled = True
+        self._assembled_at = pipeline.round
         if nonfinite:
             raise nonfinite[0]
 
@@ -337,12 +306,53 @@ class Gossip:
             NonFiniteError: the round must not be mixed; it stays in flight, and mixing it raises
                 again.
         """
-        if flying := self.pipeline.in_flight.round:
+        if flying := self.pipeline.in_flight:
             flying.receive()
             flying.flags.check()
 
+    @property
+    def transports(self) -> Sequence[Transport]:
+        """The connections to the ranks with which this one gossips, and to its replica."""
+        return [self.pipeline.session.transport, *self.replica.transports]
 
-def _check_parameters(pipeline: Pipeline, local_update: LocalUpdate) -> None:
-    """Check the parameters for changes since the wrapper was built."""
-    rank = pipeline.session.transport.initial_rank
-    local_update.check(pipeline.buckets, pipeline.in_flight.changed(), rank)
+    def with_recovery(self, action: Callable[[], Result]) -> Result:
+        """Run an action that waits for peers; if one is lost, run it again in a new session."""
+        while True:
+            try:
+                return action()
+            except PeerError as error:
+                if self.members is None:
+                    raise
+                self.members.recover(error)
+
+    @contextmanager
+    def propagating(self, *shared: type[Exception]) -> Iterator[None]:
+        """Tell the other ranks if the body fails here, since they would wait for this rank.
+
+        Args:
+            shared: further errors that all ranks raise together and that change nothing.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.propagate(error, *shared)
+            raise
+
+    def propagate(self, error: BaseException, *shared: type[Exception]) -> None:
+        """Close the connections, unless all ranks raise the error; see `propagating`."""
+        if isinstance(error, (PeerError, CallOrderError)):
+            self.early.undo()
+            if self.replica.transports:
+                # The ranks along the other dimensions wait for this one, too.
+                for transport in self.transports:
+                    transport.fail(error)
+        elif not isinstance(error, (NonFiniteError, *shared)):
+            self.close(error)
+
+    def close(self, error: BaseException) -> None:
+        """Close the connections for good, and tell the others why."""
+        self.pipeline.abandon()
+        for transport in self.transports:
+            transport.fail(error)
+        if self.members:
+            self.members.leave()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import TypedDict
 
 from loguru import logger
 from torch import Tensor
@@ -14,7 +15,6 @@ from decent_optim_wrapper.comm.background import in_background, is_background
 from decent_optim_wrapper.errors import NonFiniteError
 from decent_optim_wrapper.gossip.extension import Extensions, ReceivedBucket
 from decent_optim_wrapper.gossip.header import CollectiveCall, RoundHeader
-from decent_optim_wrapper.gossip.in_flight import InFlight
 from decent_optim_wrapper.gossip.round import Round, RoundPolicy
 from decent_optim_wrapper.gossip.schedule import RoundKind, RoundPlan
 from decent_optim_wrapper.gossip.session import Session
@@ -24,21 +24,11 @@ from decent_optim_wrapper.wire.bucket import Bucket
 _CLOSE_TIMEOUT = timedelta(seconds=5)
 
 
-class _Connected:
-    """The connections to close when the wrapper is dropped.
+class _Open(TypedDict):
+    """What ends with the wrapper: its connections, and the round in flight."""
 
-    Args:
-        session: the ranks that take part.
-        in_flight: the round in flight.
-    """
-
-    def __init__(self, session: Session, in_flight: InFlight) -> None:
-        self.session = session
-        self.in_flight = in_flight
-
-    def enter(self, session: Session) -> None:
-        """Go on with other ranks."""
-        self.session = session
+    session: Session
+    round: Round | None
 
 
 class Pipeline:
@@ -49,23 +39,28 @@ class Pipeline:
         policy: what all rounds have in common.
         extensions: the extensions that take part.
         mixing_rate: the rate of the first rounds.
+        check: called with the buckets, the parameters that were changed in flight, and this rank;
+            checks the parameters for changes that are not allowed.
     """
 
     def __init__(
-        self, session: Session, policy: RoundPolicy, extensions: Extensions, mixing_rate: float
+        self,
+        session: Session,
+        policy: RoundPolicy,
+        extensions: Extensions,
+        mixing_rate: float,
+        check: Callable[[Sequence[Bucket], Sequence[Tensor], int], None],
     ) -> None:
-        self.in_flight = InFlight(mixing_rate)
         # The ranks that take part now.
         self.session = session
-        self._connected = _Connected(session, self.in_flight)
+        self._open: _Open = {"session": session, "round": None}
         self.policy = policy
         self.extensions = extensions
+        self._check = check
         # In the order in which they are exchanged.
         self.buckets: tuple[Bucket, ...] = ()
         # The bucket of each member, by its id.
         self.bucket_of: dict[int, Bucket] = {}
-        # The order in which the buckets of the last round were needed, if it is known.
-        self._needed: dict[Bucket, int] = {}
         # Number of the next round.
         self.round = 0
         # The rate of the next rounds.
@@ -75,12 +70,16 @@ class Pipeline:
         # Runs when the wrapper is dropped or the interpreter exits, whichever comes first. A rank
         # that leaves with a round in flight would break it for a slower peer, and a gloo thread
         # that still runs while Python is finalised can abort the process.
-        weakref.finalize(self, _close, self._connected)
+        weakref.finalize(self, _close, self._open)
+
+    @property
+    def in_flight(self) -> Round | None:
+        """The round that is launched and not mixed yet."""
+        return self._open["round"]
 
     def enter(self, session: Session) -> None:
         """Go on with other ranks."""
-        self.session = session
-        self._connected.enter(session)
+        self.session = self._open["session"] = session
         for extension in self.extensions.all:
             extension.restart()
 
@@ -103,19 +102,28 @@ class Pipeline:
         """Launch rounds with this mixing rate from now on."""
         self.mixing_rate = rate
 
-    def begin(self, number: int | None = None, rate: float | None = None) -> Round | None:
+    def check_parameters(self) -> None:
+        """Check the parameters for changes since the wrapper was built, and in flight."""
+        flying = self._open["round"]
+        changed = flying.changed_in_flight() if flying else ()
+        self._check(self.buckets, changed, self.session.transport.initial_rank)
+
+    def begin(
+        self, number: int | None = None, rate: float | None = None, age: int = 0
+    ) -> Round | None:
         """Begin a round, to which buckets are posted one by one.
 
         Args:
             number: the number of the round; None for the next one.
             rate: its mixing rate; None for the present one.
+            age: as of `Round`.
 
         Returns:
             None if this rank is idle, or while another round is in flight.
         """
         number = self.round if number is None else number
         plan = self.session.schedule.plan(number, self.mixing_rate if rate is None else rate)
-        if plan.kind is RoundKind.IDLE or self.in_flight.round is not None:
+        if plan.kind is RoundKind.IDLE or self._open["round"] is not None:
             return None
         if plan.group.size == 1 and not (self.extensions.all or self.policy.pacing.needs_snapshot):
             # Nothing is exchanged, and no extension needs the round.
@@ -123,57 +131,73 @@ class Pipeline:
         transport = self.session.transport
         names = [*map(transport.members.__getitem__, plan.group.ranks)]
         logger.debug("rank {} round {}: group {}", transport.initial_rank, number, names)
-        return self.announce(CollectiveCall.STEP, plan, number)
+        return self.announce(CollectiveCall.STEP, plan, number, age)
 
-    def announce(self, call: CollectiveCall, plan: RoundPlan, number: int | None = None) -> Round:
+    def announce(
+        self, call: CollectiveCall, plan: RoundPlan, number: int | None = None, age: int = 0
+    ) -> Round:
         """Begin an exchange with the ranks that mix next: headers, and buckets if it has any."""
         self.session.transport.check_open()
         header = RoundHeader(call, self.round if number is None else number, plan.mixing_rate)
-        return Round(header, plan, self.session, self.policy).open()
+        return Round(header, plan, self.session, self.policy, age).open()
 
-    def order_sends(self, launched: Round, ahead: bool) -> None:
-        """Send the buckets of a round in the order in which they are needed.
+    def choose_order(self, launched: Round, in_backward: bool, ahead: bool) -> None:
+        """Choose how the buckets of a step are sent.
 
         Args:
             launched: the round.
+            in_backward: whether they are posted during a backward pass, and not in a row.
             ahead: whether receive buffers may be posted now.
         """
-        ahead = ahead and not any(each.sends for each in self.extensions.all)
-        launched.order_sends(self.buckets if ahead else ())
-
-    def post_in_a_row(self, launched: Round) -> None:
-        """Choose how to send a round whose buckets are posted one right after the other."""
-        if self.session.transport.gpus and not self.policy.pacing.mixes_early:
+        early = self.policy.pacing.mixes_early
+        if in_backward and early:
+            # A backward pass ends with the buckets that the forward pass needs first.
+            ahead = ahead and not any(each.sends for each in self.extensions.all)
+            launched.order_sends(self.buckets if ahead else ())
+        elif self.session.transport.gpus and not (in_backward or early):
             # One kernel for all. A forward pass would wait for all buckets before the first module.
             launched.sender.launch_together()
 
     def post(
-        self, launched: Round, bucket: Bucket, snapshot: Mapping[Tensor, Tensor] | None = None
+        self,
+        launched: Round,
+        bucket: Bucket,
+        snapshot: Mapping[Tensor, Tensor] | None = None,
+        needed: int | None = None,
     ) -> None:
         """Send a bucket of parameters and the buckets attached to it; see `Round.post`."""
         attached: list[Bucket] = []
         for extension in self.extensions.all:
             attached += extension.launch(bucket)
-        # Buckets that were not needed come last.
-        needed = self._needed.get(bucket, len(self._needed)) if self._needed else None
         launched.post(bucket, attached, snapshot, needed)
 
     def hand_over(self, launched: Round) -> None:
         """Leave a round in flight until a later step, once everything is posted."""
         launched.seal()
-        self.in_flight.put(launched, self.mixing_rate)
+        self._open["round"] = launched
         if not self.policy.pacing.synchronous:
             self.round += 1
             launched.watch()
 
-    def launch(self) -> None:
-        """Start the next round outside of a step, unless one is in flight."""
-        if launched := self.begin():
+    def launch(
+        self,
+        number: int | None = None,
+        rate: float | None = None,
+        age: int = 1,
+        snapshot: Mapping[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Start a round outside of a step, unless one is in flight, as if a step had launched it.
+
+        Args:
+            number: as in `begin`.
+            rate: as in `begin`.
+            age: number of steps since that step.
+            snapshot: as in `Round.post`.
+        """
+        if launched := self.begin(number, rate, age):
             for bucket in launched.order.apply(self.buckets):
-                self.post(launched, bucket)
+                self.post(launched, bucket, snapshot)
             self.hand_over(launched)
-            # As if the previous step had launched it.
-            self.in_flight.count_step()
 
     def begin_extensions(self) -> None:
         """Let the extensions begin a step."""
@@ -182,7 +206,8 @@ class Pipeline:
 
     def end_step(self) -> None:
         """Count a step."""
-        self.in_flight.count_step()
+        if flying := self._open["round"]:
+            flying.count_step()
         if self.policy.pacing.synchronous:
             self.round += 1
 
@@ -192,15 +217,16 @@ class Pipeline:
         Raises:
             NonFiniteError: the round must not be mixed, and is no longer in flight.
         """
-        due = self.in_flight.is_due(self.policy.pacing)
+        flying, pacing = self._open["round"], self.policy.pacing
+        due = flying is not None and pacing.is_due(flying.age, flying.has_arrived)
         for extension in self.extensions.all:
-            extension.received(in_flight=self.in_flight.round is not None and not due)
-        if not due:
+            extension.received(in_flight=flying is not None and not due)
+        if flying is None or not due:
             return None
-        self.policy.meter.note_round(self.in_flight.age)
-        return self._receive()
+        self.policy.meter.note_round(flying.age)
+        return self._arrive()
 
-    def _receive(self) -> Round | None:
+    def _arrive(self) -> Round | None:
         if self.mixed is not None:
             self.check_on_gpu()
         arrived = self.take()
@@ -213,35 +239,31 @@ class Pipeline:
         return arrived
 
     def begin_mixing(self, round: Round) -> None:
-        """Tell the extensions that a round arrives, once."""
-        if self.in_flight.announce():
+        """Tell the extensions that a round arrives, before its first bucket is mixed."""
+        if round.is_unmixed:
             for extension in self.extensions.all:
                 extension.arrived(round.plan.kind, self.buckets, self.session.transport)
-
-    def note_need(self, wanted: Sequence[Bucket], first: bool) -> None:
-        """Note the buckets that are needed next; the next round is sent in this order.
-
-        Args:
-            wanted: the buckets.
-            first: whether they are the first of their round.
-        """
-        if first:
-            self._needed = {}
-        for bucket in wanted:
-            self._needed[bucket] = len(self._needed)
 
     def take(self) -> Round | None:
         """Wait for the round in flight and return it; it is not mixed.
 
         A round that fails is no longer in flight, either, so no later call waits for it.
         """
-        if (taken := self.in_flight.take()) is not None:
+        taken, self._open["round"] = self._open["round"], None
+        if taken is not None:
             taken.receive()
         return taken
 
-    def forget(self) -> None:
-        """Forget the findings of a GPU in the last round."""
+    def abandon(self) -> None:
+        """Drop the round in flight without waiting for it."""
+        if flying := self._open["round"]:
+            flying.abandon()
+        self._open["round"] = None
+
+    def discard(self) -> None:
+        """Wait for the round in flight, and drop it without mixing."""
         self.mixed = None
+        self.take()
 
     def check_on_gpu(self) -> None:
         """Check the findings of a GPU in the last mixed round, unless they were checked.
@@ -276,31 +298,31 @@ class Pipeline:
 
     def finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
-        if arrived := self._receive():
+        if arrived := self._arrive():
             for bucket in tuple(arrived.unmixed):
                 self.mix(arrived, bucket)
 
 
-def _close(connected: _Connected) -> None:
+def _close(opened: _Open) -> None:
     """Wait for a round in flight without mixing it, and release the process group."""
     if is_background():
         # The garbage collector runs on any thread, even on one that this would wait for.
-        in_background(partial(_end, connected))
+        in_background(partial(_end, opened))
     else:
-        _end(connected)
+        _end(opened)
 
 
-def _end(connected: _Connected) -> None:
+def _end(opened: _Open) -> None:
     """Do the work of `_close`.
 
     The peers launch the same round sooner or later, unless they are gone. A script that ends, or a
     wrapper that is replaced, does not wait for them as long as a step would.
     """
-    transport = connected.session.transport
+    transport = opened["session"].transport
     transport.limit_waits(_CLOSE_TIMEOUT)
     try:
-        if connected.in_flight.round and not transport.is_closed:
-            connected.in_flight.round.receive()
+        if opened["round"] and not transport.is_closed:
+            opened["round"].receive()
     except RuntimeError as error:
         logger.warning(
             "rank {}: the wrapper was dropped with a round in flight, which did not arrive within "

@@ -39,11 +39,6 @@ class PendingResume(NamedTuple):
         return self._replace(in_flight=False, snapshot={})
 
 
-def resume(pipeline: Pipeline, pending: PendingResume) -> PendingResume:
-    """Do what is pending between the ranks; return what is left."""
-    return relaunch(pipeline, agree(pipeline, pending))
-
-
 def agree(pipeline: Pipeline, pending: PendingResume) -> PendingResume:
     """Agree on how to continue after states were loaded; then collective.
 
@@ -84,9 +79,6 @@ def relaunch(pipeline: Pipeline, pending: PendingResume) -> PendingResume:
     # synchronize() may come before any step(), and the state may come from a run without an outer
     # optimizer, which would then have no anchors when the round is mixed.
     pipeline.begin_extensions()
-    if launched := pipeline.begin(pipeline.round - pending.age, pending.rate):
-        for bucket in launched.order.apply(pipeline.buckets):
-            pipeline.post(launched, bucket, pending.snapshot)
-        launched.seal()
-        pipeline.in_flight.put(launched, pending.rate, pending.age)
+    number = pipeline.round - pending.age
+    pipeline.launch(number, pending.rate, pending.age, pending.snapshot)
     return pending.without_round()

@@ -12,8 +12,7 @@ from decent_optim_wrapper.comm.send_queue import SendQueue
 from decent_optim_wrapper.comm.waiting import Arrival, Expected, PendingMessage
 from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.gossip.header import RoundHeader
-from decent_optim_wrapper.gossip.pacing import Pacing
-from decent_optim_wrapper.gossip.schedule import RoundKind, RoundPlan
+from decent_optim_wrapper.gossip.schedule import Pacing, RoundKind, RoundPlan
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.wire.bucket import Bucket, changed_since
@@ -53,14 +52,21 @@ class Round:
         plan: the ranks that mix, and the mixing rate.
         session: connects them.
         policy: what all rounds have in common.
+        age: number of steps since its launch.
     """
 
     def __init__(
-        self, header: RoundHeader, plan: RoundPlan, session: Session, policy: RoundPolicy
+        self,
+        header: RoundHeader,
+        plan: RoundPlan,
+        session: Session,
+        policy: RoundPolicy,
+        age: int = 0,
     ) -> None:
         group, transport = plan.group, session.transport
         references = session.references.groups.get(group.ranks)
         self.plan = plan
+        self.age = age
         # The order in which buckets are posted.
         reorders = policy.in_backward_order and group.size > 2
         self.order = session.sum_order.of(group.ranks) if reorders else GIVEN_ORDER
@@ -93,6 +99,8 @@ class Round:
         self._headers: list[PendingMessage] = []
         # The buckets of parameters that are not mixed yet, with the buckets attached to each.
         self.unmixed: dict[Bucket, tuple[Bucket, ...]] = {}
+        # Whether no bucket is mixed yet.
+        self.is_unmixed = True
         self._exchanges: dict[Bucket, Exchange] = {}
         # The exchanges that receive already, and are not posted yet.
         self._ahead: dict[Bucket, Exchange] = {}
@@ -105,6 +113,10 @@ class Round:
         # Before the buckets: larger groups sum, and would add up whatever comes first.
         self._headers = self.sender.send(self._header, _HEADER_TAG, 0)
         return self
+
+    def count_step(self) -> None:
+        """Count a step since the launch."""
+        self.age += 1
 
     def end_backward(self) -> None:
         """Count the all-reduces for which the backward pass, which is over, has given time."""
@@ -306,6 +318,7 @@ class Round:
 
     def mix(self, bucket: Bucket) -> None:
         """Mix a posted bucket and the buckets attached to it, once."""
+        self.is_unmixed = False
         for each in (bucket, *self.unmixed.pop(bucket)):
             exchange = self._exchanges.get(each)
             if exchange is not None:

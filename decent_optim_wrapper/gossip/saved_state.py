@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.resume import PendingResume
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.warn import warn
+from decent_optim_wrapper.wire.bucket import fill_copies
 from decent_optim_wrapper.wire.plan import read_plan, rebuild, saved_plan
 from decent_optim_wrapper.wire.references import SavedReference, referring
 
@@ -39,25 +41,24 @@ class SavedState(NamedTuple):
 def gossip_state(gossip: Gossip) -> dict[str, Any]:
     """The state of the gossip, to save now, with parameters that are settled."""
     pipeline, pending = gossip.pipeline, gossip.pending
-    pacing, flight = pipeline.policy.pacing, pipeline.in_flight
+    pacing, flying = pipeline.policy.pacing, pipeline.in_flight
     # The next step() would keep the average, which is what is saved now.
     kept = pending.keeps_average or gossip.average.snapshot is not None
-    in_flight = pending.in_flight or flight.round is not None
-    last = pending if pending.in_flight else flight
+    rate, age = pending.rate, pending.age
+    if flying:
+        rate, age = flying.plan.mixing_rate, flying.age
     state: dict[str, Any] = {
         "round": pipeline.round,
         # Others may have mixed it, or not have launched it yet.
-        "in_flight": in_flight and not kept and pacing.synchronous,
+        "in_flight": bool(pending.in_flight or flying) and not kept and pacing.synchronous,
         "mixing_rate": pipeline.mixing_rate,
-        "last_rate": last.rate,
+        "last_rate": rate,
         # Even outside of an average: torch.distributed.checkpoint loads into existing entries.
         "kept": kept,
     }
     if pacing.synchronous and pacing.needs_snapshot:
         # Even if no round is in flight.
-        now = flight.values(gossip.params)
-        launched = [pending.snapshot.get(*each) for each in zip(gossip.params, now, strict=True)]
-        state |= {"age": last.age, "launch_snapshot": launched}
+        state |= {"age": age, "launch_snapshot": _launched_values(gossip)}
     if extensions := {
         each.name: each.state_dict() for each in pipeline.extensions.all if each.name
     }:
@@ -71,6 +72,17 @@ def gossip_state(gossip: Gossip) -> dict[str, Any]:
     if plan := saved_plan(pipeline.buckets, gossip.params):
         state["plan"] = plan
     return state
+
+
+@torch.no_grad()
+def _launched_values(gossip: Gossip) -> list[Tensor]:
+    """Copies of the parameters when the round in flight was launched, or of the present ones."""
+    copies = {param: param.detach().clone() for param in gossip.params}
+    if flying := gossip.pipeline.in_flight:
+        for bucket in flying.unmixed:
+            if launched := flying.snapshot_of(bucket):
+                fill_copies(copies, bucket, launched)
+    return [gossip.pending.snapshot.get(*each) for each in copies.items()]
 
 
 def named_state(gossip: Gossip) -> dict[str, Any]:

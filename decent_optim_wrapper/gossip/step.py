@@ -57,20 +57,41 @@ class Step:
         return self._pipeline.buckets
 
     def __enter__(self) -> Step:
-        self._gossip.begin_step()
-        failures = self._gossip.failures
+        gossip = self._gossip
+        self._begin()
         try:
-            if self._gossip.members:
-                failures.with_recovery(self._receive)
+            if gossip.members:
+                gossip.with_recovery(self._receive)
             else:
                 self._receive()
         except BaseException as error:
-            failures.propagate(error)
+            gossip.propagate(error)
             raise
         self._waiting = [*self._pipeline.buckets]
         if self._launched and self._pipeline.policy.in_backward_order:
             self._waiting = self._launched.order.apply(self._waiting)
         return self
+
+    def _begin(self) -> None:
+        """Check parameters, averages and members for changes since the last step."""
+        gossip, pipeline = self._gossip, self._pipeline
+        if gossip.early.is_on:
+            # The buckets that no forward pass has needed.
+            gossip.mix_early()
+        else:
+            pipeline.policy.meter.reset()
+        transport = pipeline.session.transport
+        transport.check_open()
+        pipeline.check_parameters()
+        gossip.local_update.check_outside(transport.initial_rank)
+        if gossip.pending.keeps_average or gossip.average.snapshot is not None:
+            gossip.keep_average()
+        if gossip.members:
+            gossip.members.begin_step()
+        if gossip.pending.source or gossip.pending.in_flight:
+            gossip.resume()
+        if pipeline.extensions.all:
+            pipeline.begin_extensions()
 
     def _receive(self) -> None:
         pipeline = self._pipeline
@@ -85,11 +106,8 @@ class Step:
                 if bucket not in pipeline.buckets:
                     pipeline.mix(arrived, bucket)
         self._launched = pipeline.begin()
-        if self._launched and self._in_backward and self._gossip.early.is_on:
-            # A backward pass ends with the buckets that the forward pass needs first.
-            pipeline.order_sends(self._launched, ahead=arrived is None)
-        if self._launched and not self._in_backward:
-            pipeline.post_in_a_row(self._launched)
+        if self._launched:
+            pipeline.choose_order(self._launched, self._in_backward, ahead=arrived is None)
 
     def advance(self, buckets: Sequence[Bucket], update: Callable[[], Result]) -> Result:
         """Mix some buckets, update their parameters, and send them.
@@ -106,9 +124,10 @@ class Step:
         if self._arrived:
             for bucket in buckets:
                 self._pipeline.mix(self._arrived, bucket)
-        if self._gossip.early.is_on:
+        early = self._gossip.early
+        if early.is_on:
             # Buckets of a dropped round that were mixed, and that a backward pass has needed since.
-            self._gossip.early.undo(buckets)
+            early.undo(buckets)
         with self._pipeline.policy.meter.update:
             result = update()
         if self._launched:
@@ -116,24 +135,46 @@ class Step:
             # updates, or the sums of larger groups would add up different buckets.
             self._ready.update(buckets)
             while self._waiting and self._waiting[0] in self._ready:
-                self._pipeline.post(self._launched, self._waiting.pop(0))
+                bucket = self._waiting.pop(0)
+                needed = early.needed(bucket) if early.is_on else None
+                self._pipeline.post(self._launched, bucket, needed=needed)
         return result
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        failures = self._gossip.failures
+        gossip, launched = self._gossip, self._launched
         if error is not None:
             # A round may have begun. Whatever the error is, this rank closes its connections, so
             # that the others notice: an error that a closure raises does not reach them.
-            if self._launched:
-                self._launched.abandon()
-            failures.close(error)
+            if launched:
+                launched.abandon()
+            gossip.close(error)
             return
         try:
-            if self._launched:
+            if launched:
                 if self._in_backward:
-                    self._launched.end_backward()
-                self._pipeline.hand_over(self._launched)
-            self._gossip.end_step()
+                    launched.end_backward()
+                self._pipeline.hand_over(launched)
+            self._end()
         except BaseException as caught:
-            failures.propagate(caught)
+            gossip.propagate(caught)
             raise
+
+    def _end(self) -> None:
+        """Count the step; without overlap, finish its round, too."""
+        gossip, pipeline, meter = self._gossip, self._pipeline, self._pipeline.policy.meter
+        if gossip.members:
+            gossip.members.end_step()
+        mixes_now = pipeline.policy.pacing.mixes_in_step(pipeline.round)
+        pipeline.end_step()
+        if mixes_now:
+            if gossip.replica.may_gather:
+                # A closure may have gathered the parameters again.
+                gossip.replica.reshard()
+            if gossip.members:
+                gossip.with_recovery(pipeline.finish)
+            else:
+                pipeline.finish()
+        meter.close(len(pipeline.buckets), pipeline.round)
+        if gossip.early.is_on:
+            # The waits of the next forward pass count to the next step.
+            meter.reset()

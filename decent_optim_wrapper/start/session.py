@@ -363,7 +363,7 @@ class Setup:
         )
         rate = settings.schedule.mixing_rate
         return Gossip(
-            Pipeline(session, policy, inputs.extensions, rate),
+            Pipeline(session, policy, inputs.extensions, rate, inputs.local_update.check),
             inputs.local_update,
             WorldAverage(
                 session.transport.initial_rank, self._nonfinite, self._extra, self._held.put_back
