@@ -36,7 +36,7 @@ from decent_optim_wrapper.forward_hooks import ForwardHooks
 from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.header import CollectiveCall
-from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling, apply_update
+from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling
 from decent_optim_wrapper.gossip.saved_state import (
     gossip_state,
     named_state,
@@ -331,16 +331,16 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         # After the closure, which may have gathered the parameters.
         if self._gossip.replica.may_gather:
             self._gossip.replica.reshard()
+        # GradScaler sets the two attributes here around its call of step().
+        scaling = Scaling(vars(self).get("found_inf"), vars(self).get("grad_scale"))
         if splits:
-            with self._in_parts(self._scaling) as advance:
+            with self._in_parts(scaling) as advance:
                 for bucket in self._pipeline.buckets:
                     advance(bucket)
             return loss
         with self._step() as step:
-            update = partial(self._local_update.whole, closure, self._scaling)
+            update = partial(self._local_update.whole, closure, scaling, self.rank)
             result = step.advance(step.buckets, update)
-            # A closure may have given them gradients.
-            self._local_update.check_outside(self.rank)
         return result if loss is None else loss
 
     @property
@@ -688,7 +688,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
 
     @contextmanager
     def _step(self, in_backward: bool = False) -> Iterator[Step]:
-        if self._join_config.enable:
+        if self._shared["join_config"].enable:
             Join.notify_join_context(self)
         if self._shared["average_contexts"] and self.is_averaged:
             raise step_in_average_error(self.rank)
@@ -703,6 +703,18 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
             each()
         self._notify_change()
 
+    @contextmanager
+    def _in_parts(
+        self, scaling: Scaling, apply: Apply | None = None, in_backward: bool = False
+    ) -> Iterator[Callable[[Bucket], None]]:
+        """Make a step in parts: yields a function that mixes, updates and launches one bucket."""
+        by_bucket = self._local_update.by_bucket
+        with (
+            self._step(in_backward) as step,
+            by_bucket(scaling, step.buckets, self.rank, apply) as update,
+        ):
+            yield lambda bucket: step.advance([bucket], partial(update, bucket))
+
     def _regroup(self, parameters: list[Named], late: list[Named]) -> None:
         """Gossip these parameters from the next round on; `late` are the new ones; collective."""
         add = partial(self._setup.add, self._pipeline, parameters, late)
@@ -715,24 +727,6 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         """Call the user's callback if the members have changed, after everything else."""
         if self._gossip.members:
             self._gossip.members.notify_change()
-
-    @contextmanager
-    def _in_parts(
-        self, scaling: Scaling, apply: Apply = apply_update, in_backward: bool = False
-    ) -> Iterator[Callable[[Bucket], None]]:
-        """Make a step in parts: yields a function that mixes, updates and launches one bucket."""
-        with (
-            self._step(in_backward) as step,
-            self._local_update.by_bucket(scaling, self._pipeline.buckets, apply) as update,
-        ):
-            yield lambda bucket: step.advance([bucket], partial(update, bucket))
-            # In a backward pass their gradients were not there when the step began.
-            self._local_update.check_outside(self.rank)
-
-    @property
-    def _scaling(self) -> Scaling:
-        # GradScaler sets the two attributes here around its call of step().
-        return Scaling(vars(self).get("found_inf"), vars(self).get("grad_scale"))
 
 
 def _check_forward_pass(hooks: ForwardHooks, gossip: Gossip) -> None:

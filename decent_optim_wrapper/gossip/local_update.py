@@ -30,11 +30,6 @@ from decent_optim_wrapper.wire.parameters import (
 Apply = Callable[[Sequence[Tensor], Callable[[], None]], None]
 
 
-def apply_update(params: Sequence[Tensor], update: Callable[[], None]) -> None:
-    """Make the update."""
-    update()
-
-
 class Scaling(NamedTuple):
     """What GradScaler sets around its call of `step()`.
 
@@ -110,7 +105,8 @@ class LocalUpdate:
         anything: both need one update of everything before the launch.
         """
         base = self._optimizer
-        return type(base) in SPLITTABLE and not step_hooks(base) and not self._step_is_replaced()
+        replaced = "step" in vars(base) and self._step_is_replaced()
+        return type(base) in SPLITTABLE and not step_hooks(base) and not replaced
 
     @property
     def params(self) -> list[Tensor]:
@@ -167,12 +163,15 @@ class LocalUpdate:
     def _names(self, tensors: Sequence[Tensor]) -> str:
         return ", ".join(self._names_of[id(tensor)] for tensor in tensors)
 
-    def whole(self, closure: Callable[[], float] | None, scaling: Scaling) -> float | None:
+    def whole(
+        self, closure: Callable[[], float] | None, scaling: Scaling, rank: int
+    ) -> float | None:
         """Step once.
 
         Args:
             closure: passed to the base, which evaluates it as often as it needs.
             scaling: the scaling of the gradients.
+            rank: this rank, for errors.
 
         Returns:
             The result of the base's step; None if an overflow skips it.
@@ -180,71 +179,80 @@ class LocalUpdate:
         with self._scaled(scaling) as applies:
             if not applies:
                 return None
-            with self._correcting(self.params):
+            params = self.params
+            with self._extensions.updating(params) if self._extensions.all else nullcontext():
                 result: float | None = self._call_step(*(() if closure is None else (closure,)))
+            # The closure may have given them gradients.
+            self.check_outside(rank)
             return result
 
     @contextmanager
     def by_bucket(
-        self, scaling: Scaling, buckets: Sequence[Bucket], apply: Apply = apply_update
+        self, scaling: Scaling, buckets: Sequence[Bucket], rank: int, apply: Apply | None = None
     ) -> Iterator[Callable[[Bucket], None]]:
         """Step once, in parts: yields a function that updates one bucket.
 
-        Parameters in no bucket are updated at the end. `apply` decides on each update.
+        Parameters in no bucket are updated at the end. `apply` decides on each update; None makes
+        all of them.
         """
-        groups = self._optimizer.param_groups
         # Made by `check`, before anything was sent.
         known = self._partition
         if known is None or known.buckets is not buckets:
             known = self._partition_of(buckets)
-        is_fused = any(group.get("fused") for group in groups)
 
         def update(bucket: Bucket | None) -> None:
-            if applies and (part := known.parts.get(id(bucket))):
-                params = list(chain.from_iterable(part))
-                made: list[bool] = []
+            part = known.parts.get(id(bucket))
+            if not applies or part is None:
+                return
+            if apply is None:
+                self._step_part(part)
+                return
+            made: list[bool] = []
 
-                def make() -> None:
-                    made.append(True)
-                    self._note_overflow(getattr(self._optimizer, "found_inf", None))
-                    with self._correcting(params):
-                        self._step_part(groups, part)
+            def make() -> None:
+                made.append(True)
+                self._step_part(part)
 
-                apply(params, make)
-                if not made:
-                    self.skipped = True
-                if is_fused:
-                    # Fused kernels do not count the change, and a backward pass may not be over.
-                    torch.autograd.graph.increment_version(params)
+            apply([*chain.from_iterable(part)], make)
+            if not made:
+                self.skipped = True
 
         with self._scaled(scaling) as applies:
             # A scheduler on the base recognises a step by this mark.
             self._optimizer._opt_called = True
             yield update
+            # In a backward pass their gradients were not there when the step began.
+            self.check_outside(rank)
             update(None)
 
-    def _note_overflow(self, found: Tensor | int | None) -> None:
-        """Note the overflow that a fused base sees on the GPU; a number without gradients."""
+    def _step_part(self, part: list[list[Tensor]]) -> None:
+        """Step with these parameters of each group only, and restore the groups."""
+        found = getattr(self._optimizer, "found_inf", None)
         if isinstance(found, Tensor):
-            # Added, not compared: the GPU may not have computed either yet.
+            # A fused base sees the overflow on the GPU. Added, not compared: the GPU may not have
+            # computed either yet. Without gradients it is a number.
             self.skipped = self.skipped + found
-
-    def _correcting(self, params: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        return self._extensions.updating(params) if self._extensions.all else nullcontext()
-
-    def _step_part(self, groups: list[dict[str, Any]], part: list[list[Tensor]]) -> None:
-        """Step with these parameters only, group by group, and restore the groups."""
-        whole = [group["params"] for group in groups]
-        self._optimizer.param_groups = [g for g, params in zip(groups, part, strict=True) if params]
-        for group, params in zip(groups, part, strict=True):
-            group["params"] = params
-        try:
-            # The class's step without torch's wrapper around it, which runs the hooks.
-            type(self._optimizer).step.__wrapped__(self._optimizer)
-        finally:
-            self._optimizer.param_groups = groups
-            for group, params in zip(groups, whole, strict=True):
-                group["params"] = params
+        params = [*chain.from_iterable(part)]
+        with self._extensions.updating(params) if self._extensions.all else nullcontext():
+            groups, whole, fused = self._optimizer.param_groups, [], False
+            stepped: list[dict[str, Any]] = []
+            for group, own in zip(groups, part, strict=True):
+                whole.append(group["params"])
+                group["params"] = own
+                if own:
+                    stepped.append(group)
+                    fused |= bool(group.get("fused"))
+            self._optimizer.param_groups = stepped
+            try:
+                # The class's step without torch's wrapper around it, which runs the hooks.
+                type(self._optimizer).step.__wrapped__(self._optimizer)
+            finally:
+                self._optimizer.param_groups = groups
+                for group, own in zip(groups, whole, strict=True):
+                    group["params"] = own
+        if fused:
+            # Fused kernels do not count the change, and a backward pass may not be over.
+            torch.autograd.graph.increment_version(params)
 
     def _call_step(self, *args: Any) -> Any:
         """Call the base's step with its own hooks.

@@ -45,16 +45,13 @@ class Step:
         self._gossip = gossip
         self._pipeline = gossip.pipeline
         self._in_backward = in_backward
+        # The buckets to advance, each once and in any order, once the step is entered.
+        self.buckets: Sequence[Bucket] = ()
         self._arrived: Round | None = None
         self._launched: Round | None = None
         self._ready: set[Bucket] = set()
         # The buckets that are not sent yet; None before the step is entered.
         self._waiting: list[Bucket] | None = None
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """The buckets to advance, each once and in any order."""
-        return self._pipeline.buckets
 
     def __enter__(self) -> Step:
         gossip = self._gossip
@@ -67,7 +64,8 @@ class Step:
         except BaseException as error:
             gossip.propagate(error)
             raise
-        self._waiting = [*self._pipeline.buckets]
+        self.buckets = self._pipeline.buckets
+        self._waiting = [*self.buckets]
         if self._launched and self._pipeline.policy.in_backward_order:
             self._waiting = self._launched.order.apply(self._waiting)
         return self
