@@ -436,7 +436,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
             RuntimeError: there is no snapshot, or the parameters are not the average any more.
         """
         self._gossip.average.check()
-        self._gossip.revert_average()
+        self._gossip.average.revert()
 
     @contextmanager
     def averaged(
@@ -466,7 +466,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         finally:
             self._shared["average_contexts"] -= 1
             if self.is_averaged and not nested:
-                self._gossip.revert_average()
+                self._gossip.average.revert()
 
     def synchronize(self) -> None:
         """Wait for the round in flight and mix it.
@@ -492,7 +492,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
             sqrt(1/n * sum over i of ||x_i - mean(x)||_2^2), the same on all ranks.
         """
         distance = self._gossip.meet(
-            CollectiveCall.CONSENSUS_DISTANCE, self._gossip.consensus_distance
+            CollectiveCall.CONSENSUS_DISTANCE, self._gossip.average.consensus_distance
         )
         self._notify_change()
         return distance

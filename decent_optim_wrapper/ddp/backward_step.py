@@ -88,7 +88,7 @@ class BackwardOptimizer(DecentOptimWrapper):
 
     def distance_to_average(self) -> float:
         """||x_i - mean(x)||_2, the distance of this rank's own parameters to the average."""
-        return self._gossip.average.distance(self.buckets, self._gossip.replica)
+        return self._gossip.average.distance()
 
     def keep_average(self) -> None:
         """Accept the average in place as the ranks' own parameters; collective."""

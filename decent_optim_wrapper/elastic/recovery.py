@@ -384,10 +384,10 @@ def _mirror(call: CollectiveCall, gossip: Gossip, rank: int) -> None:
     """
     match call:
         case CollectiveCall.GLOBAL_AVG:
-            gossip.apply_average(may_revert=True)
-            gossip.revert_average()
+            gossip.average.apply(may_revert=True)
+            gossip.average.revert()
         case CollectiveCall.CONSENSUS_DISTANCE:
-            gossip.consensus_distance()
+            gossip.average.consensus_distance()
         case CollectiveCall.KEEP_AVERAGE:
             gossip.keep_state()
         case _:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import no_average_error, swapped_error
+from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.replica import Replica
 from decent_optim_wrapper.wire.bucket import Bucket, all_finite, norms_of
 from decent_optim_wrapper.wire.mean import average
@@ -21,21 +22,22 @@ class WorldAverage:
     """Replaces tensors by their average over all ranks, and restores them.
 
     Args:
-        rank: this rank, for errors.
-        nonfinite: what happens to values that are not finite.
+        pipeline: has the buckets of the parameters, and connects the ranks.
+        replica: the ranks of a replica, which is left out as a whole if one of them has values that
+            are not finite.
         extra: collective function that returns the buckets of further tensors to average.
         put_back: function that makes a model hold these tensors if it has replaced them.
     """
 
     def __init__(
         self,
-        rank: int,
-        nonfinite: NonFinitePolicy,
+        pipeline: Pipeline,
+        replica: Replica,
         extra: Callable[[Transport], Sequence[Bucket]],
-        put_back: Callable[[], None] = lambda: None,
+        put_back: Callable[[], None],
     ) -> None:
-        self._rank = rank
-        self._nonfinite = nonfinite
+        self._pipeline = pipeline
+        self._replica = replica
         self._extra = extra
         self._put_back = put_back
         # The values before the average that is in place, if it can still be reverted.
@@ -43,40 +45,31 @@ class WorldAverage:
         # The norms of the averaged parameters, by bucket.
         self._norms: list[Tensor] = []
 
-    def apply(
-        self,
-        parameters: Sequence[Bucket],
-        transport: Transport,
-        may_revert: bool,
-        replica: Replica,
-    ) -> None:
+    def apply(self, may_revert: bool) -> None:
         """Replace this rank's values by the average; collective.
 
         Args:
-            parameters: the buckets of the parameters.
-            transport: connects the ranks.
             may_revert: keep a snapshot of this rank's values; if an average is in place already, of
                 the values before the first one.
-            replica: the ranks of a replica, which is left out as a whole if one of them has values
-                that are not finite.
         """
         if not may_revert:
             self.keep()
         elif self.snapshot is not None:
             # Tensors may have been added since, and the snapshot must hold them, too.
             self.revert()
+        self._replica.reshard()
         self._put_back()
-        buckets = [*parameters, *self._extra(transport)]
-        finite = finite_shares(
-            buckets, transport, self._nonfinite, "global_avg()", "parameters", replica
-        )
+        pipeline, transport = self._pipeline, self._pipeline.session.transport
+        buckets = [*pipeline.buckets, *self._extra(transport)]
+        nonfinite, where = pipeline.policy.nonfinite, "global_avg()"
+        finite = finite_shares(buckets, transport, nonfinite, where, "parameters", self._replica)
         if may_revert:
             self.snapshot = [(bucket, bucket.pack(bucket.new_flat())) for bucket in buckets]
         try:
             for bucket, shares in zip(buckets, finite, strict=True):
                 if any(shares):
                     bucket.unpack_(average(bucket, transport, shares))
-            self._norms = [norms_of(bucket) for bucket in parameters] if may_revert else []
+            self._norms = [norms_of(bucket) for bucket in pipeline.buckets] if may_revert else []
         except BaseException:
             # Half an average must not remain.
             if self.snapshot is not None:
@@ -94,23 +87,38 @@ class WorldAverage:
         away = [(norms_of(b) - norm).abs() > 1e-6 * norm for (b, _), norm in pairs]
         same = [each.any().logical_not() for each in away]
         if _total(same) < len(same):
-            raise swapped_error(self._rank)
+            raise swapped_error(self._pipeline.session.transport.initial_rank)
 
     def revert(self) -> None:
         """Restore this rank's values and free the snapshot."""
         if self.snapshot is None:
-            raise no_average_error(self._rank)
+            raise no_average_error(self._pipeline.session.transport.initial_rank)
+        self._replica.reshard()
         self._put_back()
         for bucket, flat in self.snapshot:
             bucket.unpack_(flat)
         self.snapshot = None
 
     @torch.no_grad()
-    def distance(self, parameters: Sequence[Bucket], replica: Replica) -> float:
+    def distance(self) -> float:
         """||x_i - mean(x)||_2 over the parameters, for the average in place."""
-        held = [(bucket, own) for bucket, own in self.snapshot or [] if bucket in parameters]
+        held = [each for each in self.snapshot or [] if each[0] in self._pipeline.buckets]
         pairs = ((b, b.pack(b.new_flat()).data, own.data) for b, own in held)
-        return math.sqrt(_square(pairs, replica).item())
+        return math.sqrt(_square(pairs, self._replica).item())
+
+    def consensus_distance(self) -> float:
+        """Root mean square over the ranks of the distance to the average; collective.
+
+        sqrt(1/n * sum over i of ||x_i - mean(x)||^2), summed in float64, with x_i a whole replica.
+
+        Returns:
+            The distance in the unit of the parameters, the same on every rank.
+        """
+        transport = self._pipeline.session.transport
+        owns = ((b, b.pack(b.new_flat(b.wire_device))) for b in self._pipeline.buckets)
+        pairs = ((bucket, average(bucket, transport).data, own.data) for bucket, own in owns)
+        square = _square(pairs, self._replica)
+        return math.sqrt(transport.all_gather(square).mean().item())
 
     def keep(self) -> None:
         """Accept the average as this rank's values and free the snapshot."""
@@ -155,24 +163,6 @@ def finite_shares(
         bad = [transport.members[place] for place in places]
         raise nonfinite_error(bad, transport.initial_rank, where, what)
     return told.T.tolist()
-
-
-def consensus_distance(buckets: Iterable[Bucket], transport: Transport, replica: Replica) -> float:
-    """Root mean square over the ranks of the distance to the average; collective.
-
-    sqrt(1/n * sum over i of ||x_i - mean(x)||^2), summed in float64, with x_i a whole replica.
-
-    Args:
-        buckets: the parameters; not changed.
-        transport: connects the ranks.
-        replica: the ranks that hold one copy of the model together.
-
-    Returns:
-        The distance in the unit of the parameters, the same on every rank.
-    """
-    owns = ((bucket, bucket.pack(bucket.new_flat(bucket.wire_device))) for bucket in buckets)
-    pairs = ((bucket, average(bucket, transport).data, own.data) for bucket, own in owns)
-    return math.sqrt(transport.all_gather(_square(pairs, replica)).mean().item())
 
 
 def _square(pairs: Iterable[tuple[Bucket, Tensor, Tensor]], replica: Replica) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from decent_optim_wrapper.comm.announcements import read, send_to_all
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
-from decent_optim_wrapper.gossip.average import WorldAverage, consensus_distance
+from decent_optim_wrapper.gossip.average import WorldAverage
 from decent_optim_wrapper.gossip.early_mixing import EarlyMixing
 from decent_optim_wrapper.gossip.header import CollectiveCall, check_calls
 from decent_optim_wrapper.gossip.local_update import LocalUpdate
@@ -175,20 +175,9 @@ class Gossip:
         if self.pipeline.policy.pacing.synchronous:
             with self.propagating():
                 self.with_recovery(self._arrive)
-        self.meet(CollectiveCall.GLOBAL_AVG, lambda: self.apply_average(may_revert))
+        self.meet(CollectiveCall.GLOBAL_AVG, lambda: self.average.apply(may_revert))
         if not may_revert:
             self.keep_average()
-
-    def apply_average(self, may_revert: bool) -> None:
-        """Replace the parameters by their average; collective."""
-        self.replica.reshard()
-        pipeline = self.pipeline
-        self.average.apply(pipeline.buckets, pipeline.session.transport, may_revert, self.replica)
-
-    def revert_average(self) -> None:
-        """Restore the values before the average."""
-        self.replica.reshard()
-        self.average.revert()
 
     def keep_average(self) -> None:
         """Accept the average in place as the ranks' own parameters; collective."""
@@ -206,11 +195,6 @@ class Gossip:
         pipeline = self.pipeline
         for extension in pipeline.extensions.all:
             extension.kept(pipeline.buckets, pipeline.session.transport)
-
-    def consensus_distance(self) -> float:
-        """Root mean square distance of the replicas to their average; collective."""
-        pipeline = self.pipeline
-        return consensus_distance(pipeline.buckets, pipeline.session.transport, self.replica)
 
     def meet(self, call: CollectiveCall, action: Callable[[], Result]) -> Result:
         """Run a collective action; if a rank is lost, run it again with the remaining ones.

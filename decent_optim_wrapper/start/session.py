@@ -362,15 +362,10 @@ class Setup:
             in_backward_order=inputs.extras.in_backward_order and settings.pacing.mixes_early,
         )
         rate = settings.schedule.mixing_rate
-        return Gossip(
-            Pipeline(session, policy, inputs.extensions, rate, inputs.local_update.check),
-            inputs.local_update,
-            WorldAverage(
-                session.transport.initial_rank, self._nonfinite, self._extra, self._held.put_back
-            ),
-            model.replica,
-            members=self.recovery,
-        )
+        local = inputs.local_update
+        pipeline = Pipeline(session, policy, inputs.extensions, rate, local.check)
+        average = WorldAverage(pipeline, model.replica, self._extra, self._held.put_back)
+        return Gossip(pipeline, local, average, model.replica, members=self.recovery)
 
     @cached_property
     def _digests(self) -> Tensor:
