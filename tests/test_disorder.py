@@ -22,7 +22,7 @@ from decent_optim_wrapper.comm.state_transfer import receive_state, share_text
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import PendingMessage
 from decent_optim_wrapper.gossip.header import RoundHeader
-from decent_optim_wrapper.wire.messages import Sender
+from decent_optim_wrapper.wire.messages import Messages
 
 wrap = partial(problem.wrap, timeout=3.0)
 
@@ -76,15 +76,15 @@ def test_a_rank_in_another_method_is_found_within_the_round(topology: str, call:
 def test_numbers_that_no_rank_sends_are_an_error_that_names_the_peer(
     monkeypatch: pytest.MonkeyPatch, overlap: Any, field: str, value: float
 ) -> None:
-    send = Sender.send
+    send = Messages.send
 
-    def send_wrong(self: Sender, numbers: Any, tag: int, bucket: int) -> list[PendingMessage]:
+    def send_wrong(self: Messages, numbers: Any, tag: int, bucket: int) -> list[PendingMessage]:
         errs = self._wire.transport.rank == 1 and isinstance(numbers, RoundHeader)
         if errs and numbers.round >= 2:
             numbers = numbers._replace(**{field: value})
         return send(self, numbers, tag, bucket)
 
-    monkeypatch.setattr(Sender, "send", send_wrong)
+    monkeypatch.setattr(Messages, "send", send_wrong)
 
     def main(rank: int, group: dist.ProcessGroup) -> str:
         params = make_params()

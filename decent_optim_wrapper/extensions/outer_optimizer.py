@@ -18,7 +18,7 @@ from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext, R
 from decent_optim_wrapper.gossip.schedule import RoundKind
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.shards import local
-from decent_optim_wrapper.wire.bucket import Bucket, is_finite, members_of
+from decent_optim_wrapper.wire.bucket import Bucket, members_of
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
@@ -125,7 +125,7 @@ class OuterOptimizer(Extension):
         """Start the anchors that have not started, if their parameters are finite."""
         self._add_new()
         for param in params:
-            if param not in self._started and is_finite(local(param)):
+            if param not in self._started and bool(local(param).isfinite().all()):
                 # Of a DTensor only the local tensor has data of its own.
                 local(self._anchors[param]).data = local(param).detach().clone()
                 self._started.add(param)

@@ -156,7 +156,7 @@ class Pipeline:
             launched.order_sends(self.buckets if ahead else ())
         elif self.session.transport.gpus and not (in_backward or early):
             # One kernel for all. A forward pass would wait for all buckets before the first module.
-            launched.sender.launch_together()
+            launched.messages.launch_together()
 
     def post(
         self,

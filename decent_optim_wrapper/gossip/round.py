@@ -18,7 +18,7 @@ from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.wire.bucket import Bucket, changed_since
 from decent_optim_wrapper.wire.exchange import Exchange, Wire
 from decent_optim_wrapper.wire.finite_flags import FiniteFlags
-from decent_optim_wrapper.wire.messages import Sender, Waits
+from decent_optim_wrapper.wire.messages import Messages
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.pack import exchange_of
 from decent_optim_wrapper.wire.storage import Flat
@@ -85,12 +85,10 @@ class Round:
             is_average=plan.kind is RoundKind.AVERAGE,
             references=references,
             needs_snapshot=policy.pacing.needs_snapshot,
-            on_nonfinite=policy.nonfinite.on_nonfinite,
-            checks=policy.nonfinite.checks,
+            nonfinite=policy.nonfinite,
             sends=SendQueue() if policy.pacing.mixes_early and group.size == 2 else None,
         )
-        self._waits = Waits(self._wire, session.topology)
-        self.sender = Sender(self._wire)
+        self.messages = Messages(self._wire, session.topology)
         self.flags = FiniteFlags(self._wire)
         # The thread that waits for it, if there is one.
         self._watch: Arrival | None = None
@@ -111,7 +109,7 @@ class Round:
     def open(self) -> Round:
         """Tell the group what this rank is about to do."""
         # Before the buckets: larger groups sum, and would add up whatever comes first.
-        self._headers = self.sender.send(self._header, _HEADER_TAG, 0)
+        self._headers = self.messages.send(self._header, _HEADER_TAG, 0)
         return self
 
     def count_step(self) -> None:
@@ -129,11 +127,11 @@ class Round:
             buckets: the buckets that will be posted, in this order and without attached ones; they
                 are received from now on. Empty if there are attached buckets.
         """
-        if self._wire.sends is not None and not self.sender.failure:
+        if self._wire.sends is not None and not self.messages.failure:
             self._wire.sends.open()
             for position, bucket in enumerate(each for each in buckets if each.numel):
                 ahead = self._ahead[bucket] = exchange_of(self._wire, bucket, position)
-                self.sender.run(ahead.receive_ahead, ahead)
+                self.messages.run(ahead.receive_ahead, ahead)
 
     def post(
         self,
@@ -161,7 +159,7 @@ class Round:
 
     def _post(self, bucket: Bucket, snapshot: Mapping[Tensor, Tensor]) -> None:
         keeps = self._wire.needs_snapshot
-        if not bucket.numel or self.sender.failure or (self._wire.group.size == 1 and not keeps):
+        if not bucket.numel or self.messages.failure or (self._wire.group.size == 1 and not keeps):
             return
         meter = self._policy.meter
         with meter.launch:
@@ -174,20 +172,20 @@ class Round:
             if not keeps and (early or bucket.is_sent_in_place):
                 self._stamps[bucket] = bucket.stamps
             meter.count_bytes(exchange.bytes_sent)
-            self.sender.run(exchange.start, exchange)
+            self.messages.run(exchange.start, exchange)
             if self._policy.pacing.mixes_early:
-                flag = partial(self.flags.send, [exchange], self.sender, alone=True)
-                self.sender.run(flag, exchange)
+                flag = partial(self.flags.send, [exchange], self.messages, alone=True)
+                self.messages.run(flag, exchange)
 
     def seal(self) -> None:
         """Tell the group which buckets had finite values, once all of them are posted."""
-        tell = partial(self.flags.send, self._exchanges.values(), self.sender)
+        tell = partial(self.flags.send, self._exchanges.values(), self.messages)
         # Each bucket has told it already if the pacing mixes early.
-        self.sender.seal(None if self._policy.pacing.mixes_early else tell)
+        self.messages.seal(None if self._policy.pacing.mixes_early else tell)
 
     def watch(self) -> None:
         """Begin to wait on a thread, once the round is sealed."""
-        headers, thread = self._headers, self.sender.thread
+        headers, thread = self._headers, self.messages.thread
         # Those that a thread still posts are not known yet.
         posted = [] if thread else self._expected()
 
@@ -238,12 +236,12 @@ class Round:
             raise
 
     def _receive(self) -> None:
-        self._waits.wait_for_sender(self.sender)
+        self.messages.wait_until_sent()
         if self._watch is not None:
-            self._waits.wait_for(self._watch)
+            self.messages.wait_for(self._watch)
         self._receive_headers()
         for exchange in self._exchanges.values():
-            self._waits.wait(exchange.works, exchange.position, self._wire.peers, exchange.on_gpu)
+            self.messages.wait(exchange.works, exchange.position, self._wire.peers, exchange.on_gpu)
             if exchange.tells_finite:
                 self.flags.read_pair(exchange)
         self._stamps.clear()
@@ -251,7 +249,7 @@ class Round:
             self._count_coded()
         for flags in self.flags.messages:
             for message in flags.pending:
-                self._waits.wait(message.works, flags.positions[-1], message.suspects)
+                self.messages.wait(message.works, flags.positions[-1], message.suspects)
             self.flags.read(flags)
 
     def receive_bucket(self, bucket: Bucket) -> None:
@@ -274,8 +272,8 @@ class Round:
             self._count_coded()
 
     def _receive_exchange(self, exchange: Exchange) -> None:
-        waits, position = self._waits, exchange.position
-        waits.wait_for_sender(self.sender)
+        waits, position = self.messages, exchange.position
+        waits.wait_until_sent()
         self._receive_headers()
         waits.wait(exchange.works, position, self._wire.peers, exchange.on_gpu)
         if exchange.tells_finite:
@@ -293,7 +291,7 @@ class Round:
 
     def _receive_headers(self) -> None:
         for each in self._headers:
-            self._waits.wait(each.works, 0, each.suspects)
+            self.messages.wait(each.works, 0, each.suspects)
         for each in self._headers:
             message = each.message.tolist()
             if message == [*self._header]:
@@ -331,20 +329,20 @@ class Round:
             checked = None if flags is None else flags.on_gpu
             works = [*exchange.works, *(checked.works if checked else ())]
             # The stream that mixes may be another one than the stream that has received.
-            self._waits.wait(works, exchange.position, self._wire.peers)
+            self.messages.wait(works, exchange.position, self._wire.peers)
             if checked:
                 exchange.apply_usable(rate, checked.usable(exchange))
                 return
         present: tuple[int, ...] | list[int] = self._wire.group.ranks
         if self.flags.refused:
-            left_out = self.flags.left_out(exchange)
+            left_out = self.flags.refused.get(exchange.position, ())
             present = [rank for rank in present if rank not in left_out]
         if present:
             exchange.apply(rate, present)
 
     def snapshot_of(self, bucket: Bucket) -> Flat | None:
         """The bucket's parameters when the round was launched, if they may have changed since."""
-        self._waits.wait_for_sender(self.sender)
+        self.messages.wait_until_sent()
         exchange = self._exchanges.get(bucket)
         return None if exchange is None else exchange.snapshot
 
@@ -356,7 +354,7 @@ class Round:
         """
         if self._watch is None:
             return True
-        self._waits.wait_for(self._watch, other)
+        self.messages.wait_for(self._watch, other)
         return self._watch.future.done()
 
     def sent(self, bucket: Bucket) -> Flat | None:
@@ -371,7 +369,7 @@ class Round:
 
     def abandon(self) -> None:
         """Drop everything on the wire without waiting for the peers."""
-        self.sender.drop()
+        self.messages.drop()
         if self._wire.sends is not None:
             self._wire.sends.drop()
         self.unmixed.clear()

@@ -57,5 +57,5 @@ class Session:
             transport=transport,
             topology=topology,
             schedule=schedule,
-            references=References.of(topology, transport.rank),
+            references=References(topology, transport.rank),
         )

@@ -40,7 +40,8 @@ def broadcast(
         flat = bucket.view(own.data.clone())
         transport.broadcast(flat.data, source)
         pairs = zip(own.views, flat.views, strict=True)
-        replaced += sum(not _same_bytes(*pair) for pair in pairs)
+        # Bytes, since NaN differs from itself.
+        replaced += sum(not torch.equal(*map(_bytes, pair)) for pair in pairs)
         if not keep:
             bucket.unpack_(flat)
     return replaced
@@ -53,11 +54,6 @@ def digest(tensor: Tensor) -> int:
     copy = torch.empty(values.shape, dtype=values.dtype, device="cpu").copy_(values)
     found = hashlib.sha256(_bytes(copy).numpy().data)
     return int.from_bytes(found.digest()[:8], "little") >> 1
-
-
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same bytes, including NaN."""
-    return torch.equal(_bytes(one), _bytes(other))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decent_optim_wrapper.codecs import Codec, is_finite_on_device, wide
+from decent_optim_wrapper.codecs import Codec, wide
 from decent_optim_wrapper.optim.shards import local
 from decent_optim_wrapper.wire.layout import MIB, Layout, kind_of, saving
 from decent_optim_wrapper.wire.storage import Flat, aligned, move_together, new_vector
@@ -71,49 +71,50 @@ class Bucket:
     """
 
     def __init__(self, tensors: Sequence[Tensor], layout: Layout, rate: float = 1.0) -> None:
-        self._members = tuple(tensors)
+        # The tensors themselves.
+        self.members = tuple(tensors)
         self.layout = layout
         # The number of ranks of a replica that hold the same values.
-        *_, mesh, self.copies = kind_of(self._members[0], layout)
+        *_, mesh, self.copies = kind_of(self.members[0], layout)
         self.rate = rate
         self._sharded = mesh is not None
-        first = as_real(self._members[0])
+        first = as_real(self.members[0])
         self.device, self.dtype = first.device, first.dtype
         self.wire_device = layout.wire_device(self.device)
         # Larger groups would sum half precision in float32.
         self.pair_codec = saving(layout.codec, self.dtype)
         self.group_codec = saving(layout.codec, wide(self.dtype))
         self.may_use_reference = layout.uses_reference
-        self._shapes = [as_real(member).shape for member in self._members]
+        self._shapes = [as_real(member).shape for member in self.members]
         self._sizes = [shape.numel() for shape in self._shapes]
         self.numel = sum(self._sizes)
         self.nbytes = self.numel * self.dtype.itemsize
+        # Whether the members' own storage is sent.
+        self.is_sent_in_place = layout.as_view
         self._storage: Flat | None = None
+        # Number of elements of a flat vector; a storage has gaps that align its tensors.
+        self.flat_numel = self.numel
         if layout.as_view:
-            data = move_together(self._members)
+            data = move_together(self.members)
             self._storage = Flat(data, (data,))
+            self.flat_numel = data.numel()
         self._places = self._look()
         # FSDP replaces the storage of shards itself.
-        self.counted = [m for m in self._members if not (self._sharded or m.is_inference())]
+        self.counted = [m for m in self.members if not (self._sharded or m.is_inference())]
         self._wire = _Memory(self.wire_device, pinned=self.via_cpu)
         # Memory for values that are coded next, and for changes that are mixed in.
         self._near = _Memory(self.device, pinned=False)
 
     def __repr__(self) -> str:
-        count = len(self._members)
+        count = len(self.members)
         return (
-            f"{count} parameter{'s' * (count > 1)}, {self._members[0].dtype} on {self.device}, "
+            f"{count} parameter{'s' * (count > 1)}, {self.members[0].dtype} on {self.device}, "
             f"{self.nbytes / MIB:.3f} MiB"
         )
 
     def codec(self, size: int) -> Codec | None:
         """The codec in a group of this size; None for none."""
         return self.pair_codec if size == 2 else self.group_codec
-
-    @property
-    def members(self) -> tuple[Tensor, ...]:
-        """The tensors themselves."""
-        return self._members
 
     @property
     def via_cpu(self) -> bool:
@@ -206,7 +207,7 @@ class Bucket:
         if flat is not self._storage:
             torch._foreach_copy_(flat.views, self._tensors())
         if others:
-            for member, part in zip(self._members, self.parts(flat), strict=True):
+            for member, part in zip(self.members, self.parts(flat), strict=True):
                 part.copy_(as_real(others.get(member, member)))
         return flat
 
@@ -215,7 +216,7 @@ class Bucket:
         if self._storage is None:
             return flat.views
         start, first = self._storage.data.data_ptr(), flat.data.storage_offset()
-        reals = [as_real(member) for member in self._members]
+        reals = [as_real(member) for member in self.members]
         # A tensor without elements has no address.
         offsets = [
             (real.data_ptr() - start) // real.itemsize if real.numel() else 0 for real in reals
@@ -289,11 +290,6 @@ class Bucket:
         return (torch.stack(torch._foreach_norm(held, torch.inf)) < torch.inf).all()
 
     @property
-    def is_sent_in_place(self) -> bool:
-        """True if the members' own storage is sent."""
-        return self._storage is not None
-
-    @property
     def stamps(self) -> tuple[int, ...]:
         """The version counters and addresses of the members, by which a change is noticed.
 
@@ -306,16 +302,16 @@ class Bucket:
         if (now := self._look()) == self._places:
             return []
         rows = zip(
-            self._members, zip(*self._places, strict=True), zip(*now, strict=True), strict=True
+            self.members, zip(*self._places, strict=True), zip(*now, strict=True), strict=True
         )
         return [member for member, before, after in rows if before != after]
 
     def _look(self) -> list[list[Any]]:
         """What must not change of the members, in columns."""
-        columns: list[Iterable[Any]] = [map(_kind_of, self._members)]
+        columns: list[Iterable[Any]] = [map(_kind_of, self.members)]
         if self._storage is not None:
             columns += [
-                map(each, self._members) for each in (Tensor.data_ptr, _shape_of, Tensor.stride)
+                map(each, self.members) for each in (Tensor.data_ptr, _shape_of, Tensor.stride)
             ]
         return [list(column) for column in columns]
 
@@ -325,12 +321,7 @@ class Bucket:
         A backward pass that needs their old values would silently use the new ones.
         """
         if self._storage is not None:
-            torch.autograd.graph.increment_version(self._members)
-
-    @property
-    def flat_numel(self) -> int:
-        """Number of elements of a flat vector; a storage has gaps that align its tensors."""
-        return self.numel if self._storage is None else self._storage.data.numel()
+            torch.autograd.graph.increment_version(self.members)
 
     def _as_own(self, flat: Flat) -> Flat:
         """The flat vector on the tensors' device, in their dtype."""
@@ -345,9 +336,9 @@ class Bucket:
         """The members as real tensors, viewed again each time: their storage may be replaced."""
         if self._storage is not None:
             return self._storage.views
-        if self._sharded or self._members[0].is_complex():
-            return tuple(map(as_real, self._members))
-        return self._members
+        if self._sharded or self.members[0].is_complex():
+            return tuple(map(as_real, self.members))
+        return self.members
 
 
 def changed_since(stamps: Sequence[int], bucket: Bucket) -> list[Tensor]:
@@ -356,11 +347,6 @@ def changed_since(stamps: Sequence[int], bucket: Bucket) -> list[Tensor]:
         return []
     pairs = zip(bucket.counted * 2, stamps, now, strict=True)
     return [member for member, before, after in pairs if before != after]
-
-
-def is_finite(data: Tensor) -> bool:
-    """Return whether all elements are finite."""
-    return bool(is_finite_on_device(data))
 
 
 def all_finite(buckets: Sequence[Bucket]) -> list[bool]:

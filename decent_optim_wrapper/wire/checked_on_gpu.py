@@ -53,7 +53,7 @@ class CheckedOnGpu:
         if self._late is None:
             self._late, self._whole = AsyncHostCopy(self._rows), self._rows.all()
         group, transport, device = self._wire.group, self._wire.transport, exchange.device
-        if self._wire.on_nonfinite == "raise":
+        if self._wire.nonfinite.on_nonfinite == "raise":
             # A round is mixed as a whole or not at all.
             whole = self._whole.to(device, non_blocking=True)
             return MixMask(arrived=whole, present=group.size)

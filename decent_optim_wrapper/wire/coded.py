@@ -73,11 +73,11 @@ class CodedExchange(Exchange):
 
     def start(self) -> None:
         """Check the codes and start the exchange."""
-        if self._wire.checks:
+        if self._wire.nonfinite.checks:
             finite = reduce(torch.logical_and, map(self._codec.is_finite, self._outgoing))
             self.finite = finite if self.on_gpu else bool(finite)
             # A larger group would spread them.
-            if not self.on_gpu and not finite and self._wire.on_nonfinite == "skip":
+            if not self.on_gpu and not finite and self._wire.nonfinite.replaces:
                 self._messages.zero_()
         self._send()
 
@@ -151,7 +151,7 @@ class CodedPair(CodedExchange):
         # Without the flag: only values are counted.
         self.bytes_sent = self._messages.nbytes - 1
         self._pair = self._messages, self._room
-        self.tells_finite = wire.checks and not self.on_gpu
+        self.tells_finite = wire.nonfinite.checks and not self.on_gpu
 
     def received_finite(self) -> bool:
         """Return whether the peer says that its values are finite."""
@@ -160,7 +160,7 @@ class CodedPair(CodedExchange):
     def _send(self) -> None:
         if self.tells_finite:
             self._messages[-1] = bool(self.finite)
-        self._exchange()
+        self.works = self._wire.exchange(*self._pair, self.position, self.works)
 
     @property
     def _arrived(self) -> list[Tensor]:

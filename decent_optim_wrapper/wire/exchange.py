@@ -16,7 +16,7 @@ from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import Waitable
 from decent_optim_wrapper.topo import Group
 from decent_optim_wrapper.wire.bucket import Bucket
-from decent_optim_wrapper.wire.nonfinite import OnNonfinite
+from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.references import GroupReference
 from decent_optim_wrapper.wire.storage import Flat
 
@@ -39,8 +39,7 @@ class Wire(NamedTuple):
         is_average: whether the mean is exact: the same on all ranks, even on two, and not rounded.
         references: the references of the group; None if it has none.
         needs_snapshot: whether the values may change before they are mixed.
-        on_nonfinite: what happens to values that are not finite.
-        checks: whether values are checked before they are sent.
+        nonfinite: what happens to values that are not finite.
         sends: sends to the peer of a pair in the order of need; None sends in the order of posting.
     """
 
@@ -51,8 +50,7 @@ class Wire(NamedTuple):
     is_average: bool
     references: GroupReference | None
     needs_snapshot: bool
-    on_nonfinite: OnNonfinite
-    checks: bool
+    nonfinite: NonFinitePolicy
     sends: SendQueue | None = None
 
     def exchange(
@@ -130,6 +128,8 @@ class Exchange:
     uses_reference = False
     # Whether the received message itself says if the values of the peer are finite.
     tells_finite = False
+    # What the ranks of a pair send and receive.
+    _pair: tuple[Tensor, Tensor]
 
     def __init__(self, wire: Wire, bucket: Bucket, position: int) -> None:
         self.position = position
@@ -143,19 +143,14 @@ class Exchange:
         self.via_cpu = bucket.via_cpu and group.size > 1
         # The sent values, if the tensors may change before the mixing, or are rounded on the wire.
         self.snapshot: Flat | None = None
+        # This rank's values as they were packed; None if they are not kept.
+        self.launched: Flat | None = None
         # Whether the values are finite: of shape () if a GPU has checked them.
         self.finite: bool | Tensor = True
         self.works: list[Waitable] = []
         self.bytes_sent = 0
-        # What the ranks of a pair send and receive.
-        self._pair: tuple[Tensor, Tensor] | None = None
         # w x_i + (1-w)/(m-1) * sum of the others  =  x_i + m(1-w)/(m-1) * (mean - x_i)
         self._weight = group.size * (1 - group.self_weight) / max(1, group.size - 1)
-
-    @property
-    def launched(self) -> Flat | None:
-        """This rank's values as they were packed; None if they are not kept."""
-        return None
 
     def pack(self, snapshot: Mapping[Tensor, Tensor]) -> None:
         """Pack what is sent, on the stream that has computed it.
@@ -168,7 +163,7 @@ class Exchange:
 
     def receive_ahead(self) -> None:
         """Start receiving before anything is packed, if that is possible."""
-        if self._pair is not None:
+        if not self.sums:
             self.works = self._wire.receive_ahead(self._pair[1], self.position)
 
     def start(self) -> None:
@@ -196,12 +191,8 @@ class Exchange:
         """Return whether the values of the peer are finite, if `tells_finite`."""
         return True
 
-    def _exchange(self) -> None:
-        if self._pair is not None:
-            self.works = self._wire.exchange(*self._pair, self.position, self.works)
-
     def _check(self, data: Tensor) -> None:
-        if self._wire.checks:
+        if self._wire.nonfinite.checks:
             finite = is_finite_on_device(data)
             self.finite = finite if self.on_gpu else bool(finite)
 
@@ -260,18 +251,14 @@ class PlainPair(PlainExchange):
         self._weight /= 2
         self._sent, self._arriving = bucket.pair(wire.needs_snapshot)
         self._pair = self._sent.data, self._arriving.data
-        self.tells_finite = wire.checks and not self.on_gpu
+        self.tells_finite = wire.nonfinite.checks and not self.on_gpu
         self.snapshot = self._sent if wire.needs_snapshot else None
+        self.launched = None if bucket.is_sent_in_place else self._sent
         self.bytes_sent = self._arriving.data.nbytes
 
     def pack(self, snapshot: Mapping[Tensor, Tensor]) -> None:
         """Pack what is sent."""
         self._bucket.pack(self._sent, snapshot, waits=False)
-
-    @property
-    def launched(self) -> Flat | None:
-        """This rank's values as they were packed; None if the tensors' own memory is sent."""
-        return None if self._bucket.is_sent_in_place else self._sent
 
     def start(self) -> None:
         """Check the values and start the exchange."""
@@ -280,7 +267,7 @@ class PlainPair(PlainExchange):
         if self.tells_finite and not self.finite:
             # The peer looks at the first value only. Not in place: the values are this rank's own.
             self._pair = outgoing.clone().index_fill_(0, torch.tensor(0), torch.nan), incoming
-        self._exchange()
+        self.works = self._wire.exchange(*self._pair, self.position, self.works)
 
     def received_finite(self) -> bool:
         """Return whether the first value is finite: it is NaN if any of them is not."""
@@ -294,7 +281,7 @@ class PlainGroup(PlainExchange):
 
     def __init__(self, wire: Wire, bucket: Bucket, position: int) -> None:
         super().__init__(wire, bucket, position)
-        copies = wire.needs_snapshot or (wire.checks and bucket.on_gpu)
+        copies = wire.needs_snapshot or (wire.nonfinite.checks and bucket.on_gpu)
         self._arriving, *kept = bucket.summing(1 + copies)
         self._sent = kept[0] if kept else None
         self.snapshot = self._sent if wire.needs_snapshot else None
@@ -310,7 +297,7 @@ class PlainGroup(PlainExchange):
         self._check(summed)
         if self._sent is not None:
             self._sent.data.copy_(summed)
-        if wire.on_nonfinite == "skip":
+        if wire.nonfinite.replaces:
             if isinstance(self.finite, Tensor):
                 summed.masked_fill_(self.finite.logical_not(), 0)
             elif not self.finite:

@@ -10,7 +10,7 @@ from loguru import logger
 from decent_optim_wrapper.comm.waiting import PendingMessage
 from decent_optim_wrapper.wire.checked_on_gpu import CheckedOnGpu
 from decent_optim_wrapper.wire.exchange import Exchange, Wire
-from decent_optim_wrapper.wire.messages import Sender
+from decent_optim_wrapper.wire.messages import Messages
 from decent_optim_wrapper.wire.nonfinite import nonfinite_error
 
 _FLAGS_TAG = 1
@@ -50,16 +50,19 @@ class FiniteFlags:
         # Whether a GPU checks some of the buckets.
         self.on_gpu = False
 
-    def send(self, exchanges: Collection[Exchange], sender: Sender, alone: bool = False) -> None:
+    def send(
+        self, exchanges: Collection[Exchange], messages: Messages, alone: bool = False
+    ) -> None:
         """Tell the group which buckets of this rank had finite values.
 
         Args:
             exchanges: all buckets of the round, in their order; or one.
-            sender: sends the flags after the buckets.
+            messages: the messages of the round.
             alone: whether each bucket has its own message.
         """
         exchanges = [each for each in exchanges if not each.tells_finite]
-        if not exchanges or not self._wire.checks or sender.failure or self._wire.group.size == 1:
+        wire = self._wire
+        if not (exchanges and wire.nonfinite.checks) or messages.failure or wire.group.size == 1:
             return
         positions = [each.position for each in exchanges]
         tag = _FIRST_FLAG_TAG + positions[0] if alone else _FLAGS_TAG
@@ -70,7 +73,7 @@ class FiniteFlags:
             own = [float(each.on_gpu or bool(each.finite)) for each in exchanges]
             if not all(own):
                 self._refuse(self._wire.transport.rank, positions, own)
-            pending = sender.send(own, tag, positions[-1])
+            pending = messages.send(own, tag, positions[-1])
         self.on_gpu |= bool(on_gpu)
         flags = Flags(positions=positions, pending=pending, on_gpu=checked)
         self._by_position.update(dict.fromkeys(positions, flags))
@@ -131,22 +134,18 @@ class FiniteFlags:
         self._raise_of(bad)
         self._warn_of(bad)
 
-    def left_out(self, exchange: Exchange) -> Collection[int]:
-        """The ranks, by position, whose values of a bucket are not mixed."""
-        return self.refused.get(exchange.position, ())
-
     def drop(self) -> None:
         """Stop waiting."""
         for flags in self.messages:
             flags.pending.clear()
 
     def _raise_of(self, bad: list[int]) -> None:
-        if bad and self._wire.on_nonfinite == "raise":
+        if bad and self._wire.nonfinite.on_nonfinite == "raise":
             rank = self._wire.transport.initial_rank
             raise nonfinite_error(bad, rank, f"round {self._wire.round}")
 
     def _warn_of(self, bad: list[int]) -> None:
-        if bad and self._wire.on_nonfinite == "skip":
+        if bad and self._wire.nonfinite.replaces:
             logger.warning(
                 "rank {} round {}: the parameters of ranks {} are not finite and are left out",
                 *(self._wire.transport.initial_rank, self._wire.round, bad),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -15,18 +14,20 @@ from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.exchange import Exchange, Wire
 
 
-class Sender:
-    """Starts the exchanges of a round, at once or one after the other on a thread.
+class Messages:
+    """The messages of a round, started at once or one after the other on a thread.
 
     A connection that is closed already is noted, and raised when the round is received, where it
     can be handled. All other failures are errors of this rank.
 
     Args:
         wire: what the buckets of the round have in common.
+        topology: for errors.
     """
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, topology: Topology) -> None:
         self._wire = wire
+        self._topology = topology
         # Arguments of the `WireError` of a round that cannot arrive, and the position of the bucket
         # that could not be sent.
         self.failure: tuple[str, bool] | None = None
@@ -97,18 +98,20 @@ class Sender:
         if self._collects:
             self._run(self._wire.transport.start_batches, 0)
 
-    def wait(self) -> None:
-        """Wait until everything is on the wire.
+    def wait_until_sent(self) -> None:
+        """Wait until everything is on the wire; raises as `lost` returns.
 
         Raises:
-            WireError: it took too long, or a peer was lost, perhaps when something was posted.
-            Exception: any other failure on the thread, which is an error of this rank.
+            Exception: a failure on the thread that is an error of this rank.
         """
-        if self.thread is not None and not self.thread.ended_well:
-            self._wire.transport.wait_for_any(self.thread.future)
-            self.thread.future.result()
-        if self.failure is not None:
-            raise WireError(*self.failure)
+        try:
+            if self.thread is not None and not self.thread.ended_well:
+                self._wire.transport.wait_for_any(self.thread.future)
+                self.thread.future.result()
+            if self.failure is not None:
+                raise WireError(*self.failure)
+        except WireError as error:
+            raise self.lost(self.failed_bucket, self._wire.peers, error.silent) from error
 
     def drop(self) -> None:
         """Post nothing more."""
@@ -118,58 +121,38 @@ class Sender:
             # The thread may still use memory that the next round uses.
             self.thread.drop()
 
-
-class Waits(NamedTuple):
-    """Waits within the timeout; every method raises as `lost` returns.
-
-    Args:
-        wire: what the buckets of the round have in common.
-        topology: for errors.
-    """
-
-    wire: Wire
-    topology: Topology
-
     def wait(
-        self,
-        works: list[Waitable],
-        bucket: int,
-        suspects: tuple[int, ...],
-        on_gpu: bool = False,
+        self, works: list[Waitable], bucket: int, suspects: tuple[int, ...], on_gpu: bool = False
     ) -> None:
-        """Wait for works, of which there are none left then; see `Expected`."""
+        """Wait for works, of which there are none left then; raises as `lost` returns.
+
+        Arguments are those of `Expected`.
+        """
         try:
             # Another stream may wait again for the works of a GPU.
-            self.wire.transport.wait(works[:] if on_gpu else works)
+            self._wire.transport.wait(works[:] if on_gpu else works)
         except WireError as error:
             raise self.lost(bucket, suspects, error.silent) from error
 
-    def wait_for_sender(self, sender: Sender) -> None:
-        """Wait until everything is on the wire."""
-        try:
-            sender.wait()
-        except WireError as error:
-            raise self.lost(sender.failed_bucket, self.wire.peers, error.silent) from error
-
     def wait_for(self, watch: Arrival, *others: Arrival) -> None:
-        """Wait until one of them has arrived, or `watch` has failed."""
+        """Wait until one of them has arrived, or `watch` has failed; raises as `lost` returns."""
         try:
-            self.wire.transport.finish(watch.future, *(each.future for each in others))
+            self._wire.transport.finish(watch.future, *(each.future for each in others))
         except WireError as error:
-            lost = watch.lost() or Expected([], 0, self.wire.peers)
+            lost = watch.lost() or Expected([], 0, self._wire.peers)
             raise self.lost(lost.bucket, lost.suspects, error.silent) from error
 
     def lost(
         self, bucket: int, suspects: tuple[int, ...], silent: bool
     ) -> PeerError | CallOrderError:
         """The error of a round whose bucket did not arrive."""
-        transport, number = self.wire.transport, self.wire.round
+        transport, number = self._wire.transport, self._wire.round
         loss = transport.lose(suspects, silent)
-        group = tuple(transport.members[rank] for rank in self.wire.group.ranks)
+        group = tuple(transport.members[rank] for rank in self._wire.group.ranks)
         return loss.as_error(
             transport.initial_rank,
             f"lost {loss} in round {number}, bucket {bucket}, group {group} of "
-            f"{self.topology!r}; {loss.advice}. The parameters are as they were before this round "
+            f"{self._topology!r}; {loss.advice}. The parameters are as they were before this round "
             f"was mixed: restart from a checkpoint, or let the others go on with "
             f"elastic=Elastic()",
             round=number,

@@ -40,18 +40,19 @@ class GroupReference:
     Args:
         size: number of its ranks.
         keeps: whether there are any; otherwise the values themselves are coded.
+        coded_rounds: number of coded rounds.
     """
 
-    def __init__(self, size: int, keeps: bool) -> None:
+    def __init__(self, size: int, keeps: bool, coded_rounds: int = 0) -> None:
         self._size = size
-        self.keeps = keeps
-        # Number of coded rounds: ranks with different numbers would decode wrong values.
-        self.coded_rounds = 0
+        self._keeps = keeps
+        # Ranks with different numbers would decode wrong values.
+        self.coded_rounds = coded_rounds
         self._vectors: dict[Bucket, Tensor] = {}
 
     def of(self, bucket: Bucket) -> Tensor | None:
         """The reference of a bucket; None if its values themselves are coded."""
-        if not (self.keeps and uses_reference(bucket, self._size)):
+        if not (self._keeps and uses_reference(bucket, self._size)):
             return None
         if bucket not in self._vectors:
             self._vectors[bucket] = new_reference(bucket)
@@ -59,20 +60,15 @@ class GroupReference:
 
     def parts(self) -> dict[Tensor, Tensor]:
         """The references by parameter, complex ones as pairs of reals."""
-        return {
-            member: part
-            for bucket, vector in self._vectors.items()
-            for member, part in zip(bucket.members, bucket.parts(bucket.view(vector)), strict=True)
-        }
+        parts: dict[Tensor, Tensor] = {}
+        for bucket, vector in self._vectors.items():
+            parts |= _parts(bucket, vector)
+        return parts
 
-    def values(self, params: Iterable[Tensor]) -> list[Tensor]:
+    def values(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Copies of the references of these parameters, with their shapes."""
-        parts, values = self.parts(), []
-        for param in params:
-            value = torch.zeros_like(param, dtype=wide(param.dtype))
-            if param in parts:
-                as_real(value).copy_(parts[param])
-            values.append(value)
+        values = [torch.zeros_like(param, dtype=wide(param.dtype)) for param in params]
+        _copy(self.parts(), dict(zip(params, map(as_real, values), strict=True)))
         return values
 
     def fill(self, buckets: Sequence[Bucket], parts: Mapping[Tensor, Tensor]) -> None:
@@ -81,17 +77,7 @@ class GroupReference:
         for bucket in buckets:
             if any(member in parts for member in bucket.members):
                 vector = self.of(bucket)
-                own = () if vector is None else bucket.parts(bucket.view(vector))
-                for member, part in zip(bucket.members, own, strict=False):
-                    if member in parts:
-                        part.copy_(parts[member])
-
-    def restore(
-        self, coded_rounds: int, buckets: Sequence[Bucket], parts: Mapping[Tensor, Tensor]
-    ) -> None:
-        """Like `fill`, after so many coded rounds."""
-        self.coded_rounds = coded_rounds
-        self.fill(buckets, parts)
+                _copy(parts, {} if vector is None else _parts(bucket, vector))
 
     def count_round(self) -> None:
         """Count a coded round that has arrived.
@@ -99,10 +85,6 @@ class GroupReference:
         It is not counted when it is mixed: some ranks send the header of the next round before.
         """
         self.coded_rounds += 1
-
-    def replan(self, buckets: Sequence[Bucket]) -> None:
-        """Keep the references of the parameters when their buckets are replaced."""
-        self.fill(buckets, self.parts())
 
     def settle(self, bucket: Bucket, vector: Tensor) -> None:
         """Take over the changes by the mixing of a bucket that was replaced in flight.
@@ -113,10 +95,7 @@ class GroupReference:
                 freed with it.
         """
         if self._vectors.get(bucket) is not vector:
-            parts, moved = self.parts(), bucket.parts(bucket.view(vector))
-            for member, part in zip(bucket.members, moved, strict=True):
-                if member in parts:
-                    parts[member].copy_(part)
+            _copy(_parts(bucket, vector), self.parts())
 
 
 class References:
@@ -125,23 +104,17 @@ class References:
     A rank that is lost or comes back starts a new session, with new references on all ranks.
 
     Args:
-        groups: the ranks of each group in which this rank gossips, by position.
-        keeps: whether there are references; the same on all ranks.
+        topology: the groups.
+        rank: this rank.
     """
 
-    def __init__(self, groups: Iterable[tuple[int, ...]], keeps: bool) -> None:
-        self.keeps = keeps
-        self.groups = {
-            ranks: GroupReference(len(ranks), keeps) for ranks in groups if len(ranks) > 1
-        }
-
-    @classmethod
-    def of(cls, topology: Topology, rank: int) -> References:
-        """Create the references of a rank; no rank has any if one has too many groups."""
-        few = topology.period <= MOST_REFERENCES or all(
+    def __init__(self, topology: Topology, rank: int) -> None:
+        # No rank has any if one has too many groups.
+        self.keeps = topology.period <= MOST_REFERENCES or all(
             len(_groups(topology, each)) <= MOST_REFERENCES for each in range(topology.world_size)
         )
-        return cls(_groups(topology, rank), keeps=few)
+        groups = _groups(topology, rank)
+        self.groups = {ranks: GroupReference(len(ranks), self.keeps) for ranks in groups}
 
     @torch.no_grad()
     def state(self, params: Sequence[Tensor], members: Sequence[int]) -> dict[str, Any]:
@@ -170,10 +143,12 @@ class References:
             buckets: the buckets of the parameters.
             members: as in `state`.
         """
-        for ranks, group in self.groups.items():
+        for ranks in self.groups:
             found = saved.get(_name(ranks, members), SavedReference(0, {}))
             values = {param: as_real(value) for param, value in found.values.items()}
-            group.restore(found.coded_rounds, buckets, values)
+            group = GroupReference(len(ranks), self.keeps, found.coded_rounds)
+            group.fill(buckets, values)
+            self.groups[ranks] = group
 
     @torch.no_grad()
     def begin(self, buckets: Sequence[Bucket]) -> None:
@@ -184,9 +159,20 @@ class References:
 
     @torch.no_grad()
     def replan(self, buckets: Sequence[Bucket]) -> None:
-        """Like `GroupReference.replan`."""
+        """Keep the references of the parameters when their buckets are replaced."""
         for group in self.groups.values():
-            group.replan(buckets)
+            group.fill(buckets, group.parts())
+
+
+def _parts(bucket: Bucket, vector: Tensor) -> dict[Tensor, Tensor]:
+    """The parts of a flat vector by member."""
+    return dict(zip(bucket.members, bucket.parts(bucket.view(vector)), strict=True))
+
+
+def _copy(values: Mapping[Tensor, Tensor], into: Mapping[Tensor, Tensor]) -> None:
+    for member, part in into.items():
+        if member in values:
+            part.copy_(values[member])
 
 
 def uses_reference(bucket: Bucket, size: int) -> bool:
