@@ -155,6 +155,23 @@ def test_only_waits_for_an_answer_count_as_silence_of_the_store() -> None:
             assert now() - start >= 2.5
 
 
+def test_writing_forgets_no_answer_that_comes_over_another_connection_meanwhile() -> None:
+    silent = mock.Mock(**{"get.side_effect": TimeoutError})
+    store = BoundedStore(silent, timedelta(seconds=8.0))
+
+    def silent_seconds() -> str:
+        with pytest.raises(DistError, match="no answer for") as error:
+            store.get("key")
+        return str(error.value).removeprefix("no answer for ")
+
+    assert [silent_seconds() for _ in range(2)] == ["8.0 s", "9.5 s"]
+    store.set("key", "value")
+    assert silent_seconds() == "11.0 s"
+    silent.set.side_effect = lambda *_: store.note_answer()
+    store.set("key", "value")
+    assert silent_seconds() == "8.0 s"
+
+
 def test_calls_to_a_store_whose_server_has_ended_end_at_once_and_write_no_stack(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
