@@ -56,6 +56,15 @@ class AutogradHooks:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._begin_hook)
 
+    def notify(self, event: Callable[[], None]) -> None:
+        """Call a method of the listener, and report its failure: no later pass continues a step."""
+        with self._lock:
+            try:
+                event()
+            except BaseException:
+                self._listener.on_failure()
+                raise
+
     def _begin(self, _: Tensor) -> None:
         with self._lock:
             if not self._in_pass:
@@ -65,23 +74,15 @@ class AutogradHooks:
 
     def _on_gradient(self, param: Tensor) -> None:
         self._begin(param)
-        self._notify(partial(self._listener.on_gradient, param))
+        self.notify(partial(self._listener.on_gradient, param))
 
     def _on_end(self) -> None:
         self._in_pass = False
-        self._notify(self._listener.on_end)
+        self.notify(self._listener.on_end)
 
     def _on_drop(self) -> None:
         self._in_pass = False
-        self._notify(self._listener.on_failure)
-
-    def _notify(self, event: Callable[[], None]) -> None:
-        with self._lock:
-            try:
-                event()
-            except BaseException:
-                self._listener.on_failure()
-                raise
+        self.notify(self._listener.on_failure)
 
 
 class _End:

@@ -222,12 +222,7 @@ class BackwardStepper:
         """Make a step without any gradient."""
         self.check()
         self._begin()
-        try:
-            self.on_end()
-        except BaseException:
-            # No backward pass reports the failure, and the next one must not continue this step.
-            self.on_failure()
-            raise
+        self.on_end()
 
     def on_end(self) -> None:
         """Finish the step; a backward pass without any gradient of a parameter makes none."""

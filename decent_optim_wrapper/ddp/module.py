@@ -186,7 +186,7 @@ class DecentralizedDataParallel(Module):
 
         Call it on a rank whose data ends before the others' data.
         """
-        self._stepper.idle()
+        self._autograd_hooks.notify(self._stepper.idle)
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
         """Let backward passes accumulate gradients without a step, or step again.
