@@ -29,13 +29,11 @@ class OwnCopyCheck(Extension):
     update brings both close to the old value of the copy.
     """
 
-    def __init__(self) -> None:
-        self._param: Tensor | None = None
-        self._rounds = self._lost = 0
-
     def attach(self, context: ExtensionContext) -> None:
         """Look at the parameters of this base."""
         self._context = context
+        self._param: Tensor | None = None
+        self._rounds = self._lost = 0
 
     def plan(self, buckets: Sequence[Bucket]) -> None:
         """Choose a small parameter."""

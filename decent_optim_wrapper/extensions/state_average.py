@@ -57,26 +57,22 @@ class StateAverage(Extension):
     def arrived(self, kind: RoundKind, buckets: Sequence[Bucket], transport: Transport) -> None:
         """Average with a scheduled exact average; collective."""
         if kind is RoundKind.AVERAGE:
-            self._average(members_of(buckets), transport)
+            self.kept(buckets, transport)
 
     def kept(self, buckets: Sequence[Bucket], transport: Transport) -> None:
-        """Average when an average of the parameters is kept; collective."""
-        self._average(members_of(buckets), transport)
-
-    def _average(self, params: Sequence[Tensor], transport: Transport) -> None:
-        """Average the state of these parameters; collective.
+        """Average when an average of the parameters is kept; collective.
 
         Raises:
             NonFiniteError: the state of a rank is not finite, and the policy does not allow it.
         """
-        tensors = [list(self._tensors(param)) for param in params]
+        tensors = [list(self._tensors(param)) for param in members_of(buckets)]
         # A rank may have no state yet for a parameter that had no gradient there.
         counts = torch.tensor([len(each) for each in tensors], dtype=torch.int64, device="cpu")
         shared = (transport.all_gather(counts) == counts).all(dim=0).tolist()
         of_all = [t for each, by_all in zip(tensors, shared, strict=True) if by_all for t in each]
-        buckets = plan_buckets(of_all, self._context.layout.plain)
+        planned = plan_buckets(of_all, self._context.layout.plain)
         finite = finite_shares(
-            buckets,
+            planned,
             transport,
             self._context.nonfinite,
             "StateAverage()",
@@ -84,7 +80,7 @@ class StateAverage(Extension):
             self._context.replica,
         )
         everyone = Group(range(transport.world_size))
-        for bucket, shares in zip(buckets, finite, strict=True):
+        for bucket, shares in zip(planned, finite, strict=True):
             if any(shares):
                 mean = average(bucket, transport, shares)
                 self._context.meter.count_bytes(int(everyone.copies_sent * mean.data.nbytes))
