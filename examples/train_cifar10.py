@@ -89,13 +89,9 @@ def load_data(args: argparse.Namespace, world: DistInfo) -> tuple[Dataset, Datas
         )
     if world.rank == 0:
         CIFAR10(args.data, download=True)
-    barrier(world)
-    return CIFAR10(args.data, True, for_training), CIFAR10(args.data, False, for_test)
-
-
-def barrier(world: DistInfo) -> None:
     if world.world_size > 1:
         dist.barrier()
+    return CIFAR10(args.data, True, for_training), CIFAR10(args.data, False, for_test)
 
 
 def build_model() -> nn.Module:

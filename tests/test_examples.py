@@ -216,7 +216,7 @@ PRINTED = {
         "| gossip in pairs, bf16, every 4 steps | 0.125 | 0.125 |",
     ],
     "benchmark/step_time.py --sizes 1 --steps 2 --warmup 1 --rate '' --ranks 2 --jitter 0.3 "
-    "--slow-factor 1.5 --adamw --methods DDP 'ours, auto'": ["*| DDP |*", "*| ours, auto |*"],
+    "--slow-factor 1.5 --methods DDP 'ours, auto'": ["*| DDP |*", "*| ours, auto |*"],
     "benchmark/schedules.py --world-size 2 --epochs 1 --seeds 0 --lrs 0.1 "
     "--rows DDP mixing_rate=lr/lr_max 'QGSGD, gossip_every=4'": [
         *("| DDP | 0.1 |*", "| mixing_rate=lr/lr_max | 0.1 |*", "| QGSGD, gossip_every=4 | 0.1 |*"),

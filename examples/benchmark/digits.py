@@ -98,13 +98,17 @@ class Ends(NamedTuple):
     @property
     def accuracy(self) -> str:
         """The accuracy of the averaged model at the end, with its range."""
-        hits = [100 * history[-1].averaged_accuracy for history in self.histories]
-        return f"{statistics.mean(hits):.1f} % ({min(hits):.1f} to {max(hits):.1f})"
+        return spread([history[-1].averaged_accuracy for history in self.histories])
 
     @property
     def mib_sent(self) -> float:
         """MiB sent per rank."""
         return self.mean("sent_bytes") / 2**20
+
+
+def spread(hits: Sequence[float]) -> str:
+    """The mean and the range of accuracies, in percent."""
+    return f"{100 * statistics.mean(hits):.1f} % ({100 * min(hits):.1f} to {100 * max(hits):.1f})"
 
 
 # Trains a setting with a number of ranks, at that of some learning rates that is best.

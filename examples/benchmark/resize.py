@@ -11,7 +11,6 @@ and range over the seeds). The defaults are 18 runs, each of which takes about 1
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import progress
 import torch
-from digits import on_threads
+from digits import on_threads, spread
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from train_digits import accuracy, batches, load_data
@@ -110,11 +109,6 @@ def run_once(base: Base, sizes: tuple[int, ...], epochs: int, seed: int) -> floa
     return end
 
 
-def cell(hits: list[float]) -> str:
-    low, high = 100 * min(hits), 100 * max(hits)
-    return f"{100 * statistics.mean(hits):.1f} % ({low:.1f} to {high:.1f})"
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--bases", nargs="+", choices=BASES, default=list(BASES))
@@ -135,7 +129,7 @@ def main() -> None:
                 for seed in args.seeds:
                     hits.append(run_once(BASES[name], sizes, args.epochs, seed))
                     bar.update()
-                cells.append(cell(hits))
+                cells.append(spread(hits))
             progress.show(f"| {name} | {' | '.join(cells)} |")
 
 

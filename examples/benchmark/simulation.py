@@ -129,7 +129,9 @@ def simulate(
     else:
         overlap = mix_after(compute, phases, gossip_every, staleness)
         steps_per_round = float(gossip_every)
-    no_overlap = _mix_inside(compute, phases, 1 if gossip_every == "auto" else gossip_every)
+    no_overlap = mix_after(
+        compute, phases, 1 if gossip_every == "auto" else gossip_every, staleness=0
+    )
     bucket_bytes = min(parameter_bytes, bucket_cap_mb * _MIB)
     buckets = parameter_bytes / bucket_bytes if bucket_bytes else 1.0
     bucket_seconds = _exchange_seconds(Group(range(n)), bandwidth, latency, bucket_bytes)
@@ -167,26 +169,18 @@ def mix_after(
         compute: seconds of shape (steps, ranks).
         phases: of the topology.
         gossip_every: number of steps from one round to the next.
-        staleness: at most `gossip_every`, so that one round is in flight at a time.
+        staleness: at most `gossip_every`, so that one round is in flight at a time; with 0 a round
+            is mixed in the step that launches it.
     """
     clock = torch.zeros_like(compute[0])
     arrived = clock
     for step, seconds in enumerate(compute, start=1):
         clock = clock + seconds
-        if step > staleness and (step - staleness) % gossip_every == 0:
+        if staleness and step > staleness and (step - staleness) % gossip_every == 0:
             clock = torch.maximum(clock, arrived)
         if step % gossip_every == 0:
             arrived = _exchanged(clock, phases[(step // gossip_every - 1) % len(phases)])
-    return clock
-
-
-def _mix_inside(compute: Tensor, phases: Sequence[_Phase], gossip_every: int) -> Tensor:
-    """When every rank has made its steps, if a round is mixed in the step that launches it."""
-    clock = torch.zeros_like(compute[0])
-    for step, seconds in enumerate(compute, start=1):
-        clock = clock + seconds
-        if step % gossip_every == 0:
-            clock = _exchanged(clock, phases[(step // gossip_every - 1) % len(phases)])
+            clock = clock if staleness else arrived
     return clock
 
 

@@ -5,7 +5,7 @@
 Four ranks, each in its own network namespace behind a 400 Mbit/s link (root and iproute2 needed;
 without them, plain loopback). The model has 10 layers whose forward and backward take 0.1 s and
 0.2 s of wall time without using the CPU, as on an accelerator; its parameters total M MiB. SGD
-with momentum (or AdamW), buckets of 4 MiB, gloo, topology ring; with --defaults, every method with
+with momentum, buckets of 4 MiB, gloo, topology ring; with --defaults, every method with
 its own defaults. The times may vary from step to step, and rank 0 may be slower than the others.
 One method with 20 MiB takes 5 s of CPU time, of all ranks together, and 15 s in all; by default it
 runs all methods with three sizes.
@@ -20,7 +20,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -67,13 +67,11 @@ class Workload(NamedTuple):
     """What the ranks compute.
 
     Args:
-        adamw: AdamW in place of SGD with momentum.
         jitter: sigma of the log-normal factor of a step's time, whose mean is 1.
         slow_factor: how many times longer rank 0 takes.
         defaults: whether every method has its own defaults.
     """
 
-    adamw: bool = False
     jitter: float = 0.0
     slow_factor: float = 1.0
     defaults: bool = False
@@ -118,8 +116,6 @@ def build_model(size_mib: float) -> nn.Module:
 
 
 def make_base(params: Any) -> torch.optim.Optimizer:
-    if os.environ.get("STEP_TIME_ADAMW"):
-        return torch.optim.AdamW(params, lr=1e-3)
     return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
@@ -259,8 +255,6 @@ DEFAULTS: dict[str, Callable[..., Step]] = {
 def measure(method: str, size_mib: float, steps: int, warmup: int, workload: Workload) -> Timing:
     """Run in every rank: mean seconds per step."""
     init_distributed()
-    if workload.adamw:
-        os.environ["STEP_TIME_ADAMW"] = "1"
     make = (DEFAULTS if workload.defaults else METHODS)[method]
     step = make(build_model(size_mib))
     for _ in range(warmup):
@@ -316,7 +310,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=1, help="runs of a cell; the median counts")
-    parser.add_argument("--adamw", action="store_true", help="AdamW instead of SGD with momentum")
     parser.add_argument("--jitter", type=float, default=0.0, help="sigma of log-normal times")
     parser.add_argument("--slow-factor", type=float, default=1.0, help="how much slower rank 0 is")
     picture = Path("runs/step_time.png")
@@ -331,7 +324,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def run_cell(args: argparse.Namespace, where: netlab.Lab, method: str, size: float) -> Timing:
     """The mean over the ranks, without rank 0 if it is slower than the others."""
-    workload = Workload(args.adamw, args.jitter, args.slow_factor, args.defaults)
+    workload = Workload(args.jitter, args.slow_factor, args.defaults)
     call = (measure, method, size, args.steps, args.warmup, workload)
     ranks = netlab.run(where, args.ranks, *call, timeout=240)
     if workload.slow_factor > 1:
@@ -349,16 +342,15 @@ def over_rates(args: argparse.Namespace) -> None:
     (size,) = args.sizes
     ratios, rows = [], {method: [] for method in args.methods}
     for rate in args.rates:
-        reduced = Group(range(args.ranks)).copies_sent * wire_seconds(size, rate)
-        ratios.append(reduced / (FORWARD_SECONDS + BACKWARD_SECONDS))
+        seconds = Group(range(args.ranks)).copies_sent * wire_seconds(size, rate)
+        ratios.append(seconds / (FORWARD_SECONDS + BACKWARD_SECONDS))
         with netlab.lab(args.ranks, netlab.possible(rate)) as where:
             for method, row in rows.items():
                 row.append(run_cell(args, where, method, size).step)
                 print(f"{method}, {rate}: {1000 * row[-1]:.0f} ms", flush=True)
-    print("\n| ms per step | " + " | ".join(args.rates) + " |\n|---" + "|---" * len(ratios) + "|")
-    print("| all-reduce / computing | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
-    for method, row in rows.items():
-        print(f"| {method} | " + " | ".join(f"{1000 * step:.0f}" for step in row) + " |")
+    head, rule, *lines = table(args.rates, rows).splitlines()
+    reduced = "| all-reduce / computing | " + " | ".join(f"{r:.2f}" for r in ratios) + " |"
+    print("", head, rule, reduced, *lines, sep="\n")
     draw_ratios(ratios, rows, args.output)
 
 
@@ -387,15 +379,12 @@ def draw_ratios(ratios: list[float], rows: dict[str, list[float]], path: Path) -
     figure.savefig(path, dpi=110)
 
 
-def table(rows: dict[str, list[Timing]], sizes: list[float], floors: list[float]) -> str:
-    lines = ["| ms per step | " + " | ".join(f"M = {size:g} MiB" for size in sizes) + " |"]
-    lines.append("|---" * (len(sizes) + 1) + "|")
-    lines.append(
-        "| floor: max(compute, wire) | " + " | ".join(f"{1000 * f:.0f}" for f in floors) + " |"
-    )
-    for method, timings in rows.items():
-        cells = [f"{1000 * timing.step:.0f}" for timing in timings]
-        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+def table(columns: Iterable[str], rows: Mapping[str, Sequence[float]]) -> str:
+    """Rows of seconds, in milliseconds."""
+    head = ["ms per step", *columns]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for method, row in rows.items():
+        lines.append(f"| {method} | " + " | ".join(f"{1000 * each:.0f}" for each in row) + " |")
     return "\n".join(lines)
 
 
@@ -409,7 +398,6 @@ def main() -> None:
         over_rates(args)
         return
     args.rate = netlab.possible(args.rate)
-    rows: dict[str, list[Timing]] = {}
     runs: dict[tuple[str, float], list[Timing]] = {}
     with netlab.lab(args.ranks, args.rate) as where:
         # The methods by turns, so that whatever else the machine does falls on all of them.
@@ -420,12 +408,13 @@ def main() -> None:
             if timing.wait is not None and timing.mix is not None:
                 extra = f", waited {1000 * timing.wait:.0f}, mixed {1000 * timing.mix:.0f}"
             print(f"{method}, M = {size:g}: {1000 * timing.step:.0f} ms{extra}", flush=True)
-    for method in args.methods:
-        rows[method] = [median(runs[method, size]) for size in args.sizes]
+    measured = {
+        method: [median(runs[method, size]).step for size in args.sizes] for method in args.methods
+    }
     floors = [floor_seconds(size, args.rate) for size in args.sizes]
-    print("\n" + table(rows, args.sizes, floors))
+    columns = [f"M = {size:g} MiB" for size in args.sizes]
+    print("\n" + table(columns, {"floor: max(compute, wire)": floors, **measured}))
     if args.rate and args.slow_factor == 1 and not args.defaults:
-        measured = {name: [timing.step for timing in timings] for name, timings in rows.items()}
         expected = simulated.expected(
             measured,
             args.sizes,
