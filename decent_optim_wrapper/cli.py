@@ -2,7 +2,7 @@
 
 python -m decent_optim_wrapper run --nproc-per-node 4 train.py
 python -m decent_optim_wrapper topologies --world-size 12
-python -m decent_optim_wrapper plan --parameters 124e6 --ranks 8 --bandwidth 1gbit --step 0.4
+python -m decent_optim_wrapper plan --parameters 124M --ranks 8 --bandwidth 1gbit --step 0.4
 torchrun --nproc-per-node 4 -m decent_optim_wrapper comm
 python -m decent_optim_wrapper average runs/mine --out model.pt
 """
@@ -56,6 +56,12 @@ def _plan(args: argparse.Namespace) -> tables.Report:
     return plan(Job(args.parameters, args.ranks, args.bandwidth, args.step))
 
 
+def _count(text: str) -> float:
+    """A number such as 124e6, 124M or 1.3B."""
+    factor = {"k": 1e3, "m": 1e6, "b": 1e9}.get(text[-1:].lower())
+    return float(text[:-1]) * factor if factor else float(text)
+
+
 def _bandwidth(text: str) -> float:
     """Bytes per second of a rate such as 400mbit or 1gbit."""
     number, unit = text[:-4], text[-4:].lower()
@@ -100,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--topology", nargs="+", metavar="NAME", help="only these")
 
     plan = add("plan", _plan, "settings for a run, and the seconds of a step by method")
-    plan.add_argument("--parameters", type=float, required=True, help="such as 124e6")
+    plan.add_argument("--parameters", type=_count, required=True, help="such as 124M")
     plan.add_argument("--ranks", type=int, required=True)
     plan.add_argument("--bandwidth", type=_bandwidth, required=True, help="such as 400mbit")
     plan.add_argument("--step", type=float, required=True, help="seconds of computing of a step")

@@ -101,8 +101,10 @@ def test_a_plan_agrees_with_the_lab_and_names_what_is_fast_enough() -> None:
         "60mbit": "take DecentOptimWrapper(..., overlap=AsItArrives(), int8)",
     }
     for rate, taken in takes.items():
-        command = f"plan --parameters 5.243e6 --ranks 4 --bandwidth {rate} --step 0.3"
-        assert printed(command).splitlines()[-1].startswith(taken), rate
+        command = f"plan --parameters 5.243M --ranks 4 --bandwidth {rate} --step 0.3"
+        *_, advice, last = printed(command).splitlines()
+        assert last.startswith(taken), rate
+        assert "AdamW x 1.5" in advice
 
 
 REFUSED = {
@@ -116,6 +118,7 @@ REFUSED = {
     "comm --repeats 0": "repeats=0",
     "plan --parameters 1e6 --ranks 1 --bandwidth 1gbit --step 1": "2 ranks or more",
     "plan --parameters 1e6 --ranks 4 --bandwidth 1tbit --step 1": "bandwidth=nan",
+    "plan --parameters 1Q --ranks 4 --bandwidth 1gbit --step 1": "invalid _count value: '1Q'",
 }
 
 
