@@ -114,7 +114,7 @@ def _extensions(old: Mapping[str, Any]) -> Iterator[Extension]:
     if "outer" in old:
         yield OuterOptimizer(old["outer"])
     state = old.get("average_state", "keep")
-    if isinstance(state, tuple):
+    if isinstance(state, tuple) and state:
         yield StateGossip(*state)
     elif one_of("keep", "average")("average_state", state) == "average":
         yield StateAverage()

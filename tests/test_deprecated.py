@@ -100,6 +100,7 @@ def test_an_old_spelling_warns_and_has_the_same_trajectory(
         ({"staleness": 3, "gossip_every": 2}, ValueError, "at least as many steps"),
         ({"staleness": "2"}, TypeError, "steps expects"),
         ({"average_state": "averge"}, ValueError, "did you mean 'average'"),
+        ({"average_state": ()}, TypeError, "average_state expects"),
         ({"outer": 0.5}, TypeError, "OuterOptimizer expects"),
         ({"gradient_tracking": 1}, TypeError, "gradient_tracking expects a bool"),
     ],
