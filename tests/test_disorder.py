@@ -30,6 +30,7 @@ OTHER_CALLS: dict[str, Callable[[Any], object]] = {
     "global_avg()": lambda optimizer: optimizer.global_avg(),
     "consensus_distance()": lambda optimizer: optimizer.consensus_distance(),
     "add_param_group()": lambda optimizer: optimizer.rebuild_buckets(),
+    "all_gather() or report()": lambda optimizer: optimizer.report(),
 }
 
 
@@ -169,6 +170,9 @@ def test_a_parameter_replaced_in_its_group_is_named_by_whatever_comes_next(
         whole[2] = old
         backward(params, rank, 2)
         optimizer.step()
+        # Added without a name, which the others of its group may have.
+        whole.append(torch.ones(3, requires_grad=True))
+        optimizer.rebuild_buckets()
         # A group that is taken out is none that is replaced: it is gossiped on.
         late = torch.ones(2, requires_grad=True)
         optimizer.add_param_group({"params": [("late", late) if has_names else late]})

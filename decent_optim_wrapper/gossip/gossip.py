@@ -231,7 +231,7 @@ class Gossip:
         """Stack a small tensor of every rank that takes part; collective."""
         self.pipeline.session.transport.check_not_captured()
         with self.propagating():
-            self._assemble(CollectiveCall.ALL_GATHER)
+            self.announce(CollectiveCall.ALL_GATHER)
             gathered = tensor
             # The transport that stacks last makes the first dimension of the result.
             for transport in reversed(self.transports):

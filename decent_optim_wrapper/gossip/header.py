@@ -29,6 +29,7 @@ class CollectiveCall(IntEnum):
 
 
 _TEXTS = {
+    CollectiveCall.ALL_GATHER: "all_gather() or report()",
     CollectiveCall.REGROUP: "add_param_group() or rebuild_buckets()",
     CollectiveCall.DROP_EXTENSION: "drop_extension()",
     CollectiveCall.KEEP_AVERAGE: "step() after an average",

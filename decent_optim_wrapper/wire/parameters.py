@@ -45,8 +45,10 @@ def named_parameters(param_groups: Sequence[dict[str, Any]]) -> list[Named]:
     """The parameters in the order of their groups, with names if the optimizer was given any."""
     named = []
     for number, group in enumerate(param_groups):
-        names = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
-        named += [Named("parameter", *pair) for pair in zip(names, group["params"], strict=True)]
+        names, params = [*group.get("param_names", ())], group["params"]
+        # A parameter that was added to the list alone has no name.
+        names += [f"{number}.{place}" for place in range(len(names), len(params))]
+        named += [Named("parameter", *pair) for pair in zip(names, params, strict=False)]
     return named
 
 
@@ -62,8 +64,7 @@ def named_buffers(buffers: Any) -> list[Named]:
     named = [Named("buffer", str(number), tensor) for number, tensor in enumerate(buffers)]
     for each in named:
         if not isinstance(each.tensor, Tensor):
-            kind = type(each.tensor).__name__
-            raise TypeError(f"buffers expects tensors (model.buffers()), got a {kind}")
+            raise TypeError(f"buffers expects tensors (model.buffers()), got {each.tensor!r}")
     return named
 
 
