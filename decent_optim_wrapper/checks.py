@@ -65,6 +65,11 @@ def optional(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
+def converted(convert: Callable[[Any], Any]) -> Check:
+    """Expect what a function accepts, and keep what it returns."""
+    return lambda name, value: convert(value)
+
+
 def one_of(*choices: str) -> Check:
     """Expect one of these strings."""
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from decent_optim_wrapper.checks import (
     check_fields,
+    converted,
     expect,
     instance_of,
     is_real,
@@ -64,16 +65,6 @@ def read_timeout(timeout: Any) -> timedelta | None:
     return timedelta(seconds=float(seconds))
 
 
-def _check_timeout(name: str, timeout: Any) -> Any:
-    read_timeout(timeout)
-    return timeout
-
-
-def _check_mixing_rate(name: str, value: Any) -> float:
-    # As a float: the ranks compare its text, and 1 and 1.0 are the same rate.
-    return check_mixing_rate(value)
-
-
 def _check_comm_dtype(name: str, value: Any) -> Any:
     codec_of(instance_of("a torch.dtype, a Codec or None", torch.dtype, Codec)(name, value))
     return value
@@ -107,7 +98,8 @@ class Schedule(OldFields):
     """
 
     gossip_every: Annotated[int, number_or_auto(_steps)] = 1
-    mixing_rate: Annotated[float, _check_mixing_rate] = 1.0
+    # As a float: the ranks compare its text, and 1 and 1.0 are the same rate.
+    mixing_rate: Annotated[float, converted(check_mixing_rate)] = 1.0
     global_avg_every: Annotated[int | None, optional(_steps)] = None
 
     def __post_init__(self) -> None:
@@ -153,11 +145,8 @@ class Elastic:
 
 def pacing_of(overlap: Overlap | None) -> Pacing:
     """The pacing that an `overlap` stands for."""
-    if isinstance(overlap, Pacing):
-        return overlap
-    if overlap == "forward":
-        return BeforeForward()
-    return WithinStep() if overlap is False else Delayed()
+    named = {None: Delayed(), True: Delayed(), False: WithinStep(), "forward": BeforeForward()}
+    return overlap if isinstance(overlap, Pacing) else named[overlap]
 
 
 @dataclass(frozen=True)
@@ -175,7 +164,7 @@ class Settings:
     sync_at_start: Annotated[bool, _flag]
     comm_dtype: Annotated[torch.dtype | Codec | None, optional(_check_comm_dtype)]
     param_as_bucket_view: Annotated[bool, _flag]
-    timeout: Annotated[timedelta | float | None, _check_timeout]
+    timeout: Annotated[timedelta | float | None, converted(read_timeout)]
     on_nonfinite: Annotated[OnNonfinite, one_of("raise", "skip", "ignore")]
     schedule: Annotated[Schedule, instance_of("a Schedule", Schedule)]
 
