@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,7 +100,8 @@ def test_a_simulated_rank_has_the_parameters_of_a_real_one(
     method: Method, options: dict[str, Any] | None
 ) -> None:
     expected = torch.stack(run_threads(RANKS, partial(real, method, options)))
-    found = train(method, "AdamW", RANKS, LR, SEED, STEPS)
+    # Beside other rates and seeds.
+    found = train(method, "AdamW", RANKS, [LR / 2, LR], [SEED + 1, SEED], STEPS)[1, 1]
     torch.testing.assert_close(found.expand_as(expected), expected, rtol=0, atol=1e-9)
     mean = expected.mean(0)
     assert (mean - initial_weights(SEED)).abs().max() > LR
@@ -108,7 +110,46 @@ def test_a_simulated_rank_has_the_parameters_of_a_real_one(
     assert ((expected - mean).abs().max() < 1e-9) == same
 
 
-def test_the_table_of_the_readme_is_that_of_the_results() -> None:
-    results = time_to_loss.Results(time_to_loss.RESULTS, stacked_gpt.STEPS)
+@pytest.mark.slow
+def test_the_best_of_the_rates_is_searched_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "losses.csv"
+    options = ["--methods", "DDP", "--optimizers", "AdamW", "--seeds", "0", "1", "--steps", "2"]
+    for _ in range(2):
+        time_to_loss.main([*options, "--results", str(path)])
+        out, measured = capsys.readouterr().out, path.read_text()
+    losses: dict[float, list[float]] = {}
+    for line in measured.splitlines():
+        name, loss = line.split(",")
+        losses.setdefault(float(name.split("lr ")[1].split()[0]), []).append(float(loss))
+    best, mean = min(((rate, sum(each) / 2) for rate, each in losses.items()), key=lambda p: p[1])
+    assert f"| {best:.3g} | {mean:.3f} ± " in out
+    assert min(losses) < best < max(losses)
+    # What is in the file is not measured again.
+    assert "seed" not in out
+
+
+def test_the_steps_until_the_loss_of_ddp_are_those_of_longer_trainings(tmp_path: Path) -> None:
+    path, seeds = tmp_path / "losses.csv", (0,)
+    ddp, ours = time_to_loss.ROWS[0], time_to_loss.Row("ours", start=2)
+    for row, length, losses in (
+        *((ddp, 1.0, [2.1, 2.0, 2.2]), (ours, 1.0, [2.3, 2.1, 2.2])),
+        *((ddp, 1.1, [9, 1.8, 9]), (ours, 1.1, [9, 2.06, 9]), (ours, 1.2, [9, 1.96, 9])),
+    ):
+        results = time_to_loss.Results(path, int(length * stacked_gpt.STEPS))
+        for exponent, loss in enumerate(losses, row.start - 1):
+            results.add(results.key(row, row.name, exponent, 0), loss)
+    assert time_to_loss.steps_needed(path, ddp, seeds) == 1
+    assert time_to_loss.steps_needed(path, ours, seeds) == pytest.approx(1.16)
+    ratios, times = time_to_loss.times_to_loss(path, seeds)
+    assert times["the wrapper"][0] / times["DDP"][0] == pytest.approx(1.16 * 364 / 400)
+    assert len(ratios) == len(times["DDP"])
+
+
+def test_the_tables_of_the_page_are_those_of_the_results() -> None:
     readme = time_to_loss.RESULTS.with_name("README.md").read_text()
-    assert time_to_loss.table(results, time_to_loss.SEEDS) in readme
+    table = time_to_loss.table(time_to_loss.RESULTS, stacked_gpt.STEPS, time_to_loss.SEEDS)
+    assert table in readme
+    times = time_to_loss.times_to_loss(time_to_loss.RESULTS, time_to_loss.SEEDS)
+    assert time_to_loss.times_table(*times) in readme

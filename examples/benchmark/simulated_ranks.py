@@ -1,13 +1,14 @@
 """Ranks that are simulated in one process: what a method makes of their stacked replicas.
 
 A replica is a row of one matrix, so optimizers that update each value by itself, codecs and mixing
-matrices take all ranks together. The optimizers and codecs are those of torch and of the library.
+matrices take all ranks of several trainings together. The optimizers and codecs are from torch and
+the library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial, reduce
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -52,14 +53,15 @@ class Rounds:
 
     Args:
         method: the method.
-        x: the replicas, of shape (ranks, parameters).
+        x: the replicas, of shape (trainings * ranks, parameters).
+        ranks: number of ranks in each training.
     """
 
-    def __init__(self, method: Method, x: Tensor) -> None:
-        self._method, self._x = method, x
+    def __init__(self, method: Method, x: Tensor, ranks: int) -> None:
+        self._method, self._x, self._ranks = method, x, ranks
         self._topology = None
         if method.topology is not None:
-            self._topology = TopologyFactory.create(method.topology, len(x))
+            self._topology = TopologyFactory.create(method.topology, ranks)
         # By phase: rows of one group are the same.
         self._references: dict[int, Tensor] = {}
         self._in_flight: Tensor | None = None
@@ -71,8 +73,8 @@ class Rounds:
     def before_update(self) -> None:
         """Average gradients, and mix a round that has arrived."""
         if self._method.reduce_dtype == torch.bfloat16:
-            grads = (self._x.grad / len(self._x)).bfloat16()
-            self._x.grad.copy_(reduce(torch.add, grads))
+            grads = self._by_training(self._x.grad / self._ranks).bfloat16().unbind(1)
+            self._by_training(self._x.grad).copy_(sum(grads[1:], grads[0]).unsqueeze(1))
         if self._steps == self._arrival:
             self.finish()
 
@@ -100,18 +102,22 @@ class Rounds:
 
     def _change(self) -> Tensor:
         """What the next round adds to the replicas as they are now."""
-        matrix = self._topology.mixing_matrix(self._launched).to(self._x.dtype)
+        matrix = self._topology.mixing_matrix(self._launched).to(self._x)
         phase = self._launched % self._topology.period
         self._launched += 1
         if self._method.codec is None:
-            return matrix @ self._x - self._x
+            return (matrix @ self._by_training(self._x)).view_as(self._x) - self._x
         if phase not in self._references:
             self._references[phase] = self._anchor.clone()
         reference = self._references[phase]
         decoded = round_trip(self._method.codec, self._x, reference)
-        mean = matrix @ decoded
+        mean = (matrix @ self._by_training(decoded)).view_as(decoded)
         reference.add_(mean)
         return mean - decoded
+
+    def _by_training(self, rows: Tensor) -> Tensor:
+        """Replicas as (trainings, ranks, parameters)."""
+        return rows.unflatten(0, (-1, self._ranks))
 
 
 def round_trip(codec: Codec, x: Tensor, reference: Tensor) -> Tensor:
@@ -141,6 +147,37 @@ def muon(x: Tensor, lr: float) -> list[Optimizer]:
     ]
 
 
+class NoiseOfRanks(Optimizer):
+    """AdamW whose second moment follows the square of a short average b of the gradients.
+
+    b <- β b + (1 - β) g with β = (n - 1) / (n + 1) has the variance of the mean of n gradients, so
+    the second moment sees the noise of all ranks.
+
+    Args:
+        x: the parameters.
+        lr: learning rate.
+        ranks: n.
+    """
+
+    def __init__(self, x: Tensor, lr: float, ranks: int) -> None:
+        super().__init__([x], {"lr": lr, "decay": (ranks - 1) / (ranks + 1)})
+        self._steps = 0
+        self._slots = [torch.zeros_like(x) for _ in range(3)]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        (group,), (average, square, short) = self.param_groups, self._slots
+        (x,), lr, decay = group["params"], group["lr"], group["decay"]
+        self._steps += 1
+        x.mul_(1 - 0.01 * lr)
+        average.lerp_(x.grad, 1 - BETAS[0])
+        short.lerp_(x.grad, 1 - decay)
+        unbiased = short / (1 - decay**self._steps)
+        square.mul_(BETAS[1]).addcmul_(unbiased, unbiased, value=1 - BETAS[1])
+        root = (square / (1 - BETAS[1] ** self._steps)).sqrt_().add_(1e-8)
+        x.addcdiv_(average, root, value=-lr / (1 - BETAS[0] ** self._steps))
+
+
 OPTIMIZERS: dict[str, Callable[[Tensor, float], list[Optimizer]]] = {
     "AdamW": lambda x, lr: [AdamW([x], lr=lr, betas=BETAS, fused=True)],
     # The moments move once in 4 steps: these betas forget as much in a step.
@@ -149,30 +186,57 @@ OPTIMIZERS: dict[str, Callable[[Tensor, float], list[Optimizer]]] = {
     ],
     "SGD": lambda x, lr: [SGD([x], lr=lr, momentum=0.9)],
     "Muon": muon,
+    **{
+        f"AdamW, noise of {ranks}": lambda x, lr, ranks=ranks: [NoiseOfRanks(x, lr, ranks)]  # type: ignore[misc]
+        for ranks in (4, 8, 16)
+    },
 }
 
 
+def slice_of(x: Tensor, place: slice) -> Tensor:
+    """Some rows of the replicas as a parameter of their own, with their gradient."""
+    rows = x.detach()[place]
+    rows.grad = x.grad[place]
+    return rows
+
+
 def train(
-    method: Method, optimizer: str, ranks: int, lr: float, seed: int, steps: int = STEPS
+    method: Method,
+    optimizer: str,
+    ranks: int,
+    lrs: Sequence[float],
+    seeds: Sequence[int],
+    steps: int = STEPS,
 ) -> Tensor:
-    """Train with a method, and return the stacked replicas after the last step.
+    """Train with a method once for each learning rate and seed.
 
     The rate rises linearly for a tenth of the steps, and falls to zero by a cosine.
+
+    Returns:
+        the replicas after the last step, of shape (lrs, seeds, replicas, parameters).
     """
-    x = initial_weights(seed).repeat(method.replicas(ranks), 1).requires_grad_()
+    replicas = method.replicas(ranks)
+    starts = torch.stack([initial_weights(seed) for seed in seeds])
+    x = starts.repeat_interleave(replicas, 0).repeat(len(lrs), 1).requires_grad_()
     x.grad = torch.zeros_like(x)
-    rounds = Rounds(method, x)
-    optimizers = OPTIMIZERS[optimizer](x, lr)
+    rounds = Rounds(method, x, replicas)
+    size = len(seeds) * replicas
+    optimizers = [
+        each
+        for place, lr in enumerate(lrs)
+        for each in OPTIMIZERS[optimizer](slice_of(x, slice(place * size, (place + 1) * size)), lr)
+    ]
     warmup = steps // 10
     schedule = partial(lr_scheduler_fn_cosine_with_warmup, t_max=steps - warmup, t_warmup=warmup)
     schedulers = [schedule(each) for each in optimizers]
-    generator = torch.Generator().manual_seed(seed)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     for _ in range(steps):
         x.grad.zero_()
-        stacked_loss(split(x), batch(generator, len(x))).backward()
+        batches = torch.cat([batch(generator, replicas) for generator in generators])
+        stacked_loss(split(x), batches.repeat(len(lrs), 1, 1)).backward()
         rounds.before_update()
         for each in (*optimizers, *schedulers):
             each.step()
         rounds.after_update()
     rounds.finish()
-    return x.detach()
+    return x.detach().view(len(lrs), len(seeds), replicas, -1)

@@ -50,18 +50,20 @@ def load_text() -> Text:
     codes = [torch.frombuffer(bytearray(f.read_bytes() + b"\n"), dtype=torch.uint8) for f in files]
     # Line ends become 0 as does everything else that is not printable.
     texts = [torch.where((c > 31) & (c < 127), c.long() - 31, 0) for c in codes]
-    held_out = texts[5::10]
-    return Text(torch.cat([t for i, t in enumerate(texts) if i % 10 != 5]), torch.cat(held_out))
+    learnt = [text for place, text in enumerate(texts) if place % 10 != 5]
+    device = torch.get_default_device()
+    return Text(torch.cat(learnt).to(device), torch.cat(texts[5::10]).to(device))
 
 
 def initial_weights(seed: int) -> Tensor:
     """The weights with which every rank starts, of shape (parameters,)."""
     generator = torch.Generator().manual_seed(seed)
-    parts = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    parts = [torch.randn(shape, generator=generator, device="cpu") for shape in SHAPES]
     scales = [
         1.0 if place < HIDDEN.start else 0.5 * rows**-0.5 for place, (rows, _) in enumerate(SHAPES)
     ]
-    return torch.cat([part.flatten() * scale for part, scale in zip(parts, scales, strict=True)])
+    flat = [part.flatten() * scale for part, scale in zip(parts, scales, strict=True)]
+    return torch.cat(flat).to(torch.get_default_device())
 
 
 def split(weights: Tensor) -> list[Tensor]:
@@ -76,8 +78,8 @@ def batch(generator: torch.Generator, ranks: int) -> Tensor:
     All ranks together have the same sequences, however many they are.
     """
     learnt = load_text().learnt
-    starts = torch.randint(len(learnt) - CONTEXT, (BATCH,), generator=generator)
-    return _pieces(learnt, starts).unflatten(0, (ranks, -1))
+    starts = torch.randint(len(learnt) - CONTEXT, (BATCH,), generator=generator, device="cpu")
+    return _pieces(learnt, starts.to(learnt.device)).unflatten(0, (ranks, -1))
 
 
 def stacked_loss(parts: list[Tensor], pieces: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ def stacked_loss(parts: list[Tensor], pieces: Tensor) -> Tensor:
     """
     first, places, *hidden, head = parts
     ranks, size = pieces.shape[:2]
-    rows = pieces[..., :-1] + CHARACTERS * torch.arange(ranks).view(-1, 1, 1)
+    rows = pieces[..., :-1] + CHARACTERS * torch.arange(ranks, device=pieces.device).view(-1, 1, 1)
     x = (embedding(rows, first.flatten(0, 1)) + places.unsqueeze(1)).flatten(1, 2)
     for layer in range(0, len(hidden), len(BLOCK)):
         attend, project, widen, narrow = hidden[layer : layer + len(BLOCK)]
@@ -105,14 +107,16 @@ def stacked_loss(parts: list[Tensor], pieces: Tensor) -> Tensor:
 def validation_loss(weights: Tensor) -> float:
     """The mean loss on the held-out text with these weights, of shape (parameters,)."""
     held_out = load_text().held_out
-    pieces = _pieces(held_out, torch.arange(0, len(held_out) - CONTEXT, 4 * CONTEXT))
+    pieces = _pieces(
+        held_out, torch.arange(0, len(held_out) - CONTEXT, 4 * CONTEXT, device=held_out.device)
+    )
     parts = split(weights.unsqueeze(0))
     losses = [stacked_loss(parts, each.unsqueeze(0)) * len(each) for each in pieces.split(64)]
     return (torch.stack(losses).sum() / len(pieces)).item()
 
 
 def _pieces(text: Tensor, starts: Tensor) -> Tensor:
-    return text[starts.unsqueeze(1) + torch.arange(CONTEXT + 1)]
+    return text[starts.unsqueeze(1) + torch.arange(CONTEXT + 1, device=text.device)]
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -354,8 +354,13 @@ def over_rates(args: argparse.Namespace) -> None:
     draw_ratios(ratios, rows, args.output)
 
 
-def draw_ratios(ratios: list[float], rows: dict[str, list[float]], path: Path) -> None:
-    """Steps per second over the time of an all-reduce, relative to DDP."""
+def draw_ratios(
+    ratios: list[float],
+    rows: dict[str, list[float]],
+    path: Path,
+    what: str = "steps per second, relative to DDP",
+) -> None:
+    """How much faster than DDP the rows are, over the time of an all-reduce."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -371,7 +376,7 @@ def draw_ratios(ratios: list[float], rows: dict[str, list[float]], path: Path) -
     axis.set_xticks(ratios, [f"{ratio:.2g}" for ratio in ratios])
     axis.set(
         xlabel="seconds of an all-reduce / seconds of computing",
-        ylabel="steps per second, relative to DDP",
+        ylabel=what,
     )
     axis.grid(alpha=0.3)
     axis.legend()

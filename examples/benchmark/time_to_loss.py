@@ -1,34 +1,39 @@
-"""The loss of a small GPT after equally many steps, by method and number of ranks.
+"""The loss of a small GPT after equally many steps, and the time until it has DDP's loss.
 
     python examples/benchmark/time_to_loss.py --table
 
 A GPT of 98,304 parameters sees 20 tokens per parameter of Python's own sources. The ranks are
-simulated in one process (`simulated_ranks.py`). For each row, learning rates that are a factor of
-1.5 apart are tried until the best one is at no end: first with one seed, then with three. What is
-in the file of results is not measured again, so the script can be stopped at any time. A training
-takes half a minute on one core, all of them hours.
+simulated in one process (`simulated_ranks.py`), for all seeds at once. For each row, learning rates
+that are a factor of 1.5 apart are tried until the best one is at no end. With its best rate a
+method of 4 ranks then trains longer, until it has DDP's loss: these steps, times the seconds of a
+step that `step_time.py` measured, are the picture. What is in the file of
+results is not measured again, so the script can be stopped at any time. A training takes half a
+minute on one core, all of them hours; with --device cuda --jobs 14 they take minutes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import csv
 import math
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from simulated_ranks import OPTIMIZERS, Method, train
 from stacked_gpt import STEPS, validation_loss
+from step_time import draw_ratios
 from torch.optim import SGD
 
 from decent_optim_wrapper.codecs import Int8Codec
 
-RESULTS = Path(__file__).with_suffix(".json")
+RESULTS = Path(__file__).with_suffix(".csv")
 INT8 = Int8Codec()
 
 
@@ -88,25 +93,41 @@ class Row(NamedTuple):
     start: int = 1
 
 
-# In the order in which they are measured; all rows of a line with one seed first.
 ROWS = [
-    [Row("DDP", start=0), Row("ours"), Row("ours, int8"), Row("ours, delayed")],
-    [Row("DiLoCo 8"), Row("DiLoCo 30"), Row("decent-dp", optimizer="AccumAdamW"), Row("decent-dp")],
-    [Row("ours, 2 steps late, int8"), Row("PostLocalSGD 8"), Row("ours, delayed, int8")],
-    [Row("ours", ranks=16, start=3), Row("ours, int8", ranks=16, start=3)],
-    [Row("DDP", optimizer="SGD", start=9), Row("ours", optimizer="SGD", start=9)],
-    [Row("DDP", optimizer="Muon", start=0), Row("ours", optimizer="Muon", start=0)],
-    [Row("ours, outer"), Row("DDP, bf16 hook", start=0), Row("ours, 4 steps late, int8")],
-    [Row("DiLoCo 8", optimizer="Muon"), Row("DiLoCo 30", optimizer="Muon")],
-    [Row(name, optimizer="AccumAdamW") for name in ("DDP", "ours", "ours, int8", "ours, delayed")],
-    [Row("ours", ranks=16, optimizer="AccumAdamW", start=2)],
-    [Row("ours", ranks=8, start=2), Row("ours, int8", ranks=8, start=2)],
-    [Row("ours", 16, "SGD", start=9), Row("ours", 16, "Muon", start=1)],
-    [Row("ours", 8, "SGD", start=9), Row("ours", 8, "Muon", start=1)],
-    [Row("ours, complete"), Row("ours, complete", ranks=16, start=3)],
-    [Row("ours, delayed", ranks=16, start=3), Row("ours, delayed", ranks=8, start=2)],
+    *(Row("DDP", start=0), Row("DDP, bf16 hook", start=0), Row("PostLocalSGD 8", start=2)),
+    *(Row("DiLoCo 8"), Row("DiLoCo 30"), Row("decent-dp"), Row("decent-dp", 4, "AccumAdamW")),
+    *(Row("ours", start=2), Row("ours, int8", start=2), Row("ours, delayed", start=2)),
+    *(Row("ours, delayed, int8"), Row("ours, complete"), Row("ours, outer")),
+    *(Row("ours, 2 steps late, int8"), Row("ours, 4 steps late, int8")),
+    *(Row(name, 8, start=2) for name in ("ours", "ours, int8", "ours, delayed")),
+    *(Row(name, 16, start=3) for name in ("ours", "ours, int8", "ours, delayed")),
+    Row("ours, complete", 16, start=3),
+    *(Row("DDP", 4, "AccumAdamW"), Row("ours", 4, "AccumAdamW"), Row("ours", 16, "AccumAdamW")),
+    *(Row(name, 4, "AccumAdamW") for name in ("ours, int8", "ours, delayed")),
+    *(Row("DDP", 4, "SGD", 9), *(Row("ours", ranks, "SGD", 8) for ranks in (4, 8, 16))),
+    *(Row("DDP", 4, "Muon", 1), *(Row("ours", ranks, "Muon", 1) for ranks in (4, 8, 16))),
+    *(Row("DiLoCo 8", 4, "Muon"), Row("DiLoCo 30", 4, "Muon")),
+    *(Row(name, 4, "AdamW, noise of 4") for name in ("ours", "ours, int8", "ours, delayed")),
+    Row("ours", 8, "AdamW, noise of 8", 0),
+    *(Row(name, 16, "AdamW, noise of 16") for name in ("ours", "ours, int8", "ours, complete")),
 ]
 SEEDS = (0, 1, 2)
+# In those of the schedule of all rows.
+LENGTHS = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0)
+# The rows whose steps those of `step_time.py` make.
+PICTURE = {
+    "DDP": "DDP",
+    "DDP, bf16 hook": "DDP, bf16 hook",
+    "decent-dp": "decent-dp",
+    "the wrapper": "ours",
+    "the wrapper, int8": "ours, int8",
+    "the module, pairs": "ours",
+    "PostLocalSGD 8": "PostLocalSGD 8",
+    "DiLoCo 8": "DiLoCo 8",
+    "DiLoCo 30": "DiLoCo 30",
+}
+# Methods that table has not, by the steps between two all-reduces; the milliseconds of computing.
+PERIODS, COMPUTING_MS = {"PostLocalSGD 8": 8, "DiLoCo 8": 8, "DiLoCo 30": 30}, 300
 EXPONENTS = range(-12, 24)
 
 
@@ -115,7 +136,7 @@ def rate(exponent: int) -> float:
 
 
 class Results:
-    """The losses that were measured, in a file.
+    """The losses that were measured, in a file to which several processes may append.
 
     Args:
         path: the file; created by the first loss.
@@ -124,7 +145,10 @@ class Results:
 
     def __init__(self, path: Path, steps: int) -> None:
         self._path, self._steps = path, steps
-        self._losses: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+        self._losses: dict[str, float] = {}
+        if path.exists():
+            with path.open(newline="") as file:
+                self._losses = {key: float(loss) for key, loss in csv.reader(file)}
 
     def key(self, row: Row, variant: str, exponent: int, seed: int) -> str:
         """The name of a training in the file."""
@@ -132,92 +156,165 @@ class Results:
         settings = f"{replicas} replicas | {self._steps} steps | lr {rate(exponent):.3g}"
         return f"{variant} | {row.optimizer} | {settings} | seed {seed}"
 
-    def known(self, row: Row, variant: str, exponent: int, seed: int) -> float | None:
-        """The loss of a training, if it was measured."""
-        return self._losses.get(self.key(row, variant, exponent, seed))
+    def known(
+        self, row: Row, variant: str, exponent: int, seeds: Sequence[int]
+    ) -> list[float] | None:
+        """The loss of each seed, if all were measured."""
+        found = [self._losses.get(self.key(row, variant, exponent, seed)) for seed in seeds]
+        return None if None in found else [loss for loss in found if loss is not None]
 
-    def loss(self, row: Row, variant: str, exponent: int, seed: int) -> float:
-        """The loss of a training, which is measured if it was not before."""
-        found = self.known(row, variant, exponent, seed)
-        if found is None:
-            method = METHODS[row.name][variant]
-            x = train(method, row.optimizer, row.ranks, rate(exponent), seed, self._steps)
-            found = round(validation_loss(x.mean(0)), 5)
-            # Diverged; JSON knows no infinity.
-            found = found if math.isfinite(found) else 99.0
-            key = self.key(row, variant, exponent, seed)
-            self._losses[key] = found
-            self._path.write_text(json.dumps(self._losses, indent=0, sort_keys=True) + "\n")
-            print(f"{key}: {found:.4f}", flush=True)
-        return found
+    def means(
+        self, row: Row, variant: str, exponents: Sequence[int], seeds: Sequence[int]
+    ) -> dict[int, float]:
+        """The mean loss of several seeds by exponent, which are trained if they were not before."""
+        new = [k for k in exponents if self.known(row, variant, k, seeds) is None]
+        if new:
+            method, lrs = METHODS[row.name][variant], [rate(k) for k in new]
+            stacked = train(method, row.optimizer, row.ranks, lrs, seeds, self._steps)
+            for (k, seed), x in zip(product(new, seeds), stacked.flatten(0, 1), strict=True):
+                self.add(self.key(row, variant, k, seed), round(validation_loss(x.mean(0)), 5))
+        return {k: statistics.mean(self.known(row, variant, k, seeds) or ()) for k in exponents}
 
-    def mean(self, row: Row, variant: str, exponent: int, seeds: Sequence[int]) -> float:
-        """The mean loss of several seeds."""
-        return statistics.mean(self.loss(row, variant, exponent, seed) for seed in seeds)
+    def add(self, key: str, loss: float) -> None:
+        """Append the loss of a training to the file."""
+        # A training that diverged is worse than any other.
+        self._losses[key] = loss if math.isfinite(loss) else 99.0
+        with self._path.open("a", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerow((key, self._losses[key]))
+        print(f"{key}: {self._losses[key]:.4f}", flush=True)
 
 
-def settle(results: Results, row: Row, variant: str, start: int, seeds: Sequence[int]) -> int:
-    """The exponent of the best learning rate, both of whose neighbours are worse."""
-    best = start
+def measure(path: Path, steps: int, seeds: Sequence[int], device: str, row: Row) -> None:
+    """Search the best learning rate of a row, both of whose neighbours are worse."""
+    torch.set_num_threads(1)
+    torch.set_default_device(device)
+    results, variants = Results(path, steps), METHODS[row.name]
+    best = row.start
+    variant = min(variants, key=lambda v: results.means(row, v, [best], seeds)[best])
     while True:
-        near = {k: results.mean(row, variant, k, seeds) for k in (best, best + 1, best - 1)}
+        near = results.means(row, variant, [best - 1, best, best + 1], seeds)
         better = min(near, key=near.__getitem__)
         if better == best:
-            return best
+            return
         best = better
 
 
-def measure(results: Results, rows: Sequence[Row], seeds: Sequence[int]) -> None:
-    """Search with one seed in each row, and then with all."""
-    found = {}
-    for row in rows:
-        variants = METHODS[row.name]
-        variant = min(variants, key=lambda v: results.mean(row, v, row.start, seeds[:1]))
-        found[row] = variant, settle(results, row, variant, row.start, seeds[:1])
-    for row, (variant, best) in found.items():
-        results.mean(row, variant, best, seeds)
-    for row, (variant, best) in found.items():
-        settle(results, row, variant, best, seeds)
+class Best(NamedTuple):
+    """The best learning rate of a row.
+
+    Args:
+        variant: the method of the row.
+        exponent: of `rate`.
+        losses: the loss of each seed.
+    """
+
+    variant: str
+    exponent: int
+    losses: list[float]
 
 
-def best(results: Results, row: Row, seeds: Sequence[int]) -> tuple[int, list[float]] | None:
-    """The exponent of the best learning rate that was measured with all seeds, and their losses."""
-    found = {}
-    for variant, exponent in product(METHODS[row.name], EXPONENTS):
-        losses = [results.known(row, variant, exponent, seed) for seed in seeds]
-        if None not in losses:
-            found[variant, exponent] = [loss for loss in losses if loss is not None]
+def best(results: Results, row: Row, seeds: Sequence[int]) -> Best | None:
+    """The best learning rate that was measured with all seeds; None if it may be another one."""
+    found = {
+        (variant, exponent): losses
+        for variant, exponent in product(METHODS[row.name], EXPONENTS)
+        if (losses := results.known(row, variant, exponent, seeds))
+    }
     if not found:
         return None
     variant, exponent = min(found, key=lambda key: statistics.mean(found[key]))
-    return exponent, found[variant, exponent]
+    if not {(variant, exponent - 1), (variant, exponent + 1)} <= found.keys():
+        return None
+    return Best(variant, exponent, found[variant, exponent])
 
 
-def table(results: Results, seeds: Sequence[int]) -> str:
+def lengthen(path: Path, seeds: Sequence[int], device: str, row: Row) -> None:
+    """Train longer with the best learning rate of a row, until the loss is DDP's."""
+    torch.set_num_threads(1)
+    torch.set_default_device(device)
+    for length in LENGTHS:
+        if steps_needed(path, row, seeds) is not None:
+            return
+        found = best(Results(path, STEPS), row, seeds)
+        if found is not None:
+            results = Results(path, int(length * STEPS))
+            results.means(row, found.variant, [found.exponent], seeds)
+
+
+def steps_needed(path: Path, row: Row, seeds: Sequence[int]) -> float | None:
+    """The steps until a method has DDP's loss, in those of DDP; None if they were not measured."""
+    results = Results(path, STEPS)
+    goal, found = best(results, ROWS[0], seeds), best(results, row, seeds)
+    if goal is None or found is None:
+        return None
+    wanted, points = statistics.mean(goal.losses), []
+    for length in LENGTHS:
+        losses = Results(path, int(length * STEPS)).known(row, *found[:2], seeds)
+        points += [(length, statistics.mean(losses))] if losses else []
+    for (start, above), (end, below) in pairwise(points):
+        if below <= wanted <= above:
+            return start + (end - start) * (above - wanted) / (above - below)
+    return None
+
+
+def table(path: Path, steps: int, seeds: Sequence[int]) -> str:
     """The rows that were measured with all seeds, each with its best learning rate."""
-    head = ["method", "ranks", "optimizer", "lr", "loss", "above DDP"]
-    lines = [head]
-    goals = {row.optimizer: best(results, row, seeds) for row in flat_rows() if row.name == "DDP"}
-    for row in flat_rows():
-        found, goal = best(results, row, seeds), goals.get(row.optimizer.removeprefix("Accum"))
+    head = ["method", "ranks", "optimizer", "lr", "loss", "above DDP", "steps to DDP's loss"]
+    lines, results = [head], Results(path, steps)
+    goals = {row.optimizer: best(results, row, seeds) for row in ROWS if row.name == "DDP"}
+    for row in ROWS:
+        found, goal = best(results, row, seeds), goals.get(row.optimizer) or goals["AdamW"]
         if found is None or goal is None:
             continue
-        above = [100 * (a / b - 1) for a, b in zip(found[1], goal[1], strict=True)]
+        above = [100 * (a / b - 1) for a, b in zip(found.losses, goal.losses, strict=True)]
         ranks = "any" if row.name == "DDP" else str(row.ranks)
-        cells = [spread(found[1], 3), "-" if row.name == "DDP" else f"{spread(above, 1)} %"]
-        lines.append([row.name, ranks, row.optimizer, f"{rate(found[0]):.3g}", *cells])
+        cells = [spread(found.losses, 3), "-" if row.name == "DDP" else f"{spread(above, 1)} %"]
+        needed = steps_needed(path, row, seeds) if steps == STEPS else None
+        cells.append("-" if needed is None else f"{needed:.2f}")
+        lines.append([row.name, ranks, row.optimizer, f"{rate(found.exponent):.3g}", *cells])
     first, *others = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([first, "|---" * len(head) + "|", *others])
+
+
+def step_times() -> list[list[str]]:
+    """The rows of the page's table of the time per step over links of different rates."""
+    page = Path(__file__).with_name("README.md").read_text()
+    rest = page.partition("\n| all-reduce / computing |")[2]
+    lines = rest.partition("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def times_to_loss(path: Path, seeds: Sequence[int]) -> tuple[list[float], dict[str, list[float]]]:
+    """The ratios of that table, and by method the time until DDP's loss in ms per step of DDP."""
+    ratios, *rows = step_times()
+    times = {method: [float(time) for time in row] for method, *row in rows}
+    for method, period in PERIODS.items():
+        # They wait for an all-reduce after every so many steps.
+        bare = zip(times["no communication"], map(float, ratios), strict=True)
+        times[method] = [none + ratio * COMPUTING_MS / period for none, ratio in bare]
+    needed = {method: steps_needed(path, Row(PICTURE[method]), seeds) for method in PICTURE}
+    found = {
+        method: [steps * time for time in times[method]]
+        for method, steps in needed.items()
+        if steps is not None
+    }
+    return [float(ratio) for ratio in ratios], found
+
+
+def times_table(ratios: list[float], times: dict[str, list[float]]) -> str:
+    """DDP's time until its loss, relative to the other methods'."""
+    lines = ["| all-reduce / computing | " + " | ".join(f"{ratio:g}" for ratio in ratios) + " |"]
+    lines.append("|---" * (len(ratios) + 1) + "|")
+    for method, row in times.items():
+        cells = [f"{base / own:.2f}" for base, own in zip(times["DDP"], row, strict=True)]
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def spread(values: Sequence[float], digits: int) -> str:
     """Mean and standard deviation."""
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan
     return f"{statistics.mean(values):.{digits}f} ± {deviation:.{digits}f}"
-
-
-def flat_rows() -> list[Row]:
-    return [row for rows in ROWS for row in rows]
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -229,17 +326,28 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS, help="of the schedule")
     parser.add_argument("--results", type=Path, default=RESULTS, help="read, and written")
     parser.add_argument("--table", action="store_true", help="print what is there, and stop")
+    parser.add_argument("--picture", type=Path, help="file for the time to DDP's loss")
+    parser.add_argument("--device", default="cpu", help="of the trainings")
+    parser.add_argument("--jobs", type=int, default=1, help="rows that are measured at a time")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
-    torch.set_num_threads(1)
-    results = Results(args.results, args.steps)
-    for rows in [] if args.table else ROWS:
-        chosen = [row for row in rows if row.name in args.methods and row.ranks in args.ranks]
-        measure(results, [row for row in chosen if row.optimizer in args.optimizers], args.seeds)
-    print(table(results, args.seeds))
+    chosen = [row for row in ROWS if row.name in args.methods and row.ranks in args.ranks]
+    rows = [row for row in chosen if row.optimizer in args.optimizers and not args.table]
+    common = args.seeds, args.device
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        each = pool.map if args.jobs > 1 else map
+        list(each(partial(measure, args.results, args.steps, *common), rows))
+        timed = [row for row in rows if row.ranks == 4 and args.steps == STEPS]
+        list(each(partial(lengthen, args.results, *common), timed))
+    print(table(args.results, args.steps, args.seeds))
+    ratios, times = times_to_loss(args.results, args.seeds)
+    if "DDP" in times:
+        print("\n" + times_table(ratios, times))
+    if args.picture:
+        draw_ratios(ratios, times, args.picture, what="time to DDP's loss, DDP's relative to it")
 
 
 if __name__ == "__main__":
