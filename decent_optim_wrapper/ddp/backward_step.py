@@ -48,17 +48,15 @@ class BackwardOptimizer(DecentOptimWrapper):
         **options: Any,
     ) -> None:
         known = {*map(id, params_of(optimizer)), *ignored}
-        params = list(model.parameters())
         buffers = [b for b in model.named_buffers() if id(b[1]) not in ignored]
         others = [Named("parameter", *pair) for pair in model.named_parameters()]
         carried = [each for each in others if id(each.tensor) not in known]
         if not average_buffers:
             carried += [Named("buffer", *pair) for pair in buffers]
         self._extras = ModuleExtras(
-            order=tuple(params if in_forward_order else reversed(params)),
+            backward_order=() if in_forward_order else tuple(reversed([*model.parameters()])),
             carried=tuple(carried),
             parts=tuple(parts),
-            in_backward_order=not in_forward_order,
         )
         averaged = [buffer for _, buffer in buffers if average_buffers]
         super().__init__(optimizer, model=model, buffers=averaged, **options)

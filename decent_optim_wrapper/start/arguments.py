@@ -78,10 +78,6 @@ def check_arguments(arguments: Arguments) -> None:
             f"gossip_dim expects the dimension of the mesh on which replicas gossip, one of "
             f"{names}, got {name!r}; name the dimensions in init_device_mesh(mesh_dim_names=...)"
         )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in the mesh {mesh}; build the wrapper on its ranks only"
-        )
 
 
 def resolve_process_group(arguments: Arguments) -> Any | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
+from operator import itemgetter
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.start.arguments import (
-    Arguments,
     check_arguments,
     local_world_size_of,
     resolve_topology,
@@ -61,18 +60,16 @@ class ModuleExtras:
     """The additions of a module that contains the optimizer.
 
     Args:
-        order: the parameters that go first into buckets, in this order; empty means the order of
-            the groups.
+        backward_order: the parameters in the order of a backward pass, which fills buckets in this
+            order; empty if it does not.
         carried: further tensors that start the same on all ranks, and that a restarted rank
             receives.
         parts: objects whose `state_dict` a restarted rank receives.
-        in_backward_order: whether `order` is the order of a backward pass.
     """
 
-    order: tuple[Tensor, ...] = ()
+    backward_order: tuple[Tensor, ...] = ()
     carried: tuple[Named, ...] = ()
     parts: tuple[Any, ...] = ()
-    in_backward_order: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +136,10 @@ def open_session(start: Start, inputs: Inputs) -> tuple[Gossip, Setup, HandOver 
         # Ranks that gossip along different dimensions would not find each other.
         check_same(f"gossip_dim={arguments.gossip_dim!r}, {arguments.mesh}", start.transports)
     transport, topology = _find_ranks(start, inputs.topology)
-    first_lines = _settings_lines(arguments, inputs, topology)
     recovery = _meet_in_store(start, topology, settings)
     transport = recovery.transport if recovery else transport
     with start.failing_together():
-        setup = Setup(start, inputs, model, transport, recovery, first_lines)
+        setup = Setup(start, inputs, model, topology, transport, recovery)
     setup.check(model.parameters, transport)
     model.replica.connect(named.tensor for named in model.parameters)
     if recovery:
@@ -214,23 +210,6 @@ def _check_parameters(
     check_tensors(parameters)
 
 
-def _settings_lines(arguments: Arguments, inputs: Inputs, topology: Topology) -> list[str]:
-    """The first part of the description that must be the same on all ranks."""
-    elastic = arguments.elastic
-    return [
-        f"decent_optim_wrapper {version('decent-optim-wrapper')}",
-        f"topology {type(topology).__name__} with schedule {topology.digest}",
-        *inputs.settings.lines(),
-        f"optimizer {type(inputs.optimizer).__name__}",
-        *([] if elastic is None else [f"stale_after={elastic.stale_after}"]),
-    ]
-
-
-def _tensor_lines(named: Iterable[Named], as_view: bool) -> list[str]:
-    # Views exchange their storage in memory order.
-    return [n.describe() + (f", strides {n.tensor.stride()}" if as_view else "") for n in named]
-
-
 class Setup:
     """Builds the gossip of ranks that have met, and checks that they train the same model.
 
@@ -240,9 +219,9 @@ class Setup:
         start: reaches the other ranks if this one fails, including the ranks of a mesh.
         inputs: the inputs of the wrapper.
         model: the tensors that are trained on this rank.
+        topology: the topology of all ranks.
         transport: connects the ranks that gossip.
         recovery: continues without lost ranks; None if their loss is an error.
-        first_lines: the settings as a description that must be the same on all ranks.
     """
 
     def __init__(
@@ -250,9 +229,9 @@ class Setup:
         start: Start,
         inputs: Inputs,
         model: _Model,
+        topology: Topology,
         transport: Transport,
         recovery: Recovery | None,
-        first_lines: Sequence[str],
     ) -> None:
         self._start = start
         self._inputs = inputs
@@ -263,7 +242,12 @@ class Setup:
         self.replica = model.replica
         self.recovery = recovery
         self._held = HeldBuffers(inputs.model, model.others)
-        self._nonfinite, self._meter = NonFinitePolicy(settings.on_nonfinite), Meter()
+        self._policy = policy = RoundPolicy(
+            pacing=settings.pacing,
+            nonfinite=NonFinitePolicy(settings.on_nonfinite),
+            meter=Meter(),
+            in_backward_order=bool(inputs.extras.backward_order) and settings.pacing.mixes_early,
+        )
         waiting = inputs.model if settings.pacing.mixes_early else None
         in_forward_order = () if waiting is None else tuple(waiting.parameters())
         self._layout = Layout(
@@ -271,7 +255,7 @@ class Setup:
             wire_device=transport.wire_device if recovery is None else _on_cpu,
             codec=settings.codec,
             as_view=settings.param_as_bucket_view,
-            order=inputs.extras.order or in_forward_order,
+            order=inputs.extras.backward_order or in_forward_order,
             forward_order=in_forward_order,
             copies=model.replica.copies,
         )
@@ -288,15 +272,23 @@ class Setup:
                 optimizer=inputs.optimizer,
                 layout=self._layout,
                 intervals=settings.schedule.intervals,
-                pacing=settings.pacing,
-                nonfinite=self._nonfinite,
+                pacing=policy.pacing,
+                nonfinite=policy.nonfinite,
                 replica=self.replica,
-                meter=self._meter,
+                meter=policy.meter,
             )
         )
-        self._first_lines = first_lines
+        elastic = start.arguments.elastic
         extensions = (e for e in inputs.extensions.all if e.name or e.sends or e.collective)
-        self._last_lines = [each.describe() for each in extensions]
+        # What must be the same on all ranks, also on those that hold other parts of the model.
+        self._common = [
+            f"decent_optim_wrapper {version('decent-optim-wrapper')}",
+            f"topology {type(topology).__name__} with schedule {topology.digest}",
+            *settings.lines(),
+            f"optimizer {type(inputs.optimizer).__name__}",
+            *([] if elastic is None else [f"stale_after={elastic.stale_after}"]),
+            *(each.describe() for each in extensions),
+        ]
 
     def check(self, parameters: Sequence[Named], transport: Transport) -> None:
         """Compare the settings and all tensors with the other ranks; collective.
@@ -305,17 +297,17 @@ class Setup:
             ValueError: on every rank; names a rank that differs from rank 0, and the first
                 difference.
         """
-        layout, named = self._layout, [*parameters, *self._model.others]
-        lines = [*self._first_lines, *_tensor_lines(named, layout.as_view), *self._last_lines]
-        if layout.order:
-            # Ranks may have other tensors in between that they do not gossip, such as experts.
-            places = layout.places(each.tensor for each in named)
-            order = str(sorted(range(len(named)), key=places.__getitem__)).encode()
-            lines.append(f"buckets filled in the order {hashlib.sha256(order).hexdigest()[:8]}")
+        named = [*parameters, *self._model.others]
+        places = self._layout.places(each.tensor for each in named)
+        lines = [*self._common]
+        # In the order in which they fill buckets.
+        for _, each in sorted(zip(places, named, strict=True), key=itemgetter(0)):
+            # Views exchange their storage in memory order.
+            strides = f", strides {each.tensor.stride()}" if self._layout.as_view else ""
+            lines.append(f"{each.describe()}{strides}")
         text, start, recovery = "\n".join(lines), self._start, self.recovery
         if start.arguments.mesh is not None:
-            # The ranks along its other dimensions hold other parts of the model.
-            check_same("\n".join([*self._first_lines, *self._last_lines]), start.transports)
+            check_same("\n".join(self._common), start.transports)
             with start.failing_together():
                 check_same(text, [transport])
             exchange(start.transports, ())
@@ -355,15 +347,9 @@ class Setup:
         session.transport.let_rounds_take(settings.pacing.longest_flight)
         session.transport.begin_on(bucket_bytes(tensors, self._layout))
         warn_of_rounding(settings, session)
-        policy = RoundPolicy(
-            pacing=settings.pacing,
-            nonfinite=self._nonfinite,
-            meter=self._meter,
-            in_backward_order=inputs.extras.in_backward_order and settings.pacing.mixes_early,
-        )
         rate = settings.schedule.mixing_rate
         local = inputs.local_update
-        pipeline = Pipeline(session, policy, inputs.extensions, rate, local.check)
+        pipeline = Pipeline(session, self._policy, inputs.extensions, rate, local.check)
         average = WorldAverage(pipeline, model.replica, self._extra, self._held.put_back)
         return Gossip(pipeline, local, average, model.replica, members=self.recovery)
 

@@ -37,15 +37,7 @@ _TELL = timedelta(seconds=5)
 
 
 class OtherRankError(ValueError):
-    """Another rank cannot start.
-
-    Args:
-        reason: the rank and its error.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the ranks cannot start, because {reason}")
-        self.reason = reason
+    """Another rank cannot start."""
 
 
 class Start:
@@ -140,8 +132,7 @@ class Start:
             for transport in self.transports:
                 transport.limit_waits(_TELL)
         rank = self.transports[0].initial_rank
-        reason = f"rank {rank} raised {type(error).__name__}: {error}"
-        exchange(self.transports, (), error.reason if isinstance(error, OtherRankError) else reason)
+        exchange(self.transports, (), f"rank {rank} raised {type(error).__name__}: {error}")
 
 
 def check_same(text: str, transports: Sequence[Transport]) -> None:
@@ -191,7 +182,7 @@ def exchange(transports: Sequence[Transport], numbers: Sequence[int], failure: s
     if failed := rows[..., 0].nonzero().tolist():
         reason = _share(failure, transports, failed[0])
         if not failure:
-            raise OtherRankError(reason)
+            raise OtherRankError(f"the ranks cannot start, because {reason}")
     return rows[..., 1:]
 
 
