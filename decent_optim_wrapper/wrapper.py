@@ -40,9 +40,8 @@ from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling
 from decent_optim_wrapper.gossip.saved_state import (
     gossip_state,
     named_state,
-    read_named_state,
-    read_state,
-    restore,
+    prepare_load,
+    prepare_named_load,
 )
 from decent_optim_wrapper.gossip.schedule import Pacing
 from decent_optim_wrapper.gossip.step import Step
@@ -599,7 +598,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         """
         check_state_dict(state_dict, type(self).__name__, self.rank)
         rate = self._settings.schedule.mixing_rate
-        saved = read_state(self._gossip, state_dict.get(_STATE_KEY), rate)
+        load = prepare_load(self._gossip, state_dict.get(_STATE_KEY), rate)
         before = self.state, self.param_groups
         try:
             base = {key: value for key, value in state_dict.items() if key != _STATE_KEY}
@@ -607,7 +606,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         except BaseException:
             self.state, self.param_groups = before
             raise
-        restore(self._gossip, saved)
+        load()
 
     def gossip_state_dict(self) -> dict[str, Any]:
         """Return the state of the gossip, without the base's state; does not communicate.
@@ -636,7 +635,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
             ValueError: the state dict does not fit this wrapper. Nothing was loaded.
         """
         rate = self._settings.schedule.mixing_rate
-        restore(self._gossip, read_named_state(self._gossip, state_dict, rate))
+        prepare_named_load(self._gossip, state_dict, rate)()
 
     def __repr__(self) -> str:
         size = sum(bucket.nbytes for bucket in self.buckets) / MIB

@@ -21,7 +21,7 @@ from decent_optim_wrapper.elastic.rendezvous import Rendezvous
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.header import CollectiveCall
-from decent_optim_wrapper.gossip.saved_state import gossip_state, read_state, restore
+from decent_optim_wrapper.gossip.saved_state import gossip_state, prepare_load
 from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.topo import Base2, Complete, Greedy, Topology
 from decent_optim_wrapper.warn import warn
@@ -81,7 +81,7 @@ class HandOver:
                 if each.name and each.name not in saved.get("extensions", {}):
                     extensions.drop(each)
             saved |= {"in_flight": False, "kept": False}
-            restore(self.gossip, read_state(self.gossip, saved, pipeline.mixing_rate))
+            prepare_load(self.gossip, saved, pipeline.mixing_rate)()
             for part, state in zip(self.parts, parts, strict=True):
                 if state is not None:
                     part.load_state_dict(state)

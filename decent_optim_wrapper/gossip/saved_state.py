@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,26 +16,6 @@ from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.bucket import fill_copies
 from decent_optim_wrapper.wire.plan import read_plan, rebuild, saved_plan
 from decent_optim_wrapper.wire.references import SavedReference, referring
-
-
-class SavedState(NamedTuple):
-    """The checked contents of a state dict.
-
-    Args:
-        round: number of the next round.
-        mixing_rate: its mixing rate.
-        pending: what the next step does first.
-        extensions: continue each extension with its state.
-        references: the references of coded differences, by group.
-        plan: the members of each bucket, if a new wrapper would plan others.
-    """
-
-    round: int
-    mixing_rate: float
-    pending: PendingResume
-    extensions: list[Callable[[], None]]
-    references: dict[str, SavedReference]
-    plan: list[list[Tensor]]
 
 
 def gossip_state(gossip: Gossip) -> dict[str, Any]:
@@ -102,12 +82,12 @@ def named_state(gossip: Gossip) -> dict[str, Any]:
     return _rearranged(state, named, gossip)
 
 
-def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
-    """Check a result of `gossip_state`; None means the start of the training.
+def prepare_load(gossip: Gossip, saved: Any, mixing_rate: float) -> Callable[[], None]:
+    """Check a result of `gossip_state`, and return the function that continues from it.
 
     Args:
-        gossip: the gossip that is to continue; not changed.
-        saved: the entry of the state dict.
+        gossip: the gossip that is to continue; not changed yet.
+        saved: the entry of the state dict; None means the start of the training.
         mixing_rate: the rate if none was saved.
 
     Raises:
@@ -118,11 +98,11 @@ def read_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
         "load_state_dict expects what state_dict() of a DecentOptimWrapper around the same "
         "parameters has returned, but its key 'gossip' holds something else"
     )
-    return _read(gossip, saved, mixing_rate, expected, dict)
+    return _prepare(gossip, saved, mixing_rate, expected, dict)
 
 
-def read_named_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedState:
-    """Like `read_state`, for a result of `named_state`."""
+def prepare_named_load(gossip: Gossip, saved: Any, mixing_rate: float) -> Callable[[], None]:
+    """Like `prepare_load`, for a result of `named_state`."""
     expected = (
         "load_gossip_state_dict expects what gossip_state_dict() of a DecentOptimWrapper around "
         "the same model has returned, but got something else"
@@ -136,7 +116,7 @@ def read_named_state(gossip: Gossip, saved: Any, mixing_rate: float) -> SavedSta
         used = {key: value for key, value in state.items() if key not in unused}
         return _rearranged(used, in_order, gossip)
 
-    return _read(gossip, saved, mixing_rate, expected, by_position)
+    return _prepare(gossip, saved, mixing_rate, expected, by_position)
 
 
 def _rearranged(
@@ -159,35 +139,17 @@ def _rearranged(
     return state
 
 
-def restore(gossip: Gossip, saved: SavedState) -> None:
-    """Continue from a saved state."""
-    gossip.average.keep()
-    try:
-        gossip.discard()
-    finally:
-        # Even if the round in flight has failed. Extensions load last: the round may still send
-        # their tensors, and other buckets would change what they have loaded.
-        if saved.plan:
-            gossip.pipeline.plan(rebuild(saved.plan, gossip.pipeline.buckets))
-        for load in saved.extensions:
-            load()
-        pipeline, session = gossip.pipeline, gossip.pipeline.session
-        pipeline.mix_with(saved.mixing_rate)
-        session.references.load(saved.references, pipeline.buckets, session.transport.members)
-        gossip.resume_at(saved.round, saved.pending)
-
-
-def _read(
+def _prepare(
     gossip: Gossip,
     saved: Any,
     mixing_rate: float,
     expected: str,
     by_position: Callable[[Any], dict[str, Any]],
-) -> SavedState:
-    """Check a state.
+) -> Callable[[], None]:
+    """Check a state, and return the function that continues from it.
 
     Args:
-        gossip: the gossip that is to continue; not changed.
+        gossip: the gossip that is to continue; not changed yet.
         saved: the state.
         mixing_rate: the rate if none was saved.
         expected: the beginning of the error if the state does not fit.
@@ -220,14 +182,24 @@ def _read(
             f"rank {gossip.pipeline.session.transport.initial_rank}: {expected} "
             f"({type(error).__name__}: {error}); nothing was loaded"
         ) from error
-    return SavedState(
-        round=round,
-        mixing_rate=rate,
-        pending=pending,
-        extensions=extensions,
-        references=references,
-        plan=plan,
-    )
+
+    def load() -> None:
+        gossip.average.keep()
+        try:
+            gossip.discard()
+        finally:
+            # Even if the round in flight has failed. Extensions load last: the round may still send
+            # their tensors, and other buckets would change what they have loaded.
+            pipeline, session = gossip.pipeline, gossip.pipeline.session
+            if plan:
+                pipeline.plan(rebuild(plan, pipeline.buckets))
+            for each in extensions:
+                each()
+            pipeline.mix_with(rate)
+            session.references.load(references, pipeline.buckets, session.transport.members)
+            gossip.resume_at(round, pending)
+
+    return load
 
 
 def _saved_by(gossip: Gossip) -> list[int]:
