@@ -8,7 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from soak import Fleet
 
 # With fewer ranks nobody could let a restarted rank rejoin when one more is lost.
 LEAST = 2
@@ -99,50 +102,6 @@ def draw_faults(
         yield Fault(kind, ranks, gap, timeout * draw.uniform(*spans[kind]), pause)
 
 
-class Ranks(Protocol):
-    """Processes into which faults are injected."""
-
-    def kill(self, rank: int) -> None:
-        """Kill the process."""
-
-    def start(self, rank: int) -> None:
-        """Start the rank again."""
-
-    def signal(self, rank: int, number: signal.Signals) -> None:
-        """Stop the process, or let it continue."""
-
-    def delay(self, rank: int, seconds: float) -> None:
-        """Let the rank sleep before its next step."""
-
-    def start_twin(self, rank: int) -> None:
-        """Start a second process with the number of this rank, which is to be refused."""
-
-    @property
-    def twins(self) -> int:
-        """Number of second processes that have not been refused yet."""
-
-    def stop_store(self) -> None:
-        """Stop the process of the store."""
-
-    def continue_store(self) -> None:
-        """Let it continue."""
-
-    def cut(self, rank: int) -> None:
-        """Lose all that the rank sends."""
-
-    def mend(self, rank: int) -> None:
-        """Lose no more of what the rank sends."""
-
-    def slow_down(self, rank: int, is_slow: bool) -> None:
-        """Let the rank have a slow link, or no more."""
-
-    def lose_packets(self, rank: int, is_lossy: bool) -> None:
-        """Lose some of the packets that the rank sends, or no more."""
-
-    def listen(self, seconds: float) -> set[int]:
-        """Return the ranks that report a round within that time."""
-
-
 class Injector:
     """Injects faults into ranks, and restarts or continues these.
 
@@ -152,7 +111,7 @@ class Injector:
         patience: seconds within which a rank must report again.
     """
 
-    def __init__(self, ranks: Ranks, world_size: int, patience: float = 60) -> None:
+    def __init__(self, ranks: Fleet, world_size: int, patience: float = 60) -> None:
         self._ranks = ranks
         self._everyone = set(range(world_size))
         self._patience = patience

@@ -73,10 +73,6 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-4)
 
 
-def adamw_of_named(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-    return adamw([tensor for _, tensor in named])
-
-
 def alone(model: nn.Module) -> Step:
     return loop(model, adamw(model.parameters()))
 
@@ -91,7 +87,7 @@ def gossip(model: nn.Module, **options: Any) -> Step:
 
 
 def in_backward(model: nn.Module, **options: Any) -> Step:
-    return loop(DecentralizedDataParallel(model, adamw_of_named, topology="ring", **options), None)
+    return loop(DecentralizedDataParallel(model, adamw, topology="ring", **options), None)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

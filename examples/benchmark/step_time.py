@@ -148,16 +148,13 @@ def post_local_sgd(model: nn.Module, period: int = 1) -> Step:
     return loop(model, PostLocalSGDOptimizer(make_base(model.parameters()), averager))
 
 
-def decent_dp(model: nn.Module, defaults: bool = False) -> Step:
+def decent_dp(model: nn.Module, **options: Any) -> Step:
     from decent_dp.ddp import DecentralizedDataParallel
 
-    fixed = {"topology": "ring", "bucket_size_in_mb": BUCKET_CAP_MB}
-    network = DecentralizedDataParallel(
-        model,
-        lambda named: make_base([tensor for _, tensor in named]),
-        **({} if defaults else fixed),
-    )
-    return loop(network, None)
+    def make(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+        return make_base([tensor for _, tensor in named])
+
+    return loop(DecentralizedDataParallel(model, make, **options), None)
 
 
 def wrapper(model: nn.Module, known: bool = True, whole: bool = False, **options: Any) -> Step:
@@ -202,7 +199,7 @@ METHODS: dict[str, Callable[..., Step]] = {
     "DDP": ddp,
     "DDP, bf16 hook": partial(ddp, compress=True),
     "PostLocalSGD, period 1": post_local_sgd,
-    "decent-dp": decent_dp,
+    "decent-dp": partial(decent_dp, topology="ring", bucket_size_in_mb=BUCKET_CAP_MB),
     "ours": gossip,
     "ours, views": partial(gossip, param_as_bucket_view=True),
     "ours, bf16": partial(gossip, comm_dtype=torch.bfloat16),
@@ -241,7 +238,7 @@ DEFAULTS: dict[str, Callable[..., Step]] = {
     "no communication": no_communication,
     "DDP": partial(ddp, cap_mb=None),
     "DDP, bf16 hook": partial(ddp, compress=True, cap_mb=None),
-    "decent-dp": partial(decent_dp, defaults=True),
+    "decent-dp": decent_dp,
     "the wrapper": wrapper,
     "the wrapper, int8": partial(wrapper, comm_dtype=torch.int8),
     "the wrapper without the model": partial(wrapper, known=False),
