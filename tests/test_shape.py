@@ -15,12 +15,14 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from problem import backward, make_params, take_steps, wrap
 from ranks import run_threads
+from torch import nn
 
 import decent_optim_wrapper
 from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper.config import Overlap
 
 ROOT = Path(decent_optim_wrapper.__file__).parent
 # Properties do not count as methods: to those who use them they are attributes.
@@ -28,12 +30,12 @@ MOST_METHODS, MOST_REWRITTEN = 25, 12
 # Code lines of each folder, "" for the modules beside them. They only go down: a feature is paid
 # for with a deletion.
 FOLDER_LINES = {
-    **{"": 1_211, "gossip": 1_825, "wire": 1_347, "comm": 1_421, "start": 859, "elastic": 791},
+    **{"": 1_211, "gossip": 1_780, "wire": 1_335, "comm": 1_421, "start": 859, "elastic": 791},
     **{"launcher": 597, "planning": 328, "checkpoint": 527, "topo": 563, "extensions": 559},
     **{"ddp": 525, "optim": 504, "data": 368, "integrations": 315, "codecs": 283, "mesh": 120},
 }
 # One idea in each file: fewer files of a step would mean longer ones.
-MOST_CALLS, MOST_FILES = 140, 18
+MOST_CALLS = 110
 # What the core must not know by name: these come in through its seams.
 FEATURES = {
     *("tracking", "outer", "int8", "quantised", "quantized"),
@@ -184,14 +186,19 @@ def calls_of_a_step(optimizer: DecentOptimWrapper) -> list[str]:
     return files
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_step_of_pairs_makes_few_calls(overlap: bool) -> None:
+@pytest.mark.parametrize(("overlap", "most_files"), [(True, 11), (False, 11), ("forward", 14)])
+def test_a_step_of_pairs_makes_few_calls(overlap: Overlap, most_files: int) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> list[str]:
-        params = make_params(seed=rank)
-        optimizer = wrap(params, group, topology="ring", overlap=overlap, bucket_cap_mb=25)
+        model = nn.Linear(4, 4)
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DecentOptimWrapper(
+            base, topology="ring", overlap=overlap, process_group=group, model=model
+        )
         # The first steps make the buffers.
-        take_steps(optimizer, params, rank, range(4))
-        backward(params, rank, 4)
+        for _ in range(4):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        model(torch.ones(1, 4)).sum().backward()
         files = calls_of_a_step(optimizer)
         assert len(optimizer.buckets) == 1
         assert optimizer.stats().bytes_sent > 0
@@ -200,4 +207,4 @@ def test_a_step_of_pairs_makes_few_calls(overlap: bool) -> None:
     for files in run_threads(2, main):
         assert "gossip/step.py" in files
         assert len(files) <= MOST_CALLS, len(files)
-        assert len(set(files)) <= MOST_FILES, set(files)
+        assert len(set(files)) <= most_files, set(files)

@@ -246,15 +246,15 @@ class Transport(Connections):
 
     def sends_alone(self, device: torch.device) -> bool:
         """Return whether `send` and `receive` work for tensors on this device: not on NCCL."""
-        return self._ready is not None and not self.coalesces(device)
+        return self._ready is not None and (device.type == "cpu" or not self.coalesces(device))
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Waitable:
         """Start sending a tensor, as in `exchange`; on any thread."""
-        return _start(self._open_world().send, tensor, peer, tag)
+        return _start((self._ready or self._open_world()).send, tensor, peer, tag)
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Waitable:
         """Start receiving a tensor, as in `exchange`."""
-        return _start(self._open_world().recv, tensor, peer, tag)
+        return _start((self._ready or self._open_world()).recv, tensor, peer, tag)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[Waitable]:
         """Start summing `tensor` in place over the ranks of a connected group."""

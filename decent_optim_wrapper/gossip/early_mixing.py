@@ -60,7 +60,7 @@ class EarlyMixing:
             self._finish(flying, whole)
             return
         for bucket in wanted:
-            flying.receive_bucket(bucket)
+            flying.receive(bucket)
             if flying.flags.refused:
                 self._finish(flying, whole)
                 return

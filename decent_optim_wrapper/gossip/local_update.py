@@ -138,7 +138,7 @@ class LocalUpdate:
         # Parameters of a group that was only removed are still gossiped, as frozen ones are.
         if known.gone and set(known.ids) - self._names_of.keys():
             raise replaced_error(self._names(known.gone), rank)
-        if relocated := [tensor for bucket in buckets for tensor in bucket.relocated()]:
+        if relocated := [*chain.from_iterable(map(Bucket.relocated, buckets))]:
             raise relocated_error(self._names(relocated), rank)
         if changed:
             raise changed_error(self._names(changed), rank)
@@ -223,7 +223,8 @@ class LocalUpdate:
             yield update
             # In a backward pass their gradients were not there when the step began.
             self.check_outside(rank)
-            update(None)
+            if known.outside:
+                update(None)
 
     def _step_part(self, part: list[list[Tensor]]) -> None:
         """Step with these parameters of each group only, and restore the groups."""

@@ -17,10 +17,8 @@ from decent_optim_wrapper.gossip.session import Session
 from decent_optim_wrapper.gossip.timing import Meter
 from decent_optim_wrapper.wire.bucket import Bucket, changed_since
 from decent_optim_wrapper.wire.exchange import Exchange, Wire
-from decent_optim_wrapper.wire.finite_flags import FiniteFlags
-from decent_optim_wrapper.wire.messages import Messages
+from decent_optim_wrapper.wire.messages import FiniteFlags, Messages, exchange_of
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
-from decent_optim_wrapper.wire.pack import exchange_of
 from decent_optim_wrapper.wire.storage import Flat
 from decent_optim_wrapper.wire.sum_order import GIVEN_ORDER
 
@@ -80,7 +78,7 @@ class Round:
         self._wire = Wire(
             transport=transport,
             group=group,
-            peers=tuple([rank for rank in group.ranks if rank != transport.rank]),
+            peers=tuple(filter(transport.rank.__ne__, group.ranks)),
             round=header.round,
             is_average=plan.kind is RoundKind.AVERAGE,
             references=references,
@@ -173,15 +171,16 @@ class Round:
                 self._stamps[bucket] = bucket.stamps
             meter.count_bytes(exchange.bytes_sent)
             self.messages.run(exchange.start, exchange)
-            if self._policy.pacing.mixes_early:
+            if self._policy.pacing.mixes_early and not exchange.tells_finite:
                 flag = partial(self.flags.send, [exchange], self.messages, alone=True)
                 self.messages.run(flag, exchange)
 
     def seal(self) -> None:
         """Tell the group which buckets had finite values, once all of them are posted."""
-        tell = partial(self.flags.send, self._exchanges.values(), self.messages)
+        untold = [each for each in self._exchanges.values() if not each.tells_finite]
         # Each bucket has told it already if the pacing mixes early.
-        self.messages.seal(None if self._policy.pacing.mixes_early else tell)
+        sends = bool(untold) and not self._policy.pacing.mixes_early
+        self.messages.seal(partial(self.flags.send, untold, self.messages) if sends else None)
 
     def watch(self) -> None:
         """Begin to wait on a thread, once the round is sealed."""
@@ -219,75 +218,54 @@ class Round:
         """Return whether everything has arrived, as far as a thread has watched."""
         return self._watch is not None and self._watch.future.done()
 
-    def receive(self) -> None:
-        """Wait until everything has arrived; nothing is mixed. A second call returns at once.
-
-        On a GPU, the stream waits and not the host.
-
-        Raises:
-            PeerError: the data of a peer did not arrive.
-            CallOrderError: a peer is in another method or round.
-        """
-        try:
-            with self._policy.meter.wait:
-                self._receive()
-        except (PeerError, CallOrderError):
-            self.abandon()
-            raise
-
-    def _receive(self) -> None:
-        self.messages.wait_until_sent()
-        if self._watch is not None:
-            self.messages.wait_for(self._watch)
-        self._receive_headers()
-        for exchange in self._exchanges.values():
-            self.messages.wait(exchange.works, exchange.position, self._wire.peers, exchange.on_gpu)
-            if exchange.tells_finite:
-                self.flags.read_pair(exchange)
-        self._stamps.clear()
-        if self._moves_references:
-            self._count_coded()
-        for flags in self.flags.messages:
-            for message in flags.pending:
-                self.messages.wait(message.works, flags.positions[-1], message.suspects)
-            self.flags.read(flags)
-
-    def receive_bucket(self, bucket: Bucket) -> None:
+    def receive(self, bucket: Bucket | None = None) -> None:
         """Wait until a bucket and the buckets attached to it have arrived; nothing is mixed.
 
+        A second call returns at once. On a GPU, the stream waits and not the host.
+
+        Args:
+            bucket: the bucket; None waits for the whole round.
+
         Raises:
             PeerError: the data of a peer did not arrive.
             CallOrderError: a peer is in another method or round.
         """
         try:
             with self._policy.meter.wait:
-                for each in (bucket, *self.unmixed[bucket]):
-                    if exchange := self._exchanges.get(each):
-                        self._receive_exchange(exchange)
+                self._receive(bucket)
         except (PeerError, CallOrderError):
             self.abandon()
             raise
-        self._stamps.pop(bucket, None)
-        if self._moves_references:
-            self._count_coded()
 
-    def _receive_exchange(self, exchange: Exchange) -> None:
-        waits, position = self.messages, exchange.position
-        waits.wait_until_sent()
+    def _receive(self, bucket: Bucket | None) -> None:
+        messages = self.messages
+        messages.wait_until_sent()
+        if self._watch is not None:
+            messages.wait_for(self._watch)
         self._receive_headers()
-        waits.wait(exchange.works, position, self._wire.peers, exchange.on_gpu)
-        if exchange.tells_finite:
-            self.flags.read_pair(exchange)
-        if flags := self.flags.of(exchange):
-            for message in flags.pending:
-                waits.wait(message.works, position, message.suspects)
-            self.flags.read(flags)
-
-    def _count_coded(self) -> None:
-        """Count the round once, as soon as a part of it has arrived."""
-        if self._wire.references is not None:
+        exchanges = self._exchanges.values() if bucket is None else self._with_attached(bucket)
+        for exchange in exchanges:
+            messages.wait(exchange.works, exchange.position, self._wire.peers, exchange.on_gpu)
+        if bucket is None:
+            self._stamps.clear()
+        else:
+            self._stamps.pop(bucket, None)
+        if self._moves_references and self._wire.references is not None:
+            # Once, as soon as a part of the round has arrived.
             self._wire.references.count_round()
-        self._moves_references = False
+            self._moves_references = False
+        for exchange in exchanges:
+            if exchange.tells_finite:
+                self.flags.read_pair(exchange)
+            elif flags := self.flags.of(exchange):
+                for message in flags.pending:
+                    messages.wait(message.works, flags.positions[-1], message.suspects)
+                self.flags.read(flags)
+
+    def _with_attached(self, bucket: Bucket) -> list[Exchange]:
+        """The exchanges of a bucket that is not mixed yet, and of the buckets attached to it."""
+        found = (self._exchanges.get(each) for each in (bucket, *self.unmixed[bucket]))
+        return [each for each in found if each is not None]
 
     def _receive_headers(self) -> None:
         for each in self._headers:
@@ -309,9 +287,10 @@ class Round:
             self.order.agree(each.message[-1].item() for each in self._headers)
         self._headers = []
 
-    def changed_in_flight(self) -> list[Tensor]:
+    def changed_in_flight(self) -> Sequence[Tensor]:
         """Parameters that must not be changed by hand meanwhile, but have been."""
-        stamps = self._stamps.items()
+        if not (stamps := self._stamps.items()):
+            return ()
         return [param for each, before in stamps for param in changed_since(before, each)]
 
     def mix(self, bucket: Bucket) -> None:
@@ -364,8 +343,8 @@ class Round:
 
     def refuses(self, bucket: Bucket) -> bool:
         """Return whether the values of some rank forbid mixing a bucket or one attached to it."""
-        found = (self._exchanges.get(each) for each in (bucket, *self.unmixed[bucket]))
-        return any(each is not None and each.position in self.flags.refused for each in found)
+        refused = self.flags.refused
+        return any(each.position in refused for each in self._with_attached(bucket))
 
     def abandon(self) -> None:
         """Drop everything on the wire without waiting for the peers."""

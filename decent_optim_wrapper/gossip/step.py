@@ -73,11 +73,11 @@ class Step:
     def _begin(self) -> None:
         """Check parameters, averages and members for changes since the last step."""
         gossip, pipeline = self._gossip, self._pipeline
-        if gossip.early.is_on:
+        if not gossip.early.is_on:
+            pipeline.policy.meter.reset()
+        elif pipeline.in_flight:
             # The buckets that no forward pass has needed.
             gossip.mix_early()
-        else:
-            pipeline.policy.meter.reset()
         transport = pipeline.session.transport
         transport.check_open()
         pipeline.check_parameters()
@@ -104,7 +104,7 @@ class Step:
                 if bucket not in pipeline.buckets:
                     pipeline.mix(arrived, bucket)
         self._launched = pipeline.begin()
-        if self._launched:
+        if self._launched and (self._in_backward or pipeline.session.transport.gpus):
             pipeline.choose_order(self._launched, self._in_backward, ahead=arrived is None)
 
     def advance(self, buckets: Sequence[Bucket], update: Callable[[], Result]) -> Result:

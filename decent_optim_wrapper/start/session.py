@@ -244,7 +244,7 @@ class Setup:
         self._held = HeldBuffers(inputs.model, model.others)
         self._policy = policy = RoundPolicy(
             pacing=settings.pacing,
-            nonfinite=NonFinitePolicy(settings.on_nonfinite),
+            nonfinite=NonFinitePolicy.of(settings.on_nonfinite),
             meter=Meter(),
             in_backward_order=bool(inputs.extras.backward_order) and settings.pacing.mixes_early,
         )

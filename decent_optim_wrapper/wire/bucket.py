@@ -5,7 +5,8 @@ Layout, packing and mixing; no communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -18,8 +19,7 @@ from decent_optim_wrapper.wire.layout import MIB, Layout, kind_of, saving
 from decent_optim_wrapper.wire.storage import Flat, aligned, move_together, new_vector
 
 _version_of = attrgetter("_version")
-_kind_of = attrgetter("dtype", "device")
-_shape_of = attrgetter("shape")
+_dtype_of = attrgetter("dtype")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -308,12 +308,11 @@ class Bucket:
 
     def _look(self) -> list[list[Any]]:
         """What must not change of the members, in columns."""
-        columns: list[Iterable[Any]] = [map(_kind_of, self.members)]
+        # Without objects for devices and shapes, which cost as much as everything else here.
+        looks: list[Callable[[Tensor], Any]] = [_dtype_of, Tensor.get_device]
         if self._storage is not None:
-            columns += [
-                map(each, self.members) for each in (Tensor.data_ptr, _shape_of, Tensor.stride)
-            ]
-        return [list(column) for column in columns]
+            looks += [Tensor.data_ptr, Tensor.numel, Tensor.stride]
+        return [[*map(look, self.members)] for look in looks]
 
     def _notify_autograd(self) -> None:
         """Increment the version counters of members that are views, which do not do so themselves.
@@ -347,6 +346,12 @@ def changed_since(stamps: Sequence[int], bucket: Bucket) -> list[Tensor]:
         return []
     pairs = zip(bucket.counted * 2, stamps, now, strict=True)
     return [member for member, before, after in pairs if before != after]
+
+
+def is_finite(data: Tensor) -> bool:
+    """Return whether all elements are finite: one pass, and a second one if the sum overflows."""
+    data = data.detach()
+    return math.isfinite(data.sum().item()) or bool(data.isfinite().all())
 
 
 def all_finite(buckets: Sequence[Bucket]) -> list[bool]:

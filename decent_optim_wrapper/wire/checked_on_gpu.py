@@ -59,7 +59,7 @@ class CheckedOnGpu:
             return MixMask(arrived=whole, present=group.size)
         finite = self._rows[:, self._columns[exchange]].to(device, non_blocking=True)
         present, own = finite.sum(), finite[group.ranks.index(transport.rank)]
-        arrived = present > 0 if exchange.sums else finite[group.ranks.index(self._wire.peer)]
+        arrived = present > 0 if exchange.sums else finite[group.ranks.index(self._wire.peers[0])]
         return MixMask(arrived=arrived, present=present, own=own)
 
     def nonfinite_ranks(self) -> list[int]:

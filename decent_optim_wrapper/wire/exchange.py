@@ -15,7 +15,7 @@ from decent_optim_wrapper.comm.send_queue import SendQueue
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import Waitable
 from decent_optim_wrapper.topo import Group
-from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.bucket import Bucket, is_finite
 from decent_optim_wrapper.wire.nonfinite import NonFinitePolicy
 from decent_optim_wrapper.wire.references import GroupReference
 from decent_optim_wrapper.wire.storage import Flat
@@ -65,10 +65,10 @@ class Wire(NamedTuple):
             received: the result of `receive_ahead`.
         """
         if self.sends is None or not self.transport.sends_alone(outgoing.device):
-            return self.transport.exchange(outgoing, incoming, self.peer, BUCKET_TAG + position)
+            return self.transport.exchange(outgoing, incoming, self.peers[0], BUCKET_TAG + position)
         works = received or self.receive_ahead(incoming, position)
         for piece in _pieces(outgoing):
-            start = partial(self.transport.send, piece, self.peer, BUCKET_TAG + position)
+            start = partial(self.transport.send, piece, self.peers[0], BUCKET_TAG + position)
             works.append(self.sends.add(start, position))
         return works
 
@@ -82,12 +82,7 @@ class Wire(NamedTuple):
             return []
         # Messages of one tag arrive in the order in which they are sent.
         receive, tag = self.transport.receive, BUCKET_TAG + position
-        return [receive(piece, self.peer, tag) for piece in _pieces(incoming)]
-
-    @property
-    def peer(self) -> int:
-        """The other rank of a pair."""
-        return self.peers[0]
+        return [receive(piece, self.peers[0], tag) for piece in _pieces(incoming)]
 
 
 def _pieces(message: Tensor) -> tuple[Tensor, ...]:
@@ -193,8 +188,7 @@ class Exchange:
 
     def _check(self, data: Tensor) -> None:
         if self._wire.nonfinite.checks:
-            finite = is_finite_on_device(data)
-            self.finite = finite if self.on_gpu else bool(finite)
+            self.finite = is_finite_on_device(data) if self.on_gpu else is_finite(data)
 
 
 class PlainExchange(Exchange):

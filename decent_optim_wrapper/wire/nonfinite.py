@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from decent_optim_wrapper.errors import NonFiniteError
 
@@ -16,19 +16,18 @@ class NonFinitePolicy(NamedTuple):
     Args:
         on_nonfinite: "raise" an error on all ranks of the group, "skip" these ranks in the round,
             or "ignore" it.
+        checks: whether values are checked before they are mixed.
+        replaces: whether mixing replaces parameters that are not finite.
     """
 
     on_nonfinite: OnNonfinite
+    checks: bool
+    replaces: bool
 
-    @property
-    def checks(self) -> bool:
-        """True if values are checked before they are mixed."""
-        return self.on_nonfinite != "ignore"
-
-    @property
-    def replaces(self) -> bool:
-        """True if mixing replaces parameters that are not finite."""
-        return self.on_nonfinite == "skip"
+    @classmethod
+    def of(cls, on_nonfinite: OnNonfinite) -> Self:
+        """The policy of this name."""
+        return cls(on_nonfinite, on_nonfinite != "ignore", on_nonfinite == "skip")
 
 
 def nonfinite_error(
