@@ -116,7 +116,7 @@ class Pipeline:
         Args:
             number: the number of the round; None for the next one.
             rate: its mixing rate; None for the present one.
-            age: as of `Round`.
+            age: as in `Round.open`.
 
         Returns:
             None if this rank is idle, or while another round is in flight.
@@ -139,7 +139,7 @@ class Pipeline:
         """Begin an exchange with the ranks that mix next: headers, and buckets if it has any."""
         self.session.transport.check_open()
         header = RoundHeader(call, self.round if number is None else number, plan.mixing_rate)
-        return Round(header, plan, self.session, self.policy, age).open()
+        return Round(header, plan, self.session, self.policy).open(age)
 
     def choose_order(self, launched: Round, in_backward: bool, ahead: bool) -> None:
         """Choose how the buckets of a step are sent.

@@ -50,21 +50,16 @@ class Round:
         plan: the ranks that mix, and the mixing rate.
         session: connects them.
         policy: what all rounds have in common.
-        age: number of steps since its launch.
     """
 
     def __init__(
-        self,
-        header: RoundHeader,
-        plan: RoundPlan,
-        session: Session,
-        policy: RoundPolicy,
-        age: int = 0,
+        self, header: RoundHeader, plan: RoundPlan, session: Session, policy: RoundPolicy
     ) -> None:
         group, transport = plan.group, session.transport
         references = session.references.groups.get(group.ranks)
         self.plan = plan
-        self.age = age
+        # Number of steps since its launch.
+        self.age = 0
         # The order in which buckets are posted.
         reorders = policy.in_backward_order and group.size > 2
         self.order = session.sum_order.of(group.ranks) if reorders else GIVEN_ORDER
@@ -104,8 +99,13 @@ class Round:
         # The stamps of the buckets whose parameters must not be changed by hand meanwhile.
         self._stamps: dict[Bucket, tuple[int, ...]] = {}
 
-    def open(self) -> Round:
-        """Tell the group what this rank is about to do."""
+    def open(self, age: int) -> Round:
+        """Tell the group what this rank is about to do.
+
+        Args:
+            age: number of steps since the launch, if it was launched by an earlier step.
+        """
+        self.age = age
         # Before the buckets: larger groups sum, and would add up whatever comes first.
         self._headers = self.messages.send(self._header, _HEADER_TAG, 0)
         return self
