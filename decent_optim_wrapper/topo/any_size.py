@@ -62,28 +62,24 @@ class Base2(Topology):
 
     def phase_count(self) -> int:
         """The phases of the shorter schedule."""
-        return min(_split_phases(self._world_size), sum(self._product_phases()))
+        return min(_split_phases(self._world_size), sum(self._product()[1:]))
 
     def own_group(self, rank: int, phase: int) -> Group:
         """The group in the shorter schedule."""
         n = self._world_size
-        inner, across = self._product_phases()
+        odd, inner, across = self._product()
         if _split_phases(n) <= inner + across:
             return _split_group(n, rank, phase)
-        odd = self._odd_part()
         block, place = divmod(rank, odd)
         if phase >= inner:
             return Group((rank, (block ^ 1 << phase - inner) * odd + place))
         group = _split_group(odd, place, phase)
         return Group((block * odd + each for each in group.ranks), group.self_weight)
 
-    def _odd_part(self) -> int:
-        return self._world_size // (self._world_size & -self._world_size)
-
-    def _product_phases(self) -> tuple[int, int]:
-        """Numbers of phases inside the blocks of q and across them."""
-        odd = self._odd_part()
-        return _split_phases(odd), (self._world_size // odd).bit_length() - 1
+    def _product(self) -> tuple[int, int, int]:
+        """The odd factor q, and the numbers of phases inside the blocks of q and across them."""
+        odd = self._world_size // (self._world_size & -self._world_size)
+        return odd, _split_phases(odd), (self._world_size // odd).bit_length() - 1
 
 
 class RandomMatching(Topology):
