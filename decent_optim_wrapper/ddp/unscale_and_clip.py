@@ -39,20 +39,16 @@ class UnscaleAndClip:
         if scaler is not None:
             scaler.unscale_(target)
             self._scaled.append(target)
-        if self._clip_norm:
-            self._clip(target, params)
+        if self._clip_norm and isinstance(target, DecentOptimWrapper):
+            # By the norm of the whole replica, which may be spread over a mesh: collective, also
+            # for a rank without gradients.
+            target.clip_grad_norm_(self._clip_norm)
+        elif self._clip_norm and params:
+            nn.utils.clip_grad_norm_(params, self._clip_norm)
         if scaler is not None:
             scaler.step(target)
         else:
             target.step()
-
-    def _clip(self, target: Any, params: list[Tensor]) -> None:
-        if isinstance(target, DecentOptimWrapper):
-            # By the norm of the whole replica, which may be spread over a mesh: collective, also
-            # for a rank without gradients.
-            target.clip_grad_norm_(self._clip_norm)
-        elif params:
-            nn.utils.clip_grad_norm_(params, self._clip_norm)
 
     def step_part(self, params: Sequence[Tensor], update: Callable[[], None]) -> None:
         """The same as `step`, with the gradients of these parameters only."""
