@@ -7,11 +7,17 @@
     python examples/benchmark/soak.py --minutes 5 --codes int8 --tracking
     python examples/benchmark/soak.py --minutes 1 --store-death          # no store at the end
     python examples/benchmark/soak.py --minutes 5 --lab                  # links, too; needs root
+    python examples/benchmark/soak.py --minutes 30 --goodput --step 0.1  # kills alone, and few
 
 Other faults: the process of the store is stopped; a second process with the number of a living
 rank is started, and must be refused; several ranks are killed and come back together. With `--lab`
 links are cut or slowed, or lose packets. In the first quarter of the time no fault takes a rank
-away. The last line shows the seed that repeats the faults.
+away. The last line shows the seed that repeats the faults, and the goodput.
+
+Goodput is steps made against steps possible: the steps of all ranks, and what as many healthy ranks
+would have made in the same time, at the pace of the times in which all were there and did not
+recover. With `--goodput` ranks are only killed, at a rate of 62 kills in 30 minutes for 32 ranks. A
+killed rank is started anew after a second, as by the launcher, and imports torch again.
 
 Ends with an error if a rank is lost for good, if the ranks recover more often than the faults
 explain or take too long, if they do not agree on the average at the end, if their parameters have
@@ -32,7 +38,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing import get_context
@@ -57,13 +63,15 @@ from decent_optim_wrapper.elastic.rendezvous import key_prefix
 
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])
+# With --goodput: seconds of a rank between kills, and until it is started again.
+SECONDS_PER_KILL = 30 * 60 * 32 / 62
+BACKOFF_SECONDS = 1.0
 # Rounds of a process after which its memory should not grow any more.
 WARM_UP = 500
 REPORT_SECONDS = 0.25
 EPOCH_SECONDS = 0.02
-# No rank is that far beyond its last report, at the pace of the last seconds.
-AHEAD_SECONDS = 4
-PACE_SECONDS = 10
+# No rank is that far beyond its last report, at the pace of healthy ranks.
+AHEAD_SECONDS = 8
 LEAST_MARGIN = 20
 # Without any progress of any rank for that long, they hang. How long all of it takes says nothing.
 PATIENCE = 60.0
@@ -95,7 +103,7 @@ class Job(NamedTuple):
     """What the ranks do.
 
     Args:
-        world_size: number of ranks.
+        ranks: number of ranks.
         topology: by name.
         timeout: in seconds.
         step: seconds that every step takes at least.
@@ -104,9 +112,10 @@ class Job(NamedTuple):
         auto: whether a step mixes what has arrived and never waits.
         codes: the name of the `comm_dtype`; None sends the parameters as they are.
         tracking: whether the ranks track gradients.
+        goodput: whether ranks import torch when they are started.
     """
 
-    world_size: int
+    ranks: int
     topology: str
     timeout: float
     step: float
@@ -115,6 +124,7 @@ class Job(NamedTuple):
     auto: bool
     codes: str | None = None
     tracking: bool = False
+    goodput: bool = False
 
 
 class Footprint(NamedTuple):
@@ -206,46 +216,55 @@ class Host(NamedTuple):
     Args:
         address: its address.
         space: its network namespace; empty for that of the launcher.
+        interface: its network device.
     """
 
     address: str = "127.0.0.1"
     space: str = ""
+    interface: str = "lo"
 
 
-class Hosts(NamedTuple):
-    """Where all processes run.
+class Goodput:
+    """Steps made against steps possible.
 
     Args:
-        ranks: the hosts of the ranks.
-        store: the host of the store.
-        interface: the network device of each.
+        newest: the last report of every rank.
     """
 
-    ranks: tuple[Host, ...]
-    store: Host
-    interface: str
+    def __init__(self, newest: dict[int, Progress]) -> None:
+        self._start = time.monotonic()
+        self._last: dict[int, tuple[float, Progress | None]] = {
+            rank: (self._start, progress) for rank, progress in newest.items()
+        }
+        self._made = 0
+        # While all ranks were there and did not recover.
+        self._healthy_steps, self._healthy_seconds = 0, 0.0
 
+    def restart(self, rank: int) -> None:
+        """Count the steps of a new process of a rank from zero."""
+        self._last[rank] = time.monotonic(), None
 
-class Pace:
-    """How fast the ranks have been lately."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque()
-
-    def note(self, now: float, round: int) -> None:
-        """Note the round that the fastest rank has reached."""
-        self._seen.append((now, round))
-        while now - self._seen[0][0] > PACE_SECONDS:
-            self._seen.popleft()
+    def note(self, rank: int, progress: Progress) -> None:
+        """Note a report of a rank."""
+        (before, last), now = self._last[rank], time.monotonic()
+        self._last[rank] = now, progress
+        steps = progress.steps - (last.steps if last else 0)
+        self._made += steps
+        sizes = {len(self._last), len(progress.members), len(last.members) if last else 0}
+        if len(sizes) == 1 and not progress.stalls:
+            self._healthy_steps += steps
+            self._healthy_seconds += now - before
 
     @property
-    def margin(self) -> int:
-        """More rounds than a rank can have made since its last report."""
-        if len(self._seen) < 2:
-            return LEAST_MARGIN
-        (start, first), (end, last) = self._seen[0], self._seen[-1]
-        per_second = (last - first) / max(end - start, REPORT_SECONDS)
-        return LEAST_MARGIN + math.ceil(AHEAD_SECONDS * per_second)
+    def pace(self) -> float:
+        """Steps of a healthy rank in a second."""
+        return self._healthy_steps / max(self._healthy_seconds, REPORT_SECONDS)
+
+    @property
+    def share(self) -> float:
+        """Steps made by steps possible."""
+        seconds = sum(now - self._start for now, _ in self._last.values())
+        return self._made / max(1.0, self.pace * seconds)
 
 
 def footprint() -> Footprint:
@@ -272,7 +291,7 @@ def train(
 
     optimizer = DecentOptimWrapper(
         torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-        *(rank, job.world_size),
+        *(rank, job.ranks),
         topology=job.topology,
         bucket_cap_mb=0.01,
         timeout=job.timeout,
@@ -340,18 +359,18 @@ def keep_store(host: Host, pipe: Connection) -> None:
 
 
 def work(
-    rank: int, job: Job, hosts: Hosts, port: int, control: Control, pipe: Connection, stacks: Path
+    rank: int, job: Job, hosts: list[Host], control: Control, pipe: Connection, stacks: Path
 ) -> None:
     # Open for as long as the process lives.
     file = stacks.open("w")
     faulthandler.register(signal.SIGUSR1, file, all_threads=True)
     torch.set_num_threads(1)
-    if space := hosts.ranks[rank].space:
-        netlab.enter(space)
-        os.environ["GLOO_SOCKET_IFNAME"] = hosts.interface
+    if hosts[rank].space:
+        netlab.enter(hosts[rank].space)
+        os.environ["GLOO_SOCKET_IFNAME"] = hosts[rank].interface
     try:
-        address, patience = hosts.store.address, timedelta(seconds=60)
-        store = TCPStore(address, port, is_master=False, timeout=patience)
+        patience, port = timedelta(seconds=60), int(control.read("port") or 0)
+        store = TCPStore(hosts[-1].address, port, is_master=False, timeout=patience)
         train(rank, job, control, store, pipe.send)
     except Exception as error:
         pipe.send(Failure(type(error).__name__, traceback.format_exc()))
@@ -384,22 +403,22 @@ class Fleet:
     def __init__(self, job: Job, where: netlab.Lab = LOOPBACK) -> None:
         self._job = job
         self._where = where
-        self._hosts = hosts_of(where, job.world_size)
+        self._hosts = hosts_of(where, job.ranks + 1)
         self._folder = TemporaryDirectory()
         self._control = Control(Path(self._folder.name))
         self._epochs, theirs = PROCESSES.Pipe()
-        args = (self._hosts.store, theirs)
+        args = (self._hosts[-1], theirs)
         self._keeper: Any = PROCESSES.Process(target=keep_store, args=args, daemon=True)
         self._keeper.start()
         theirs.close()
-        self._port = self._epochs.recv()
+        self._control.write("port", self._epochs.recv())
         self._has_store = True
         self.gatherings = 0
         self._processes: dict[int, Any] = {}
-        self._pace = Pace()
         # One pipe per process: reports of a killed process must not be taken for those of the next.
         self._lives: dict[Connection, Life] = {}
         self.newest: dict[int, Progress] = {}
+        self.goodput = Goodput({})
         # What each process has needed since its warm-up, by report.
         self.footprints: dict[int, list[Footprint]] = {}
         self.stalls: list[Stall] = []
@@ -416,14 +435,14 @@ class Fleet:
         self._mended: set[int] = set()
         # How often one of these was refused, and started again as a launcher does.
         self.refused = 0
-        self._killed: list[Any] = []
         self.lost: dict[int, Failure] = {}
-        for rank in range(job.world_size):
+        for rank in range(job.ranks):
             self.start(rank)
 
     def start(self, rank: int) -> None:
         """Start the rank, for the first time or again."""
         self.footprints.pop(rank, None)
+        self.goodput.restart(rank)
         self._processes[rank] = self._start(rank, self._stacks_of(rank), is_twin=False)
 
     def start_twin(self, rank: int) -> None:
@@ -437,8 +456,9 @@ class Fleet:
 
     def _start(self, rank: int, stacks: Path, is_twin: bool) -> Any:
         ours, theirs = PROCESSES.Pipe(duplex=False)
-        args = (rank, self._job, self._hosts, self._port, self._control, theirs, stacks)
-        process = PROCESSES.Process(target=work, args=args, daemon=True)
+        args = (rank, self._job, self._hosts, self._control, theirs, stacks)
+        context = get_context("spawn") if self._job.goodput else PROCESSES
+        process: Any = context.Process(target=work, args=args, daemon=True)
         process.start()
         theirs.close()
         self._lives[ours] = Life(rank, process, is_twin)
@@ -446,9 +466,10 @@ class Fleet:
 
     def kill(self, rank: int) -> None:
         """Kill the rank."""
-        self._killed.append(self._processes[rank])
-        self._processes[rank].kill()
-        self._processes[rank].join()
+        killed = self._processes[rank]
+        killed.kill()
+        killed.join()
+        self._lives = {pipe: each for pipe, each in self._lives.items() if each.process != killed}
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """SIGSTOP or SIGCONT."""
@@ -511,13 +532,13 @@ class Fleet:
         """Let the ranks end a little later, all after the same round, and compare them."""
         while self.listen(0):
             pass
-        finish = self.round + self._pace.margin
+        finish = self.round + self._margin
         self._control.write("finish", finish)
         self._wait(
             lambda: self._have_ended(finish), f"all ranks to end at round {finish}", patience
         )
         self._control.write("over", 1)
-        check_ends(self.newest, self._job.world_size)
+        check_ends(self.newest, self._job.ranks)
 
     def end_without_store(self, victim: int, patience: float = PATIENCE) -> list[str]:
         """Kill the store, and a little later a rank; without a loss the others do not ask it.
@@ -528,7 +549,7 @@ class Fleet:
         self._has_store = False
         self._keeper.kill()
         self._keeper.join()
-        self.reach(self.round + self._pace.margin, patience)
+        self.reach(self.round + self._margin, patience)
         self.kill(victim)
         seconds = self._job.timeout + END_SECONDS + self.allowance
         deadline = time.monotonic() + seconds
@@ -539,7 +560,7 @@ class Fleet:
             f"expected rank {rank} to end with a PeerError within {seconds:.1f} s after a loss "
             f"without a store; it "
             + ("still lives" if rank in left else f"ended: {self.lost.get(rank)}")
-            for rank in range(self._job.world_size)
+            for rank in range(self._job.ranks)
             if rank in left or (rank != victim and not self._is_peer_error(rank))
         ]
 
@@ -592,7 +613,7 @@ class Fleet:
                     f"expected rank {rank} to end at round {finish}, but it was at "
                     f"{progress.round} already: the margin is too small for its pace"
                 )
-        return len(self.newest) == self._job.world_size and all(
+        return len(self.newest) == self._job.ranks and all(
             progress.average for progress in self.newest.values()
         )
 
@@ -610,6 +631,11 @@ class Fleet:
     def round(self) -> int:
         """The latest round that a rank has reached."""
         return max((progress.round for progress in self.newest.values()), default=0)
+
+    @property
+    def _margin(self) -> int:
+        """More rounds than a rank can have made since its last report."""
+        return LEAST_MARGIN + math.ceil(AHEAD_SECONDS * self.goodput.pace)
 
     @property
     def allowance(self) -> float:
@@ -632,9 +658,6 @@ class Fleet:
                 continue
             if life.is_twin:
                 check_refusal(life.rank, said)
-            elif life.process in self._killed:
-                # It has said this before.
-                continue
             elif isinstance(said, Failure):
                 self._note_failure(life.rank, said)
             else:
@@ -672,8 +695,8 @@ class Fleet:
 
     def _note(self, rank: int, progress: Progress) -> None:
         self.newest[rank] = progress
+        self.goodput.note(rank, progress)
         self._mended.discard(rank)
-        self._pace.note(time.monotonic(), self.round)
         if progress.pace is not None:
             self._paces[rank].append(progress.pace)
         if rank not in self._returning:
@@ -692,13 +715,12 @@ def without_stops(stalls: Iterable[Stall], stops: Sequence[Stop]) -> list[Stall]
     ]
 
 
-def hosts_of(where: netlab.Lab, world_size: int) -> Hosts:
-    """One host for each rank and one for the store, or this machine for all."""
-    if where.hosts:
-        *ranks, store = (Host(netlab.address(i), space) for i, space in enumerate(where.hosts))
-    else:
-        *ranks, store = [Host()] * (world_size + 1)
-    return Hosts(tuple(ranks), store, where.interface)
+def hosts_of(where: netlab.Lab, count: int) -> list[Host]:
+    """So many hosts, or this machine for all."""
+    spaces = enumerate(where.hosts)
+    return [Host(netlab.address(i), space, where.interface) for i, space in spaces] or [
+        Host()
+    ] * count
 
 
 def is_refusal(failure: Failure) -> bool:
@@ -712,14 +734,8 @@ def check_refusal(rank: int, said: Progress | Failure) -> None:
     Raises:
         ValueError: it was not refused.
     """
-    if isinstance(said, Progress):
-        raise ValueError(
-            f"expected a second process of rank {rank} to be refused, but it trains: {said}"
-        )
-    if not is_refusal(said):
-        raise ValueError(
-            f"expected a second process of rank {rank} to be refused as such, got {said.text}"
-        )
+    if isinstance(said, Progress) or not is_refusal(said):
+        raise ValueError(f"expected a second process of rank {rank} to be refused, got {said}")
 
 
 def check_ends(ends: dict[int, Progress], world_size: int) -> None:
@@ -801,10 +817,12 @@ def soak(fleet: Fleet, injector: Injector, args: argparse.Namespace) -> list[str
     wrong = []
     kinds = tuple(kind for kind in Kind if args.lab or kind not in LINKS)
     harmless = tuple(kind for kind in kinds if kind in HARMLESS)
+    kinds = (Kind.KILL,) if args.goodput else kinds
     injector.settle()
+    fleet.goodput = Goodput(fleet.newest)
     if args.quiet_rounds:
         fleet.reach(args.quiet_rounds, args.patience)
-    else:
+    elif not args.goodput:
         inject(injector, args, harmless, 15 * args.minutes)
     if not fleet.gatherings:
         wrong.append("expected to see the ranks gather at the start: nothing counts recoveries")
@@ -812,7 +830,7 @@ def soak(fleet: Fleet, injector: Injector, args: argparse.Namespace) -> list[str
         wrong.append(f"expected no recovery before a rank was lost, got {fleet.recoveries}")
     before = fleet.recoveries
     if not args.quiet_rounds:
-        inject(injector, args, kinds, 45 * args.minutes)
+        inject(injector, args, kinds, (60 if args.goodput else 45) * args.minutes)
     if args.store_death:
         injector.settle()
         wrong += fleet.end_without_store(args.seed % args.ranks, args.patience)
@@ -839,6 +857,9 @@ def inject(
     for fault in draw_faults(args.seed, args.ranks, args.timeout, kinds):
         if time.monotonic() > over:
             break
+        if args.goodput:
+            pause = SECONDS_PER_KILL / args.ranks
+            fault = fault._replace(seconds=BACKOFF_SECONDS, pause=pause)
         injector.inject(fault)
     injector.settle()
 
@@ -863,12 +884,9 @@ def tell(
     print(
         f"seed {seed}: {fleet.round} rounds in {seconds:.0f} s; faults: {done or 'none'}; "
         f"recoveries: {fleet.recoveries} of {injector.losses} losses; "
-        + (
-            f"stalls: {len(stalls)}, median {statistics.median(stalls):.1f} s, "
-            f"longest {max(stalls):.1f} s"
-            if stalls
-            else "stalls: none"
-        )
+        f"goodput: {fleet.goodput.share:.2%}; "
+        f"stalls: {len(stalls)}, median {statistics.median(stalls or [0]):.1f} s, "
+        f"longest {max(stalls, default=0):.1f} s"
     )
 
 
@@ -884,6 +902,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jitter", type=float, default=0, help="seconds a step may take longer")
     parser.add_argument("--auto", action="store_true", help="overlap=AsItArrives()")
     parser.add_argument("--codes", choices=["bfloat16", "float16", "int8", "int4"])
+    parser.add_argument("--goodput", action="store_true", help="kills alone, and few of them")
     parser.add_argument("--tracking", action="store_true", help="extensions=[GradientTracking()]")
     parser.add_argument(
         "--patience", type=float, default=PATIENCE, help="seconds after which a rank hangs"
@@ -908,17 +927,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     start = time.monotonic()
-    job = Job(
-        world_size=args.ranks,
-        topology=args.topology,
-        timeout=args.timeout,
-        step=args.step,
-        slow=args.slow,
-        jitter=args.jitter,
-        auto=args.auto,
-        codes=args.codes,
-        tracking=args.tracking,
-    )
+    job = Job(*(getattr(args, name) for name in Job._fields))
     # Also seen if this process is killed.
     print(f"seed {args.seed}", flush=True)
     with netlab.lab(args.ranks + 1, LINK_RATE if args.lab else "") as where:
