@@ -249,14 +249,14 @@ class Rendezvous:
                 self._store.claim(_members_key(epoch), json.dumps(present))
             elif late and needs_state:
                 notes = self._notes(epoch, self._present(epoch))
-                starting = (rank for rank in notes if notes[rank].needs_state)
-                missing = {*self._everyone}.difference(filter(self._heartbeat.alive, starting))
+                alive = {rank for rank in notes if self._heartbeat.alive(rank)}
+                starting = {rank for rank in alive if notes[rank].needs_state}
                 # Unless the last one has just come.
-                if missing:
+                if missing := sorted({*self._everyone} - starting):
                     raise PeerError(
                         f"rank {self.rank}: waited {timeout} for the other ranks, of which "
-                        f"{sorted(missing)} did not come or have ended since; start every rank "
-                        f"with the same store, unless the others have finished"
+                        f"{missing} did not come or have ended since; start every rank with the "
+                        f"same store, unless the others have finished"
                     )
             elif late:
                 self.leave()
