@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from etcd_servers import free_ports
 from launched import Launched, ours
 from loguru import logger
 from ranks import run_processes, run_script_on_ranks
@@ -28,6 +30,7 @@ from decent_optim_wrapper.launcher import add_arguments
 
 ROOT = Path(__file__).parent.parent
 GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))
+CLUSTERS = ROOT / "examples" / "guides" / "clusters.md"
 ELASTIC = ROOT / "examples" / "guides" / "elastic.md"
 FIRST_HOUR = ROOT / "examples" / "first_hour.md"
 TESTS = Path(__file__).parent / "README.md"
@@ -183,25 +186,55 @@ def test_the_script_of_the_elastic_guide_goes_on_without_rank_0_which_comes_back
     assert "terminate called" not in launcher.printed
 
 
-def test_the_recipes_of_the_elastic_guide_can_be_parsed() -> None:
-    """And what they start takes their options."""
+def test_the_recipes_of_the_cluster_guide_can_be_parsed() -> None:
+    """And the launchers that they start take their options."""
     yaml = pytest.importorskip("yaml")
-    page = blocks_of(ELASTIC)
-    (slurm,) = (block.code for block in page if "srun" in block.code)
-    subprocess.run(["bash", "-n"], input=slurm, text=True, check=True)
-    (manifest,) = (block.code for block in page if block.info == "yaml")
-    service, job = yaml.safe_load_all(manifest)
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    assert service["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"]
-    for line in (slurm.partition("bash -c")[2].strip().strip("'"), *container["args"]):
+    page = blocks_of(CLUSTERS)
+    scripts = [block.code for block in page if block.info == "sh"]
+    (kubernetes, sky) = (list(yaml.safe_load_all(b.code)) for b in page if b.info == "yaml")
+    spec = kubernetes[1]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert kubernetes[0]["metadata"]["name"] == spec["subdomain"]
+    (launched,) = (script for script in scripts if "bash -c" in script)
+    launchers = [
+        launched.partition("bash -c")[2].strip().strip("'"),
+        *container["args"],
+        sky[0]["run"],
+    ]
+    for script in (*scripts, *launchers):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    for line in launchers:
         words = shlex.split(line.replace("\\\n", " ").replace("$ENDPOINT", "host:1"))
         words = [re.sub(r"\$\w+", "2", word) for word in words[words.index("run") + 1 :]]
         parser = argparse.ArgumentParser()
         add_arguments(parser)
         args = parser.parse_args(words)
         assert args.command == ["train.py"]
-        assert args.endpoint is not None
+        assert (args.endpoint is None) == (args.store is not None)
         assert args.nnodes == 2
+
+
+def test_the_program_of_the_cluster_guide_starts_its_ranks(tmp_path: Path) -> None:
+    page = blocks_of(CLUSTERS)
+    (script,) = (block.code for block in page if block.info == "python")
+    (program,) = (block.code for block in page if "mp.spawn" in block.code)
+    helpers = "from test_guides import batches, build_model, loss"
+    lines = [helpers, "def train():", "loader = batches(0, 8)", *script.splitlines()]
+    ends = ["assert optimizer.topology.world_size == 4", "print('trained', optimizer.round)"]
+    indented = [*lines[:2], *("    " + line for line in (*lines[2:], *ends))]
+    (tmp_path / "my_module.py").write_text("\n".join(indented))
+    (port,) = free_ports(1)
+    (tmp_path / "program.py").write_text(program.replace("29500", str(port)))
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    out = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert out.stdout.count("trained 8") == 4, out.stderr
 
 
 NUMBER = re.compile(r"-?\d+\.\d+")
