@@ -219,6 +219,12 @@ def table_topology(table: list[list[Any]]) -> Topology:
     return FromTable(len(table))
 
 
+def listed(world_size: int, value: object) -> Topology:
+    """A topology whose `phases` are these."""
+    kind: type[Topology] = type("Listed", (Topology,), {"phases": lambda self: value})
+    return kind(world_size)
+
+
 def stack(ranks: Sequence[Seen], index: int) -> Tensor:
     """The ranks' values of one parameter, in the oracle's form."""
     return torch.stack([wide(rank.values[index]) for rank in ranks])

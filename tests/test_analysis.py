@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from functools import reduce
 
-import numpy as np
 import pytest
 import torch
-from listed_topologies import listed
+from scripted_ranks import listed
 
 from decent_optim_wrapper import Group, TopologyFactory
 from decent_optim_wrapper.planning import (
@@ -130,19 +130,6 @@ def test_the_rate_of_a_schedule_that_never_averages_exactly() -> None:
         assert consensus_rate(topology) == rate, topology
 
 
-# Of n ranks in g groups.
-@pytest.mark.parametrize(("world_size", "groups"), [(6, 3), (7, 3), (16, 8)])
-def test_random_pairs_leave_a_known_share_of_the_squared_distance(
-    world_size: int, groups: int
-) -> None:
-    topology = RandomMatching(world_size, period=2000)
-    matrices = torch.stack([topology.mixing_matrix(phase) for phase in range(topology.period)])
-    # Averages of groups are projections, whose squares are themselves.
-    torch.testing.assert_close(matrices @ matrices, matrices)
-    left = torch.linalg.eigvalsh(matrices.mean(0))[-2].item()
-    assert left == pytest.approx((groups - 1) / (world_size - 1), abs=0.06)
-
-
 def test_random_pairs_are_uniform_and_independent_of_each_other() -> None:
     topology, count = RandomMatching(8, seed=3, period=6000), 0
     pairs: Counter[tuple[int, ...]] = Counter()
@@ -156,13 +143,6 @@ def test_random_pairs_are_uniform_and_independent_of_each_other() -> None:
     assert count == pytest.approx(6000 / 35, abs=52)
 
 
-def test_random_pairs_take_any_whole_number_of_ranks_and_name_what_is_none() -> None:
-    assert RandomMatching(np.int64(7)).digest == RandomMatching(7).digest  # type: ignore[arg-type]
-    assert RandomMatching(7).digest != RandomMatching(8).digest
-    with pytest.raises(ValueError, match="world_size must be 1 or more, got 0"):
-        RandomMatching(0)
-
-
 def test_steady_errors_and_bytes_of_known_topologies() -> None:
     assert steady_error(TopologyFactory.create("ring", 12)) == pytest.approx(1.889, abs=1e-3)
     assert steady_error(RandomMatching(8, period=1)) == math.inf, "pairs that drift apart"
@@ -173,9 +153,11 @@ def test_steady_errors_and_bytes_of_known_topologies() -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [range(2, 13), pytest.param(range(13, 41), marks=pytest.mark.slow)]
+    "sizes", [range(2, 13), pytest.param([15, 24, 31], marks=pytest.mark.slow)]
 )
-def test_by_default_ranks_mix_as_the_best_pairs_in_which_all_of_them_mix(sizes: range) -> None:
+def test_by_default_ranks_mix_as_the_best_pairs_in_which_all_of_them_mix(
+    sizes: Iterable[int],
+) -> None:
     for n in sizes:
         pairs = [2] * (n // 2 - n % 2) + [3] * (n % 2)
         costs = {}

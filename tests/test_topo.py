@@ -1,9 +1,10 @@
-"""Topologies: definitions, validation, the factory, and the schedules of greedy."""
+"""Topologies: their schedules, also of one rank alone, validation, and the factory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import sha256
 from itertools import combinations, product
 from typing import Any
 from unittest import mock
@@ -11,8 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from dense import matrix_of
-from listed_topologies import listed
-from scripted_ranks import Part
+from scripted_ranks import Part, listed
 
 from decent_optim_wrapper import Group, Topology, TopologyFactory
 from decent_optim_wrapper.elastic.recovery import fitting
@@ -21,15 +21,43 @@ from decent_optim_wrapper.topo import Base2, Greedy, Hierarchical, RandomMatchin
 from decent_optim_wrapper.topo.base import REGISTRY
 from decent_optim_wrapper.topo.matching import match
 
+KINDS = dict(TopologyFactory.registered())
+# A hash of the schedules of 2 to 24 ranks, in nodes of 1 to 3 of them.
+SCHEDULES = {
+    "complete": "43c267ba6a0fe324",
+    "ring": "90bef7f9daf5de8d",
+    "one-peer-exp": "7ef442c814fe8a0b",
+    "alternating-exp-ring": "f9409ca72ed96936",
+    "hypercuboid": "ef384cd167340a7e",
+    "bipartite-exp": "7fcdcb45aa536dab",
+    "base-2": "a148c66897d55264",
+    "random": "bd7979f561805eb9",
+    "greedy": "34f8b6a61e3c7f7d",
+    "hierarchical": "7dd9ddb33a2ddc67",
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_name_stands_for_the_schedule_of_its_first_version(name: str) -> None:
+    """The hash was taken of lists of all groups; a change of any group or weight changes it."""
+    sizes = [(n, local) for n, local in product(range(2, 25), (1, 2, 3)) if n % local == 0]
+    if name == "greedy":
+        sizes = [(5, 1), (14, 1), (31, 1), (66, 1)]
+    topologies = [TopologyFactory.create(name, *each) for each in sizes if KINDS[name].fits(*each)]
+    digests = "".join(topology.digest for topology in topologies)
+    assert sha256(digests.encode()).hexdigest()[:16] == SCHEDULES[name]
+
 
 def test_every_phase_is_a_partition_that_mixes_by_the_definition_of_its_groups() -> None:
-    for (name, kind), n, local in product(TopologyFactory.registered(), range(1, 10), (1, 2, 3)):
+    for (name, kind), n, local in product(KINDS.items(), range(1, 10), (1, 2, 3)):
         if n % local or not kind.accepts(n, local):
             continue
         topology = TopologyFactory.create(name, n, local)
+        by_rank = [topology.schedule(rank) for rank in range(n)]
         for phase in range(min(topology.period, 8)):
             groups = topology.groups(phase)
             assert sorted(rank for group in groups for rank in group.ranks) == list(range(n))
+            assert {own[phase] for own in by_rank} == {*groups}
             matrix = topology.mixing_matrix(phase)
             parts = [Part(list(group.ranks), group.self_weight) for group in groups]
             torch.testing.assert_close(matrix, matrix_of(parts, n))
@@ -134,11 +162,18 @@ def test_a_topology_that_defines_no_schedule_says_how_to() -> None:
         Topology(2)
 
 
-def test_a_digest_tells_ranks_and_weights_of_groups_apart() -> None:
+def test_a_digest_tells_ranks_weights_and_parameters_apart() -> None:
+    """Also in worlds of which only some ranks make it."""
     schedules = [[[Group([0, 1], 0.5)]], [[Group([0, 1], 0.25)]], [[]], [[[0, 1]], []]]
-    digests = [listed(2, phases).digest for phases in schedules]
-    assert len(set(digests)) == len(schedules)
-    assert listed(2, [[[0, 1]]]).digest == digests[0]
+    topologies = [
+        *(listed(2, phases) for phases in schedules),
+        *(Ring(1000), Ring(1002), Base2(1000)),
+        *(RandomMatching(1000, period=4, seed=seed) for seed in (0, 1)),
+        *(RandomMatching(1000, period=5), Hierarchical(1000, 10), Hierarchical(1000, 20)),
+        Hierarchical(1000, 10, inner="ring"),
+    ]
+    assert len({each.digest for each in topologies}) == len(topologies)
+    assert listed(2, [[[0, 1]]]).digest == topologies[0].digest
 
 
 def test_hierarchical_averages_nodes_and_then_gossips_between_them() -> None:
@@ -151,22 +186,6 @@ def test_hierarchical_averages_nodes_and_then_gossips_between_them() -> None:
             assert topology.group_of(rank, 2 * phase) == Group((2 * node, 2 * node + 1))
             across = Group((2 * each + place for each in group.ranks), group.self_weight)
             assert topology.group_of(rank, 2 * phase + 1) == across
-
-
-@pytest.mark.parametrize(
-    ("n", "period", "digest"),
-    [
-        (5, 2, "fd23b6bd4f8b521f"),
-        (14, 34, "d0c15387755ad343"),
-        (31, 200, "01f1e84d31f450a2"),
-        (66, 32, "660c63c093c6b99b"),
-        (256, 8, "c535959d8368e48f"),
-    ],
-)
-def test_greedy_has_the_schedules_of_its_first_version(n: int, period: int, digest: str) -> None:
-    """A change of any group at all changes the digest."""
-    greedy = Greedy(n)
-    assert (greedy.period, greedy.digest) == (period, digest)
 
 
 def test_greedy_beats_the_ring_and_beyond_256_ranks_base_2_takes_its_place() -> None:
@@ -189,3 +208,92 @@ def test_no_swap_of_partners_improves_a_matching(n: int, levels: int) -> None:
     for (a, b), (c, d) in combinations([group for group in groups if len(group) == 2], 2):
         now = gain[a][b] + gain[c][d]
         assert now >= max(gain[a][c] + gain[b][d], gain[a][d] + gain[b][c]) - 1e-9
+
+
+# Their groups are all ranks, or their schedules are made as a whole.
+AS_A_WHOLE = ("complete", "greedy", "random")
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in AS_A_WHOLE])
+def test_a_rank_of_100_000_computes_its_own_groups_only(name: str) -> None:
+    """Counted, not timed."""
+    calls = 0
+
+    class Counted(KINDS[name]):  # type: ignore[misc]
+        def own_group(self, rank: int, phase: int) -> Group | Sequence[int]:
+            nonlocal calls
+            calls += 1
+            own: Group | Sequence[int] = super().own_group(rank, phase)
+            return own
+
+    topology = Counted(1 << 17, 8)
+    schedule = topology.schedule(50_000)
+    assert len(topology.digest) == 16
+    assert len(schedule) == topology.period
+    assert any(group.size > 1 for group in schedule)
+    # Each group is compared with those of two of its ranks, and 64 ranks make the digest.
+    assert calls <= 67 * topology.period
+
+
+class Opposite(Topology):
+    """Pairs rank i with rank n - 1 - i, and idles in every second phase."""
+
+    def phase_count(self) -> int:
+        return 2
+
+    def own_group(self, rank: int, phase: int) -> list[int]:
+        return [rank] if phase else [rank, self.world_size - 1 - rank]
+
+
+def test_a_formula_of_a_users_class_is_all_that_it_needs() -> None:
+    small, large = Opposite(4), Opposite(10_000)
+    assert small.groups(2) == (Group([0, 3]), Group([1, 2]))
+    assert [len(small.groups(phase)) for phase in range(2)] == [2, 4]
+    assert large.schedule(17) == (Group([17, 9_982]), Group([17]))
+    assert small.phases() == [list(small.groups(0)), list(small.groups(1))]
+
+
+OF_ONE_GROUP: list[tuple[Any, str]] = [
+    (lambda self, rank, phase: [0, rank][: rank + 1], "phase 0: rank 0 is in two groups"),
+    (lambda self, rank, phase: [rank, (rank + 1) % self.world_size], r"two groups, .*own_gr"),
+    (lambda self, rank, phase: [0], "phase 0, rank 1: not a member of its group"),
+    (lambda self, rank, phase: [rank, rank], "a group needs distinct ranks"),
+    (lambda self, rank, phase: [rank, 1000], "expected ranks below the world size"),
+    (lambda self, rank, phase: rank, "expected a Group or a list of ranks"),
+]
+
+
+@pytest.mark.parametrize(
+    ("base", "methods", "error", "words"),
+    [
+        *((Opposite, {"own_group": each}, ValueError, words) for each, words in OF_ONE_GROUP),
+        (Opposite, {"phase_count": lambda self: 0}, ValueError, "1 or more phases, got 0"),
+        (Topology, {"own_group": Opposite.own_group}, TypeError, r"or phase_count\(\) and own"),
+        (Topology, {"phase_count": lambda self: 1}, TypeError, r"must define own_group\(\)"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [4, 100])
+def test_a_formula_that_contradicts_itself_is_refused(
+    base: type, methods: dict[str, Any], error: type[Exception], words: str, world_size: int
+) -> None:
+    """In a small world by the constructor, in a large one for the ranks that are asked for."""
+    kind = type("Derived", (base,), methods)
+    with pytest.raises(error, match=words):
+        kind(world_size).schedule(1)
+
+
+def test_the_most_derived_class_decides_how_a_topology_is_defined() -> None:
+    class Longer(Ring):
+        def phases(self) -> list[Any]:
+            return [*super().phases(), [[0, 2]]]
+
+    class Back(Longer):
+        def phase_count(self) -> int:
+            return 1
+
+        def own_group(self, rank: int, phase: int) -> list[int]:
+            return [rank]
+
+    assert Longer(4).period == 3
+    assert Longer(4).schedule(2) == (*Ring(4).schedule(2), Group([0, 2]))
+    assert Back(4).schedule(2) == (Group([2]),)
