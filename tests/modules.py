@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer
-from decent_optim_wrapper.optim import QGSGD, AccumAdam
+from decent_optim_wrapper.optim import AccumAdam
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
 # Four buckets for `make_model`, of which one is a parameter beyond the cap.
@@ -33,14 +33,6 @@ def adamw(named: Any, eps: float = 1e-8) -> Optimizer:
 
 def accum_adam(named: Any, eps: float = 1e-8) -> Optimizer:
     return AccumAdam(named, lr=0.02, accum_iter=2, eps=eps)
-
-
-def fused(named: Any, eps: float = 1e-8) -> Optimizer:
-    return torch.optim.AdamW(named, lr=0.02, weight_decay=0.1, eps=eps, fused=True)
-
-
-def quasi_global(named: Any) -> Optimizer:
-    return QGSGD(named, lr=0.05, momentum=0.9)
 
 
 def fill(model: nn.Module, seed: int = 0) -> None:
@@ -138,15 +130,6 @@ def train(model: DecentralizedDataParallel, rank: int, steps: range) -> None:
     for step in steps:
         loss = loss_of(model, rank, step)
         backward(loss if model.scaler is None else model.scaler.scale(loss))
-
-
-def train_by_steps(
-    model: nn.Module, optimizer: DecentOptimWrapper, rank: int, steps: range
-) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        backward(loss_of(model, rank, step))
-        optimizer.step()
 
 
 class Training:

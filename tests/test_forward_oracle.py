@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from covering import VIEWS, named, pairwise
 from dense import due_matrix, mix, train_densely
-from modules import Odd, Training, accum_adam, adamw, backward, fused, loss_of, quasi_global, sgd
+from modules import Odd, Training, accum_adam, adamw, backward, loss_of, sgd
 from ranks import run_threads
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
 
 from decent_optim_wrapper import Schedule, Topology, TopologyFactory
 
@@ -26,17 +25,13 @@ OVERFLOW = (1, 2)
 EPS = 1e-3
 
 
-def foreach(named: Any) -> Optimizer:
-    return torch.optim.AdamW(named, lr=0.02, weight_decay=0.1, eps=EPS, foreach=True)
-
-
 BASES = {
     "sgd": sgd,
+    # The update of SGD, unlike that of Adam, depends on the scale of a gradient.
+    "fused sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True),
+    "foreach sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=True),
     "adamw": partial(adamw, eps=EPS),
-    "foreach": foreach,
-    "fused": partial(fused, eps=EPS),
     "accumulating": partial(accum_adam, eps=EPS),
-    "quasi-global": quasi_global,
 }
 # By name, with the ranks of a node: pairs, groups of all ranks, and both in turn.
 TOPOLOGIES = {
@@ -60,7 +55,7 @@ class Case(NamedTuple):
 
     Args:
         way: "step", "backward" or "at end" of the backward pass.
-        overlap: mixes before the forward pass, or with the next update.
+        overlap: mixes before the forward pass, with the next update, or at once.
         topology: its name, and the number of ranks of a node.
         base: makes the optimizer.
         schedule: of the rounds.
@@ -80,6 +75,11 @@ class Case(NamedTuple):
     scales: bool
     batches: int
 
+    @property
+    def kind(self) -> str:
+        """The way; a module does not train without overlap."""
+        return self.way if self.overlap else "step"
+
 
 def train(case: Case, rank: int, group: dist.ProcessGroup) -> tuple[Tensor, list[list[int]]]:
     """The parameters at the end, and those of each bucket by number."""
@@ -90,10 +90,10 @@ def train(case: Case, rank: int, group: dist.ProcessGroup) -> tuple[Tensor, list
         "param_as_bucket_view": case.views,
         "overlap": case.overlap,
     }
-    if case.way != "step":
+    if case.kind != "step":
         options |= {"scaler": scaler, "grad_clip_norm": CLIP if case.clips else 0.0}
-        options["update_in_backward"] = None if case.way == "backward" else False
-    way = "step" if case.way == "step" else "backward"
+        options["update_in_backward"] = None if case.kind == "backward" else False
+    way = "step" if case.kind == "step" else "backward"
     training = Training(rank, group, way, Odd(), case.base, **options)
     model, wrapped, optimizer = training.model, training.called, training.optimizer
     for step in range(STEPS):
@@ -107,13 +107,14 @@ def train(case: Case, rank: int, group: dist.ProcessGroup) -> tuple[Tensor, list
             backward(scaler.scale(loss))
             assert wrapped is model or optimizer.round == step + last
         if wrapped is model:
-            scaler.unscale_(optimizer)
             if case.clips:
+                scaler.unscale_(optimizer)
                 optimizer.clip_grad_norm_(CLIP)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
         assert bool(optimizer.stats().skipped) == (case.scales and (rank, step) == OVERFLOW)
+    assert not hasattr(optimizer.optimizer, "found_inf")
     overflows = case.scales and rank == OVERFLOW[0]
     assert scaler.get_scale() == (64.0 / (1 + overflows) if case.scales else 1.0)
     result = training.end()
@@ -135,7 +136,7 @@ def train_in_one_place(case: Case, buckets: list[list[int]]) -> Tensor:
         for part in range(case.batches):
             backward(loss_of(models[rank], rank, case.batches * step + part))
         if case.clips:
-            clipped = buckets if case.way == "backward" else [[*range(len(worlds[rank]))]]
+            clipped = buckets if case.kind == "backward" else [[*range(len(worlds[rank]))]]
             for each in clipped:
                 nn.utils.clip_grad_norm_([worlds[rank][number] for number in each], CLIP)
 
@@ -153,7 +154,7 @@ def train_in_one_place(case: Case, buckets: list[list[int]]) -> Tensor:
 
 CASES = pairwise(
     named("step", "backward", "at end"),
-    {"early": "forward", "late": True},
+    {"early": "forward", "late": True, "none": False},
     TOPOLOGIES,
     BASES,
     SCHEDULES,
