@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import VIEWS, pairwise
-from problem import adamw, flatten, in_one_call, make_params, nesterov, sgd, take_steps, wrap
+from problem import adamw, flatten, make_params, nesterov, sgd, take_steps, wrap
 from ranks import run_threads
 from scripted_ranks import LR, Part, Seen, Spec, Trainer, World, stack
 from torch import Tensor, nn
@@ -261,11 +261,11 @@ def check_that_the_mean_is_that_of_ranks_alone(
 
 # Before parameters are added, nothing may be in flight: what is launched again takes them in.
 CALLS = [
-    *("step", "step", "averaged", "step", "synchronize", "grow", "thaw", "step", "step"),
-    *("average", "step", "average_for_good", "step", "step"),
+    *("step", "step", "averaged", "step", "synchronize", "grow", "thaw", "step"),
+    *("average", "step", "average_for_good", "step"),
 ]
 # After the last resumption.
-LATER = ["grow", "step", "step", "reload", "step", "step"]
+LATER = ["grow", "step", "reload", "step"]
 
 
 @pytest.mark.parametrize(
@@ -403,59 +403,20 @@ def arguments(options: dict[str, Any]) -> dict[str, Any]:
     return made({"topology": "ring", "schedule": schedule, **rest})
 
 
-def sgd_in_one_call(named: Any) -> Optimizer:
-    return in_one_call(modules.sgd(named))
-
-
 def train(rank: int, group: dist.ProcessGroup, way: str, options: dict[str, Any]) -> Tensor:
-    model, given = modules.make_model(), arguments(options)
-    if way == "backward passes":
-        wrapped = modules.wrap(model, group, **given)
-        modules.train(wrapped, rank, range(6))
-        optimizer: DecentOptimWrapper = wrapped.optimizer
-    else:
-        make = modules.sgd if options["overlap"] else sgd_in_one_call
-        optimizer = modules.wrap_base(model, group, make, reverse=True, **given)
-
-        def closure(step: int) -> float:
-            optimizer.zero_grad()
-            loss = modules.loss_of(model, rank, step)
-            modules.backward(loss)
-            return loss.item()
-
-        for step in range(6):
-            if way == "closures":
-                optimizer.step(partial(closure, step))
-            else:
-                closure(step)
-                optimizer.step()
-    optimizer.synchronize()
-    return modules.flat(model)
-
-
-def check_that_a_step_does_the_same(way: str, options: dict[str, Any]) -> None:
-    one, other = (
-        run_threads(2, partial(train, way=each, options=options)) for each in (way, "steps")
-    )
-    torch.testing.assert_close(torch.stack(one), torch.stack(other), rtol=0, atol=1e-13)
-    assert (one[0] - modules.flat(modules.make_model())).abs().max() > 1e-2
-
-
-AT_ONCE_OR_NOT = {name: PACES[name] for name in ("each step", "rare")}
-
-
-@pytest.mark.parametrize("options", cases(EXTENSIONS, AT_ONCE_OR_NOT, VIEWED))
-def test_a_closure_does_the_same_as_a_backward_pass_before_the_step(
-    options: dict[str, Any],
-) -> None:
-    check_that_a_step_does_the_same("closures", options)
+    training = modules.Training(rank, group, way, **arguments(options))
+    training.train(range(6))
+    return training.end()
 
 
 @pytest.mark.parametrize("options", cases(EXTENSIONS, {**IN_STEPS, "late": PACES["late"]}, VIEWED))
 def test_a_step_inside_the_backward_pass_does_the_same_as_one_behind_it(
     options: dict[str, Any],
 ) -> None:
-    check_that_a_step_does_the_same("backward passes", options)
+    one, other = (
+        run_threads(2, partial(train, way=way, options=options)) for way in ("backward", "step")
+    )
+    torch.testing.assert_close(torch.stack(one), torch.stack(other), rtol=0, atol=1e-13)
 
 
 # Those that save something.

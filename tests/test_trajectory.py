@@ -168,7 +168,6 @@ ADAGRAD = Plan(
     rule=adagrad(0.1, 0.2),
 )
 PLANS = {
-    "slower mixing": Plan(mixing_rate=halving),
     "rare gossip and rarer averages": Plan(2, 6, mixing_rate=halving),
     "averages of state, too": Plan(global_avg_every=3, state="average"),
     "SlowMo": SLOWMO,
@@ -177,11 +176,9 @@ PLANS = {
     "Nesterov and slower mixing": NESTEROV,
     "Adagrad": ADAGRAD,
     # Rounds that travel under several steps.
-    "late": Plan(gossip_every=3, staleness=3),
-    "a bit late": Plan(gossip_every=3, staleness=2, mixing_rate=halving),
+    "late": Plan(gossip_every=3, staleness=2, mixing_rate=halving),
     "late averages in between": Plan(gossip_every=4, global_avg_every=6, staleness=2),
     "late NoLoCo": NOLOCO._replace(staleness=2),
-    "late DiLoCo": DILOCO._replace(staleness=4),
 }
 TRACKED = {
     "tracking, slower mixing": Plan(mixing_rate=lambda step: 0.4, tracks=True),
@@ -212,18 +209,9 @@ class Alone(Topology):
         return [[]]
 
 
-RING, GREEDY = TopologyFactory.create("ring", 4), TopologyFactory.create("greedy", 5)
-TOPOLOGIES: dict[str, Topology] = {
-    "other weights in every phase": Lopsided(4),
-    "one rank": TopologyFactory.create("ring", 1),
-    "pair": TopologyFactory.create("complete", 2),
-    "complete": TopologyFactory.create("complete", 3),
-    "ring of two": TopologyFactory.create("ring", 2),
-    "ring": RING,
-    "one-peer-exp": TopologyFactory.create("one-peer-exp", 8),
-    "alternating": TopologyFactory.create("alternating-exp-ring", 8, 2),
-}
-MIXED = {"ring": RING, "greedy": GREEDY}
+ONE: Topology = TopologyFactory.create("ring", 1)
+TOPOLOGIES: dict[str, Topology] = {"other weights in every phase": Lopsided(4), "one rank": ONE}
+MIXED = {"ring": TopologyFactory.create("ring", 4), "greedy": TopologyFactory.create("greedy", 5)}
 
 
 def adamw_in_one_call(params: Sequence[Tensor]) -> Optimizer:
@@ -380,7 +368,8 @@ def check_against_oracle(case: Case) -> None:
 
 
 @each(*pairwise({"plain": PLAIN}, TOPOLOGIES, BASES, OVERLAP, VIEWS))
-def test_every_topology_follows_the_oracle(case: Case) -> None:
+def test_rounds_follow_the_oracle(case: Case) -> None:
+    """As in the properties, where topologies and weights are drawn."""
     check_against_oracle(case)
 
 
@@ -393,23 +382,3 @@ def test_every_topology_follows_the_oracle(case: Case) -> None:
 )
 def test_schedules_and_what_takes_part_in_rounds_follow_the_oracle(case: Case) -> None:
     check_against_oracle(case)
-
-
-# Pairs, and groups of all ranks; other dtypes are drawn in the properties.
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_follows_the_oracle_to_its_rounding(dtype: torch.dtype) -> None:
-    topology = TopologyFactory.create("alternating-exp-ring", 4, 2)
-    plain = partial(SGD, lr=0.05)
-
-    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
-        params = make_params(dtype=dtype)
-        optimizer = wrap(params, group, plain(params), topology=topology)
-        for step in range(STEPS):
-            optimizer.param_groups[0]["lr"] = rate_at(step)
-            take_steps(optimizer, params, rank, [step])
-        optimizer.synchronize()
-        return flatten(params)
-
-    rows, eps = torch.stack(run_threads(4, main)), torch.finfo(dtype).eps
-    expected = simulate(topology, PLAIN, True, plain)
-    torch.testing.assert_close(rows, expected, rtol=10 * eps, atol=10 * eps)
