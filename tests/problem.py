@@ -68,10 +68,22 @@ def nesterov(momentum: float, lr: float = 0.7) -> Callable[[list[Tensor]], Optim
     return partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=True)
 
 
-def make_params(seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def make_params(
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    draws = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in SHAPES)
+    draws = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
     return [draw.requires_grad_() for draw in draws]
+
+
+def draw_gradients(params: Sequence[Tensor], rank: int, step: int) -> Tensor:
+    """Set gradients that do not depend on the parameters, so that the mean is known."""
+    draws = make_params(1000 * rank + step, params[0].dtype, [param.shape for param in params])
+    for param, draw in zip(params, draws, strict=True):
+        param.grad = draw.detach()
+    return flatten(draws)
 
 
 def backward(params: Sequence[Tensor], rank: int, step: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from decent_optim_wrapper import DecentOptimWrapper, Group, Late, NonFiniteError, Schedule, Topology
 from decent_optim_wrapper.codecs import INT4
+from decent_optim_wrapper.config import OnNonfinite
 
 pytestmark = pytest.mark.slow
 
@@ -267,11 +268,15 @@ def test_what_half_precision_cannot_hold_makes_no_nan(
     assert run_threads(2, main) == [rule == "raise" and size == 70_000.0] * 2
 
 
-@pytest.mark.parametrize("policy", ["raise", "skip"])
-def test_an_average_takes_in_only_what_is_finite(policy: str) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
+@pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
+def test_an_average_takes_in_only_what_is_finite_unless_nobody_checks(policy: OnNonfinite) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         params = make_params(seed=rank)
         optimizer = wrap(params, group, on_nonfinite=policy, sync_at_start=False)
+        own = flatten(params)
+        with optimizer.averaged():
+            mean = flatten(params)
+        assert_same(params, own)
         if rank == BAD:
             spoil(params)
         before = average = flatten(params)
@@ -281,12 +286,15 @@ def test_an_average_takes_in_only_what_is_finite(policy: str) -> None:
         else:
             with optimizer.averaged():
                 average = flatten(params)
+            assert average.isfinite().all() == (policy == "skip")
         assert_same(params, before)
-        return average
+        return own, mean if policy == "raise" else average
 
-    rows = run_threads(4, main)
-    if policy == "skip":
-        assert all(torch.equal(row, rows[0]) and row.isfinite().all() for row in rows)
+    rows, averages = map(torch.stack, zip(*run_threads(4, main), strict=True))
+    if policy != "ignore":
+        assert all(torch.equal(each, averages[0]) for each in averages)
+    if policy == "raise":
+        torch.testing.assert_close(averages[0], rows.mean(0), rtol=0, atol=1e-14)
 
 
 def averaged(optimizer: DecentOptimWrapper) -> None:
@@ -345,26 +353,3 @@ def test_a_round_that_was_refused_is_refused_again_until_it_is_dropped(
         assert not torch.equal(flatten(params), start)
 
     run_threads(world_size, main)
-
-
-def test_without_the_check_an_average_is_that_of_all_ranks_and_nan_spreads() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        params = make_params(seed=rank)
-        options = {"topology": "ring", "on_nonfinite": "ignore", "sync_at_start": False}
-        optimizer = wrap(params, group, None, **options)
-        own = flatten(params)
-        with optimizer.averaged():
-            average = flatten(params)
-        if rank == BAD:
-            spoil(params)
-        with optimizer.averaged():
-            assert not flatten(params).isfinite().all()
-        optimizer.step()
-        optimizer.synchronize()
-        # To its partner of the first round.
-        assert bool(flatten(params).isfinite().all()) == (rank < 2)
-        return own, average
-
-    rows, averages = map(torch.stack, zip(*run_threads(4, main), strict=True))
-    torch.testing.assert_close(averages, rows.mean(0).expand_as(averages), rtol=0, atol=1e-14)
-    assert distance(rows) > 1

@@ -34,17 +34,25 @@ def test_a_group_follows_the_rank_whose_backward_pass_gives_time_for_the_fewest_
     assert sums.of((0, 1, 3)).apply(buckets) == buckets
 
 
-@pytest.mark.parametrize("summed", [0, 1])
-def test_the_order_of_the_sums_changes_no_bit(summed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the speed of this machine: each backward pass gives time for so many sums."""
-    note, all_reduce = SumOrder.note, Transport.all_reduce
-    sizes: dict[int, list[int]] = defaultdict(list)
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
+    """The sizes of the sums by rank, filled during the test."""
+    all_reduce, sizes = Transport.all_reduce, defaultdict(list)
 
     def spy(self: Transport, tensor: Tensor, ranks: Any) -> Any:
         sizes[self.rank].append(tensor.numel())
         return all_reduce(self, tensor, ranks)
 
     monkeypatch.setattr(Transport, "all_reduce", spy)
+    return sizes
+
+
+@pytest.mark.parametrize("summed", [0, 1])
+def test_the_order_of_the_sums_changes_no_bit(
+    summed: int, sizes: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the speed of this machine: each backward pass gives time for so many sums."""
+    note = SumOrder.note
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         training = Training(rank, group, "backward", topology="complete")
@@ -72,22 +80,16 @@ def test_the_order_of_the_sums_changes_no_bit(summed: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_loaded_run_sums_in_one_order_on_all_ranks(
-    fresh: bool, monkeypatch: pytest.MonkeyPatch
+    fresh: bool, sizes: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if a forward pass of one rank alone has received the round that is dropped."""
-    note, all_reduce = SumOrder.note, Transport.all_reduce
+    note = SumOrder.note
     calls: Counter[SumOrder] = Counter()
-    sizes: dict[int, list[int]] = defaultdict(list)
-
-    def spy(self: Transport, tensor: Tensor, ranks: Any) -> Any:
-        sizes[self.rank].append(tensor.numel())
-        return all_reduce(self, tensor, ranks)
 
     def note_more(self: SumOrder, group: tuple[int, ...], _: int) -> None:
         calls[self] += 1
         note(self, group, 0 if calls[self] < 3 else 2)
 
-    monkeypatch.setattr(Transport, "all_reduce", spy)
     monkeypatch.setattr(SumOrder, "note", note_more)
 
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
