@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, cycle, repeat
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from covering import VIEWS, named, pairwise
 from fake_cuda import FakeCuda, FakeGroup, Noted, fake_cuda
 from modules import Detached
-from ranks import run_threads
 from torch import nn, optim
 from torch._C._distributed_c10d import HashStore
 
@@ -34,7 +33,7 @@ from decent_optim_wrapper import (
     Schedule,
     StateGossip,
 )
-from decent_optim_wrapper.comm import background, streams
+from decent_optim_wrapper.comm import background
 from decent_optim_wrapper.comm.batch import Batches
 from decent_optim_wrapper.comm.process_groups import abort, backend_of, new_communicator
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer
@@ -69,6 +68,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "states": {"extensions": [StateGossip("momentum_buffer")]},
     "no-overlap": {"overlap": False},
 }
+PLACES = [("nccl", "pair"), (NCCL, "group"), (NCCL, "pair"), ("nccl", "group")]
 WORLDS = {"pair": ("ring", 2), "group": ("complete", 4), "large group": ("complete", 20)}
 
 
@@ -149,7 +149,7 @@ def waits(noted: Sequence[Noted]) -> list[Noted]:
 @pytest.mark.parametrize(
     ("kind", "world", "form"),
     [
-        *pairwise(named("nccl", NCCL), named("pair", "group"), named(*FORMS)),
+        *((*place, form) for place, form in zip(cycle(PLACES), FORMS)),
         *((NCCL, "large group", form) for form in ("bf16-views", "tracking")),
     ],
 )
@@ -173,6 +173,19 @@ def test_a_step_waits_for_nothing_and_calls_torch_at_most_12_times_for_a_bucket(
             assert "allreduce" in setup.calls()
 
 
+def make_detached(layers: int = PARAMETERS) -> nn.Sequential:
+    return nn.Sequential(*(Detached(31, 31, device="cuda") for _ in range(layers)))
+
+
+def step_in_parts(optimizer: BackwardOptimizer, model: nn.Module, update: Any) -> None:
+    """What a backward pass does, whose engine would ask the driver for streams."""
+    for param in model.parameters():
+        param.grad = torch.empty_like(param)
+    with optimizer.in_parts(update) as advance:
+        for bucket in optimizer.buckets:
+            advance(bucket)
+
+
 @pytest.mark.parametrize(
     ("world", "views", "scaled", "overlap", "form"),
     pairwise(
@@ -184,10 +197,9 @@ def test_a_step_waits_for_nothing_and_calls_torch_at_most_12_times_for_a_bucket(
 def test_a_backward_pass_waits_for_nothing(
     world: str, views: bool, scaled: bool, overlap: Any, form: str
 ) -> None:
-    """Without the autograd engine, which asks the driver for streams."""
     topology, size = WORLDS[world]
     with fake_cuda(NCCL, size) as (mode, group):
-        model = nn.Sequential(*(Detached(31, 31, device="cuda") for _ in range(PARAMETERS)))
+        model = make_detached()
         base = optim.AdamW(model.parameters(), lr=0.1, fused=True)
         scaler = torch.amp.GradScaler("cuda") if scaled else None
         optimizer = BackwardOptimizer(
@@ -216,13 +228,9 @@ def test_a_backward_pass_waits_for_nothing(
             model(torch.empty(3, 31, device="cuda"))
             # Bucket by bucket before it is read, or with the next update.
             assert (0 < mixed[0] < mixed[-1]) == (overlap == "forward" and step > 0)
-            for param in model.parameters():
-                param.grad = torch.empty_like(param)
             if scaler is not None:
                 scaler.scale(torch.ones((), device="cuda"))
-            with optimizer.in_parts(unscale_and_clip.step_part) as advance:
-                for bucket in optimizer.buckets:
-                    advance(bucket)
+            step_in_parts(optimizer, model, unscale_and_clip.step_part)
             unscale_and_clip.end()
         assert len(optimizer.buckets) >= BUCKETS
         assert [each for each in mode.noted if each.kind == "call"]
@@ -232,7 +240,7 @@ def test_a_backward_pass_waits_for_nothing(
 @pytest.mark.parametrize("form", ["copies", "views", "int8", "ignore"])
 def test_over_gloo_nothing_is_received_where_the_gpu_may_still_read(form: str) -> None:
     with fake_cuda("gloo") as (mode, group):
-        model = nn.Sequential(*(Detached(31, 31, device="cuda") for _ in range(PARAMETERS)))
+        model = make_detached()
         options: dict[str, Any] = {"bucket_cap_mb": CAP_MB, "overlap": "forward", **FORMS[form]}
         optimizer = BackwardOptimizer(
             SGD(model.parameters()), model, average_buffers=False, process_group=group, **options
@@ -240,11 +248,7 @@ def test_over_gloo_nothing_is_received_where_the_gpu_may_still_read(form: str) -
         for _ in range(SETTLED):
             mode.step += 1
             model(torch.empty(3, 31, device="cuda"))
-            for param in model.parameters():
-                param.grad = torch.empty_like(param)
-            with optimizer.in_parts(lambda *_: None) as advance:
-                for bucket in optimizer.buckets:
-                    advance(bucket)
+            step_in_parts(optimizer, model, lambda *_: None)
         assert len(optimizer.buckets) >= BUCKETS
         assert mode.copied
         assert not [each for each in mode.noted if each.kind == "overwrite"]
@@ -362,21 +366,6 @@ def test_no_round_is_captured_in_a_cuda_graph(kind: str) -> None:
                         getattr(setup.optimizer, call)()
 
 
-def test_a_thread_that_waits_for_the_gpu_during_a_capture_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    error = torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
-    broken = mock.Mock()
-    broken.synchronize.side_effect = error
-    monkeypatch.setattr(streams, "mark", lambda device: broken)
-    thread, done = streams.PostingThread(), list[int]()
-    thread.add(lambda: done.append(1), torch.device("cuda", 0))
-    thread.end()
-    with pytest.raises(RuntimeError, match=r"call synchronize\(\) before the capture"):
-        thread.future.result(timeout=30)
-    assert not done
-
-
 class Patient(Pacing):
     """Waits for no round."""
 
@@ -438,64 +427,42 @@ def test_flags_travel_to_the_gpu_of_their_bucket_whatever_the_default_device_is(
         assert len(setup.optimizer.buckets) == 2
 
 
-GPU, CURRENT = torch.device("cuda", 3), torch.device("cuda", 1)
-
-
 @pytest.mark.parametrize(
-    ("name", "built", "bound"),
+    ("name", "kind", "is_lazy"),
     [
-        ("nccl", ("ProcessGroupNCCL", False), None),
-        ("nccl2", ("ProcessGroupNCCL2", True, GPU), GPU),
-        # The user's group has not said on which.
-        ("nccl2", ("ProcessGroupNCCL2", True, CURRENT), None),
+        ("nccl", "ProcessGroupNCCL", False),
+        ("nccl2", "ProcessGroupNCCL2", True),
         # One communicator for each pair would be hundreds of MB of memory each.
-        ("nccl-lazy", ("ProcessGroupNCCL2", True, GPU), GPU),
+        ("nccl-lazy", "ProcessGroupNCCL2", True),
     ],
 )
 def test_a_communicator_has_gloo_for_the_cpu_and_next_to_it_the_nccl_of_the_user(
-    name: str, built: tuple[Any, ...], bound: torch.device | None
+    name: str, kind: str, is_lazy: bool
 ) -> None:
     """With gloo in the place of NCCL, which needs a GPU."""
+    bound = torch.device("cuda", 3)
     like = SimpleNamespace(name=lambda: name, bound_device_id=bound)
-    store, timeout = HashStore(), timedelta(seconds=30)
+    timeout = timedelta(seconds=30)
     made: list[tuple[Any, ...]] = []
-    both_receive = threading.Barrier(2)
 
-    def nccl(kind: str) -> type:
-        class Nccl:
-            class Options:
-                _timeout = timedelta(0)
-                lazy_init = False
+    class Nccl:
+        class Options:
+            _timeout = timedelta(0)
+            lazy_init = False
 
-            def __new__(cls, store: Any, rank: int, size: int, options: Any, *gpu: Any) -> Any:
-                assert options._timeout == timeout
-                made.append((kind, options.lazy_init, *gpu))
-                return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-        return Nccl
-
-    def main(rank: int, group: dist.ProcessGroup) -> float:
-        made = new_communicator(like, store, rank, 2, timeout)
-        cpu, cuda = torch.device("cpu"), torch.device("cuda")
-        assert backend_of(made, cpu) is not backend_of(made, cuda)
-        sent = torch.full((3,), float(rank + 1))
-        made.allreduce([sent]).wait(timeout)
-        waiting = made.recv([torch.empty(3)], 1 - rank, 7)
-        # Otherwise the other rank may close the connection before this one receives.
-        both_receive.wait(30)
-        abort([made])
-        with pytest.raises(RuntimeError):
-            waiting.wait(timeout)
-        return float(sent.sum())
+        def __new__(cls, store: Any, rank: int, size: int, options: Any, *gpu: Any) -> Any:
+            assert options._timeout == timeout
+            made.append((options.lazy_init, *gpu))
+            return dist.ProcessGroupGloo(store, rank, size, timeout)
 
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
-        mock.patch("torch.cuda.current_device", return_value=CURRENT.index),
-        mock.patch.object(dist, "ProcessGroupNCCL", nccl("ProcessGroupNCCL")),
-        mock.patch.object(dist, "ProcessGroupNCCL2", nccl("ProcessGroupNCCL2"), create=True),
+        mock.patch.object(dist, kind, Nccl, create=True),
     ):
-        assert run_threads(2, main) == [9.0, 9.0]
-    assert made == [built] * 2
+        group = new_communicator(like, HashStore(), 0, 1, timeout)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert backend_of(group, cpu) is not backend_of(group, cuda)
+    assert made == [(True, bound) if is_lazy else (False,)]
 
 
 def test_another_backend_is_refused() -> None:
@@ -614,9 +581,18 @@ def test_a_round_that_step_posts_is_one_kernel(
         assert setup.sent() == ["coalesced", *kernel, "exchange", *others]
 
 
+def test_no_kernel_starts_more_than_32_operations() -> None:
+    """Larger groups may hang; each bucket is a send and a receive, and so are the flags of all."""
+    with wrapped(NCCL, devices=("cuda",) * 4 * 20) as setup:
+        setup.step(3)
+        first, rest = MESSAGE * 16, MESSAGE * 5
+        kernels = ["coalesced", *first, "exchange", "coalesced", *rest, "exchange"]
+        assert setup.sent() == kernels
+
+
 def test_a_forward_pass_waits_for_its_own_bucket_only() -> None:
     with fake_cuda(NCCL) as (mode, group):
-        model = nn.Sequential(*(Detached(31, 31, device="cuda") for _ in range(4)))
+        model = make_detached(4)
         for param in model.parameters():
             param.grad = torch.zeros_like(param)
         options: dict[str, Any] = {"process_group": group, "bucket_cap_mb": CAP_MB / 2}
@@ -657,49 +633,6 @@ def test_nothing_of_a_round_that_fails_on_its_way_starts_later() -> None:
         assert "send" not in [call for _, call in setup.group.on_gpu]
         with pytest.raises((RuntimeError, PeerError)):
             setup.step()
-
-
-def test_no_kernel_starts_more_than_32_operations() -> None:
-    with fake_cuda(NCCL) as (_, group):
-        batches, device = Batches(), torch.device("cuda", 0)
-        started, failed = list[int](), list[BaseException]()
-        batches.collect()
-        for index in range(40):
-            two = (partial(started.append, index), partial(started.append, index))
-            work = batches.add(group, device, failed.append, *two)
-        ends: list[int] = []
-        end = FakeGroup._end_coalescing
-
-        def end_and_count(self: FakeGroup, device: torch.device) -> Any:
-            ends.append(len(started))
-            return end(self, device)
-
-        with mock.patch.object(FakeGroup, "_end_coalescing", end_and_count):
-            batches.start(failed.append)
-        assert ends == [32, 64, 80]
-        assert not failed
-        assert started == [index for index in range(40) for _ in range(2)]
-        assert work.is_completed()
-        work.wait()
-
-
-@pytest.mark.parametrize(("cap_mb", "numel"), [(0.01, 2621), (CAP_MB, 4194), (1.0, 8000)])
-def test_the_first_exchanges_are_as_large_as_a_bucket(cap_mb: float, numel: int) -> None:
-    with fake_cuda(NCCL, 9) as (_, group):
-        summed: list[int] = []
-        reduce = FakeGroup.allreduce
-
-        def allreduce(self: FakeGroup, data: list[Any], *args: Any) -> Any:
-            if data[0].is_cuda:
-                summed.append(data[0].numel())
-            return reduce(self, data, *args)
-
-        params = make_trained(*("cuda",) * PARAMETERS)
-        options: dict[str, Any] = {"process_group": group, "sync_at_start": False}
-        with mock.patch.object(FakeGroup, "allreduce", allreduce):
-            DecentOptimWrapper(SGD(params), topology="hypercuboid", bucket_cap_mb=cap_mb, **options)
-        # That of all ranks, and that of a group of three in each phase.
-        assert summed == [numel] * 3
 
 
 def test_no_thread_waits_for_a_round_that_could_not_start() -> None:

@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
-from dense import Oracle, dense
+from dense import Oracle
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from scripted_ranks import Part, Spec, World, stack, table_of, table_topology
+from scripted_ranks import Part, Spec, World, stack
 
-from decent_optim_wrapper import Group
 from decent_optim_wrapper.wire.layout import MIB, Layout
 from decent_optim_wrapper.wire.plan import plan_buckets
 
@@ -159,36 +158,6 @@ def test_pairs_that_agree_stay_bit_for_bit(world: World, rounds: int) -> None:
     for ranks in history:
         for rank in ranks:
             assert all(map(torch.equal, rank.values, start[0].values))
-
-
-@settings(seeded, max_examples=60)
-@given(world=worlds(), round=st.integers(0, 20))
-def test_a_table_of_partitions_is_what_the_topology_says(world: World, round: int) -> None:
-    topology = table_topology(table_of(world))
-    matrix = topology.mixing_matrix(round)
-    torch.testing.assert_close(matrix, dense(world, round), rtol=0, atol=1e-15)
-    assert torch.equal(matrix, matrix.T)
-    torch.testing.assert_close(matrix.sum(0), torch.ones(world.size).double())
-    for group in topology.groups(round):
-        assert all(topology.group_of(rank, round) == group for rank in group.ranks)
-    ranks = [rank for group in topology.groups(round) for rank in group.ranks]
-    assert sorted(ranks) == list(range(world.size))
-
-
-@settings(seeded, max_examples=60)
-@given(data=st.data(), world=worlds(smallest=2))
-def test_a_table_with_one_other_entry_is_refused(data: st.DataObject, world: World) -> None:
-    table = table_of(world)
-    row, other = (table[data.draw(st.integers(0, world.size - 1))] for _ in range(2))
-    phase = data.draw(st.integers(0, len(row) - 1))
-    ranks, weight = row[phase].ranks, row[phase].self_weight
-    random = data.draw(st.lists(st.integers(-1, world.size), max_size=world.size))
-    entry = data.draw(st.sampled_from([random, other[phase], Group(ranks, weight / 2)]))
-    assume(entry != row[phase])
-    assume(not isinstance(entry, list) or tuple(sorted(entry)) != ranks)
-    row[phase] = entry
-    with pytest.raises(ValueError, match="phase"):
-        table_topology(table)
 
 
 @settings(seeded, max_examples=60)

@@ -124,13 +124,6 @@ def test_a_message_that_cannot_be_started_fails_alone() -> None:
     assert line.started == ["a", "b"]
 
 
-def test_a_queue_that_is_not_open_sends_at_once() -> None:
-    line = Line()
-    line.queue = SendQueue()
-    assert [line.add(str(each), -each) for each in range(4)] == [line] * 4
-    assert line.started == ["0", "1", "2", "3"]
-
-
 class Layers(nn.Module):
     """Layers with a bucket each, of which every pass calls all in an order of its own.
 
