@@ -31,7 +31,6 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 from decent_optim_wrapper import PeerError
-from decent_optim_wrapper.gossip.step import Step
 
 IN_BACKWARD = pytest.mark.parametrize("in_backward", [None, False], ids=["in-backward", "at-end"])
 
@@ -296,19 +295,12 @@ def test_an_overflow_skips_its_bucket_or_all_at_the_end_and_halves_the_scale_onc
 
 
 @pytest.mark.parametrize("averaged", [True, False])
-def test_buffers_and_frozen_parameters_start_the_same_and_buffers_are_averaged_if_asked(
-    averaged: bool,
-) -> None:
+def test_buffers_are_averaged_if_asked(averaged: bool) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 9))
-        fill(module, seed=0)
-        start = flat(module)
-        fill(module, seed=rank)
-        module[0].requires_grad_(False)
         running = module.get_buffer("1.running_mean").fill_(float(rank + 1))
         model = wrap(module, group, sync_buffer_in_global_avg=averaged)
-        assert running[0] == 1
-        assert torch.equal(flat(module), start)
+        assert running[0] == 1, "the values of rank 0"
         running.fill_(float(rank + 1))
         model.global_avg()
         assert running[0] == (1.5 if averaged else rank + 1)
@@ -359,20 +351,6 @@ def test_what_is_in_no_bucket_is_not_trained_by_each_rank(in_backward: bool | No
     assert torch.equal(weight, before)
 
 
-def test_a_layer_that_is_added_later_steps_alone() -> None:
-    model = make_model()
-    model[0].requires_grad_(False)
-    wrapped = wrap(model, None)
-    model.requires_grad_(False)
-    model[0].requires_grad_(True)
-    wrapped.optimizer.add_param_group({"params": [*model[0].named_parameters(prefix="0")]})
-    before = flat(model)
-    train(wrapped, 0, range(2))
-    assert wrapped.optimizer.round == 2
-    moved = (flat(model) != before).sum().item()
-    assert moved == sum(param.numel() for param in model[0].parameters())
-
-
 def test_an_idle_step_is_a_round_without_an_update_and_a_step_of_the_schedule() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> Tensor:
         options: Any = {"lr_scheduler_fn": lambda base: StepLR(base, 1, gamma=0.5)}
@@ -390,19 +368,3 @@ def test_an_idle_step_is_a_round_without_an_update_and_a_step_of_the_schedule() 
         return flat(model)
 
     torch.testing.assert_close(*run_threads(2, main))
-
-
-def test_an_idle_step_that_fails_leaves_nothing_to_the_next_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(_: Step) -> None:
-        raise ArithmeticError("out of luck")
-
-    model = wrap(make_model(), None)
-    with monkeypatch.context() as patch:
-        patch.setattr(Step, "_begin", fail)
-        with pytest.raises(ArithmeticError, match="out of luck"):
-            model.idle_step()
-    train(model, 0, range(1))
-    assert model.optimizer.round == 1
-    assert not torch.equal(flat(model), flat(make_model()))

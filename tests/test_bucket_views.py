@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from covering import named, pairwise
 from modules import backward, batch, fill, flat, make_model, train
 from modules import wrap as wrap_module
 from problem import CODED, MODES, flatten, make_params, take_steps, wrap
@@ -46,7 +46,9 @@ WRITES: list[Callable[[DecentOptimWrapper], None]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "topology"), pairwise(TRAVEL, named("ring", "complete")))
+@pytest.mark.parametrize(
+    ("mode", "topology"), [*zip(TRAVEL.values(), cycle(["ring", "complete"]))], ids=TRAVEL
+)
 def test_a_backward_pass_notices_that_values_it_saved_were_mixed(
     mode: dict[str, Any], topology: str
 ) -> None:

@@ -56,7 +56,6 @@ WRONG: list[tuple[Any, str, list[Any], type[Exception], str]] = [
     (Schedule, "mixing_rate", ["1", None], TypeError, "mixing_rate expects"),
     (Schedule, "gossip_every", [0], ValueError, "gossip_every must be 1 step or more"),
     (Schedule, "gossip_every", [1.5, None], TypeError, "gossip_every expects"),
-    (Schedule, "global_avg_every", [0], ValueError, "global_avg_every must be 1 step or more"),
     (Schedule, "global_avg_every", [True, "x"], TypeError, "global_avg_every expects"),
     (Late, "steps", [1, 0], ValueError, "steps must be 2 steps or more"),
     (Late, "steps", [2.5, None, True], TypeError, "steps expects a number of steps"),
@@ -140,9 +139,7 @@ TRACKED: dict[str, Any] = {"extensions": [GradientTracking()]}
 LATE: dict[str, Any] = {"schedule": Schedule(gossip_every=4), "overlap": Late(2)}
 # The options of the ranks, and what both say about rank 1.
 DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"schedule": Schedule(gossip_every=2)}, "gossip_every=2"),
     ({}, {"schedule": Schedule(mixing_rate=0.5)}, "mixing_rate=0.5"),
-    ({}, {"schedule": Schedule(global_avg_every=3)}, "global_avg_every=3"),
     ({}, {"overlap": AsItArrives(3)}, "overlap=AsItArrives(max_steps=3)"),
     (LATE, {**LATE, "overlap": Late(4)}, "overlap=Late(steps=4)"),
     ({}, {"extensions": [StateAverage()]}, "StateAverage"),

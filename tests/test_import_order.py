@@ -112,20 +112,3 @@ def test_nothing_private_is_imported_from_another_module_of_the_package(folder: 
     text = "\n".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
     assert len(re.findall(OWN_IMPORT, text, re.MULTILINE)) > 100
     assert not re.findall(rf"{OWN_IMPORT}[^)\n]*(?<!as )\b_[a-z]", text, re.MULTILINE)
-
-
-def test_every_way_to_import_is_seen(tmp_path: Path) -> None:
-    path = tmp_path / "topo" / "made_up.py"
-    path.parent.mkdir()
-    path.write_text(
-        "import torch._dynamo, decent_optim_wrapper.topo.base as base\n"
-        "from decent_optim_wrapper import wrapper\n"
-        "from decent_optim_wrapper.ddp import shown\n"
-        "def f():\n"
-        "    from ..planning.tables import columns\n"
-        "    from .. import errors\n"
-        "    from .here import shown\n"
-    )
-    assert sorted(imported_layers(path, tmp_path)) == [
-        *(("ddp", 3), ("errors", 6), ("planning", 5), ("topo", 1), ("topo", 7), ("wrapper", 2))
-    ]

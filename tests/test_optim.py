@@ -325,16 +325,3 @@ def test_the_schedule_warms_up_anneals_and_stays() -> None:
     for t_max, t_warmup in ((0, 1), (1, -1)):
         with pytest.raises(ValueError, match="t_max >= 1"):
             rates_of(partial(schedule, t_max=t_max, t_warmup=t_warmup), 1)
-
-
-def test_the_schedule_is_decent_dps_as_far_as_that_is_defined() -> None:
-    for kwargs in ({"t_max": 20, "t_warmup": 5}, {"t_max": 7, "t_warmup": 3, "warmup_decay": 0.3}):
-        steps = int(kwargs["t_max"] + kwargs["t_warmup"]) + 1
-        ours, theirs = (
-            rates_of(partial(each, **kwargs), steps)
-            for each in (
-                lr_scheduler_fn_cosine_with_warmup,
-                decent_dp.lr_scheduler_fn_cosine_with_warmup,
-            )
-        )
-        assert ours == pytest.approx(theirs, rel=1e-9)

@@ -80,26 +80,21 @@ def test_a_writer_that_cannot_write_is_refused() -> None:
 
 
 def test_a_slow_rank_is_named_and_who_waits_for_it() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[Report, dict[str, float]]:
+    def main(rank: int, group: dist.ProcessGroup) -> Report:
         optimizer = wrap(params := make_params(), group, topology="ring")
         for step in range(7):
             time.sleep(0.2 if rank == 2 else 0)
             take_steps(optimizer, params, rank, [step])
-        writer = WandB()
-        log_stats(optimizer, writer, distance=False, report=True)
-        return optimizer.report(), writer.written[7]
+        return optimizer.report()
 
-    reports, written = zip(*run_threads(4, main), strict=True)
+    reports = run_threads(4, main)
     for report in reports:
         assert report.as_dict() == reports[0].as_dict()
     assert report.slow_rank == 2
     assert "rank 2 is slow" in str(report)
     assert {report.ranks[rank].waits_for for rank in (1, 3)} == {2}
     assert all(each.bytes_sent > 0 for each in report.ranks)
-    assert written[0]["gossip/slow_rank"] == 2
-    assert written[0]["gossip/rank_2/computing_seconds"] >= 0.2
-    assert written[0]["gossip/rank_1/waits_for"] == 2
-    assert written[0]["gossip/rank_1/bytes_sent"] == report.ranks[1].bytes_sent
+    assert report.ranks[2].computing_seconds >= 0.2
 
 
 def report_of(computing: list[float], waits: dict[tuple[int, int], float], *members: int) -> Report:

@@ -34,6 +34,8 @@ FOLDER_LINES = {
     **{"launcher": 597, "planning": 328, "checkpoint": 527, "topo": 560, "extensions": 559},
     **{"ddp": 520, "optim": 504, "data": 368, "integrations": 315, "codecs": 283, "mesh": 120},
 }
+# Those of all tests, likewise.
+TEST_LINES = 17_450
 # One idea in each file: fewer files of a step would mean longer ones.
 MOST_CALLS = 110
 # What the core must not know by name: these come in through its seams.
@@ -90,6 +92,11 @@ def test_no_folder_grows() -> None:
         counts[folder[0] if folder else ""] += code_lines(path.read_text(encoding="utf-8"))
     assert all(counts.values())
     assert {name: n for name, n in counts.items() if n > FOLDER_LINES[name]} == {}
+
+
+def test_the_tests_do_not_grow() -> None:
+    files = Path(__file__).parent.glob("*.py")
+    assert 0 < sum(code_lines(path.read_text(encoding="utf-8")) for path in files) <= TEST_LINES
 
 
 @cache

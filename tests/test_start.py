@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from fractions import Fraction
 from functools import partial
 from itertools import product
 from typing import Any, cast
@@ -21,7 +20,6 @@ from problem import flatten, make_params, sgd, take_steps, wrap
 from ranks import run_processes, run_threads
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
-from warned import warned_texts
 
 from decent_optim_wrapper import (
     DecentOptimWrapper,
@@ -33,7 +31,7 @@ from decent_optim_wrapper import (
 )
 from decent_optim_wrapper.integrations.versions import require
 from decent_optim_wrapper.start.arguments import Arguments, local_world_size_of, ranks_per_node
-from decent_optim_wrapper.topo import Hierarchical, Ring
+from decent_optim_wrapper.topo import Ring
 
 
 def failing() -> Any:
@@ -95,64 +93,39 @@ def test_an_error_of_one_rank_ends_the_start_on_all_of_them() -> None:
     torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-11, atol=1e-12)
 
 
-def test_errors_of_several_ranks_are_each_their_own() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> str:
-        options: list[dict[str, Any]] = [{}, {"overlap": 1}, {"topology": "rign"}]
-        with pytest.raises((TypeError, ValueError)) as caught:
-            wrap(make_params(), group, **options[rank])
-        return str(caught.value)
-
-    text, *own = run_threads(3, main)
-    # Rank 2 would only fail after an exchange, in which it learns of rank 1.
-    assert "rank 1 raised TypeError: overlap expects a bool" in text
-    assert own[0].startswith("overlap expects a bool")
-    assert "rank 1 raised TypeError" in own[1]
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"grad_clip_norm": "x"}, "TypeError: grad_clip_norm expects"),
-        ({"optim_fn": torch.optim.LBFGS}, "ValueError: LBFGS"),
         ({"topology": "rign"}, "ValueError: unknown topology"),
-        ({"buffer": torch.eye(2).to_sparse()}, "ValueError: expected dense buffers"),
     ],
 )
 def test_an_error_of_one_module_ends_the_start_of_all(options: dict[str, Any], said: str) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        own = dict(options) if rank else {}
-        model = make_model()
-        model.register_buffer("extra", own.pop("buffer", None))
-        text = error_of(lambda: wrap_module(model, group, **own))
+        text = error_of(lambda: wrap_module(make_model(), group, **options if rank else {}))
         assert text.startswith(said) if rank else f"rank 1 raised {said}" in text
 
     run_threads(2, main)
 
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 OUT_OF_RANGE = [*(1e-9, 1e10, 1e300, NAN, -1), timedelta(microseconds=1), timedelta.max]
 # An argument, values that it does not take, and what is said of each.
 WRONG: list[tuple[str, list[Any], str]] = [
     ("rank", ["0", True], "TypeError: rank expects a whole number"),
     ("rank", [-1], "ValueError: rank must be 0 or more"),
     ("rank", [1], "ValueError: rank=1 contradicts a world of one rank"),
-    ("world_size", [1.0], "TypeError: world_size expects a whole number"),
     ("world_size", [0], "ValueError: world_size must be 1 or more"),
     ("world_size", [4], "RuntimeError: .*torchrun --nproc-per-node 4"),
-    ("local_world_size", ["a"], "TypeError: local_world_size expects a whole number"),
-    ("local_world_size", [0], "ValueError: local_world_size must be 1 or more"),
-    ("local_world_size", [2], "ValueError: local_world_size must divide world_size"),
     ("topology", [TopologyFactory, True, 3], "TypeError: .*a name, a Topology or None"),
     ("bucket_cap_mb", [True, "25"], "TypeError: bucket_cap_mb expects a number of MiB"),
-    ("bucket_cap_mb", [-1, 10**400], "ValueError: bucket_cap_mb must be above 0 MiB"),
-    ("bucket_cap_mb", [NAN, INF], "ValueError: .*MiB and finite, got (nan|inf)"),
+    ("bucket_cap_mb", [-1, NAN, 10**400], "ValueError: bucket_cap_mb must be above 0 MiB"),
     ("overlap", ["yes"], "TypeError: overlap expects a bool"),
     ("process_group", [[0, 1]], "TypeError: process_group expects a torch.distributed.ProcessGr"),
     ("buffers", [torch.zeros(2, 2), None, 3], "TypeError: buffers expects several tensors"),
     ("buffers", [[3]], "TypeError: buffers expects tensors"),
     ("buffers", [[SPARSE]], "ValueError: .*dense buffers .* buffer 0 is torch.sparse_coo"),
     ("buffers", [[ON_META]], "ValueError: .*buffers .* on the meta"),
-    ("sync_at_start", [None], "TypeError: sync_at_start expects a bool"),
     ("comm_dtype", ["bfloat16", SPARSE], "TypeError: comm_dtype expects a torch.dtype"),
     ("comm_dtype", [torch.int16], "ValueError: comm_dtype expects torch.bfloat16"),
     ("param_as_bucket_view", [1], "TypeError: param_as_bucket_view expects a bool"),
@@ -162,7 +135,6 @@ WRONG: list[tuple[str, list[Any], str]] = [
     ("on_nonfinite", ["warn"], "ValueError: on_nonfinite expects one of .*'skip', 'ignore'"),
     ("elastic", ["continue", Elastic], "TypeError: elastic expects an Elastic or None"),
     ("elastic", [Elastic()], "ValueError: .*needs a store in which the ranks agree"),
-    ("elastic", [Elastic(store=HashStore())], "ValueError: .*needs rank and"),
     ("schedule", [None, {"gossip_every": 2}], "TypeError: schedule expects a Schedule"),
 ]
 
@@ -199,13 +171,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "TypeError: .*not wrapped yet, got DecentOptim": lambda: wrap([], base=wrap(make_params())),
     "TypeError: rank expects a whole number": lambda: wrap(make_params(), **ALONE),
     "TypeError: .*got list": lambda: DecentOptimWrapper(cast(Any, make_params())),
-    "ValueError: .*leave it out": lambda: TopologyFactory.create("ring", 6, 4),
-    "TypeError: .*pass the class itself": lambda: TopologyFactory.add_topology(
-        "mine", cast(Any, Ring(4))
-    ),
-    "ValueError: .*did you mean 'ring'": lambda: TopologyFactory.create("Rings", 4),
     "ValueError: .*'torus'; the known.* complete, ring": lambda: TopologyFactory.create("torus", 4),
-    "ValueError: .*did you mean 'one-peer-exp'": lambda: Hierarchical(8, 2, inner="one_peer_exp"),
     "ImportError: .*torch>=90.1,<91, but 2.": lambda: require("torch", (90, 1), "lightning"),
     r"ImportError: .*not installed; pip install '.\[lightning]' in a clone": lambda: require(
         "no-such-framework", (90, 1), "lightning"
@@ -216,11 +182,6 @@ MISTAKES: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("said", MISTAKES)
 def test_a_mistake_is_one_clear_error(said: str) -> None:
     assert re.match(said, error_of(MISTAKES[said]))
-
-
-@pytest.mark.parametrize("timeout", [0.001, 2_000_000, Fraction(3, 2), timedelta(days=20)])
-def test_timeouts_at_the_ends_of_the_range_are_taken(timeout: Any) -> None:
-    assert wrap(make_params(), timeout=timeout).world_size == 1
 
 
 def test_nodes_are_blocks_of_consecutive_ranks() -> None:
@@ -327,16 +288,13 @@ WIDE, NARROW = torch.zeros(6, 5, dtype=torch.float64), torch.zeros(5, 6)
 ODD: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (odd_base(lambda p: p[:2]), "nothing more"),
     (odd_base(lambda p: [*p[:2], *p[3:]]), "parameter 0.2: torch.float64 ()"),
-    (odd_base(lambda p: [*p[:2], p[3], p[2], p[4]]), "parameter 0.2"),
     (third(WIDE.clone().requires_grad_()), "parameter 0.2: torch.float64 (6, 5)"),
     (third(NARROW.clone().requires_grad_()), "parameter 0.2: torch.float32 (5, 6)"),
     (third(WIDE.view(5, 6)), "parameter 0.2: torch.float64 (5, 6) on cpu, frozen"),
     (lambda: {"base": torch.optim.Adam(make_params())}, "optimizer Adam"),
     (lambda: {"bucket_cap_mb": 2}, "bucket_cap_mb=2.0"),
-    (lambda: {"overlap": False}, "overlap=False"),
     (lambda: {"topology": "greedy"}, "topology Greedy"),
     (lambda: {"topology": Steeper(3)}, "topology Tilted with schedule"),
-    (lambda: {"sync_at_start": False}, "sync_at_start=False"),
     (lambda: {"buffers": [torch.zeros(2)]}, "buffer 0: torch.float32"),
 ]
 
@@ -387,23 +345,3 @@ def test_parameters_and_buffers_of_every_dtype_come_from_rank_0_or_stay() -> Non
         return values
 
     assert run_threads(2, main) == [[0, 0], [0, 3 * 3 + 2 * 3]]
-
-
-@pytest.mark.parametrize("loaded", [True, False])
-def test_weights_that_one_rank_alone_has_loaded_are_warned_of_when_they_are_replaced(
-    loaded: bool,
-) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
-        params = make_params()
-        for param in params[1:4] if loaded and rank == 2 else []:
-            param.data.add_(1)
-        # Not a number is no other value.
-        wrap(params, group, buffers=[torch.full((3,), float("nan"))])
-        return flatten(params)
-
-    with warned_texts() as lines:
-        rows = run_threads(3, main)
-    assert all(torch.equal(row, flatten(make_params())) for row in rows)
-    text = "the values of rank 0 have replaced others, tensors by rank: {2: 3} (of 6)"
-    found = [line for line in lines if "have replaced others" in line]
-    assert [line.startswith(text) for line in found] == [True] * loaded

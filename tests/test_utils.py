@@ -71,8 +71,6 @@ def test_every_launcher_says_the_same_and_a_missing_variable_is_named(
         (SLURM, {TASKS: "4x2"}, f"{TASKS}.*'4x2'.*with srun"),
         (SLURM, {TASKS: "4,3", "SLURM_NODEID": "2"}, f"{TASKS}.*'4,3' on node 2.*with srun"),
         (TORCHRUN, {"RANK": "8"}, "torchrun contradict.*unset those that are left"),
-        (TORCHRUN, {"LOCAL_RANK": "4"}, "torchrun contradict"),
-        (TORCHRUN, {"LOCAL_WORLD_SIZE": "9"}, "torchrun contradict"),
     ],
 )
 def test_an_error_names_the_wrong_variable_and_says_what_to_do(
@@ -94,7 +92,6 @@ def test_torchrun_goes_before_mpirun_and_mpirun_before_the_slurm_job_around_it()
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
-        ("node1", "node1"),
         ("node1,node2", "node1"),
         ("gpu[07,10-12],login1", "gpu07"),
         ("gpu[10-12]", "gpu10"),
