@@ -78,9 +78,8 @@ def fail(spread: Spread, fault: str) -> None:
 # What becomes of one shard, the layout, and what all ranks end with.
 FAULTS = [
     ("killed", "fsdp", "PeerError"),
-    ("killed", "tp", "PeerError"),
     ("stopped", "pipeline", "PeerError"),
-    ("raises", "fsdp", "ZeroDivisionError"),
+    ("raises", "tp", "ZeroDivisionError"),
     ("nan", "pipeline", "NonFiniteError"),
 ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import simulated
@@ -45,17 +44,6 @@ def test_the_clock_agrees_with_the_measured_network_lab() -> None:
         # The clock knows the wire, and not the CPU time of codes: four ranks share two cores.
         slack = 0.18 if name.startswith("ours") and "bf16" in name else 0.1
         assert measured[name] == pytest.approx(times, rel=slack), name
-
-
-def test_a_row_of_the_network_lab_may_have_a_schedule_and_uneven_ranks() -> None:
-    def seconds(name: str, **machines: Any) -> float:
-        return simulated.step_seconds(simulated.METHODS[name], 40, 0.3, 0.872, **machines)
-
-    slow = {"slow_share": 0.25, "slow_factor": 3.0, "jitter": 0.09}
-    assert seconds("ours, every 3 steps, 3 late") == pytest.approx(0.3, rel=0.01)
-    assert seconds("ours, auto") == pytest.approx(0.3, rel=1e-6)
-    assert seconds("ours, auto", **slow) == pytest.approx(0.45, rel=0.03)
-    assert seconds("DDP", **slow) > 1.5
 
 
 def test_the_simulations_of_the_guide_print_its_rows() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import soak
 from faults import HARMLESS, LINKS, Kind, draw_faults
 from ranks import start_server
-from soak import Failure, Fleet, Footprint, Job, Progress, Stall
+from soak import Failure, Footprint, Progress, Stall
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 FOOTPRINT = Footprint(mib=1.0, files=1, threads=1)
@@ -115,34 +114,3 @@ def test_every_kind_of_fault_is_drawn_and_leaves_half_of_the_ranks() -> None:
     assert all(0 < len(set(fault.ranks)) == len(fault.ranks) < 4 for fault in faults)
     assert faults == list(islice(draw_faults(3, 7, 5.0, tuple(Kind)), 300))
     assert {*HARMLESS} & {*LINKS} == {Kind.SLOW_LINK, Kind.LOSSY_LINK, Kind.SHORT_CUT}
-
-
-@contextmanager
-def trained_fleet(timeout: float) -> Iterator[Fleet]:
-    start_server()
-    options: dict[str, Any] = {"step": 0.02, "slow": 0.0, "jitter": 0.0, "auto": False}
-    fleet = Fleet(Job(ranks=3, topology="complete", timeout=timeout, **options))
-    try:
-        fleet.reach(5)
-        yield fleet
-    finally:
-        fleet.close()
-
-
-def test_without_a_store_a_loss_ends_all_ranks_with_a_peer_error() -> None:
-    with trained_fleet(timeout=3) as fleet:
-        assert fleet.end_without_store(victim=1) == []
-    assert sorted(fleet.lost) == [0, 2]
-
-
-def test_ranks_that_hang_are_a_failure_that_shows_their_stacks() -> None:
-    with trained_fleet(timeout=100) as fleet:
-        fleet.delay(1, 1000)
-        with pytest.raises(TimeoutError, match="no rank has got further for 2 s"):
-            fleet.end(patience=2)
-        stacks = fleet.stacks()
-    for rank in range(3):
-        assert f"stacks of rank {rank}:" in stacks
-    # One sleeps, and the others wait for it.
-    assert stacks.count("in sleep_if_told") == 1
-    assert stacks.count("in train") == 3
