@@ -76,7 +76,7 @@ def test_what_workers_fetch_ahead_is_not_used(package: str) -> None:
     used: Counter[int] = Counter()
     state: State | None = None
     for steps in (7, None):
-        optimizer, step = wrap()
+        optimizer, step = wrap(overlap=AsItArrives())
         sampler = ElasticSampler(data, optimizer, 8, seed=3)
         if state is not None:
             sampler.load_state_dict(state)

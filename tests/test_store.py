@@ -335,7 +335,9 @@ def test_half_of_the_last_members_go_on_and_fewer_wait_for_restarted_ranks() -> 
 def test_once_a_mistake_is_mended_all_start_on_the_same_store() -> None:
     store = HashStore()
     Rendezvous.built = 0
-    Rendezvous.tell_failure(store, 1, TypeError("a wrong argument"))
+    # As in a process of its own.
+    with mock.patch.object(Rendezvous, "built", 0):
+        Rendezvous.tell_failure(store, 1, TypeError("a wrong argument"))
     early = rendezvous(store, 1, timeout=30.0)
     with pytest.raises(ValueError, match=r"rank 1 could not start.*: a wrong argument"):
         early[0].gather(FIRST_NOTE)
