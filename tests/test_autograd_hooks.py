@@ -269,12 +269,6 @@ def test_values_that_the_pass_still_wants_are_not_changed_in_silence(overflows: 
     run_threads(2, main)
 
 
-def test_sparse_gradients_are_refused() -> None:
-    model = wrap(nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 40)), None)
-    with pytest.raises(RuntimeError, match=r"expected dense gradients, but that of 0.weight"):
-        backward(model(torch.tensor([1, 2])).sum())
-
-
 @IN_BACKWARD
 def test_an_overflow_skips_its_bucket_or_all_at_the_end_and_halves_the_scale_once(
     in_backward: bool | None,

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from problem import flatten, make_params, take_steps, wrap
 from ranks import run_threads
-from restartable_processes import RestartableProcesses
 from torch._C._distributed_c10d import HashStore
 
 from decent_optim_wrapper import (
@@ -220,29 +219,6 @@ def test_all_learn_of_a_dead_rank_and_a_second_process_of_a_rank_replaces_the_fi
     finally:
         for each in started:
             each.stop()
-
-
-def step_until_alone(
-    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
-) -> float | None:
-    params = make_params()
-    elastic = Elastic(store=store, stale_after=1000.0)
-    optimizer = wrap(params, rank=rank, world_size=world_size, timeout=3, elastic=elastic)
-    while True:
-        start = time.monotonic()
-        take_steps(optimizer, params, rank, [optimizer.round])
-        if len(optimizer.members) < world_size:
-            return time.monotonic() - start
-        report(f"round {optimizer.round}", None)
-
-
-@pytest.mark.slow
-def test_the_wrapper_waits_for_a_silent_rank_for_as_long_as_stale_after_says() -> None:
-    with RestartableProcesses(2, step_until_alone) as processes:
-        processes.wait_for(1, "round 5")
-        processes.kill(1)
-        # Its timeout, not the seconds after which a heartbeat is stale otherwise.
-        assert processes.wait_for(0, "result") > 2.9
 
 
 @dataclasses.dataclass(frozen=True)
