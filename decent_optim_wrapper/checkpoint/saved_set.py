@@ -151,7 +151,7 @@ def read_set(root: Path, step: int, like: FileName) -> SavedSet:
     complete = len(digests) == like.world_size * like.shards
     if str(found) != text or not complete or {name.marker for name in digests} != {like.marker}:
         raise OSError(
-            f"checkpoint {marker} cannot be used: expected a line with the digest of each file; "
-            f"sets of another number of ranks must be where every rank sees them"
+            f"checkpoint {marker} cannot be used: it is missing, or has no line with the digest of "
+            f"each file; sets of another number of ranks must be where every rank sees them"
         )
     return found
