@@ -170,10 +170,10 @@ class Injector:
 
     def _listen_for(self, seconds: float) -> None:
         over = time.monotonic() + seconds
-        self._listen_until(lambda: time.monotonic() > over)
+        self._listen_until(lambda: time.monotonic() > over, seconds)
 
-    def _listen_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + self._patience
+    def _listen_until(self, condition: Callable[[], bool], longer: float = 0) -> None:
+        deadline = time.monotonic() + self._patience + longer
         while not condition():
             if time.monotonic() > deadline:
                 missing = sorted(self._everyone - self.there)

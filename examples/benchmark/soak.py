@@ -112,6 +112,7 @@ class Job(NamedTuple):
         auto: whether a step mixes what has arrived and never waits.
         codes: the name of the `comm_dtype`; None sends the parameters as they are.
         tracking: whether the ranks track gradients.
+        stale_after: seconds without a heartbeat after which a rank is dead.
     """
 
     ranks: int
@@ -123,6 +124,7 @@ class Job(NamedTuple):
     auto: bool
     codes: str | None = None
     tracking: bool = False
+    stale_after: float = 2.0
 
 
 class Footprint(NamedTuple):
@@ -296,7 +298,7 @@ def train(
         overlap=AsItArrives() if job.auto else True,
         comm_dtype=getattr(torch, job.codes) if job.codes else None,
         extensions=[GradientTracking()] if job.tracking else [],
-        elastic=Elastic(store=store, on_membership_change=note_change),
+        elastic=Elastic(store, note_change, job.stale_after),
     )
     chance = random.Random(rank)
     first = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -900,6 +902,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--auto", action="store_true", help="overlap=AsItArrives()")
     parser.add_argument("--codes", choices=["bfloat16", "float16", "int8", "int4"])
     parser.add_argument("--goodput", action="store_true", help="kills alone, and few of them")
+    parser.add_argument("--stale-after", type=float, default=2.0, help="of Elastic, in seconds")
     parser.add_argument("--tracking", action="store_true", help="extensions=[GradientTracking()]")
     parser.add_argument(
         "--patience", type=float, default=PATIENCE, help="seconds after which a rank hangs"
