@@ -18,8 +18,6 @@ from torch import Tensor
 
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.pipeline import Pipeline
-from decent_optim_wrapper.gossip.schedule import RoundKind
-from decent_optim_wrapper.gossip.timing import StepStats
 from decent_optim_wrapper.planning.tables import table
 
 # Thresholds of a report: how much longer than the others a slow rank computes, and the share of a
@@ -192,36 +190,18 @@ def _otherwise(share: float, paired: bool) -> str:
 def _measure(pipeline: Pipeline) -> Tensor:
     """This rank's row for `diagnose`."""
     transport = pipeline.session.transport
-    steps = [
-        (later - earlier, stats)
-        for (earlier, _), (later, stats) in pairwise(pipeline.policy.meter.history)
-    ]
+    history = pipeline.policy.meter.history
+    steps = [(step[0] - before[0], *step[1:]) for before, step in pairwise(history)]
     costs = [
         (s, s - each.wait_seconds - each.mix_seconds, each.wait_seconds, each.mix_seconds)
-        for s, each in steps
+        for s, each, _ in steps
     ]
     row = [0.0] * 5
     if steps:
-        row = [*map(median, zip(*costs, strict=True)), fmean(each.bytes_sent for _, each in steps)]
-    pairs = [({*_mixed_with(pipeline, each)}, each.wait_seconds) for _, each in steps]
+        sent = fmean(each.bytes_sent for _, each, _ in steps)
+        row = [*map(median, zip(*costs, strict=True)), sent]
     for place in range(transport.world_size):
-        pair = {place, transport.rank}
-        found = [wait for ranks, wait in pairs if ranks == pair and len(pair) == 2]
+        pair = {place, transport.rank} if place != transport.rank else None
+        found = [each.wait_seconds for _, each, ranks in steps if {*ranks} == pair]
         row.append(median(found or [0.0]))
     return torch.tensor(row, dtype=torch.float64, device="cpu")
-
-
-def _mixed_with(pipeline: Pipeline, stats: StepStats) -> Sequence[int]:
-    """The positions of the ranks in the group that a step has waited for."""
-    pacing, schedule = pipeline.policy.pacing, pipeline.session.schedule
-    number = stats.rounds - 1
-    if stats.staleness:
-        # With `AsItArrives`, rounds are counted at their launch, after the one that is mixed.
-        number -= stats.staleness if pacing.synchronous else 1
-    elif pacing.mixes_early:
-        number -= 1
-    elif not pacing.mixes_in_step(number):
-        return ()
-    if number < 0 or schedule.kind(number) is RoundKind.IDLE:
-        return ()
-    return schedule.plan(number, 1.0).group.ranks

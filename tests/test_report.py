@@ -79,9 +79,10 @@ def test_a_writer_that_cannot_write_is_refused() -> None:
         log_stats(wrap(make_params()), writer)
 
 
-def test_a_slow_rank_is_named_and_who_waits_for_it() -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_slow_rank_is_named_and_who_waits_for_it(overlap: bool) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> Report:
-        optimizer = wrap(params := make_params(), group, topology="ring")
+        optimizer = wrap(params := make_params(), group, topology="ring", overlap=overlap)
         for step in range(7):
             time.sleep(0.2 if rank == 2 else 0)
             take_steps(optimizer, params, rank, [step])

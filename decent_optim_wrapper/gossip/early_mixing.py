@@ -53,7 +53,7 @@ class EarlyMixing:
         if flying.changed_in_flight():
             pipeline.check_parameters()
         pipeline.check_on_gpu()
-        pipeline.policy.meter.note_round(flying.age)
+        pipeline.policy.meter.note_round(flying.age, flying.plan.group.ranks)
         # Neither the state of extensions nor what they attach to a bucket can be restored.
         whole = any(each.name or each.sends for each in pipeline.extensions.all)
         if whole or len(wanted) == len(flying.unmixed) or flying.plan.kind is RoundKind.AVERAGE:

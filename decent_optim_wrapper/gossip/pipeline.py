@@ -223,7 +223,7 @@ class Pipeline:
             extension.received(in_flight=flying is not None and not due)
         if flying is None or not due:
             return None
-        self.policy.meter.note_round(flying.age)
+        self.policy.meter.note_round(flying.age, flying.plan.group.ranks)
         return self._arrive()
 
     def _arrive(self) -> Round | None:
@@ -299,6 +299,7 @@ class Pipeline:
     def finish(self) -> None:
         """Wait for the round in flight, if there is one, and mix it into the parameters."""
         if arrived := self._arrive():
+            self.policy.meter.note_round(0, arrived.plan.group.ranks)
             for bucket in tuple(arrived.unmixed):
                 self.mix(arrived, bucket)
 

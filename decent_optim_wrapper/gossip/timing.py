@@ -10,8 +10,6 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
-_KEPT_STEPS = 100
-
 
 class StepStats(NamedTuple):
     """Bytes, seconds and counts of the last `step()` on this rank.
@@ -73,15 +71,13 @@ class Meter:
     """The clocks and the byte count of one step."""
 
     def __init__(self) -> None:
-        self.wait = Clock("decent::wait")
-        self.mix = Clock("decent::mix")
-        self.update = Clock("decent::update")
-        self.launch = Clock("decent::launch")
+        names = ("wait", "mix", "update", "launch")
+        self.wait, self.mix, self.update, self.launch = (Clock(f"decent::{n}") for n in names)
         self.reset()
         self._last = StepStats(0, 0.0, 0.0, 0.0, 0, 0)
         self._skipped: Tensor | int = False
-        # The end and the cost of each of the last steps.
-        self.history: deque[tuple[float, StepStats]] = deque(maxlen=_KEPT_STEPS)
+        # The end, the cost and the group of each of the last 100 steps.
+        self.history = deque[tuple[float, StepStats, tuple[int, ...]]](maxlen=100)
 
     @property
     def last(self) -> StepStats:
@@ -94,6 +90,8 @@ class Meter:
         # The clocks at the beginning of the step: waiting, mixing and packing, updating.
         self._before = self.wait.seconds, mix, self.update.seconds
         self.bytes_sent = self.staleness = 0
+        # The positions of the ranks in the group that the step has mixed with.
+        self.mixed_with: tuple[int, ...] = ()
         # Whether an overflow has skipped the local update; perhaps as a tensor.
         self.skipped: Tensor | int = False
 
@@ -101,9 +99,9 @@ class Meter:
         """Count bytes that are sent."""
         self.bytes_sent += count
 
-    def note_round(self, staleness: int) -> None:
-        """Note the staleness of the round that this step mixes."""
-        self.staleness = staleness
+    def note_round(self, staleness: int, ranks: tuple[int, ...]) -> None:
+        """Note the staleness and the group of the round that this step mixes."""
+        self.staleness, self.mixed_with = staleness, ranks
 
     def note_skipped(self, skipped: Tensor | int) -> None:
         """Note whether an overflow has skipped the local update."""
@@ -122,4 +120,4 @@ class Meter:
             rounds=rounds,
             staleness=self.staleness,
         )
-        self.history.append((perf_counter(), self._last))
+        self.history.append((perf_counter(), self._last, self.mixed_with))
