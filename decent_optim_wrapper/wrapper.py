@@ -37,12 +37,7 @@ from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.gossip import Gossip
 from decent_optim_wrapper.gossip.header import CollectiveCall
 from decent_optim_wrapper.gossip.local_update import Apply, LocalUpdate, Scaling
-from decent_optim_wrapper.gossip.saved_state import (
-    gossip_state,
-    named_state,
-    prepare_load,
-    prepare_named_load,
-)
+from decent_optim_wrapper.gossip.saved_state import gossip_state, named_state, prepare_load
 from decent_optim_wrapper.gossip.schedule import Pacing
 from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import StepStats
@@ -635,7 +630,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
             ValueError: the state dict does not fit this wrapper. Nothing was loaded.
         """
         rate = self._settings.schedule.mixing_rate
-        prepare_named_load(self._gossip, state_dict, rate)()
+        prepare_load(self._gossip, state_dict, rate, by_name=True)()
 
     def __repr__(self) -> str:
         size = sum(bucket.nbytes for bucket in self.buckets) / MIB

@@ -82,41 +82,15 @@ def named_state(gossip: Gossip) -> dict[str, Any]:
     return _rearranged(state, named, gossip)
 
 
-def prepare_load(gossip: Gossip, saved: Any, mixing_rate: float) -> Callable[[], None]:
-    """Check a result of `gossip_state`, and return the function that continues from it.
-
-    Args:
-        gossip: the gossip that is to continue; not changed yet.
-        saved: the entry of the state dict; None means the start of the training.
-        mixing_rate: the rate if none was saved.
-
-    Raises:
-        ValueError: `saved` is something else, or belongs to other parameters.
-    """
-    saved = {"round": 0, "in_flight": False} if saved is None else saved
-    expected = (
-        "load_state_dict expects what state_dict() of a DecentOptimWrapper around the same "
-        "parameters has returned, but its key 'gossip' holds something else"
-    )
-    return _prepare(gossip, saved, mixing_rate, expected, dict)
-
-
-def prepare_named_load(gossip: Gossip, saved: Any, mixing_rate: float) -> Callable[[], None]:
-    """Like `prepare_load`, for a result of `named_state`."""
-    expected = (
-        "load_gossip_state_dict expects what gossip_state_dict() of a DecentOptimWrapper around "
-        "the same model has returned, but got something else"
-    )
+def _by_position(gossip: Gossip, named: dict[str, Any]) -> dict[str, Any]:
+    """A result of `named_state` in the form of one of `gossip_state`."""
 
     def in_order(rows: dict[str, Any], params: list[Tensor]) -> list[Any]:
         return [rows[name] for name in gossip.replica.names_of(params)]
 
-    def by_position(state: dict[str, Any]) -> dict[str, Any]:
-        unused = () if state["in_flight"] else ("launch_snapshot",)
-        used = {key: value for key, value in state.items() if key not in unused}
-        return _rearranged(used, in_order, gossip)
-
-    return _prepare(gossip, saved, mixing_rate, expected, by_position)
+    unused = () if named["in_flight"] else ("launch_snapshot",)
+    used = {key: value for key, value in named.items() if key not in unused}
+    return _rearranged(used, in_order, gossip)
 
 
 def _rearranged(
@@ -139,25 +113,25 @@ def _rearranged(
     return state
 
 
-def _prepare(
-    gossip: Gossip,
-    saved: Any,
-    mixing_rate: float,
-    expected: str,
-    by_position: Callable[[Any], dict[str, Any]],
+def prepare_load(
+    gossip: Gossip, saved: Any, mixing_rate: float, by_name: bool = False
 ) -> Callable[[], None]:
     """Check a state, and return the function that continues from it.
 
     Args:
         gossip: the gossip that is to continue; not changed yet.
-        saved: the state.
+        saved: a result of `gossip_state`; None means the start of the training.
         mixing_rate: the rate if none was saved.
-        expected: the beginning of the error if the state does not fit.
-        by_position: function that brings the states of the parameters into their order.
+        by_name: whether it is a result of `named_state`.
+
+    Raises:
+        ValueError: `saved` is something else, or belongs to other parameters.
     """
     gossip.check_idle()
+    if saved is None and not by_name:
+        saved = {"round": 0, "in_flight": False}
     try:
-        saved = by_position(saved)
+        saved = _by_position(gossip, saved) if by_name else dict(saved)
         rate = check_mixing_rate(saved.get("mixing_rate", mixing_rate))
         pacing = gossip.pipeline.policy.pacing
         launched = saved.get("launch_snapshot") if pacing.needs_snapshot else None
@@ -178,9 +152,11 @@ def _prepare(
         buckets = gossip.pipeline.buckets
         plan = read_plan(saved["plan"], gossip.params, buckets) if "plan" in saved else []
     except (AttributeError, LookupError, TypeError, ValueError) as error:
+        call = "gossip_state_dict" if by_name else "state_dict"
         raise ValueError(
-            f"rank {gossip.pipeline.session.transport.initial_rank}: {expected} "
-            f"({type(error).__name__}: {error}); nothing was loaded"
+            f"rank {gossip.pipeline.session.transport.initial_rank}: load_{call} expects what "
+            f"{call}() of a DecentOptimWrapper around the same parameters has returned, but got "
+            f"another state of the gossip ({type(error).__name__}: {error}); nothing was loaded"
         ) from error
 
     def load() -> None:
