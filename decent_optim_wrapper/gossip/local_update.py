@@ -129,10 +129,11 @@ class LocalUpdate:
             RuntimeError: a parameter was replaced, moved, converted or changed, or has a sparse
                 gradient.
         """
+        # Each access of `grad` makes a call, and one of torch's constants takes longer.
+        dense = torch.strided
         for group in self._optimizer.param_groups:
             for param in group["params"]:
-                # Each access of `grad` makes a call.
-                if (grad := param.grad) is not None and grad.layout is not torch.strided:
+                if (grad := param.grad) is not None and grad.layout is not dense:
                     raise sparse_gradient_error(self._optimizer, param, rank)
         known = self._partition_of(buckets)
         # Parameters of a group that was only removed are still gossiped, as frozen ones are.
