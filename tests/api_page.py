@@ -23,9 +23,9 @@ Annotation = str | griffe.Expr | None
 
 INTRODUCTION = """# API reference
 
-Read this page to look up what a name takes, returns and raises; start with [training](training.md)
-to learn how to use it. `python tests/api_page.py` makes it from the docstrings. It has the names in
-`__all__`, under the first module that you can import them from:
+What every name takes, returns and raises; start with [training](training.md)
+to learn how to use them. `python tests/api_page.py` makes it from the docstrings. It has the names
+in `__all__`, under the first module that you can import them from:
 
 """
 CONFIG: ConfigDict = {

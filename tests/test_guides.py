@@ -308,9 +308,6 @@ def test_links_lead_somewhere_and_a_block_is_run_or_says_why_not(page: Path) -> 
         assert runs or NO_RUN.fullmatch(block.info), f"line {block.line}: {block.info!r}"
 
 
-def test_every_guide_is_linked_from_the_readme_and_begins_with_when_one_needs_it() -> None:
+def test_every_guide_is_linked_from_the_readme() -> None:
     links = {(ROOT / link.partition("#")[0]).resolve() for link in LINK.findall(prose(PAGES[0]))}
     assert set(PAGES[1:]) <= links
-    begin = re.compile(r"# .*\n\nRead this page (if|when|before|to) ")
-    pages = [*GUIDES, FIRST_HOUR]
-    assert [page for page in pages if not begin.match(page.read_text(encoding="utf-8"))] == []
