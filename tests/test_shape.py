@@ -32,7 +32,7 @@ MOST_METHODS, MOST_REWRITTEN = 25, 12
 FOLDER_LINES = {
     **{"": 1_194, "gossip": 1_764, "wire": 1_335, "comm": 1_421, "start": 859, "elastic": 791},
     **{"launcher": 597, "planning": 328, "checkpoint": 527, "topo": 560, "extensions": 559},
-    **{"ddp": 520, "optim": 504, "data": 368, "integrations": 315, "codecs": 283, "mesh": 120},
+    **{"ddp": 520, "optim": 504, "data": 368, "integrations": 315, "codecs": 299, "mesh": 120},
 }
 # Those of all tests, likewise.
 TEST_LINES = 17_400

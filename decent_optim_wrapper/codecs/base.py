@@ -40,12 +40,20 @@ class Codec(ABC):
     def nbytes(self, numel: int) -> int:
         """Number of bytes of the message for `numel` elements; the last block may not be full."""
 
+    def of_means(self, size: int) -> Codec:
+        """The codec of the means in a group of more than two ranks, with blocks of the same size.
+
+        Args:
+            size: number of ranks.
+        """
+        return self
+
     @abstractmethod
     def is_finite(self, message: Tensor) -> Tensor:
         """Return whether the coded values are finite: bool of shape (), on the message's device."""
 
     @abstractmethod
-    def write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:
+    def write(self, message: Tensor, place: slice, values: Tensor) -> None:
         """Code one slice of a vector.
 
         Args:
@@ -53,7 +61,6 @@ class Codec(ABC):
             place: the slice of the vector, which starts at a multiple of `block`.
             values: the elements of the slice, padded with zeros to whole blocks; may be
                 overwritten.
-            spare: scratch memory of the shape and dtype of `values`.
         """
 
     @abstractmethod
@@ -71,7 +78,6 @@ class Codec(ABC):
                 codes the values themselves.
         """
         buffer = self._buffer(values.numel(), wide(values.dtype), values.device)
-        spare = torch.empty_like(buffer)
         for place in self._slices(values.numel(), values.device):
             whole = self._in_blocks(place, buffer)
             part = whole[: place.stop - place.start]
@@ -80,7 +86,7 @@ class Codec(ABC):
             else:
                 torch.sub(values[place], reference[place], out=part)
             whole[part.numel() :].zero_()
-            self.write(message, place, whole, spare[: whole.numel()])
+            self.write(message, place, whole)
 
     def decode(self, *messages: Tensor, numel: int, dtype: torch.dtype) -> Iterator[Decoded]:
         """Decode messages side by side, slice by slice.

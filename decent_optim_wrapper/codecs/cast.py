@@ -28,7 +28,7 @@ class CastCodec(Codec):
         """Return whether the values are finite after the cast."""
         return is_finite_on_device(message.view(self.dtype))
 
-    def write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:
+    def write(self, message: Tensor, place: slice, values: Tensor) -> None:
         """Cast a slice."""
         message.view(self.dtype)[place].copy_(values)
 

@@ -54,12 +54,12 @@ class ScaledCodec(Codec):
         # Of the largest code: a scale that was rounded up may be finite, and its values infinite.
         return is_finite_on_device(self._split(message)[1] * self.largest)
 
-    def write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:
+    def write(self, message: Tensor, place: slice, values: Tensor) -> None:
         """Scale a slice, and code it."""
         codes, scales = self._parts(message, place, values.numel())
         rows = values.view(-1, _BLOCK)
-        torch.abs(rows, out=spare.view(-1, _BLOCK))
-        scales.copy_(spare.view(-1, _BLOCK).amax(1).div_(self.largest))
+        # The largest absolute value, without a pass that writes them.
+        scales.copy_(torch.maximum(rows.amin(1).neg_(), rows.amax(1)).div_(self.largest))
         # The reciprocal of the scale as it is sent, which is rounded.
         inverse = (
             scales.to(values.dtype).reciprocal().masked_fill_(scales < fused.SMALLEST_SCALE, 0)

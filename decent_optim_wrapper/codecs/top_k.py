@@ -1,4 +1,4 @@
-"""A codec that sends the largest elements only."""
+"""A codec that sends the largest elements only, in two bits each."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ from torch import Tensor
 from decent_optim_wrapper.codecs.base import Codec, is_finite_on_device
 
 _BLOCK = 256
+# What an element becomes, in units of the mean m of those that are sent of its block. Whatever the
+# values v are, a level L below 2 leaves less than was there: the sum of (v - L m)^2 is less than
+# that of v^2 by L (2 - L) m^2 for each element.
+_SMALL, _LARGE = 0.85, 1.3
+_SCALE = torch.bfloat16
 
 
 class TopKCodec(Codec):
-    """Sends the k elements of each block of 256 that are largest in absolute value, as float32.
+    """Sends the k elements of each block of 256 that are largest in absolute value, in two bits.
 
-    The rest stays in the difference to the reference and is sent later, which is error feedback
-    (EF21, Richtarik et al. 2021). A message takes 5 k / 256 bytes per element.
+    An element becomes +-0.85 or +-1.3 times the mean size of the k elements, which is sent as
+    bfloat16. The rest stays in the difference to the reference and is sent later, which is error
+    feedback (EF21, Richtarik et al. 2021; two bits as in SparseLoCo, Sarfi et al. 2025). A message
+    takes (1.25 k + 2) / 256 bytes per element. In a group of m > 2 ranks, a mean has k m elements
+    of each block, at most 128.
 
     Args:
         k: number of elements per block, a multiple of 4 up to 256.
@@ -26,38 +34,63 @@ class TopKCodec(Codec):
     block = _BLOCK
 
     def __init__(self, k: int = 16) -> None:
-        # The message of each chunk of a vector is viewed as float32.
+        # Four codes share a byte.
         if k not in range(4, _BLOCK + 1, 4):
             raise ValueError(f"k expects a multiple of 4 up to {_BLOCK}, got {k}")
         self.k = k
 
+    def of_means(self, size: int) -> TopKCodec:
+        """Send all elements that a rank has sent; with k only, the ranks agree slowly."""
+        # Two bits are too coarse for most elements of a block: the errors would not shrink.
+        return TopKCodec(max(self.k, min(_BLOCK // 2, size * self.k)))
+
+    @property
+    def _widths(self) -> list[int]:
+        """The bytes of the scale, of the positions and of the codes of a block."""
+        return [_SCALE.itemsize, self.k, self.k // 4]
+
     def nbytes(self, numel: int) -> int:
-        """The bytes of the values and positions of k elements of each block."""
-        return -(-numel // _BLOCK) * self.k * 5
+        """The bytes of the scale, and of the positions and codes of k elements, of each block."""
+        return -(-numel // _BLOCK) * sum(self._widths)
 
     def is_finite(self, message: Tensor) -> Tensor:
         """Return whether the values are finite; NaN and infinity are the largest of their block."""
-        return is_finite_on_device(self._split(message)[0])
+        scales = _scales(self._rows(message)[:, : _SCALE.itemsize])
+        return is_finite_on_device(scales.to(torch.float32) * _LARGE)
 
-    def write(self, message: Tensor, place: slice, values: Tensor, spare: Tensor) -> None:
+    def write(self, message: Tensor, place: slice, values: Tensor) -> None:
         """Write the largest elements of each block."""
-        kept, places = self._parts(message, place, values.numel())
         rows = values.view(-1, _BLOCK)
-        found = torch.abs(rows, out=spare.view(-1, _BLOCK)).topk(self.k, dim=1).indices
-        kept.copy_(rows.gather(1, found))
-        places.copy_(found)
+        sizes, found = rows.abs().topk(self.k, dim=1)
+        means = sizes.mean(1, keepdim=True)
+        # Zeros pad the last block, and must not make its scale small.
+        means[-1] *= max(1.0, self.k / ((place.stop - place.start) % _BLOCK or _BLOCK))
+        scales = means.to(_SCALE)
+        bits = (sizes > (_SMALL + _LARGE) / 2 * scales) + 2 * (rows.gather(1, found) < 0)
+        codes = (bits.view(len(rows), -1, 4) << _shifts(message)).sum(2)
+        parts = scales.view(torch.uint8), found, codes
+        coded = torch.cat([part.to(torch.uint8) for part in parts], dim=1)
+        self._rows(message)[place.start // _BLOCK :][: len(rows)] = coded
 
     def read(self, message: Tensor, place: slice, values: Tensor) -> None:
         """Read the largest elements of each block; all others are zero."""
-        kept, places = self._parts(message, place, values.numel())
-        values.zero_().view(-1, _BLOCK).scatter_(1, places.long(), kept.to(values.dtype))
+        rows, dtype = values.zero_().view(-1, _BLOCK), values.dtype
+        coded = self._rows(message)[place.start // _BLOCK :][: len(rows)]
+        scales, places, codes = torch.split(coded, self._widths, dim=1)
+        bits = (codes.unsqueeze(2) >> _shifts(message)).view(len(rows), -1)
+        large, negative = ((bits & bit).to(dtype) for bit in (1, 2))
+        levels = (_SMALL + (_LARGE - _SMALL) * large) * (1 - negative)
+        rows.scatter_(1, places.long(), levels * _scales(scales).to(dtype))
 
-    def _parts(self, message: Tensor, place: slice, numel: int) -> tuple[Tensor, Tensor]:
-        first, last = place.start // _BLOCK, (place.start + numel) // _BLOCK
-        kept, places = self._split(message)
-        return kept[first:last], places[first:last]
+    def _rows(self, message: Tensor) -> Tensor:
+        return message.view(-1, sum(self._widths))
 
-    def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        count = message.numel() // 5
-        kept, places = message[: 4 * count], message[4 * count :]
-        return kept.view(torch.float32).view(-1, self.k), places.view(-1, self.k)
+
+def _scales(coded: Tensor) -> Tensor:
+    # A copy: no other dtype can be viewed at an odd byte, where a row may begin.
+    return coded.clone().flatten().view(_SCALE).unsqueeze(1)
+
+
+def _shifts(like: Tensor) -> Tensor:
+    """The places of four codes in a byte."""
+    return torch.arange(0, 8, 2, dtype=torch.uint8, device=like.device)

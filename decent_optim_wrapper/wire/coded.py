@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise
 from random import Random
 from typing import NamedTuple
@@ -32,6 +32,7 @@ from decent_optim_wrapper.wire.storage import new_vector
 
 # A slice of a vector, and values there.
 Part = tuple[slice, Tensor]
+Parts = tuple[slice, list[Tensor]]
 
 
 class CodedExchange(Exchange):
@@ -53,7 +54,10 @@ class CodedExchange(Exchange):
         self._chunks = chunks
         self._reference = None if wire.references is None else wire.references.of(bucket)
         self.uses_reference = self._reference is not None
-        room = codec.nbytes(max(map(_length, chunks))) * len(chunks) + (wire.group.size == 2)
+        # The codec of what is received.
+        self._arriving = codec.of_means(wire.group.size) if self.sums else codec
+        row = max(each.nbytes(max(map(_length, chunks))) for each in (codec, self._arriving))
+        room = row * len(chunks) + (wire.group.size == 2)
         # What is sent, and memory for as much.
         self._messages, self._room = bucket.messages(room)
         places = (slice(*map(codec.nbytes, (chunk.start, chunk.stop))) for chunk in chunks)
@@ -124,17 +128,17 @@ class CodedExchange(Exchange):
     def _values(self, present: int) -> Iterator[Part]:
         """The received values, as the mean of the ranks that are present, by slice."""
         for chunk, message in zip(self._chunks, self._arrived, strict=True):
-            for place, (values,) in self._decode(chunk, message):
+            for place, (values,) in self._decode(self._arriving, chunk, message):
                 if self.sums:
                     values.mul_(self._wire.group.size / present)
                 reference = self._reference
                 yield place, values if reference is None else values.add_(reference[place])
 
-    def _decode(self, chunk: slice, *messages: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+    def _decode(self, codec: Codec, chunk: slice, *messages: Tensor) -> Iterator[Parts]:
         """The values of messages in a chunk, by slice of the whole vector."""
         near = (message.to(self._bucket.device, non_blocking=True) for message in messages)
         dtype = wide(self._bucket.dtype)
-        for place, values in self._codec.decode(*near, numel=_length(chunk), dtype=dtype):
+        for place, values in codec.decode(*near, numel=_length(chunk), dtype=dtype):
             yield slice(chunk.start + place.start, chunk.start + place.stop), values
 
 
@@ -169,7 +173,8 @@ class CodedPair(CodedExchange):
     def _changes(self, present: Sequence[int]) -> Iterator[Part]:
         (chunk,) = self._chunks
         both: Tensor | None = None
-        for place, (theirs, ours) in self._decode(chunk, *self._arrived, *self._outgoing):
+        messages = *self._arrived, *self._outgoing
+        for place, (theirs, ours) in self._decode(self._codec, chunk, *messages):
             if self._reference is not None:
                 # The same bits at both ends: a sum of two does not depend on their order.
                 both = torch.add(theirs, ours, out=None if both is None else both[: len(theirs)])
@@ -200,21 +205,21 @@ class CodedGroup(CodedExchange):
         super().__init__(wire, bucket, position, codec, chunks)
         self._place = group.ranks.index(wire.transport.rank)
         own = self._outgoing[self._place]
-        device, pinned = bucket.wire_device, bucket.via_cpu
+        new = partial(new_vector, device=bucket.wire_device, pinned=bucket.via_cpu)
         # For each rank a row, which first takes its message of this rank's chunk, and then the mean
         # of its own chunk.
         rows = self._room.view(group.size, -1)
-        self._codes = [row[: own.numel()] for row in rows]
+        self._codes = [row[: len(own)] for row in rows]
         self._codes[self._place] = own
-        self._means = [row[: each.numel()] for row, each in zip(rows, self._outgoing, strict=True)]
+        pairs = zip(rows, map(_length, chunks), strict=True)
+        self._means = [row[: self._arriving.nbytes(numel)] for row, numel in pairs]
         # Memory that no other round uses: after a loss a new one may begin before the thread has
         # noticed.
-        self._means[self._place] = new_vector(own.numel(), torch.uint8, device, pinned)
+        mean = new(len(self._means[self._place]), torch.uint8)
+        self._means[self._place] = mean
         # This rank's mean less the one that it sends.
-        numel = _length(chunks[self._place])
-        self._error = new_vector(numel, wide(bucket.dtype), device, pinned).zero_()
-        others = sum(message.nbytes for message in self._outgoing) - own.nbytes
-        self.bytes_sent = others + (group.size - 1) * own.nbytes
+        self._error = new(_length(chunks[self._place]), wide(bucket.dtype)).zero_()
+        self.bytes_sent = sum(map(len, self._outgoing)) - len(own) + (group.size - 1) * len(mean)
 
     def _send(self) -> None:
         transport, ranks = self._wire.transport, self._wire.group.ranks
@@ -230,9 +235,8 @@ class CodedGroup(CodedExchange):
         def average() -> None:
             if codes:
                 self._average(codes)
-            own = self._means[self._place]
             works = [transport.receive(self._means[p], ranks[p], mean_tag) for p in owners]
-            works += [transport.send(own, ranks[p], mean_tag) for p in senders]
+            works += [transport.send(self._means[self._place], ranks[p], mean_tag) for p in senders]
             for work in (*sent, *works):
                 work.wait(LONGEST_WAIT)
 
@@ -245,15 +249,10 @@ class CodedGroup(CodedExchange):
         for place, message in enumerate(self._codes):
             if place in codes:
                 codes[place].wait(LONGEST_WAIT)
-            self._add(message, total)
+            _add(self._codec, message, total)
         total.div_(len(self._codes))
-        self._codec.encode(total, own)
-        self._add(own, total, -1.0)
-
-    def _add(self, message: Tensor, total: Tensor, factor: float = 1.0) -> None:
-        parts = self._codec.decode(message, numel=total.numel(), dtype=total.dtype)
-        for place, (values,) in parts:
-            total[place].add_(values, alpha=factor)
+        self._arriving.encode(total, own)
+        _add(self._arriving, own, total, -1.0)
 
     @property
     def _arrived(self) -> list[Tensor]:
@@ -263,8 +262,9 @@ class CodedGroup(CodedExchange):
         ranks, size = self._wire.group.ranks, self._wire.group.size
         error = self._error.to(self._bucket.device, non_blocking=True)
         for owner, chunk in enumerate(self._chunks):
-            messages = self._means[owner], self._outgoing[owner]
-            for place, (mean, ours) in self._decode(chunk, *messages):
+            means = self._decode(self._arriving, chunk, self._means[owner])
+            codes = self._decode(self._codec, chunk, self._outgoing[owner])
+            for (place, (mean,)), (_, (ours,)) in zip(means, codes, strict=True):
                 if len(present) < size:
                     mean.mul_(size / len(present))
                 elif self._reference is not None:
@@ -310,6 +310,11 @@ def _shares(numel: int, block: int, count: int, round: int) -> list[slice]:
     # Not in turn: a group may meet in every fourth round only.
     first = int(Random(round).random() * count)
     return chunks[first:] + chunks[:first]
+
+
+def _add(codec: Codec, message: Tensor, total: Tensor, factor: float = 1.0) -> None:
+    for place, (values,) in codec.decode(message, numel=total.numel(), dtype=total.dtype):
+        total[place].add_(values, alpha=factor)
 
 
 def _length(place: slice) -> int:
