@@ -131,23 +131,6 @@ def test_a_text_that_is_no_state_is_an_error_that_names_the_peer(text: str) -> N
     run_threads(2, main)
 
 
-@pytest.mark.parametrize("topology", ["ring", "complete"])
-def test_a_skipped_step_is_found_at_the_next_average(topology: str) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> str:
-        params = make_params()
-        optimizer = wrap(params, group, topology=topology)
-
-        def train() -> None:
-            take_steps(optimizer, params, rank, range(3 if rank == 2 else 4))
-            optimizer.global_avg()
-
-        return error_of(train)
-
-    texts = run_threads(4, main)
-    assert any("CallOrderError" in text for text in texts)
-    assert any("step() equally often" in text for text in texts)
-
-
 @pytest.mark.parametrize(("has_names", "views"), [(True, True), (False, False)])
 def test_a_parameter_replaced_in_its_group_is_named_by_whatever_comes_next(
     has_names: bool, views: bool

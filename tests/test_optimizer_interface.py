@@ -157,20 +157,52 @@ def test_every_hook_runs_once_per_step_those_on_all_optimizers_around_the_wrappe
     assert not torch.equal(flatten(params), flatten(make_params()))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, Unlisted])
-def test_a_closure_is_evaluated_once_and_with_gradients(kind: type[torch.optim.SGD]) -> None:
+def test_a_hook_of_the_base_may_change_its_arguments_next_to_hooks_on_all_optimizers() -> None:
     params = make_params()
-    wrapper = wrap(params, base=kind(params, lr=0.1))
-    losses = []
+    wrapper = wrap(params, overlap=False)
+    losses = iter([1.0])
 
-    def closure() -> float:
-        assert torch.is_grad_enabled()
-        losses.append(backward(params, 0, 0).item())
-        return losses[-1]
+    def hand_over(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        return (optimizer,), {"closure": lambda: next(losses)}
 
-    with torch.no_grad():
-        assert wrapper.step(closure) == losses[0]
-    assert len(losses) == 1
+    wrapper.optimizer.register_step_pre_hook(hand_over)
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    backward(params, 0, 0)
+    try:
+        assert wrapper.step() == 1.0
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Unlisted])
+def test_a_closure_is_evaluated_once_with_gradients_and_before_the_mixing(
+    kind: type[torch.optim.SGD],
+) -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        ends = []
+        for has_closure in (True, False):
+            params = make_params()
+            wrapper = wrap(params, group, kind(params, lr=0.05), topology="ring")
+            losses: list[float] = []
+
+            def closure() -> float:
+                assert torch.is_grad_enabled()
+                losses.append(backward(params, rank, len(losses)).item())  # noqa: B023
+                return losses[-1]  # noqa: B023
+
+            for step in range(4):
+                if has_closure:
+                    with torch.no_grad():
+                        assert wrapper.step(closure) == losses[-1]
+                    assert len(losses) == step + 1
+                else:
+                    take_steps(wrapper, params, rank, [step])
+            wrapper.synchronize()
+            ends.append(flatten(params))
+        assert torch.equal(*ends)
+        assert not torch.equal(ends[0], flatten(make_params()))
+
+    run_threads(2, main)
 
 
 def test_lbfgs_works_without_overlap() -> None:

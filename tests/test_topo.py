@@ -157,11 +157,6 @@ def test_a_taken_name_is_refused_unless_overwritten() -> None:
         TopologyFactory.add_topology("mine", int)  # type: ignore[arg-type]
 
 
-def test_a_topology_that_defines_no_schedule_says_how_to() -> None:
-    with pytest.raises(TypeError, match=r"must define phases\(\), .* and own_group\(\)"):
-        Topology(2)
-
-
 def test_a_digest_tells_ranks_weights_and_parameters_apart() -> None:
     """Also in worlds of which only some ranks make it."""
     schedules = [[[Group([0, 1], 0.5)]], [[Group([0, 1], 0.25)]], [[]], [[[0, 1]], []]]
