@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from decent_optim_wrapper.checks import check_fields, instance_of, optional, whole
 from decent_optim_wrapper.comm.process_groups import is_closed, is_registered, store_of, timeout_of
 from decent_optim_wrapper.config import Elastic, read_timeout
-from decent_optim_wrapper.start.launch import number
 from decent_optim_wrapper.start.launched_store import StoreWorld, find_launched_store
 from decent_optim_wrapper.topo import Topology, TopologyFactory, default_name
 from decent_optim_wrapper.warn import warn
@@ -171,8 +170,7 @@ def local_world_size_of(arguments: Arguments, launched_as: Sequence[int]) -> int
     """
     if arguments.local_world_size is not None:
         return arguments.local_world_size
-    name = "LOCAL_WORLD_SIZE"
-    size = number(os.environ, name) if os.environ.get(name) else 1
+    size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     place, rank = (os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK"))
     is_known = place.isdecimal() and rank.isdecimal()
     if is_known and int(rank) % size != int(place) < size:

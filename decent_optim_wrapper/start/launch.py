@@ -126,7 +126,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
     # mpirun in a Slurm job inherits the SLURM_PROCID of the job, the same in all its processes.
     for launcher, names in (("torchrun", _TORCHRUN), ("mpirun", _OPEN_MPI)):
         if environ.get(names[0]):
-            rank, world_size, local_rank, local_size = (number(environ, name) for name in names)
+            rank, world_size, local_rank, local_size = (_number(environ, name) for name in names)
             launch = Launch(launcher, rank, world_size, local_rank, local_size)
             break
     else:
@@ -152,7 +152,7 @@ def _find_slurm_step(environ: Mapping[str, str]) -> Launch:
             "OMPI_COMM_WORLD_RANK (mpirun) or SLURM_PROCID (srun); start the script with "
             "`torchrun --nproc-per-node <ranks> script.py`"
         )
-    tasks = number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     # Only srun sets the first one. A batch script would wait for tasks that nobody starts.
     if tasks > 1 and not environ.get("SLURM_STEP_NUM_TASKS"):
         raise RuntimeError(
@@ -161,9 +161,9 @@ def _find_slurm_step(environ: Mapping[str, str]) -> Launch:
         )
     return Launch(
         launcher="srun",
-        rank=number(environ, "SLURM_PROCID"),
+        rank=_number(environ, "SLURM_PROCID"),
         world_size=tasks,
-        local_rank=number(environ, "SLURM_LOCALID"),
+        local_rank=_number(environ, "SLURM_LOCALID"),
         local_world_size=_slurm_tasks_here(environ),
         master_addr=_first_slurm_node(environ),
         master_port=_slurm_port(environ),
@@ -176,7 +176,7 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
     text, entry = _text(environ, *names), r"(\d+)(?:\(x(\d+)\))?"
     nodes = re.findall(entry, text) if re.fullmatch(rf"{entry}(?:,{entry})*", text) else []
     counts = [int(tasks) for tasks, times in nodes for _ in range(int(times or 1))]
-    node = number(environ, "SLURM_NODEID") if len(set(counts)) > 1 else 0
+    node = _number(environ, "SLURM_NODEID") if len(set(counts)) > 1 else 0
     if node >= len(counts):
         raise ValueError(
             f"{names[0]} should have the tasks of each node, as in 4(x2),3, got {text!r} on node "
@@ -197,17 +197,11 @@ def _slurm_port(environ: Mapping[str, str]) -> str:
     """A port from 10000 to 29999 that differs between the steps on a node; empty outside a job."""
     if not environ.get("SLURM_JOB_ID"):
         return ""
-    step = number(environ, "SLURM_STEP_ID") if environ.get("SLURM_STEP_ID") else 0
-    return str(10000 + (31 * number(environ, "SLURM_JOB_ID") + step) % 20000)
+    step = _number(environ, "SLURM_STEP_ID") if environ.get("SLURM_STEP_ID") else 0
+    return str(10000 + (31 * _number(environ, "SLURM_JOB_ID") + step) % 20000)
 
 
-def number(environ: Mapping[str, str], *names: str) -> int:
-    """The number in the first of these variables that is set.
-
-    Raises:
-        RuntimeError: none is set.
-        ValueError: it is no number.
-    """
+def _number(environ: Mapping[str, str], *names: str) -> int:
     text = _text(environ, *names)
     if not text.isdecimal():
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -57,7 +57,6 @@ def find_launched_store(environ: Mapping[str, str], timeout: timedelta | None) -
         # Rank 0 itself would hold the store.
         return None
     launch = find_launch(environ)
-    connect: Callable[[], Any]
     if text:
         url = StoreUrl.parse(text)
         where = f"the store in etcd at {url.endpoints}"
