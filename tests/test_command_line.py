@@ -110,11 +110,9 @@ def test_a_plan_agrees_with_the_lab_and_names_what_is_fast_enough() -> None:
 REFUSED = {
     "nonsense": "invalid choice: 'nonsense'",
     "topologies --world-size 0": "world_size must be 1 or more",
-    "topologies --world-size 8 --local-world-size 3": "must divide",
     "topologies --topology rign": "did you mean 'ring'",
     "comm": "torchrun --nproc-per-node",
     "comm --mib inf": "mib=inf",
-    "comm --mib 1e-9": "mib=1e-09",
     "comm --repeats 0": "repeats=0",
     "plan --parameters 1e6 --ranks 1 --bandwidth 1gbit --step 1": "2 ranks or more",
     "plan --parameters 1e6 --ranks 4 --bandwidth 1tbit --step 1": "bandwidth=nan",
