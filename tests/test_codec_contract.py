@@ -14,7 +14,7 @@ from decent_optim_wrapper.codecs import INT4, CastCodec, Codec, TopKCodec, codec
 from decent_optim_wrapper.wire.layout import saving
 
 # Elements that are coded at once.
-SLICE = 1 << 17
+SLICE = 1 << 18
 
 
 class Signs(Codec):

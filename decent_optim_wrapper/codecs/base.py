@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # Elements that are coded at a time on a CPU, so that they stay in the cache.
-SLICE = 1 << 17
+SLICE = 1 << 18
 
 Decoded = tuple[slice, list[Tensor]]
 
