@@ -220,9 +220,7 @@ def test_a_warning_of_a_marker_points_at_the_line_that_loads(tmp_path: Path) -> 
         checkpoints.save(step, {})
     os.truncate(marker_of(tmp_path, 2, world_size=1), 10)
     with pytest.warns(UserWarning, match=r"set_of_1.sha256 cannot be used") as caught:
-        found = checkpoints.load()
-    assert found is not None
-    assert found.step == 1
+        checkpoints.load()
     assert {Path(each.filename) for each in caught} == {Path(__file__)}
 
 

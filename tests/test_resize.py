@@ -338,10 +338,8 @@ def test_ranks_that_see_different_folders_load_what_all_of_them_see(tmp_path: Pa
     shutil.copytree(folders[0] / "step_00000001", folders[2] / "step_00000001")
     with warned_texts() as warned:
         assert load(folders, 3) == [(1, 4, 10.0)] * 3
-    assert len(warned) == 2
     text = "".join(warned)
     assert "step_00000002 of 6 ranks is passed over: it is missing, damaged, or of" in text
-    assert "rank 2: checkpoint" in text
     assert "sets of another number of ranks must be where every rank sees them" in text
     # Another run's set of the same step.
     shutil.rmtree(folders[1])

@@ -86,9 +86,7 @@ def test_what_counts_as_a_success_can_fail(
     assert all(text in each for each in found)
 
 
-def test_goodput_is_what_all_ranks_made_by_what_healthy_ranks_would_have_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_goodput_is_steps_made_by_steps_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 0.0
     monkeypatch.setattr(soak, "time", SimpleNamespace(monotonic=lambda: clock))
     counted = soak.Goodput(ends())
