@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from functools import reduce
 
@@ -128,19 +127,6 @@ def test_the_rate_of_a_schedule_that_never_averages_exactly() -> None:
     for topology, rate in known.items():
         assert rounds_to_consensus(topology) is None
         assert consensus_rate(topology) == rate, topology
-
-
-def test_random_pairs_are_uniform_and_independent_of_each_other() -> None:
-    topology, count = RandomMatching(8, seed=3, period=6000), 0
-    pairs: Counter[tuple[int, ...]] = Counter()
-    for phase in range(topology.period):
-        groups = {group.ranks for group in topology.groups(phase)}
-        pairs.update(groups)
-        count += {(0, 1), (2, 3)} <= groups
-    assert len(pairs) == 28
-    # Each pair in one of 7 phases, and another one in one of 5 of these; within 4 deviations.
-    assert all(pairs[pair] == pytest.approx(6000 / 7, abs=110) for pair in pairs)
-    assert count == pytest.approx(6000 / 35, abs=52)
 
 
 def test_steady_errors_and_bytes_of_known_topologies() -> None:

@@ -238,8 +238,9 @@ def test_the_parts_of_the_model_are_found_by_their_own_names_and_have_its_mode()
     assert model.module[1].training
 
 
-def test_functional_call_says_that_it_takes_the_model() -> None:
-    model = norms()
+@pytest.mark.parametrize("nested", [True, False])
+def test_functional_call_says_that_it_takes_the_model(nested: bool) -> None:
+    model = norms() if nested else wrap(nn.Linear(3, 2), None, bucket_size_in_mb=1e-5)
     before, inputs = flat(model), torch.ones(4, 3)
     zeros = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
     with pytest.raises(AttributeError) as error:
@@ -300,6 +301,7 @@ def hooked(named: Any) -> torch.optim.Optimizer:
         (TypeError, "model expects a torch.nn.Module, got 3", {"model": 3}),
         (TypeError, "optimizer expects a torch.optim.Optimizer", {"optim_fn": lambda named: 3}),
         (TypeError, "grad_clip_norm expects a number", {"grad_clip_norm": "1"}),
+        (ValueError, "grad_clip_norm must be 0 or more", {"grad_clip_norm": -1}),
         (TypeError, "update_in_backward expects True, False or None", {"update_in_backward": 1}),
         (ValueError, "ignored_params expects .* of the model", {"ignored_params": [torch.ones(1)]}),
         (

@@ -316,19 +316,6 @@ def test_every_rank_names_the_rank_that_differs_and_what(
         assert f"seen on rank {rank}" in text
 
 
-def test_a_parameter_that_differs_is_named_as_in_its_model_and_also_later() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3 + rank))
-        base = torch.optim.SGD(model.named_parameters())
-        with pytest.raises(ValueError, match=r"the ranks disagree.*parameter 1\.weight: "):
-            wrap([], group, base=base, sync_at_start=False)
-        optimizer = wrap(make_params(), group)
-        with pytest.raises(ValueError, match=r"the ranks disagree.*parameter 1\.2"):
-            optimizer.add_param_group({"params": make_params()[: 2 + rank]})
-
-    run_threads(2, main)
-
-
 def test_parameters_and_buffers_of_every_dtype_come_from_rank_0_or_stay() -> None:
     dtypes = [torch.float64, torch.bfloat16, torch.complex64]
     buffer_dtypes = [torch.float32, torch.int64, torch.bool]

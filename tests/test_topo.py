@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import sha256
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,6 @@ from decent_optim_wrapper.elastic.recovery import fitting
 from decent_optim_wrapper.planning import steady_error
 from decent_optim_wrapper.topo import Base2, Greedy, Hierarchical, RandomMatching, Ring
 from decent_optim_wrapper.topo.base import REGISTRY
-from decent_optim_wrapper.topo.matching import match
 
 KINDS = dict(TopologyFactory.registered())
 # A hash of the schedules of 2 to 24 ranks, in nodes of 1 to 3 of them.
@@ -189,20 +188,6 @@ def test_greedy_beats_the_ring_and_beyond_256_ranks_base_2_takes_its_place() -> 
         left = fitting(Ring(260), tuple(range(size)))
         assert type(left) is kind
         assert left.world_size == size
-
-
-@pytest.mark.parametrize("levels", [3, 10**6])
-@pytest.mark.parametrize("n", [2, 3, 8, 13, 20])
-def test_no_swap_of_partners_improves_a_matching(n: int, levels: int) -> None:
-    generator = torch.Generator().manual_seed(n)
-    upper = torch.randint(1, levels, (n, n), generator=generator).double().triu(1)
-    gain = (upper + upper.T).tolist()
-    groups = match(gain)
-    assert sorted(rank for group in groups for rank in group) == list(range(n))
-    assert sorted(map(len, groups))[:-1] == [2] * (n // 2 - 1)
-    for (a, b), (c, d) in combinations([group for group in groups if len(group) == 2], 2):
-        now = gain[a][b] + gain[c][d]
-        assert now >= max(gain[a][c] + gain[b][d], gain[a][d] + gain[b][c]) - 1e-9
 
 
 # Their groups are all ranks, or their schedules are made as a whole.

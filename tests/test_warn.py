@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from decent_optim_wrapper import (
     GradientTracking,
     Schedule,
 )
+from decent_optim_wrapper.elastic import recovery
 
 OWN_COPY = "rank 0: Masters keeps its own copy of the weights"
 EVERY_2 = Schedule(gossip_every=2)
@@ -110,3 +112,28 @@ def test_a_warning_is_given_once_and_points_at_the_line_of_the_user(
     assert Path(warning.filename).name == Path(__file__).name
     lines, first = inspect.getsourcelines(main)
     assert [text for text in lines if line in text] == [lines[warning.lineno - first]]
+
+
+class Schedule15:
+    """A scheduler that remembers more than can be sent."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {1, 5}}
+
+
+def test_a_part_that_is_not_sent_to_a_rank_that_comes_back_is_warned_of() -> None:
+    base = sgd(make_params())
+    parts = [LambdaLR(base, lambda step: 1.0), Schedule15()]
+    gossip = mock.MagicMock()
+    gossip.pipeline.session.transport.rank = 0
+    replaced = dict.fromkeys(("broadcast", "gossip_state", "send_state"), mock.DEFAULT)
+    with (
+        mock.patch.multiple(recovery, **replaced) as calls,
+        caught("it is not sent to the rank that comes back") as found,
+    ):
+        hand_over = recovery.HandOver(base, gossip, (), parts, mock.Mock(), mock.Mock())
+        hand_over(donor=0, takes=False)
+    (warning,) = found
+    assert "the state of Schedule15" in str(warning.message)
+    (_, _, states), _ = calls["send_state"].call_args.args
+    assert [state is None for state in states] == [False, True]
