@@ -112,34 +112,6 @@ def test_the_launcher_ends_as_the_rank_that_was_given_up(
     assert text in launcher.printed
 
 
-# An error that differs between the ranks only in numbers.
-SAME = 'raise ValueError(f"no shard {rank}")'
-
-
-@pytest.mark.parametrize(
-    ("fate", "comes_back"),
-    [(SAME, False), (KILLED, True), ('raise LookupError("a file")', True)],
-    ids=["same", "killed", "unrelated"],
-)
-def test_ranks_that_all_fail_alike_at_their_first_start_are_not_started_again(
-    fate: str, comes_back: bool, tmp_path: Path
-) -> None:
-    """As of a wrong argument; a kill or another error says nothing about the next start."""
-    with Launched(tmp_path, OBEDIENT, *THREE, "--backoff", "0.1") as launcher:
-        # Each is back before the next one fails: which rank fails last decides who is started.
-        for rank, own in enumerate((SAME, fate)):
-            end(launcher, own, rank)
-            launcher.told(f"life {rank} 1")
-        end(launcher, SAME, 2)
-        if comes_back:
-            launcher.told("life 2 1")
-            end(launcher, WELL, 0, 1, 2, life=1)
-        assert launcher.end() == (0 if comes_back else 1)
-    reason = "all ranks of this node failed within 60 s of their first start"
-    assert (reason in launcher.printed) != comes_back
-    assert (tmp_path / "life 2 1").exists() == comes_back
-
-
 def test_a_rank_whose_log_cannot_be_opened_is_tried_again_and_ends_no_other(tmp_path: Path) -> None:
     options = (*TWO, "--backoff", "0.2", "--max-restarts", "9", "--log-dir", "logs")
     logs = tmp_path / "logs" / "rank_0"
@@ -421,7 +393,7 @@ def test_variables_of_a_store_that_are_wrong_are_named(url: str, rank: str, word
 ETCD = "etcd://host:2379/run"
 REFUSED = [
     ("--nnodes 2 train.py", "--nnodes 2 needs --endpoint host:port"),
-    ("--nnodes 2 --node-rank 2 x.py", "--node-rank must be from 0 to 1"),
+    ("--nnodes 2 --node-rank 2 x.py", "--node-rank must be below 2"),
     ("--endpoint 29500 train.py", "expected host:port, with a port from 1 to 65535, got '29500'"),
     ("--nproc-per-node 0 train.py", "--nproc-per-node must be at least 1, got 0"),
     ("--max-restarts -1 train.py", "--max-restarts must be at least 0, got -1"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,7 +22,8 @@ _PAUSE = 0.05
 _LINE_END = re.compile(rb"[\r\n]+")
 # How much of a file is read at once: also from its end, to search for an error.
 _READ_BYTES = 64 * 1024
-_TRACEBACK = "Traceback (most recent call last):"
+# The first line behind a traceback and its indented lines.
+_ERROR = re.compile(r"^Traceback \(most recent call last\):\n(?: .*\n)*(\S.*)", re.MULTILINE)
 
 
 class CopiedFile:
@@ -36,6 +36,7 @@ class CopiedFile:
     """
 
     def __init__(self, path: Path, prefix: str, console: int) -> None:
+        self.path = path
         self._file = path.open("rb")
         self._prefix = prefix.encode()
         self._console = console
@@ -89,14 +90,13 @@ class Console:
 
     def _run(self) -> None:
         is_last = False
-        encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
         while not is_last:
             is_last = self._closing.is_set()
             said = "".join(self._said.get() for _ in range(self._said.qsize()))
             for file in list(self._files):
                 if not file.copy():
                     self._files.remove(file)
-            _write(STDERR, said.encode(encoding, "backslashreplace"))
+            _write(STDERR, said.encode(errors="backslashreplace"))
             self._closing.wait(_PAUSE)
 
 
@@ -122,7 +122,4 @@ def last_error(log: Path) -> str:
         # Somebody has removed it.
         return ""
     lines = [line for line in text.splitlines() if line.strip()]
-    starts = [place for place, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-    behind = lines[starts[-1] + 1 :] if starts else []
-    own = (line for line in behind if not line.startswith(" "))
-    return next(own, lines[-1] if lines else "")
+    return (_ERROR.findall("\n".join(lines)) or lines or [""])[-1]

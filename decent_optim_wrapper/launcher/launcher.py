@@ -93,7 +93,7 @@ def _ranks(
 
 def _shared_environment(options: LaunchOptions) -> dict[str, str]:
     """The variables of torchrun that are the same for all ranks of this node."""
-    environ = {
+    return {
         "WORLD_SIZE": str(options.world_size),
         "LOCAL_WORLD_SIZE": str(options.nproc_per_node),
         "GROUP_RANK": str(options.node_rank),
@@ -101,8 +101,6 @@ def _shared_environment(options: LaunchOptions) -> dict[str, str]:
         "ROLE_NAME": "default",
         "ROLE_WORLD_SIZE": str(options.world_size),
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
-    }
-    if "OMP_NUM_THREADS" not in os.environ:
         # As torchrun: otherwise every rank takes all the cores.
-        environ["OMP_NUM_THREADS"] = "1"
-    return environ
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }

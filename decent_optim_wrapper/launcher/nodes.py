@@ -2,10 +2,6 @@
 
 A launcher starts no rank again once a rank of any node has ended its training. The launcher that
 holds the store ends after the ranks of all nodes.
-
-A store in etcd may be used for one run after the other. So each launcher numbers the run in which
-it takes part, and what a launcher says counts for the same run only. It begins a new run if it has
-ended before and knew then that a rank had finished; otherwise it comes back to its last run.
 """
 
 from __future__ import annotations
@@ -14,12 +10,13 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from decent_optim_wrapper.comm.background import THREAD_PREFIX
+from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.store import values_of
 
 PAUSE = 1.0
@@ -35,13 +32,11 @@ class _Beat(NamedTuple):
     """What a launcher writes every second.
 
     Args:
-        run: the number of the run, from 1; 0 before the first one.
-        finished: whether a rank of any node has ended without an error in this run.
+        finished: whether a rank of any node has ended without an error.
         ended: whether all ranks of the node have ended.
         time: when it was written, so that no two beats are the same.
     """
 
-    run: int = 0
     finished: bool = False
     ended: bool = False
     time: float = 0.0
@@ -56,7 +51,7 @@ class Nodes:
         node: the number of this node.
         nnodes: number of nodes.
         keeper: the node that holds the store, and with which it is lost; None for a store that is
-            there already, and may keep what an earlier run has written.
+            there already.
         say: prints a line.
     """
 
@@ -67,25 +62,21 @@ class Nodes:
     say: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        # Whether a rank of any node, and of this one, has ended without an error.
-        self.finished = self._has_finished = False
+        # Whether a rank of any node has ended without an error.
+        self.finished = False
         self._ended = False
         # The other node with which the store would be lost.
         self._keeper = None if self.keeper == self.node else self.keeper
-        self._run = 0
         # The last beat of each node, and the looks since it was new.
         self._beats = [(_Beat(), 0)] * self.nnodes
         # The last look; before the first one, the store may still have to start.
         self._looked = float("inf")
         self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._talk, daemon=True, name=f"{THREAD_PREFIX}launcher"
-        )
-        self._thread.start()
+        self._talking = in_background(self._talk)
 
     def note_finished(self) -> None:
         """Tell the others that a rank of this node has ended without an error."""
-        self.finished = self._has_finished = True
+        self.finished = True
 
     def can_meet(self, died: float) -> bool:
         """Return whether a rank that died then would find the store if it were started now."""
@@ -98,10 +89,8 @@ class Nodes:
             return FINISHED
         if self._keeper is None or time.monotonic() < self._looked + SILENT_SECONDS:
             return ""
-        return (
-            f"the store of node {self._keeper} has not answered for {SILENT_SECONDS:g} s: look at "
-            f"the launcher there"
-        )
+        silent = f"the store of node {self._keeper} has not answered for {SILENT_SECONDS:g} s"
+        return f"{silent}: look at the launcher there"
 
     def leave(self, should_stop: Callable[[], bool]) -> None:
         """Tell the others that the ranks of this node have ended.
@@ -112,12 +101,12 @@ class Nodes:
         while self._waits_for_others() and not should_stop():
             time.sleep(0.1)
         self._stop.set()
-        self._thread.join(_LEAVE_SECONDS)
+        wait([self._talking], _LEAVE_SECONDS)
 
     def _waits_for_others(self) -> bool:
         others = (each for node, each in enumerate(self._beats) if node != self.node)
         go_on = any(looks < _LOOKS and not beat.ended for beat, looks in others)
-        return go_on and self.keeper == self.node and self._thread.is_alive()
+        return go_on and self.keeper == self.node and not self._talking.done()
 
     def _talk(self) -> None:
         while not self._stop.is_set():
@@ -142,19 +131,16 @@ class Nodes:
         while not is_last:
             is_last = self._stop.is_set()
             self._look([_Beat(*json.loads(text)) for text in values_of(store, keys)])
-            beat = _Beat(self._run, self.finished, self._ended, time.time())
+            beat = _Beat(self.finished, self._ended, time.time())
             store.set(keys[self.node], json.dumps(beat))
             self._looked = time.monotonic()
             self._stop.wait(PAUSE)
 
     def _look(self, beats: list[_Beat]) -> None:
         """Update from the newest beats of all nodes."""
-        before, own = self._beats, beats[self.node]
+        before = self._beats
         self._beats = [
             (new, looks + 1 if new == old else 0)
             for new, (old, looks) in zip(beats, before, strict=True)
         ]
-        begun = self._run or max(1, own.run + (own.finished and own.ended))
-        self._run = max(begun, *(beat.run for beat in beats))
-        told = any(beat.finished for beat in beats if beat.run == self._run)
-        self.finished = self._has_finished or told
+        self.finished = self.finished or any(beat.finished for beat in beats)

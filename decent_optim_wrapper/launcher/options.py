@@ -51,10 +51,7 @@ class LaunchOptions:
             if (given := getattr(self, name)) < least:
                 raise ValueError(f"{_option(name)} must be at least {least}, got {given}")
         if not 0 <= self.node_rank < self.nnodes:
-            raise ValueError(
-                f"--node-rank must be from 0 to {self.nnodes - 1} with --nnodes {self.nnodes}, got "
-                f"{self.node_rank}"
-            )
+            raise ValueError(f"--node-rank must be below {self.nnodes}, got {self.node_rank}")
         if not 0 <= self.backoff < float("inf"):
             raise ValueError(f"--backoff must be a number of seconds from 0, got {self.backoff}")
         if self.endpoint and self.store:

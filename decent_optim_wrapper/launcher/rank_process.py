@@ -37,17 +37,9 @@ class End(NamedTuple):
 
     def __str__(self) -> str:
         """What happened, in a few words."""
-        name = signal.Signals(-self.code).name if self.code < 0 else ""
-        how = f"killed by {name}" if name else f"exit code {self.code}"
+        killed = self.code < 0
+        how = f"killed by {signal.Signals(-self.code).name}" if killed else f"exit code {self.code}"
         return f"{how}: {self.error}" if self.error else how
-
-
-class _Running(NamedTuple):
-    """A process, its files that are copied to the console, and the one with its errors."""
-
-    process: subprocess.Popen[bytes]
-    copied: tuple[CopiedFile, ...]
-    log: Path
 
 
 @dataclass(eq=False)
@@ -70,7 +62,14 @@ class RankProcess:
 
     def __post_init__(self) -> None:
         self.starts = 0
-        self._running: _Running | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        # Its files that are copied to the console; the last one has its errors.
+        self._copied: tuple[CopiedFile, ...] = ()
+
+    @property
+    def is_running(self) -> bool:
+        """True until `poll` has returned how it ended."""
+        return self._process is not None
 
     def start(self) -> None:
         """Start the process, for the first time or again.
@@ -87,41 +86,38 @@ class RankProcess:
         with out.open("wb") as stdout, log.open("wb") as stderr:
             # Before the process: if one cannot be opened, there is none that nobody watches.
             prefix = f"[rank {self.rank}] "
-            copied = (CopiedFile(out, prefix, STDOUT), CopiedFile(log, prefix, STDERR))
-            process = subprocess.Popen(
+            self._copied = CopiedFile(out, prefix, STDOUT), CopiedFile(log, prefix, STDERR)
+            self._process = subprocess.Popen(
                 bound((sys.executable, "-u", *self.command)),
                 env={**os.environ, **self.environ, "TORCHELASTIC_RESTART_COUNT": restarts},
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
             )
-        self.console.follow(copied)
-        self._running = _Running(process=process, copied=copied, log=log)
+        self.console.follow(self._copied)
 
     def poll(self) -> End | None:
         """Return how it ended, once, if it has."""
-        if self._running is None:
-            return None
-        process, copied, log = self._running
-        if (code := process.poll()) is None:
+        if self._process is None or (code := self._process.poll()) is None:
             return None
         if code != 0:
             # What it has started, such as workers of a DataLoader, would disturb its next process.
             self.signal(signal.SIGKILL)
-        self._running = None
-        for file in copied:
+        self._process = None
+        for file in self._copied:
             file.end()
+        log = self._copied[-1].path
         # A killed process has no time to write an error.
         silent = code in (0, -signal.SIGKILL, -signal.SIGTERM)
         return End(code=code, error="" if silent else last_error(log), log=log)
 
     def request(self, number: signal.Signals) -> None:
         """Send a signal to the process only: what it has started may not expect it."""
-        if self._running is not None:
-            self._running.process.send_signal(number)
+        if self._process is not None:
+            self._process.send_signal(number)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process, and to all that it has started."""
-        if self._running is not None:
+        if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._running.process.pid, number)
+                os.killpg(self._process.pid, number)

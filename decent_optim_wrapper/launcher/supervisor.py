@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import time
 from collections.abc import Sequence
@@ -26,8 +25,6 @@ ENDING = {
 # the launcher waits as long as torchrun, Slurm and Kubernetes do by default.
 _GRACE = {signal.SIGINT: 4.0}
 _LONGEST_GRACE = 30.0
-# A script that fails in all ranks so soon, as of a wrong argument, fails in the next start as well.
-_EARLY_SECONDS = 60.0
 
 
 @dataclass(eq=False)
@@ -49,14 +46,11 @@ class Supervisor:
     nodes: Nodes | None
 
     def __post_init__(self) -> None:
-        self._running = set[RankProcess]()
         # The ranks that have died: how, when, and seconds until they are started again.
         self._due: dict[RankProcess, tuple[End, float, float]] = {}
         # The first failure of each rank, and how those ended that were given up, in this order.
         self._first: dict[RankProcess, End] = {}
         self._lost: dict[RankProcess, End] = {}
-        # Until when it counts that all ranks have failed alike.
-        self._early = time.monotonic() + _EARLY_SECONDS
         # Why no rank is started again; empty while one is.
         self._reason = ""
         # How many signals were passed on, and when all is killed that is still there.
@@ -67,10 +61,12 @@ class Supervisor:
         """Start the ranks, and return the exit code of the launcher; see `launch`."""
         try:
             for rank in self.ranks:
-                self._start(rank)
-            while self._running or self._due:
+                rank.start()
+            while self._due or any(rank.is_running for rank in self.ranks):
                 self._pass_signals_on()
-                self._look_at_ranks()
+                for rank in self.ranks:
+                    if (end := rank.poll()) is not None:
+                        self._note_end(rank, end)
                 self._start_again()
                 time.sleep(_POLL_SECONDS)
         finally:
@@ -88,16 +84,6 @@ class Supervisor:
         """True if a rank has ended with an error, even if it came back."""
         return bool(self._first)
 
-    def _start(self, rank: RankProcess) -> None:
-        rank.start()
-        self._running.add(rank)
-
-    def _look_at_ranks(self) -> None:
-        for rank in list(self._running):
-            if (end := rank.poll()) is not None:
-                self._running.discard(rank)
-                self._note_end(rank, end)
-
     def _note_end(self, rank: RankProcess, end: End) -> None:
         if end.code == 0:
             self._reason = self._reason or FINISHED
@@ -105,11 +91,6 @@ class Supervisor:
                 self.nodes.note_finished()
             return
         self._first.setdefault(rank, end)
-        if not self._reason and self._have_failed_alike():
-            within = f"within {_EARLY_SECONDS:g} s of their first start"
-            self._reason = f"all ranks of this node failed {within}"
-            # Ranks that were started again already would wait for the others.
-            self._kill()
         longest = max(self.options.backoff, _LONGEST_BACKOFF)
         pause = min(self.options.backoff * 2 ** (rank.starts - 1), longest)
         self._due[rank] = (end, time.monotonic(), pause)
@@ -134,23 +115,10 @@ class Supervisor:
                 restart = f"restart {rank.starts} of {self.options.max_restarts}"
                 self.console.say(f"rank {rank.rank} is started again ({restart})")
                 try:
-                    self._start(rank)
+                    rank.start()
                 except OSError as error:
                     # The other ranks go on: a disk that is full now need not be so at the next try.
                     self._note_end(rank, End(1, f"it cannot be started: {error}", rank.folder))
-
-    def _have_failed_alike(self) -> bool:
-        """Return whether all ranks have failed in a way that the next start will not mend."""
-        ends = self._first.values()
-        # A kill says nothing about the next start, and a missing peer may be there by then.
-        own = [end for end in ends if "PeerError" not in end.error]
-        errors = {(end.code, re.sub(r"\d+", "", end.error)) for end in own}
-        return (
-            time.monotonic() < self._early
-            and len(ends) == len(self.ranks)
-            and all(end.code > 0 for end in ends)
-            and len(errors) == 1
-        )
 
     def _pass_signals_on(self) -> None:
         """Pass signals on; a second one that ends the launch kills, and so does the time."""
@@ -158,7 +126,7 @@ class Supervisor:
             self._passed_on += 1
             if number not in ENDING:
                 self.console.say(f"{number.name}: passed on to the ranks")
-                for rank in self._running:
+                for rank in self.ranks:
                     rank.request(number)
             elif self._deadline < float("inf"):
                 self._deadline = 0.0
@@ -166,14 +134,13 @@ class Supervisor:
                 first = ENDING[number]
                 self._reason = f"of {first.name}"
                 self._deadline = time.monotonic() + _GRACE.get(first, _LONGEST_GRACE)
-                self.console.say(
-                    f"{first.name}: passed on to the ranks; a second signal kills them"
-                )
-                for rank in self._running:
+                text = f"{first.name}: passed on to the ranks; a second signal kills them"
+                self.console.say(text)
+                for rank in self.ranks:
                     rank.signal(first)
         if time.monotonic() > self._deadline:
             self._kill()
 
     def _kill(self) -> None:
-        for rank in self._running:
+        for rank in self.ranks:
             rank.signal(signal.SIGKILL)
