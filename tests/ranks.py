@@ -11,15 +11,14 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 from unittest import mock
@@ -272,19 +271,6 @@ def print_to(path: Path) -> None:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1) for stream in (1, 2))  # noqa: PTH123, SIM115
-
-
-@contextmanager
-def captured_stderr() -> Iterator[Callable[[], str]]:
-    """Yield a function that reads what this process has written to stderr since, also from C++."""
-    with TemporaryFile() as file:
-        own = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield lambda: os.pread(file.fileno(), 1 << 20, 0).decode()
-        finally:
-            os.dup2(own, 2)
-            os.close(own)
 
 
 def keep_no_idle_threads() -> None:

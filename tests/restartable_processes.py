@@ -20,7 +20,6 @@ from problem import TINY_CAP_MB, backward, flatten, make_params, sgd
 from ranks import (
     PROCESSES,
     begin_process,
-    captured_stderr,
     keep_no_idle_threads,
     launcher_store,
     start_process,
@@ -198,7 +197,6 @@ class Failure(NamedTuple):
     kind: str
     text: str
     seconds: float
-    stderr: str
     threads_ended: bool
 
 
@@ -218,12 +216,11 @@ def train_or_tell(
         nonlocal began
         began = time.monotonic()
 
-    with captured_stderr() as stderr:
-        try:
-            return train(rank, world_size, store, report, before=note, **options)
-        except (PeerError, ValueError) as error:
-            kind, text, seconds = type(error).__name__, str(error), time.monotonic() - began
-        return Failure(kind, text, seconds, stderr(), threads_end(patience))
+    try:
+        return train(rank, world_size, store, report, before=note, **options)
+    except (PeerError, ValueError) as error:
+        kind, text, seconds = type(error).__name__, str(error), time.monotonic() - began
+    return Failure(kind, text, seconds, threads_end(patience))
 
 
 class RestartableProcesses:

@@ -78,23 +78,10 @@ def test_parameters_of_any_layout_and_dtype_are_mixed_as_contiguous_ones(
     run_threads(4, main)
 
 
-@pytest.mark.parametrize(("cap_mb", "first"), [(8, 2), (1, 1), (None, 1)])
-@pytest.mark.parametrize("expert", [1, MIB])
-def test_what_a_forward_pass_needs_first_is_a_small_bucket_if_others_are_larger(
-    cap_mb: float | None, first: int, expert: int
-) -> None:
-    """Of the tensors in buckets: a rank may have an expert of any size in front of them."""
-    tensors = [torch.empty(MIB * 2 // 5, dtype=torch.uint8) for _ in range(5)]
-    order = (torch.empty(expert, dtype=torch.uint8), *tensors)
-    layout = Layout(cap_mb, order=tuple(reversed(order)), forward_order=order)
-    *_, last = plan_buckets(tensors, layout)
-    assert [*last.members] == tensors[:first][::-1]
-
-
 def test_buckets_of_late_parameters_are_as_large_as_those_of_the_model() -> None:
     sizes = [32 * MIB, *[MIB - 1] * 4]
     tensors = [torch.empty(size // 4, requires_grad=True) for size in sizes]
-    layout = Layout(None, as_view=True, forward_order=tuple(tensors))
+    layout = Layout(None, as_view=True)
     buckets = extend_plan((), tensors[:1], layout)
     _, *late = extend_plan(buckets, tensors, layout)
     assert [len(bucket.members) for bucket in late] == [2, 2]

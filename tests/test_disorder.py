@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -19,8 +18,6 @@ from problem import backward, flatten, make_params, take_steps
 from ranks import run_threads
 
 from decent_optim_wrapper import AsItArrives, CallOrderError, PeerError, Schedule
-from decent_optim_wrapper.comm.state_transfer import receive_state, share_text
-from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import PendingMessage
 from decent_optim_wrapper.gossip.header import RoundHeader
 from decent_optim_wrapper.wire.messages import Messages
@@ -106,29 +103,6 @@ def test_numbers_that_no_rank_sends_are_an_error_that_names_the_peer(
     assert text.startswith("CallOrderError: rank 0: expected rank 1 ")
     # Only the rate is no whole number.
     assert field == "mixing_rate" or not re.search(r"\d\.0\b|\de\+", text)
-
-
-TEXTS = {
-    "no text": "}",
-    "another kind": json.dumps({"list": [1]}),
-    "unknown dtype": json.dumps({"tensor": ["float33", [2]]}),
-    "shape beyond all": json.dumps({"tensor": ["float32", [10**30]]}),
-    "too deep": "[" * 100_000 + "]" * 100_000,
-    "two parts": "[1, 2]",
-}
-
-
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_a_text_that_is_no_state_is_an_error_that_names_the_peer(text: str) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        transport = Transport.over(group, members=(4, 7))
-        if rank == 1:
-            share_text(text, transport, 1)
-            return
-        with pytest.raises(ValueError, match="rank 4: expected a text of a wrapper from rank 7"):
-            receive_state(transport, 1, parts=3)
-
-    run_threads(2, main)
 
 
 @pytest.mark.parametrize(("has_names", "views"), [(True, True), (False, False)])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from covering import OVERLAP, named, pairwise
 from problem import backward, flatten, make_params, wrap
-from ranks import KeptRanks, keep_no_idle_threads, run_processes, run_threads, threads_end
+from ranks import keep_no_idle_threads, run_processes, run_threads, threads_end
 from torch import Tensor, nn
 
 from decent_optim_wrapper import PeerError
@@ -203,22 +203,3 @@ def test_a_rank_that_has_made_fewer_calls_is_named_as_such(topology: str, overla
         assert "lost rank 0, which ended, or has made fewer calls, in round" in text
         assert "if there is none, make the same number of calls on every rank" in text
         assert "look there for the first error" not in text
-
-
-def close_too_early() -> None:
-    group: Any = dist.new_group()
-    params = make_params()
-    optimizer = wrap(params, group, topology="ring")
-    optimizer.step()
-    optimizer.synchronize()
-    dist.destroy_process_group(group)
-    text = f"rank {dist.get_rank()}: expected the process group to be open"
-    for call in (optimizer.step, optimizer.global_avg, optimizer.consensus_distance):
-        with pytest.raises(RuntimeError, match=text):
-            call()
-    with pytest.raises(ValueError, match="process_group has been destroyed"):
-        wrap(params, group)
-
-
-def test_a_closed_process_group_is_named(four_ranks: KeptRanks) -> None:
-    four_ranks.run(close_too_early)

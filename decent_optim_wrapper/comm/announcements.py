@@ -38,15 +38,13 @@ def send_to_all(message: Tensor, transport: Transport) -> Announcement:
     Raises:
         PeerError: a rank was lost.
     """
-    pending: list[PendingMessage] = []
-    for rank in transport.others:
-        try:
-            # In pairs: a collective would have to come in the same order on all ranks.
-            pending += transport.send_control(message, (transport.rank, rank), _TAG)
-        except WireError as error:
-            raise transport.lose_in_collective((rank,), error) from error
-    expected = [Expected(each.works, 0, each.suspects) for each in pending]
-    return Announcement(arrival=Arrival(expected), messages=pending)
+    try:
+        # In pairs: a collective would have to come in the same order on all ranks.
+        messages = transport.send_control(message, transport.others, _TAG)
+    except WireError as error:
+        raise transport.lose_in_collective(transport.others, error) from error
+    expected = [Expected(each.works, 0, (each.rank,)) for each in messages]
+    return Announcement(arrival=Arrival(expected), messages=messages)
 
 
 def read(announced: Announcement, transport: Transport) -> dict[int, list[int]]:

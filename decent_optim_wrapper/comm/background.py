@@ -20,12 +20,10 @@ import decent_optim_wrapper.forks  # noqa: F401
 
 Result = TypeVar("Result")
 
-# Other daemon threads of the library have names with this prefix, too.
-THREAD_PREFIX = "decent-"
-_THREAD_NAME = f"{THREAD_PREFIX}background"
+_THREAD_NAME = "decent-background"
 # How long a thread waits for its next action before it ends.
 _IDLE_SECONDS = 10.0
-# How long the end of the process waits for all actions and threads together.
+# How long the end of the process waits for all actions together.
 _EXIT_SECONDS = 1.0
 _EXIT_POLL_SECONDS = 0.005
 
@@ -109,9 +107,6 @@ def _end_with_process() -> None:
     deadline = time.monotonic() + _EXIT_SECONDS
     while _busy and time.monotonic() < deadline:
         time.sleep(_EXIT_POLL_SECONDS)
-    for thread in threading.enumerate():
-        if thread.name.startswith(THREAD_PREFIX) and thread.name != _THREAD_NAME:
-            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 # Finalizers run in the reverse order of their creation: this one after the finalizers of the

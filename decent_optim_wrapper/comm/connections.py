@@ -13,16 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
-from decent_optim_wrapper.comm.batch import Batches
 from decent_optim_wrapper.comm.failure_reports import FailureReports, PeerLoss
 from decent_optim_wrapper.comm.process_groups import (
     CPU,
     abort,
-    backend_of,
     close,
-    exchange_device,
     is_nccl,
-    is_registered,
+    kind_of,
     new_communicator,
     serves,
     set_nccl_timeout,
@@ -83,15 +80,13 @@ class Connections:
         self._world = world
         self._store = store
         self._user_group = user_group
-        self._registered = user_group is not None and is_registered(user_group)
         self._subgroups: dict[tuple[int, ...], Any] = {}
         # The groups of this rank, in the order in which all their ranks meet: by phase.
         self._groups: tuple[Group, ...] = ()
         # That exchange over NCCL.
         self.gpus: list[torch.device] = []
-        self.batches = Batches()
-        # By type of device, since asking a backend is slow.
-        self._coalescing: dict[str, bool] = {}
+        # The name of the backend that exchanges tensors; empty for a world of one rank.
+        self._kind = "" if world is None else kind_of(world)
         self._reports = FailureReports(store, members[rank])
         # A closed world is not a world of one rank: calls that need the others raise.
         self._closure: Closure | None = None
@@ -101,12 +96,11 @@ class Connections:
 
     def connect(self, groups: Sequence[Group]) -> None:
         """Create the communicators of this rank's groups, in their order; waits for all members."""
-        if self._world is self._user_group and self.world_size > 1 and self._store is not None:
+        is_users = self._world is self._user_group and self._store is not None
+        if is_users and self.world_size > 1 and (self._kind == "gloo" or is_nccl(self._kind)):
             # With gloo, a wait that times out would close the connections of the user's process
             # group. With NCCL, the rounds would queue behind the user's own collectives.
-            kind = backend_of(self._world, self.exchange_device).name()
-            if kind == "gloo" or is_nccl(kind):
-                self._replace_world()
+            self._replace_world()
         self._groups = tuple({group.ranks: group for group in groups}.values())
         for group in groups:
             if group.size == self.world_size:
@@ -157,21 +151,11 @@ class Connections:
 
     def coalesces(self, device: torch.device) -> bool:
         """Return whether a send must be posted together with its receive, as on NCCL."""
-        if device.type not in self._coalescing:
-            backend = backend_of(self._world, device)
-            self._coalescing[device.type] = backend.supports_coalescing
-        return self._coalescing[device.type]
+        return is_nccl(self._kind) and device.type != "cpu"
 
     def wire_device(self, device: torch.device) -> torch.device:
         """The device on which tensors of `device` are exchanged: with gloo, the CPU."""
-        if self._world is None or self.world_size == 1:
-            return device
-        return CPU if backend_of(self._world, device).name() == "gloo" else device
-
-    @property
-    def exchange_device(self) -> torch.device:
-        """The kind of device whose tensors are exchanged: the GPU if the group serves it."""
-        return CPU if self._world is None else exchange_device(self._world)
+        return CPU if self._kind == "gloo" and self.world_size > 1 else device
 
     def abort(self, reason: str, broken: bool = False) -> None:
         """Close the connections made here; the peers notice this at once.
@@ -184,12 +168,7 @@ class Connections:
         """
         if self._closure is None:
             self._closure = Closure(reason=reason, broken=broken)
-        # The only references from now on.
-        made = self._release()
-        if self._world is not self._user_group:
-            self._world = None
-        self._ready = None
-        abort(made)
+        abort(self._release())
 
     def close(self) -> None:
         """Close the communicators made here and release the user's process group."""
@@ -197,7 +176,7 @@ class Connections:
             # Before the others see the connections closed.
             self._reports.note(())
         close(self._release(), self.gpus, self._timeout.total_seconds())
-        self._user_group = self._world = self._ready = None
+        self._user_group = self._world = None
 
     def lose(self, suspects: tuple[int, ...], silent: bool) -> PeerLoss:
         """Close the connections after a `WireError`, and find out which rank was lost.
@@ -244,7 +223,6 @@ class Connections:
         )
         self._closure, self._should_stop = Closure(reason=reason, broken=True), None
         self._release()
-        self._world, self._ready = self._user_group, None
 
     @property
     def _made(self) -> list[Any]:
@@ -254,9 +232,10 @@ class Connections:
         return [group for group in known.values() if all(group is not each for each in users)]
 
     def _release(self) -> list[Any]:
-        """Forget the groups, and return the communicators made here."""
+        """Forget the communicators made here, and return the only references to them."""
         made = self._made
         self._subgroups.clear()
+        self._world, self._ready = self._user_group, None
         return made
 
     def _replace_world(self) -> None:

@@ -91,13 +91,8 @@ class FailureReports:
     def note_error(self, error: BaseException) -> None:
         """Note that this rank itself failed; only the first such note counts."""
         text = f"{type(error).__name__}: {text_of(error)}"[:_LONGEST_ERROR]
-        out_of_order = isinstance(error, CallOrderError)
-
-        def note(store: BoundedStore) -> None:
-            if store.add("errors", 1) == 1:
-                store.set("error", json.dumps([self._rank, text, out_of_order]))
-
-        self._try(note)
+        note = json.dumps([self._rank, text, isinstance(error, CallOrderError)])
+        self._try(lambda store: store.claim("error", note))
 
     def note(self, suspects: Sequence[int]) -> None:
         """Note the ranks because of which this one closes its connections; empty at its end."""
@@ -139,9 +134,9 @@ class FailureReports:
             if rank in seen:
                 continue
             seen.add(rank)
-            if not store.check([_key(rank)]):
+            if (note := store.find(_key(rank))) is None:
                 silent.append(rank)
-            elif lost := json.loads(store.get(_key(rank))):
+            elif lost := json.loads(note):
                 pending += lost
             else:
                 return PeerLoss([rank], ended=True)
@@ -162,7 +157,7 @@ def _key(rank: int) -> str:
 
 
 def _read_error(store: BoundedStore) -> PeerLoss | None:
-    if not store.check(["error"]):
+    if (note := store.find("error")) is None:
         return None
-    rank, text, out_of_order = json.loads(store.get("error"))
+    rank, text, out_of_order = json.loads(note)
     return PeerLoss(ranks=[rank], error=text, out_of_order=out_of_order)

@@ -50,6 +50,11 @@ def exchange_device(group: Any) -> torch.device:
     return _CUDA if torch.cuda.is_available() and serves(group, _CUDA) else CPU
 
 
+def kind_of(group: Any) -> str:
+    """The name of the backend that exchanges tensors."""
+    return str(backend_of(group, exchange_device(group)).name())
+
+
 def timeout_of(group: Any) -> timedelta:
     """The timeout of the group's own operations."""
     return backend_of(group, exchange_device(group)).options._timeout  # type: ignore[no-any-return]
@@ -69,16 +74,6 @@ def is_registered(group: Any) -> bool:
     except KeyError:
         return False
     return True
-
-
-def is_closed(group: Any) -> bool:
-    """Return whether the group has been destroyed: it has a name, but is not registered."""
-    if not isinstance(group, dist.ProcessGroup) or is_registered(group):
-        return False
-    try:
-        return bool(group.group_name)
-    except RuntimeError:
-        return False
 
 
 def new_communicator(
@@ -244,13 +239,12 @@ def _abort_all(communicators: Iterable[Any], seconds: float) -> None:
     NCCL's are aborted all together: one by one, the first may wait for a kernel that waits
     for a kernel of the next (pytorch#119797). Some aborts never end (NVIDIA/nccl#1777).
     """
-    kinds = [
-        [backend_of(each, device) for device in (CPU, _CUDA)]
-        if isinstance(each, dist.ProcessGroup)
-        else [each]
+    backends = [
+        backend_of(each, device)
         for each in communicators
+        for device in (CPU, _CUDA)
+        if device is CPU or isinstance(each, dist.ProcessGroup)
     ]
-    backends = [backend for each in kinds for backend in each]
     # The peers notice these at once.
     for backend in backends:
         if backend.name() == "gloo":

@@ -12,9 +12,6 @@ from torch import Tensor
 from decent_optim_wrapper.comm.process_groups import CPU
 from decent_optim_wrapper.comm.transport import Transport
 
-# A longer text cannot be the description of an optimizer's state.
-_LONGEST_TEXT = 1 << 28
-
 
 def send_state(state: Any, transport: Transport) -> None:
     """Send nested dicts, lists, tuples, numbers, strings and tensors to all ranks; collective.
@@ -37,16 +34,12 @@ def sendable(state: Any) -> bool:
     return True
 
 
-def receive_state(transport: Transport, source: int, parts: int) -> list[Any]:
+def receive_state(transport: Transport, source: int) -> Any:
     """Receive the state that rank `source` sends; collective. Tensors are on the CPU.
 
     Args:
         transport: connects the ranks.
         source: the position of the sender among the members.
-        parts: the length of the list that it sends.
-
-    Raises:
-        ValueError: the rank has sent something else.
     """
     tensors: list[Tensor] = []
 
@@ -56,47 +49,24 @@ def receive_state(transport: Transport, source: int, parts: int) -> list[Any]:
         if kind != "tensor":
             return tuple(content) if kind == "tuple" else dict(content)
         dtype, shape = content
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-        tensors.append(tensor)
-        return tensor
+        tensors.append(torch.empty(shape, dtype=getattr(torch, dtype), device=CPU))
+        return tensors[-1]
 
-    text = share_text("", transport, source)
-    try:
-        state = json.loads(text, object_hook=rebuild)
-        if len(state) != parts:
-            raise ValueError(f"{len(state)} parts")
-    except (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise _unreadable(transport, source, f"{type(error).__name__}: {error}") from error
+    state = json.loads(share_text("", transport, source), object_hook=rebuild)
     for tensor in tensors:
         transport.broadcast(tensor.view(-1), source)
-    return list(state)
+    return state
 
 
 def share_text(text: str, transport: Transport, source: int) -> str:
-    """The `text` of rank `source`, on every rank; collective.
-
-    Raises:
-        ValueError: the announced length is impossible.
-    """
+    """The `text` of rank `source`, on every rank; collective."""
     data = torch.tensor([*text.encode()], dtype=torch.uint8, device=CPU)
-    announced = torch.tensor([len(data)], device=CPU)
-    transport.broadcast(announced, source)
-    size = int(announced.item())
-    if not 0 <= size <= _LONGEST_TEXT:
-        raise _unreadable(transport, source, f"a text of {size} bytes")
+    size = torch.tensor([len(data)], device=CPU)
+    transport.broadcast(size, source)
     if transport.rank != source:
-        data = torch.empty(size, dtype=torch.uint8, device=CPU)
+        data = torch.empty(int(size.item()), dtype=torch.uint8, device=CPU)
     transport.broadcast(data, source)
-    return bytes(data.tolist()).decode(errors="replace")
-
-
-def _unreadable(transport: Transport, source: int, what: str) -> ValueError:
-    return ValueError(
-        f"rank {transport.initial_rank}: expected a text of a wrapper from rank "
-        f"{transport.members[source]}, which has sent something else ({what}); make sure that "
-        f"nothing else communicates on this process group at the same time, and that all ranks run "
-        f"the same version"
-    )
+    return bytes(data.tolist()).decode()
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Any:
@@ -104,8 +74,7 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
         tensors.append(value)
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if isinstance(value, dict):
-        pairs = [[_describe(k, tensors), _describe(v, tensors)] for k, v in value.items()]
-        return {"dict": pairs}
+        return {"dict": [[_describe(k, tensors), _describe(v, tensors)] for k, v in value.items()]}
     if isinstance(value, (list, tuple)):
         items = [_describe(item, tensors) for item in value]
         return items if isinstance(value, list) else {"tuple": items}

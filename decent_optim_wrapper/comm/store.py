@@ -6,13 +6,11 @@ the store has. Here such calls run on separate threads and are abandoned after a
 
 from __future__ import annotations
 
-import socket
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistError, DistStoreError
 
 from decent_optim_wrapper.comm.waiting import within
@@ -23,7 +21,6 @@ _LEAST_SECONDS = 1.5
 # To connect, torch asks the resolver for the name of the other side's address, and so does the
 # store's process. A lost answer costs each of them 5 s, at most twice.
 _LEAST_SECONDS_TO_CONNECT = 12.0
-_ENDED = "its server has ended"
 
 
 def cloned(store: Any) -> Any:
@@ -32,15 +29,11 @@ def cloned(store: Any) -> Any:
     A store that is written in Python is returned as it is. Torch would drop the Python object of
     its clone behind a `PrefixStore`, and the next call would find a pure virtual function.
     """
-    is_torchs = type(_innermost(store)).__module__.startswith("torch.")
+    innermost = store
+    while isinstance(innermost, PrefixStore):
+        innermost = innermost.underlying_store
+    is_torchs = type(innermost).__module__.startswith("torch.")
     return store.clone() if is_torchs and hasattr(store, "clone") else store
-
-
-def _innermost(store: Any) -> Any:
-    """The store behind all prefixes."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 def own_part(store: Any | None, rank: int, timeout: timedelta) -> Any | None:
@@ -75,9 +68,6 @@ class BoundedStore:
     def __init__(self, store: Any, timeout: timedelta, ours: bool = False) -> None:
         self._store = store
         self._connection: Any | None = store if ours else None
-        # An idle connection to the server, which ends with it, if there is one to watch.
-        self._lifeline: socket.socket | None = None
-        self._reached = False
         self._timeout = timeout.total_seconds()
         # Seconds of the waits since the last answer.
         self._silent = 0.0
@@ -120,37 +110,8 @@ class BoundedStore:
         self._call(lambda store: store.compare_set(key, "", value))
 
     def clone(self) -> Any:
-        """Another connection, whose calls have no deadline: for a thread that nothing waits for.
-
-        Raises:
-            DistError: the store is gone.
-        """
-        # Torch would try to connect to an ended server until the store's own timeout.
-        self._reach_server()
+        """Another connection, whose calls have no deadline: for a thread that nothing waits for."""
         return cloned(self._store)
-
-    def check_server(self) -> None:
-        """Check that the server has not ended, as far as this is known without a call.
-
-        Raises:
-            DistError: the server has ended.
-        """
-        if self._lifeline is not None and _is_closed(self._lifeline):
-            raise DistStoreError(_ENDED)
-
-    def _reach_server(self) -> None:
-        """Like `check_server`, over a connection that the first call makes; it may take long.
-
-        If a connection of torch is used after its server has ended, torch writes a C++ stack of 25
-        lines to stderr. A program cannot switch this off after it has imported torch.
-        """
-        if not self._reached:
-            self._lifeline = _connect_to_server_of(self._store)
-            if self._lifeline is not None:
-                # Python warns of a socket that is dropped while it is open.
-                weakref.finalize(self, self._lifeline.close)
-            self._reached = True
-        self.check_server()
 
     def note_answer(self) -> None:
         """Note that the store has answered over another connection."""
@@ -172,7 +133,6 @@ class BoundedStore:
         known, self._connection = self._connection, None
 
         def connect_and_ask() -> tuple[Any, Any]:
-            self._reach_server()
             connection = cloned(self._store) if known is None else known
             return connection, ask(connection)
 
@@ -194,34 +154,3 @@ def values_of(store: Any, keys: list[str]) -> list[bytes]:
     if store.has_extended_api():
         return list(store.multi_get(keys))
     return [store.get(key) for key in keys]
-
-
-def _connect_to_server_of(store: Any) -> socket.socket | None:
-    """Connect to the server of a `TCPStore`; None if there is none to watch.
-
-    Raises:
-        DistStoreError: the server has ended.
-    """
-    store = _innermost(store)
-    if not isinstance(store, TCPStore):
-        return None
-    try:
-        connection = socket.create_connection((store.host, store.port))
-    except ConnectionRefusedError as error:
-        raise DistStoreError(_ENDED) from error
-    except OSError:
-        # Torch, which tries longer, may still reach the store.
-        return None
-    connection.setblocking(False)
-    return connection
-
-
-def _is_closed(connection: socket.socket) -> bool:
-    """Return whether the other side, which never sends anything, has closed the connection."""
-    try:
-        return not connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # Also where this process has closed it, while a thread still looks.
-        return True

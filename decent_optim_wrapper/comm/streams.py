@@ -51,16 +51,9 @@ class AsyncHostCopy:
         self._values = values
         self._copied: torch.cuda.Event | None = None
         if values.is_cuda:
-            self._values = torch.empty(
-                values.shape, dtype=values.dtype, device="cpu", pin_memory=True
-            )
-            self._values.copy_(values, non_blocking=True)
+            pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            self._values = pinned.copy_(values, non_blocking=True)
             self._copied = mark(values.device)
-
-    @property
-    def waits(self) -> bool:
-        """True if `read` may wait for a GPU."""
-        return self._copied is not None
 
     def read(self) -> list[Any]:
         """The values; waits for the GPU if it has not come to them yet."""
@@ -122,25 +115,13 @@ class PostingThread:
         while (queued := self._actions.get()) is not None and not self._dropped:
             packed, action = queued
             if packed is not None:
-                _wait_for(packed)
+                packed.synchronize()
             with self._acting:
                 if not self._dropped:
                     action()
 
 
-def _wait_for(packed: torch.cuda.Event) -> None:
-    try:
-        packed.synchronize()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"a thread expected to wait for the GPU before it sends what the GPU has packed, and "
-            f"torch raised: {error}. If a CUDA graph was being captured, call synchronize() before "
-            f"the capture: until it ends, no thread may wait for the GPU (pytorch#104487)"
-        ) from error
-
-
 def mark(device: torch.device) -> torch.cuda.Event:
     """An event behind what the current stream of a GPU holds now."""
-    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
+    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
     return event

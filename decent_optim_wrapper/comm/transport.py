@@ -7,10 +7,10 @@ communicator, created by its members only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from decent_optim_wrapper.comm.waiting import (
     Waitable,
     WireError,
     wait_for_any,
-    wait_watchfully,
+    within,
 )
 from decent_optim_wrapper.errors import text_of
 from decent_optim_wrapper.topo import Group
@@ -34,8 +34,8 @@ from decent_optim_wrapper.topo import Group
 # Tags below are left to the user's own point-to-point traffic on the same process group, except
 # one, for messages to all ranks.
 _FIRST_TAG = 1 << 20
-# In a larger group, a message to every other rank would cost more than a collective.
-_MOST_SENT_ONE_BY_ONE = 16
+# How much later than at its timeout gloo may end a wait.
+_SLACK_SECONDS = 1.0
 
 
 class Transport(Connections):
@@ -96,40 +96,18 @@ class Transport(Connections):
 
     def _begin_in(self, group: Group, zeros: Tensor) -> None:
         """Make the first exchange of a group, whose ranks come to it in the same order."""
-        others = tuple(rank for rank in group.ranks if rank != self.rank)
-        try:
-            if len(others) == 1:
-                self.wait(self.exchange(zeros, torch.empty_like(zeros), others[0], 0))
-            elif 1 < len(others) < self.world_size - 1:
-                self.wait(self.all_reduce(zeros, group.ranks))
-        except WireError as error:
-            raise self.lose_in_collective(others, error) from error
+        others = [rank for rank in group.ranks if rank != self.rank]
+        if len(others) == 1:
+            room = torch.empty_like(zeros)
+            self._collective(zeros, lambda _: self.exchange(zeros, room, others[0], 0)[0])
+        elif 1 < len(others) < self.world_size - 1:
+            self._collective(zeros, lambda _: self.all_reduce(zeros, group.ranks)[0])
 
     def check_open(self) -> None:
         """Check that this rank can still reach the others.
 
         Raises:
-            RuntimeError: the user's process group has been destroyed, this rank has failed, or a
-                CUDA graph is being captured.
-        """
-        is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        # Every step comes here, so it makes as few calls as possible.
-        if is_used:
-            self.check_not_captured()
-        groups = dist.distributed_c10d._world.pg_group_ranks
-        if self._registered and self._user_group not in groups:
-            raise RuntimeError(
-                f"rank {self.rank}: expected the process group to be open, but it was destroyed; "
-                f"call destroy_process_group() after the last step() and average"
-            )
-        if self._closure is not None and self._closure.broken:
-            self._open_world()
-
-    def check_not_captured(self) -> None:
-        """Check that no CUDA graph is being captured.
-
-        Raises:
-            RuntimeError: one is.
+            RuntimeError: this rank has failed, or a CUDA graph is being captured.
         """
         is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if is_used and torch.cuda.is_current_stream_capturing():
@@ -138,6 +116,8 @@ class Transport(Connections):
                 f"outside of the capture of a CUDA graph, which would repeat one round for ever; "
                 f"call synchronize() before the capture, and step() after it and after each replay"
             )
+        if self._closure is not None and self._closure.broken:
+            self._open_world()
 
     def wait(self, works: list[Waitable]) -> None:
         """Wait for each work once, within the timeout; a second call returns at once.
@@ -151,11 +131,16 @@ class Transport(Connections):
         works.clear()
         timeout, start = self._timeout, time.monotonic()
         try:
-            if self._should_stop is not None:
-                wait_watchfully(pending, timeout, self._should_stop)
-                return
-            for work in pending:
-                work.wait(timeout)
+            if self._should_stop is None:
+                for work in pending:
+                    work.wait(timeout)
+            else:
+                # On another thread: gloo closes all connections when a wait times out, so short
+                # waits are no way to check here. If the check ends the wait, closing the
+                # connections ends the wait of the thread.
+                seconds = len(pending) * timeout.total_seconds() + _SLACK_SECONDS
+                stop = self._should_stop
+                within(seconds, lambda: [work.wait(timeout) for work in pending], stop)
         except BaseException as error:
             self._give_up(error, silent=time.monotonic() - start >= timeout.total_seconds())
             raise
@@ -220,12 +205,10 @@ class Transport(Connections):
             WireError: the connection is closed already.
         """
         # Every step comes here, so it makes as few calls as possible.
-        world, device = self._ready or self._open_world(), outgoing.device
+        world = self._ready or self._open_world()
         try:
-            if device.type != "cpu" and self.coalesces(device):
-                send = partial(world.send, [outgoing], peer, 0)
-                receive = partial(world.recv, [incoming], peer, 0)
-                return [self.batches.add(world, device, self.fail, send, receive)]
+            if outgoing.device.type != "cpu" and self.coalesces(outgoing.device):
+                return [self._exchange_on_gpu(world, outgoing, incoming, peer)]
             # The receive first: its notice lets the peer's data start. It is also waited for first:
             # gloo may forget a send whose connection closes, but no receive.
             received = world.recv([incoming], peer, tag + _FIRST_TAG)
@@ -236,13 +219,27 @@ class Transport(Connections):
             _raise_if_closed(error, self._closure)
             raise
 
-    def start_batches(self) -> None:
-        """Start on GPUs what was collected in `batches`; raises as `exchange` does."""
+    def _exchange_on_gpu(
+        self, world: Any, outgoing: Tensor, incoming: Tensor, peer: int
+    ) -> Waitable:
+        """Start an exchange over NCCL as one kernel, as `dist.batch_isend_irecv` does."""
+        world._start_coalescing(outgoing.device)
+        has_begun = False
         try:
-            self.batches.start(self.fail)
-        except RuntimeError as error:
-            _raise_if_closed(error, self._closure)
+            world.send([outgoing], peer, 0)
+            has_begun = True
+            world.recv([incoming], peer, 0)
+        except BaseException as error:
+            # No communicator is aborted in the middle of a kernel's operations.
+            with suppress(RuntimeError):
+                world._end_coalescing(outgoing.device)
+            # As in `exchange`.
+            del world
+            if has_begun:
+                # The peer would wait for the rest in vain: nothing ends that but an abort.
+                self.fail(error)
             raise
+        return OnStream(world._end_coalescing(outgoing.device))
 
     def sends_alone(self, device: torch.device) -> bool:
         """Return whether `send` and `receive` work for tensors on this device: not on NCCL."""
@@ -258,11 +255,7 @@ class Transport(Connections):
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[Waitable]:
         """Start summing `tensor` in place over the ranks of a connected group."""
-        group, device = self._of(ranks), tensor.device
-        if self.batches.collects and self.coalesces(device):
-            sum_ = partial(group.allreduce, [tensor])
-            return [self.batches.add(group, device, self.fail, sum_)]
-        return [self._on_stream(group.allreduce([tensor]), tensor)]
+        return [self._on_stream(self._of(ranks).allreduce([tensor]), tensor)]
 
     def gather(self, tensor: Tensor, group: Group, tag: int) -> tuple[Tensor, list[Waitable]]:
         """Start gathering the tensors of all ranks of a pair or of a connected group, on a GPU.
@@ -283,32 +276,21 @@ class Transport(Connections):
         work = self._of(group.ranks).allgather([list(rows)], [tensor])
         return rows, [self._on_stream(work, tensor)]
 
-    def send_control(
-        self, message: Tensor, ranks: tuple[int, ...], tag: int
-    ) -> list[PendingMessage]:
-        """Start exchanging small messages with the other ranks of a group.
+    def send_control(self, message: Tensor, ranks: Iterable[int], tag: int) -> list[PendingMessage]:
+        """Start exchanging small messages with other ranks.
 
-        Messages are point to point, which shows the rank that does not answer; in a large group a
-        collective is used.
+        Messages are point to point, which shows the rank that does not answer.
 
         Args:
             message: a tensor on the CPU, of the same shape on all of them.
-            ranks: a pair, or a group that is connected.
+            ranks: the ranks; this one may be among them.
             tag: as in `exchange`.
         """
-        if len(ranks) - 1 > _MOST_SENT_ONE_BY_ONE:
-            self._finish_posting()
-            rows = {rank: torch.empty_like(message) for rank in ranks}
-            works = [self._of(ranks).allgather([[*rows.values()]], [message])]
-            del rows[self.rank]
-            others = tuple(rows)
-            return [PendingMessage(rank, works, row, others) for rank, row in rows.items()]
         pending = []
         for rank in ranks:
             if rank != self.rank:
                 row = torch.empty_like(message)
-                works = self.exchange(message, row, rank, tag)
-                pending.append(PendingMessage(rank, works, row, (rank,)))
+                pending.append(PendingMessage(rank, self.exchange(message, row, rank, tag), row))
         return pending
 
     def collectives_wait_for(self, posting: PostingThread) -> None:
@@ -335,31 +317,22 @@ class Transport(Connections):
             Tensor of shape (world_size, *tensor.shape), on the CPU.
         """
         tensor = tensor.cpu()
-        if self.world_size == 1:
-            return tensor.unsqueeze(0)
-        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        self._collective(tensor, lambda world: world.allgather([gathered], [tensor]))
-        return torch.stack(gathered)
+        rows = tensor.new_empty(self.world_size, *tensor.shape)
+        rows[self.rank] = tensor
+        if self.world_size > 1:
+            self._collective(tensor, lambda world: world.allgather([list(rows)], [tensor]))
+        return rows
 
     def _collective(self, tensor: Tensor, start: Callable[[Any], Waitable]) -> None:
         """Make a collective of all ranks."""
         try:
-            self._finish_posting()
+            posting, self._posting = self._posting, None
+            if posting is not None and not posting.runs_here:
+                # The round raises its error if it has failed.
+                self.wait_for_any(posting.future)
             self.wait([self._on_stream(start(self._open_world()), tensor)])
         except WireError as error:
             raise self.lose_in_collective(self.others, error) from error
-
-    def _finish_posting(self) -> None:
-        """Wait until nothing else is being posted, before a collective.
-
-        Raises:
-            WireError: it took too long.
-        """
-        posting = self._posting
-        if posting is not None and not posting.runs_here:
-            self._posting = None
-            # The round raises its error if it has failed.
-            self.wait_for_any(posting.future)
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -381,7 +354,7 @@ def _start(operation: Callable[..., Waitable], tensor: Tensor, peer: int, tag: i
 
 
 def _raise_if_closed(error: RuntimeError, closure: Closure | None = None) -> None:
-    """Raise that the connection is closed already: then nothing can be posted."""
+    """Raise that the connection is closed already: then nothing can be sent."""
     # Otherwise it is this rank that has closed the connection, because of this error.
     closed_here = closure is not None and closure.broken
     if not closed_here and not isinstance(error, torch.OutOfMemoryError):

@@ -21,8 +21,6 @@ _LOOK_SECONDS = 0.05
 _LONGEST_LOOK_SECONDS = 0.25
 # Interval of the checks whether a GPU has finished its work.
 _POLL_SECONDS = 0.001
-# How much later than at its timeout gloo may end a wait.
-_SLACK_SECONDS = 1.0
 
 
 class WireError(RuntimeError):
@@ -55,13 +53,11 @@ class PendingMessage(NamedTuple):
         rank: the sender.
         works: the works to wait for before the message is read.
         message: the tensor in which it arrives.
-        suspects: the ranks of which one is lost if the message does not arrive.
     """
 
     rank: int
     works: list[Waitable]
     message: Tensor
-    suspects: tuple[int, ...]
 
 
 class Expected(NamedTuple):
@@ -183,22 +179,3 @@ def within(
         # The future holds the error, whose traceback holds this frame. The cycle would keep alive
         # what the action used, such as connections, until the next garbage collection.
         del future
-
-
-def wait_watchfully(
-    works: Sequence[Waitable], timeout: timedelta, should_stop: Callable[[], bool]
-) -> None:
-    """Wait on another thread, and check here whether to stop.
-
-    Repeated short waits are not possible: gloo closes all connections when a wait times out. If the
-    check ends the wait here, closing the connections ends the wait of the thread.
-
-    Raises:
-        TimeoutError: the check has ended it.
-    """
-
-    def wait_for_each() -> None:
-        for work in works:
-            work.wait(timeout)
-
-    within(len(works) * timeout.total_seconds() + _SLACK_SECONDS, wait_for_each, should_stop)

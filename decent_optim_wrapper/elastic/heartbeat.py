@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Set
 from typing import Any
 
-from decent_optim_wrapper.comm.background import THREAD_PREFIX
+from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.store import BoundedStore, values_of
 from decent_optim_wrapper.elastic.liveness import EpochWatch
 
@@ -96,8 +96,7 @@ class Heartbeat:
         self._sent = f"{life} 0 0 "
         # At once, since the ranks that watch this one expect a heartbeat.
         self._store.set(_key(self.rank), self._sent)
-        name = f"{THREAD_PREFIX}heartbeat"
-        threading.Thread(target=self._run, daemon=True, name=name).start()
+        in_background(self._run)
 
     def watch(self, members: Collection[int], epoch: int) -> None:
         """Watch the members of an epoch, all of which are known to be alive."""
@@ -143,7 +142,6 @@ class Heartbeat:
             # Its own connection, so that no call of the main thread delays the heartbeat.
             store = self._store.clone()
             for count in itertools.count(1):
-                self._store.check_server()
                 watch, epoch = self._watch, self._watch.epoch if self._watch else 0
                 self._beat(store, f"{self._life} {count} {epoch} {self._text}")
                 if self.is_replaced:

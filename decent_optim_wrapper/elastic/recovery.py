@@ -73,7 +73,7 @@ class HandOver:
         if transport.rank == donor:
             send_state(self._state(), transport)
             return
-        base, saved, parts = receive_state(transport, donor, parts=3)
+        base, saved, parts = receive_state(transport, donor)
         if takes:
             self.takeovers += 1
             self.optimizer.load_state_dict(base)

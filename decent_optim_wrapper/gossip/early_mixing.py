@@ -26,8 +26,6 @@ class EarlyMixing:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self.is_on = pipeline.policy.pacing.mixes_early
-        # The order in which the buckets of the last round were needed, if it is known.
-        self._needed: dict[Bucket, int] = {}
         # The values of buckets before they were mixed, until their whole round is mixed.
         self._before: dict[Bucket, Flat] = {}
         # Memory for these values, if the sent copy cannot be used.
@@ -72,17 +70,7 @@ class EarlyMixing:
         if params is None:
             return [*flying.unmixed]
         asked = {self._pipeline.bucket_of.get(id(param)) for param in params}
-        wanted = [bucket for bucket in flying.unmixed if bucket in asked]
-        if flying.is_unmixed:
-            self._needed = {}
-        for bucket in wanted:
-            self._needed[bucket] = len(self._needed)
-        return wanted
-
-    def needed(self, bucket: Bucket) -> int | None:
-        """The place of a bucket among those that the last round had to mix; None if not known."""
-        # Buckets that were not needed come last.
-        return self._needed.get(bucket, len(self._needed)) if self._needed else None
+        return [bucket for bucket in flying.unmixed if bucket in asked]
 
     def _mix(self, flying: Round, bucket: Bucket, mix: Callable[[Bucket], None]) -> None:
         if (before := flying.sent(bucket)) is None:

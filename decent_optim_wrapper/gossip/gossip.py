@@ -146,7 +146,7 @@ class Gossip:
 
     def synchronize(self) -> None:
         """Finish and mix the round in flight."""
-        self.pipeline.session.transport.check_not_captured()
+        self.pipeline.session.transport.check_open()
         self.settle()
         self.pipeline.check_parameters()
         with self.propagating():
@@ -229,7 +229,7 @@ class Gossip:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack a small tensor of every rank that takes part; collective."""
-        self.pipeline.session.transport.check_not_captured()
+        self.pipeline.session.transport.check_open()
         with self.propagating():
             self.announce(CollectiveCall.ALL_GATHER)
             gathered = tensor

@@ -141,35 +141,14 @@ class Pipeline:
         header = RoundHeader(call, self.round if number is None else number, plan.mixing_rate)
         return Round(header, plan, self.session, self.policy).open(age)
 
-    def choose_order(self, launched: Round, in_backward: bool, ahead: bool) -> None:
-        """Choose how the buckets of a step are sent.
-
-        Args:
-            launched: the round.
-            in_backward: whether they are posted during a backward pass, and not in a row.
-            ahead: whether receive buffers may be posted now.
-        """
-        early = self.policy.pacing.mixes_early
-        if in_backward and early:
-            # A backward pass ends with the buckets that the forward pass needs first.
-            ahead = ahead and not any(each.sends for each in self.extensions.all)
-            launched.order_sends(self.buckets if ahead else ())
-        elif self.session.transport.gpus and not (in_backward or early):
-            # One kernel for all. A forward pass would wait for all buckets before the first module.
-            launched.messages.launch_together()
-
     def post(
-        self,
-        launched: Round,
-        bucket: Bucket,
-        snapshot: Mapping[Tensor, Tensor] | None = None,
-        needed: int | None = None,
+        self, launched: Round, bucket: Bucket, snapshot: Mapping[Tensor, Tensor] | None = None
     ) -> None:
         """Send a bucket of parameters and the buckets attached to it; see `Round.post`."""
         attached: list[Bucket] = []
         for extension in self.extensions.all:
             attached += extension.launch(bucket)
-        launched.post(bucket, attached, snapshot, needed)
+        launched.post(bucket, attached, snapshot)
 
     def hand_over(self, launched: Round) -> None:
         """Leave a round in flight until a later step, once everything is posted."""

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from decent_optim_wrapper.comm.send_queue import SendQueue
 from decent_optim_wrapper.comm.waiting import Arrival, Expected, PendingMessage
 from decent_optim_wrapper.errors import CallOrderError, PeerError
 from decent_optim_wrapper.gossip.header import RoundHeader
@@ -79,7 +78,6 @@ class Round:
             references=references,
             needs_snapshot=policy.pacing.needs_snapshot,
             nonfinite=policy.nonfinite,
-            sends=SendQueue() if policy.pacing.mixes_early and group.size == 2 else None,
         )
         self.messages = Messages(self._wire, session.topology)
         self.flags = FiniteFlags(self._wire)
@@ -93,8 +91,6 @@ class Round:
         # Whether no bucket is mixed yet.
         self.is_unmixed = True
         self._exchanges: dict[Bucket, Exchange] = {}
-        # The exchanges that receive already, and are not posted yet.
-        self._ahead: dict[Bucket, Exchange] = {}
         self._moves_references = False
         # The stamps of the buckets whose parameters must not be changed by hand meanwhile.
         self._stamps: dict[Bucket, tuple[int, ...]] = {}
@@ -118,25 +114,11 @@ class Round:
         """Count the all-reduces for which the backward pass, which is over, has given time."""
         self.order.note(each.works for each in self._exchanges.values())
 
-    def order_sends(self, buckets: Sequence[Bucket]) -> None:
-        """Send the buckets that the peer of a pair needs first, if the pacing knows them.
-
-        Args:
-            buckets: the buckets that will be posted, in this order and without attached ones; they
-                are received from now on. Empty if there are attached buckets.
-        """
-        if self._wire.sends is not None and not self.messages.failure:
-            self._wire.sends.open()
-            for position, bucket in enumerate(each for each in buckets if each.numel):
-                ahead = self._ahead[bucket] = exchange_of(self._wire, bucket, position)
-                self.messages.run(ahead.receive_ahead, ahead)
-
     def post(
         self,
         bucket: Bucket,
         attached: Sequence[Bucket] = (),
         snapshot: Mapping[Tensor, Tensor] | None = None,
-        needed: int | None = None,
     ) -> None:
         """Pack a bucket and start its exchange; a group of one rank exchanges nothing.
 
@@ -144,12 +126,7 @@ class Round:
             bucket: the bucket.
             attached: buckets that are exchanged and mixed together with it.
             snapshot: values that are sent in place of the present ones, by member; None for none.
-            needed: its position in the order in which buckets are mixed, if it is known.
         """
-        if needed is not None and self._wire.sends is not None:
-            first = len(self._exchanges)
-            for position in range(first, first + 1 + len(attached)):
-                self._wire.sends.plan(position, needed)
         self.unmixed[bucket] = others = tuple(attached)
         self._post(bucket, snapshot or {})
         for each in others:
@@ -161,8 +138,7 @@ class Round:
             return
         meter = self._policy.meter
         with meter.launch:
-            ahead = self._ahead.pop(bucket, None)
-            exchange = ahead or exchange_of(self._wire, bucket, len(self._exchanges))
+            exchange = exchange_of(self._wire, bucket, len(self._exchanges))
             exchange.pack(snapshot)
             self._exchanges[bucket] = exchange
             self._moves_references |= exchange.uses_reference
@@ -197,7 +173,7 @@ class Round:
             thread.future.result()
             return self._expected()
 
-        first = [Expected(each.works, 0, each.suspects) for each in headers]
+        first = [Expected(each.works, 0, (each.rank,)) for each in headers]
         self._watch = Arrival(first, further if headers else None)
 
     def _expected(self) -> list[Expected]:
@@ -211,7 +187,7 @@ class Round:
             last = flags.positions[-1]
             if flags.on_gpu is not None:
                 expected.append(Expected(flags.on_gpu.works, last, peers, on_gpu=True))
-            expected += [Expected(each.works, last, each.suspects) for each in flags.pending]
+            expected += [Expected(each.works, last, (each.rank,)) for each in flags.pending]
         return expected
 
     def has_arrived(self) -> bool:
@@ -259,7 +235,7 @@ class Round:
                 self.flags.read_pair(exchange)
             elif flags := self.flags.of(exchange):
                 for message in flags.pending:
-                    messages.wait(message.works, flags.positions[-1], message.suspects)
+                    messages.wait(message.works, flags.positions[-1], (message.rank,))
                 self.flags.read(flags)
 
     def _with_attached(self, bucket: Bucket) -> list[Exchange]:
@@ -269,7 +245,7 @@ class Round:
 
     def _receive_headers(self) -> None:
         for each in self._headers:
-            self.messages.wait(each.works, 0, each.suspects)
+            self.messages.wait(each.works, 0, (each.rank,))
         for each in self._headers:
             message = each.message.tolist()
             if message == [*self._header]:
@@ -349,11 +325,8 @@ class Round:
     def abandon(self) -> None:
         """Drop everything on the wire without waiting for the peers."""
         self.messages.drop()
-        if self._wire.sends is not None:
-            self._wire.sends.drop()
         self.unmixed.clear()
         self._exchanges.clear()
-        self._ahead.clear()
         self._stamps.clear()
         self._headers = []
         self.flags.drop()

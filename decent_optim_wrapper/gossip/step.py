@@ -104,8 +104,6 @@ class Step:
                 if bucket not in pipeline.buckets:
                     pipeline.mix(arrived, bucket)
         self._launched = pipeline.begin()
-        if self._launched and (self._in_backward or pipeline.session.transport.gpus):
-            pipeline.choose_order(self._launched, self._in_backward, ahead=arrived is None)
 
     def advance(self, buckets: Sequence[Bucket], update: Callable[[], Result]) -> Result:
         """Mix some buckets, update their parameters, and send them.
@@ -133,9 +131,7 @@ class Step:
             # updates, or the sums of larger groups would add up different buckets.
             self._ready.update(buckets)
             while self._waiting and self._waiting[0] in self._ready:
-                bucket = self._waiting.pop(0)
-                needed = early.needed(bucket) if early.is_on else None
-                self._pipeline.post(self._launched, bucket, needed=needed)
+                self._pipeline.post(self._launched, self._waiting.pop(0))
         return result
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed.device_mesh import DeviceMesh
 
 from decent_optim_wrapper.checks import check_fields, instance_of, optional, whole
-from decent_optim_wrapper.comm.process_groups import is_closed, is_registered, store_of, timeout_of
+from decent_optim_wrapper.comm.process_groups import is_registered, store_of, timeout_of
 from decent_optim_wrapper.config import Elastic, read_timeout
 from decent_optim_wrapper.start.launched_store import StoreWorld, find_launched_store
 from decent_optim_wrapper.topo import Topology, TopologyFactory, default_name
@@ -87,7 +87,7 @@ def resolve_process_group(arguments: Arguments) -> Any | None:
 
     Raises:
         TypeError: it is not a process group.
-        ValueError: it is closed, or does not contain this rank.
+        ValueError: it does not contain this rank.
     """
     group: Any = arguments.process_group
     if arguments.mesh is not None:
@@ -104,10 +104,6 @@ def resolve_process_group(arguments: Arguments) -> Any | None:
     if not isinstance(group, (dist.ProcessGroup, Backend)):
         raise TypeError(
             f"process_group expects a torch.distributed.ProcessGroup or None, got {group!r}"
-        )
-    if is_closed(group):
-        raise ValueError(
-            "process_group has been destroyed; build the wrapper before destroy_process_group()"
         )
     return group
 

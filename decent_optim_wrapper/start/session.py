@@ -256,7 +256,6 @@ class Setup:
             codec=settings.codec,
             as_view=settings.param_as_bucket_view,
             order=inputs.extras.backward_order or in_forward_order,
-            forward_order=in_forward_order,
             copies=model.replica.copies,
         )
         floating = (n.tensor for n in model.buffers if n.tensor.is_floating_point())

@@ -164,7 +164,7 @@ class CodedPair(CodedExchange):
     def _send(self) -> None:
         if self.tells_finite:
             self._messages[-1] = bool(self.finite)
-        self.works = self._wire.exchange(*self._pair, self.position, self.works)
+        self.works = self._wire.exchange(*self._pair, self.position)
 
     @property
     def _arrived(self) -> list[Tensor]:

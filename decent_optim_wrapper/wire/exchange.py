@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from decent_optim_wrapper.codecs import is_finite_on_device
-from decent_optim_wrapper.comm.send_queue import SendQueue
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import Waitable
 from decent_optim_wrapper.topo import Group
@@ -23,9 +21,6 @@ from decent_optim_wrapper.wire.storage import Flat
 # Tags of a round: header and flags, then one for each bucket, and one for its mean if it is coded.
 BUCKET_TAG = 2
 MEAN_TAG = 1 << 18
-# Messages are cut into pieces of at least this size if more urgent ones may overtake them. A piece
-# is short on a slow link, and long on a fast one compared with the time to start sending.
-_PIECE_BYTES = 1 << 19
 
 
 class Wire(NamedTuple):
@@ -40,7 +35,6 @@ class Wire(NamedTuple):
         references: the references of the group; None if it has none.
         needs_snapshot: whether the values may change before they are mixed.
         nonfinite: what happens to values that are not finite.
-        sends: sends to the peer of a pair in the order of need; None sends in the order of posting.
     """
 
     transport: Transport
@@ -51,43 +45,10 @@ class Wire(NamedTuple):
     references: GroupReference | None
     needs_snapshot: bool
     nonfinite: NonFinitePolicy
-    sends: SendQueue | None = None
 
-    def exchange(
-        self, outgoing: Tensor, incoming: Tensor, position: int, received: list[Waitable]
-    ) -> list[Waitable]:
-        """Start an exchange with the peer of a pair, as `Transport.exchange` does.
-
-        Args:
-            outgoing: as in `Transport.exchange`.
-            incoming: as in `Transport.exchange`.
-            position: the number of the bucket in the round.
-            received: the result of `receive_ahead`.
-        """
-        if self.sends is None or not self.transport.sends_alone(outgoing.device):
-            return self.transport.exchange(outgoing, incoming, self.peers[0], BUCKET_TAG + position)
-        works = received or self.receive_ahead(incoming, position)
-        for piece in _pieces(outgoing):
-            start = partial(self.transport.send, piece, self.peers[0], BUCKET_TAG + position)
-            works.append(self.sends.add(start, position))
-        return works
-
-    def receive_ahead(self, incoming: Tensor, position: int) -> list[Waitable]:
-        """Start receiving what the peer of a pair sends in the order of need.
-
-        A peer sends only what this rank has begun to receive. If this rank began when it has packed
-        the bucket, its notice would wait behind other data on the wire.
-        """
-        if self.sends is None or not self.transport.sends_alone(incoming.device):
-            return []
-        # Messages of one tag arrive in the order in which they are sent.
-        receive, tag = self.transport.receive, BUCKET_TAG + position
-        return [receive(piece, self.peers[0], tag) for piece in _pieces(incoming)]
-
-
-def _pieces(message: Tensor) -> tuple[Tensor, ...]:
-    # No small pieces: each costs as much as a separate message.
-    return torch.tensor_split(message, max(1, message.nbytes // _PIECE_BYTES))
+    def exchange(self, outgoing: Tensor, incoming: Tensor, position: int) -> list[Waitable]:
+        """Start the exchange of a bucket with the peer of a pair; see `Transport.exchange`."""
+        return self.transport.exchange(outgoing, incoming, self.peers[0], BUCKET_TAG + position)
 
 
 class MixMask(NamedTuple):
@@ -155,11 +116,6 @@ class Exchange:
         """
         (self.snapshot,) = self._bucket.summing()
         self._bucket.pack(self.snapshot, snapshot)
-
-    def receive_ahead(self) -> None:
-        """Start receiving before anything is packed, if that is possible."""
-        if not self.sums:
-            self.works = self._wire.receive_ahead(self._pair[1], self.position)
 
     def start(self) -> None:
         """Check the values and start the exchange.
@@ -261,7 +217,7 @@ class PlainPair(PlainExchange):
         if self.tells_finite and not self.finite:
             # The peer looks at the first value only. Not in place: the values are this rank's own.
             self._pair = outgoing.clone().index_fill_(0, torch.tensor(0), torch.nan), incoming
-        self.works = self._wire.exchange(*self._pair, self.position, self.works)
+        self.works = self._wire.exchange(*self._pair, self.position)
 
     def received_finite(self) -> bool:
         """Return whether the first value is finite: it is NaN if any of them is not."""

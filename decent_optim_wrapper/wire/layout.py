@@ -28,8 +28,6 @@ class Layout(NamedTuple):
         codec: how values are coded if that takes fewer bytes; None sends them unchanged.
         as_view: make the tensors views of the bucket's own storage.
         order: the tensors that go first into buckets, in this order.
-        forward_order: the tensors in the order of a forward pass that waits for their buckets, the
-            first of which is small; empty if it does not wait.
         copies: function that returns how many ranks of a replica hold the same values of a tensor.
         uses_reference: whether differences to a reference may be coded, at the cost of a copy for
             each group; otherwise the values are coded.
@@ -40,7 +38,6 @@ class Layout(NamedTuple):
     codec: Codec | None = None
     as_view: bool = False
     order: tuple[Tensor, ...] = ()
-    forward_order: tuple[Tensor, ...] = ()
     copies: Callable[[Tensor], int] = lambda tensor: 1
     uses_reference: bool = True
 

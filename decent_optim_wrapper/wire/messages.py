@@ -42,16 +42,9 @@ class Messages:
         # that could not be sent.
         self.failure: tuple[str, bool] | None = None
         self.failed_bucket = 0
-        # Whether all exchanges on a GPU start when the round is sealed.
-        self._collects = False
         # Posts exchanges whose values must first be copied to the CPU; None if everything was
         # posted at once.
         self.thread: PostingThread | None = None
-
-    def launch_together(self) -> None:
-        """Start all exchanges on a GPU as one kernel, once the round is sealed."""
-        self._collects = True
-        self._wire.transport.batches.collect()
 
     def send(self, numbers: Sequence[float], tag: int, bucket: int) -> list[PendingMessage]:
         """Send a small message to the group.
@@ -98,15 +91,10 @@ class Messages:
 
     def seal(self, last: Action | None = None) -> None:
         """Run an action once everything is posted; nothing is posted after it."""
-        if self._collects and self._wire.group.size > 2:
-            # Before the flags, which are a collective: these have the same order on all ranks.
-            self._run(self._wire.transport.start_batches, 0)
         if self.thread is not None:
             self.thread.end(last)
         elif last is not None:
             last()
-        if self._collects:
-            self._run(self._wire.transport.start_batches, 0)
 
     def wait_until_sent(self) -> None:
         """Wait until everything is on the wire; raises as `lost` returns.
@@ -125,8 +113,6 @@ class Messages:
 
     def drop(self) -> None:
         """Post nothing more."""
-        if self._collects:
-            self._wire.transport.batches.drop()
         if self.thread is not None:
             # The thread may still use memory that the next round uses.
             self.thread.drop()

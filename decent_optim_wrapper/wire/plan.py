@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from decent_optim_wrapper.optim.shards import largest_shard_bytes
 from decent_optim_wrapper.wire.bucket import Bucket
-from decent_optim_wrapper.wire.layout import MIB, Layout, kind_of
+from decent_optim_wrapper.wire.layout import Layout, kind_of
 
 
 def extend_plan(
@@ -102,12 +101,11 @@ def _fill(
     """Fill buckets with the tensors of a model, some of which may be in buckets already."""
     listed = list(tensors)
     cap_bytes = layout.cap_bytes(sum(map(largest_shard_bytes, model or listed)))
-    head = _head(model or listed, layout, cap_bytes)
     filled: list[list[Tensor]] = []
-    open_buckets: dict[tuple[Any, bool], tuple[list[Tensor], int]] = {}
+    open_buckets: dict[Any, tuple[list[Tensor], int]] = {}
     placed = sorted(zip(layout.places(listed), listed, strict=True), key=itemgetter(0))
     for _, tensor in placed:
-        kind = kind_of(tensor, layout), id(tensor) in head
+        kind = kind_of(tensor, layout)
         # This rank's own shard may be smaller, and would lead to other buckets than its replica's.
         nbytes = largest_shard_bytes(tensor)
         members, used_bytes = open_buckets.get(kind, ([], 0))
@@ -117,17 +115,6 @@ def _fill(
         members.append(tensor)
         open_buckets[kind] = (members, used_bytes + nbytes)
     return filled
-
-
-def _head(tensors: Iterable[Tensor], layout: Layout, cap_bytes: float) -> set[int]:
-    """The ids of the tensors in a small first bucket, for which a forward pass waits first."""
-    if cap_bytes <= MIB:
-        # All buckets are as small.
-        return set()
-    given = set(map(id, tensors))
-    first = [tensor for tensor in layout.forward_order if id(tensor) in given]
-    ends = accumulate(map(largest_shard_bytes, first))
-    return {id(tensor) for tensor, end in zip(first, ends, strict=True) if end <= MIB}
 
 
 def bucket_bytes(tensors: Iterable[Tensor], layout: Layout) -> dict[torch.device, int]:
