@@ -114,8 +114,7 @@ class Exchange:
         Args:
             snapshot: values that are sent in place of the bucket's members.
         """
-        (self.snapshot,) = self._bucket.summing()
-        self._bucket.pack(self.snapshot, snapshot)
+        self.snapshot = self._bucket.pack(self._bucket.summing()[0], snapshot)
 
     def start(self) -> None:
         """Check the values and start the exchange.

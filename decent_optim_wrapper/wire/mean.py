@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
+from decent_optim_wrapper.codecs import wide
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.wire.bucket import Bucket
 from decent_optim_wrapper.wire.storage import Flat
@@ -21,8 +20,7 @@ def average(bucket: Bucket, transport: Transport, shares: Sequence[bool] | None 
         transport: connects the ranks.
         shares: which ranks' values count, at least one; None means all.
     """
-    dtype = torch.promote_types(bucket.dtype, torch.float32)
-    total = bucket.pack(bucket.new_flat(bucket.wire_device, dtype))
+    total = bucket.pack(bucket.new_flat(bucket.wire_device, wide(bucket.dtype)))
     if shares is not None and not shares[transport.rank]:
         total.data.zero_()
     transport.sum_(total.data)

@@ -78,8 +78,7 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
 
 
 def _end(tensor: Tensor) -> int:
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in pairs)
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
