@@ -209,8 +209,8 @@ class Counting(torch.overrides.TorchFunctionMode):
     calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # To look at an attribute costs nothing on a GPU.
-        self.calls += func.__name__ != "__get__"
+        # To look at an attribute costs nothing on a GPU, nor does the index of its device.
+        self.calls += func.__name__ not in ("__get__", "get_device")
         return func(*args, **(kwargs or {}))
 
 
