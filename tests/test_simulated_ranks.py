@@ -131,18 +131,17 @@ def test_the_best_of_the_rates_is_searched_once(
 
 
 def test_the_steps_until_the_loss_of_ddp_are_those_of_longer_trainings(tmp_path: Path) -> None:
-    path, seeds = tmp_path / "losses.csv", (0,)
+    results, seeds = time_to_loss.Results(tmp_path / "losses.csv", stacked_gpt.STEPS), (0,)
     ddp, ours = time_to_loss.ROWS[0], time_to_loss.Row("ours", start=2)
     for row, length, losses in (
         *((ddp, 1.0, [2.1, 2.0, 2.2]), (ours, 1.0, [2.3, 2.1, 2.2])),
         *((ddp, 1.1, [9, 1.8, 9]), (ours, 1.1, [9, 2.06, 9]), (ours, 1.2, [9, 1.96, 9])),
     ):
-        results = time_to_loss.Results(path, int(length * stacked_gpt.STEPS))
         for exponent, loss in enumerate(losses, row.start - 1):
-            results.add(results.key(row, row.name, exponent, 0), loss)
-    assert time_to_loss.steps_needed(path, ddp, seeds) == 1
-    assert time_to_loss.steps_needed(path, ours, seeds) == pytest.approx(1.16)
-    ratios, times = time_to_loss.times_to_loss(path, seeds)
+            results.add(results.key(row, row.name, exponent, 0, length), loss)
+    assert time_to_loss.steps_needed(results, ddp, seeds) == 1
+    assert time_to_loss.steps_needed(results, ours, seeds) == pytest.approx(1.16)
+    ratios, times = time_to_loss.times_to_loss(results, seeds)
     (wrapper,) = (row[1:] for row in time_to_loss.step_times() if row[0] == "the wrapper")
     assert times["the wrapper"] == [pytest.approx(1.16 * float(cell)) for cell in wrapper]
     assert len(ratios) == len(times["DDP"])
@@ -150,7 +149,7 @@ def test_the_steps_until_the_loss_of_ddp_are_those_of_longer_trainings(tmp_path:
 
 def test_the_tables_of_the_page_are_those_of_the_results() -> None:
     readme = time_to_loss.RESULTS.with_name("README.md").read_text()
-    table = time_to_loss.table(time_to_loss.RESULTS, stacked_gpt.STEPS, time_to_loss.SEEDS)
-    assert table in readme
-    times = time_to_loss.times_to_loss(time_to_loss.RESULTS, time_to_loss.SEEDS)
+    results = time_to_loss.Results(time_to_loss.RESULTS, stacked_gpt.STEPS)
+    assert time_to_loss.table(results, time_to_loss.SEEDS) in readme
+    times = time_to_loss.times_to_loss(results, time_to_loss.SEEDS)
     assert time_to_loss.times_table(*times) in readme

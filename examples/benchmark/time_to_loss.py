@@ -114,7 +114,7 @@ ROWS = [
 SEEDS = (0, 1, 2)
 # In those of the schedule of all rows.
 LENGTHS = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0)
-# The rows whose steps those of `step_time.py` make.
+# By the name of a method in the table of `step_time.py`, the row that trains like it.
 PICTURE = {
     "DDP": "DDP",
     "DDP, bf16 hook": "DDP, bf16 hook",
@@ -126,7 +126,7 @@ PICTURE = {
     "DiLoCo 8": "DiLoCo 8",
     "DiLoCo 30": "DiLoCo 30",
 }
-# Methods that table has not, by the steps between two all-reduces; the milliseconds of computing.
+# Steps between two all-reduces of the methods that are missing there, and the time of computing.
 PERIODS, COMPUTING_MS = {"PostLocalSGD 8": 8, "DiLoCo 8": 8, "DiLoCo 30": 30}, 300
 EXPONENTS = range(-12, 24)
 
@@ -150,30 +150,39 @@ class Results:
             with path.open(newline="") as file:
                 self._losses = {key: float(loss) for key, loss in csv.reader(file)}
 
-    def key(self, row: Row, variant: str, exponent: int, seed: int) -> str:
-        """The name of a training in the file."""
-        replicas = METHODS[row.name][variant].replicas(row.ranks)
-        settings = f"{replicas} replicas | {self._steps} steps | lr {rate(exponent):.3g}"
+    def key(self, row: Row, variant: str, exponent: int, seed: int, length: float = 1.0) -> str:
+        """The name of a training in the file; `length` as in LENGTHS."""
+        replicas, steps = METHODS[row.name][variant].replicas(row.ranks), int(length * self._steps)
+        settings = f"{replicas} replicas | {steps} steps | lr {rate(exponent):.3g}"
         return f"{variant} | {row.optimizer} | {settings} | seed {seed}"
 
     def known(
-        self, row: Row, variant: str, exponent: int, seeds: Sequence[int]
+        self, row: Row, variant: str, exponent: int, seeds: Sequence[int], length: float = 1.0
     ) -> list[float] | None:
         """The loss of each seed, if all were measured."""
-        found = [self._losses.get(self.key(row, variant, exponent, seed)) for seed in seeds]
+        keys = [self.key(row, variant, exponent, seed, length) for seed in seeds]
+        found = [self._losses.get(key) for key in keys]
         return None if None in found else [loss for loss in found if loss is not None]
 
     def means(
-        self, row: Row, variant: str, exponents: Sequence[int], seeds: Sequence[int]
+        self,
+        row: Row,
+        variant: str,
+        exponents: Sequence[int],
+        seeds: Sequence[int],
+        length: float = 1.0,
     ) -> dict[int, float]:
         """The mean loss of several seeds by exponent, which are trained if they were not before."""
-        new = [k for k in exponents if self.known(row, variant, k, seeds) is None]
+        new = [k for k in exponents if self.known(row, variant, k, seeds, length) is None]
         if new:
             method, lrs = METHODS[row.name][variant], [rate(k) for k in new]
-            stacked = train(method, row.optimizer, row.ranks, lrs, seeds, self._steps)
+            steps = int(length * self._steps)
+            stacked = train(method, row.optimizer, row.ranks, lrs, seeds, steps)
             for (k, seed), x in zip(product(new, seeds), stacked.flatten(0, 1), strict=True):
-                self.add(self.key(row, variant, k, seed), round(validation_loss(x.mean(0)), 5))
-        return {k: statistics.mean(self.known(row, variant, k, seeds) or ()) for k in exponents}
+                key = self.key(row, variant, k, seed, length)
+                self.add(key, round(validation_loss(x.mean(0)), 5))
+        known = {k: self.known(row, variant, k, seeds, length) for k in exponents}
+        return {k: statistics.mean(losses) for k, losses in known.items() if losses}
 
     def add(self, key: str, loss: float) -> None:
         """Append the loss of a training to the file."""
@@ -228,39 +237,41 @@ def best(results: Results, row: Row, seeds: Sequence[int]) -> Best | None:
     return Best(variant, exponent, found[variant, exponent])
 
 
-def lengthen(path: Path, seeds: Sequence[int], device: str, row: Row) -> None:
+def lengthen(path: Path, steps: int, seeds: Sequence[int], device: str, row: Row) -> None:
     """Train longer with the best learning rate of a row, until the loss is DDP's."""
     torch.set_num_threads(1)
     torch.set_default_device(device)
+    results = Results(path, steps)
+    found = best(results, row, seeds)
+    if found is None:
+        return
     for length in LENGTHS:
-        if steps_needed(path, row, seeds) is not None:
+        if steps_needed(results, row, seeds) is not None:
             return
-        found = best(Results(path, STEPS), row, seeds)
-        if found is not None:
-            results = Results(path, int(length * STEPS))
-            results.means(row, found.variant, [found.exponent], seeds)
+        results.means(row, found.variant, [found.exponent], seeds, length)
 
 
-def steps_needed(path: Path, row: Row, seeds: Sequence[int]) -> float | None:
+def steps_needed(results: Results, row: Row, seeds: Sequence[int]) -> float | None:
     """The steps until a method has DDP's loss, in those of DDP; None if they were not measured."""
-    results = Results(path, STEPS)
     goal, found = best(results, ROWS[0], seeds), best(results, row, seeds)
     if goal is None or found is None:
         return None
     wanted, points = statistics.mean(goal.losses), []
     for length in LENGTHS:
-        losses = Results(path, int(length * STEPS)).known(row, *found[:2], seeds)
+        losses = results.known(row, found.variant, found.exponent, seeds, length)
         points += [(length, statistics.mean(losses))] if losses else []
     for (start, above), (end, below) in pairwise(points):
-        if below <= wanted <= above:
+        if above == wanted:
+            return start
+        if below <= wanted < above:
             return start + (end - start) * (above - wanted) / (above - below)
     return None
 
 
-def table(path: Path, steps: int, seeds: Sequence[int]) -> str:
+def table(results: Results, seeds: Sequence[int]) -> str:
     """The rows that were measured with all seeds, each with its best learning rate."""
     head = ["method", "ranks", "optimizer", "lr", "loss", "above DDP", "steps to DDP's loss"]
-    lines, results = [head], Results(path, steps)
+    lines = [head]
     goals = {row.optimizer: best(results, row, seeds) for row in ROWS if row.name == "DDP"}
     for row in ROWS:
         found, goal = best(results, row, seeds), goals.get(row.optimizer) or goals["AdamW"]
@@ -269,7 +280,7 @@ def table(path: Path, steps: int, seeds: Sequence[int]) -> str:
         above = [100 * (a / b - 1) for a, b in zip(found.losses, goal.losses, strict=True)]
         ranks = "any" if row.name == "DDP" else str(row.ranks)
         cells = [spread(found.losses, 3), "-" if row.name == "DDP" else f"{spread(above, 1)} %"]
-        needed = steps_needed(path, row, seeds) if steps == STEPS else None
+        needed = steps_needed(results, row, seeds)
         cells.append("-" if needed is None else f"{needed:.2f}")
         lines.append([row.name, ranks, row.optimizer, f"{rate(found.exponent):.3g}", *cells])
     first, *others = [f"| {' | '.join(line)} |" for line in lines]
@@ -284,7 +295,9 @@ def step_times() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def times_to_loss(path: Path, seeds: Sequence[int]) -> tuple[list[float], dict[str, list[float]]]:
+def times_to_loss(
+    results: Results, seeds: Sequence[int]
+) -> tuple[list[float], dict[str, list[float]]]:
     """The ratios of that table, and by method the time until DDP's loss in ms per step of DDP."""
     ratios, *rows = step_times()
     times = {method: [float(time) for time in row] for method, *row in rows}
@@ -292,7 +305,7 @@ def times_to_loss(path: Path, seeds: Sequence[int]) -> tuple[list[float], dict[s
         # They wait for an all-reduce after every so many steps.
         bare = zip(times["no communication"], map(float, ratios), strict=True)
         times[method] = [none + ratio * COMPUTING_MS / period for none, ratio in bare]
-    needed = {method: steps_needed(path, Row(PICTURE[method]), seeds) for method in PICTURE}
+    needed = {method: steps_needed(results, Row(PICTURE[method]), seeds) for method in PICTURE}
     found = {
         method: [steps * time for time in times[method]]
         for method, steps in needed.items()
@@ -336,14 +349,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     chosen = [row for row in ROWS if row.name in args.methods and row.ranks in args.ranks]
     rows = [row for row in chosen if row.optimizer in args.optimizers and not args.table]
-    common = args.seeds, args.device
+    common = args.results, args.steps, args.seeds, args.device
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         each = pool.map if args.jobs > 1 else map
-        list(each(partial(measure, args.results, args.steps, *common), rows))
+        list(each(partial(measure, *common), rows))
         timed = [row for row in rows if row.ranks == 4 and args.steps == STEPS]
-        list(each(partial(lengthen, args.results, *common), timed))
-    print(table(args.results, args.steps, args.seeds))
-    ratios, times = times_to_loss(args.results, args.seeds)
+        list(each(partial(lengthen, *common), timed))
+    results = Results(args.results, args.steps)
+    print(table(results, args.seeds))
+    ratios, times = times_to_loss(results, args.seeds)
     if "DDP" in times:
         print("\n" + times_table(ratios, times))
     if args.picture:
