@@ -104,7 +104,7 @@ def test_a_plan_agrees_with_the_lab_and_names_what_is_fast_enough() -> None:
         command = f"plan --parameters 5.243M --ranks 4 --bandwidth {rate} --step 0.3"
         *_, advice, last = printed(command).splitlines()
         assert last.startswith(taken), rate
-        assert "AdamW x 1.5" in advice
+        assert "Muon x 1.5" in advice
 
 
 REFUSED = {

@@ -20,8 +20,6 @@ from decent_optim_wrapper.start.launch import init_distributed
 
 _MIB = 1024 * 1024
 _LEAST_MIB = 0.001
-# A pair whose bandwidth is below this share of the median is slow.
-_SLOW = 0.7
 
 
 def run(mib: float, repeats: int) -> Report | None:
@@ -95,7 +93,6 @@ def _report(bandwidth: Tensor, latency: Tensor, all_reduce: float) -> Report:
     n = len(bandwidth)
     pairs = list(combinations(range(n), 2))
     typical = statistics.median(bandwidth[pair].item() for pair in pairs)
-    slow = [pair for pair in pairs if bandwidth[pair] < _SLOW * typical]
     microseconds = 1e6 * statistics.median(latency[pair].item() for pair in pairs)
     rows = [
         {"MB/s": f"rank {a}"} | {f"rank {b}": f"{bandwidth[a, b] / 1e6:.0f}" for b in range(n)}
@@ -105,12 +102,10 @@ def _report(bandwidth: Tensor, latency: Tensor, all_reduce: float) -> Report:
         table(rows),
         f"median of a pair: {typical / 1e6:.0f} MB/s both ways at once, {microseconds:.0f} us",
         f"all-reduce of all ranks: {all_reduce / 1e6:.0f} MB/s",
-        *(f"slow pair: ranks {a} and {b}, {bandwidth[a, b] / 1e6:.0f} MB/s" for a, b in slow),
     ]
     data = {
         "bandwidth": bandwidth.tolist(),
         "latency": latency.tolist(),
         "all_reduce_bytes_per_second": all_reduce,
-        "slow_pairs": slow,
     }
     return Report("\n".join(lines), data)

@@ -201,7 +201,7 @@ class CodedGroup(CodedExchange):
 
     def __init__(self, wire: Wire, bucket: Bucket, position: int, codec: Codec) -> None:
         group = wire.group
-        chunks = _shares(bucket.flat_numel, codec.block, group.size, wire.round)
+        chunks = shares(bucket.flat_numel, codec.block, group.size, wire.round)
         super().__init__(wire, bucket, position, codec, chunks)
         self._place = group.ranks.index(wire.transport.rank)
         own = self._outgoing[self._place]
@@ -297,7 +297,7 @@ class _OnThread(NamedTuple):
         return self.done.done()
 
 
-def _shares(numel: int, block: int, count: int, round: int) -> list[slice]:
+def shares(numel: int, block: int, count: int, round: int) -> list[slice]:
     """Cut a vector into almost equal chunks of whole blocks, some perhaps empty.
 
     Returns:

@@ -13,35 +13,46 @@ from typing import NamedTuple
 
 import torch
 from stacked_gpt import HIDDEN, STEPS, batch, initial_weights, split, stacked_loss
-from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim._muon import _zeropower_via_newtonschulz
 
-from decent_optim_wrapper import TopologyFactory
+from decent_optim_wrapper import Topology, TopologyFactory
 from decent_optim_wrapper.codecs import Codec
 from decent_optim_wrapper.optim import AccumAdamW, lr_scheduler_fn_cosine_with_warmup
+from decent_optim_wrapper.wire.coded import shares
 
 BETAS = (0.9, 0.95)
+# The defaults of torch.optim.Muon.
+NEWTON_SCHULZ = {"ns_coefficients": (3.4445, -4.775, 2.0315), "ns_steps": 5, "eps": 1e-7}
 
 
 class Method(NamedTuple):
     """How the ranks communicate.
 
     Args:
-        topology: who mixes parameters with whom; None for DDP.
+        topology: who mixes parameters with whom, as a name or made from the number of ranks; None
+            for DDP.
         every: steps from one round to the next.
         late: steps from the launch of a round to its mixing, which comes before the update of that
             step; 0 mixes before the next forward pass.
-        codec: the codec of the messages of pairs; None for float32.
+        codec: the codec of the messages; None for float32.
         outer: makes an outer optimizer from the anchors; it steps after every round.
         reduce_dtype: dtype in which gradients are summed; None if they are not.
+        momentum: γ of GASLoC (Cagnasso et al., 2026), whose rounds set x <- W y + γ (y - y'): y are
+            the replicas before the round, and y' those before the last one.
+        moments: steps between two rounds of Adam's moments, by name in its state (DES-LOC, Iacob
+            et al., 2025).
     """
 
-    topology: str | None = "one-peer-exp"
+    topology: str | Callable[[int], Topology] | None = "one-peer-exp"
     every: int = 1
     late: int = 0
     codec: Codec | None = None
     outer: Callable[[list[Tensor]], Optimizer] | None = None
     reduce_dtype: torch.dtype | None = None
+    momentum: float = 0.0
+    moments: tuple[tuple[str, int], ...] = ()
 
     def replicas(self, ranks: int) -> int:
         """How many replicas differ: in DDP all are the same, and are one with the whole batch."""
@@ -59,14 +70,17 @@ class Rounds:
 
     def __init__(self, method: Method, x: Tensor, ranks: int) -> None:
         self._method, self._x, self._ranks = method, x, ranks
-        self._topology = None
-        if method.topology is not None:
+        self._topology = method.topology
+        if isinstance(method.topology, str):
             self._topology = TopologyFactory.create(method.topology, ranks)
+        elif method.topology is not None:
+            self._topology = method.topology(ranks)
         # By phase: rows of one group are the same.
         self._references: dict[int, Tensor] = {}
         self._in_flight: Tensor | None = None
         self._launched = self._steps = self._arrival = 0
         self._anchor = x.detach().clone()
+        self._before = self._anchor.clone()
         self._outer = method.outer([self._anchor]) if method.outer else None
 
     @torch.no_grad()
@@ -79,9 +93,14 @@ class Rounds:
             self.finish()
 
     @torch.no_grad()
-    def after_update(self) -> None:
-        """Launch a round when one is due."""
+    def after_update(self, optimizers: Sequence[Optimizer]) -> None:
+        """Launch a round when one is due, and mix moments of the optimizers of the replicas."""
         self._steps += 1
+        for name, every in self._method.moments:
+            if self._steps % every == 0:
+                for moment in (each[name] for o in optimizers for each in o.state.values()):
+                    matrix = self._topology.mixing_matrix(self._steps // every).to(moment)
+                    moment.copy_((matrix @ self._by_training(moment)).view_as(moment))
         if self._topology is None or self._steps % self._method.every:
             return
         self._in_flight = self._change()
@@ -106,14 +125,33 @@ class Rounds:
         phase = self._launched % self._topology.period
         self._launched += 1
         if self._method.codec is None:
-            return (matrix @ self._by_training(self._x)).view_as(self._x) - self._x
+            change = (matrix @ self._by_training(self._x)).view_as(self._x) - self._x
+            if self._method.momentum:
+                change += self._method.momentum * (self._x - self._before)
+                self._before.copy_(self._x)
+            return change
         if phase not in self._references:
             self._references[phase] = self._anchor.clone()
         reference = self._references[phase]
         decoded = round_trip(self._method.codec, self._x, reference)
         mean = (matrix @ self._by_training(decoded)).view_as(decoded)
+        owned = self._owned(self._launched - 1)
+        if owned.any():
+            # The owner of a part sends its mean with the codec, too, and keeps the error.
+            error, mean = mean, round_trip(self._method.codec, mean, torch.zeros_like(mean))
+            decoded -= (self._by_training(error - mean) * owned).view_as(decoded)
         reference.add_(mean)
         return mean - decoded
+
+    def _owned(self, number: int) -> Tensor:
+        """Where a rank owns a part of its group's vector in a round, the size; of larger groups."""
+        owned = torch.zeros(self._ranks, self._x.shape[1])
+        for group in self._topology.groups(number):
+            if group.size > 2:
+                parts = shares(self._x.shape[1], self._method.codec.block, group.size, number)
+                for rank, part in zip(group.ranks, parts, strict=True):
+                    owned[rank, part] = group.size
+        return owned
 
     def _by_training(self, rows: Tensor) -> Tensor:
         """Replicas as (trainings, ranks, parameters)."""
@@ -130,21 +168,37 @@ def round_trip(codec: Codec, x: Tensor, reference: Tensor) -> Tensor:
     return decoded.view_as(x)
 
 
+class StackedMuon(Optimizer):
+    """`torch.optim.Muon` with the weight decay of AdamW's default, for stacked matrices.
+
+    Args:
+        stacks: tensors of shape (ranks, rows, columns), with gradients.
+        lr: learning rate.
+    """
+
+    def __init__(self, stacks: list[Tensor], lr: float) -> None:
+        super().__init__(stacks, {"lr": lr})
+        self._averages = [torch.zeros_like(stack) for stack in stacks]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        orthogonal = torch.vmap(partial(_zeropower_via_newtonschulz, **NEWTON_SCHULZ))
+        for stack, average in zip(group["params"], self._averages, strict=True):
+            average.lerp_(stack.grad, 1 - 0.95)
+            update = orthogonal(stack.grad.lerp(average, 0.95))
+            stack.mul_(1 - 0.01 * group["lr"])
+            stack.sub_(update, alpha=0.2 * max(stack.shape[1:]) ** 0.5 * group["lr"])
+
+
 def muon(x: Tensor, lr: float) -> list[Optimizer]:
     """Muon for the hidden matrices of each rank, and AdamW for the others; needs `x.grad`."""
-    parts, grads = split(x.detach()), split(x.grad)
-    for part, grad in zip(parts, grads, strict=True):
+    parts = split(x.detach())
+    for part, grad in zip(parts, split(x.grad), strict=True):
         part.grad = grad
-    hidden = []
-    for place in HIDDEN:
-        for matrix, grad in zip(parts[place], grads[place], strict=True):
-            hidden.append(nn.Parameter(matrix))
-            hidden[-1].grad = grad
+    hidden = [parts[place] for place in HIDDEN]
     others = [part for place, part in enumerate(parts) if place not in HIDDEN]
-    return [
-        Muon(hidden, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        AdamW(others, lr=lr, betas=BETAS),
-    ]
+    return [StackedMuon(hidden, lr), AdamW(others, lr=lr, betas=BETAS)]
 
 
 class NoiseOfRanks(Optimizer):
@@ -237,6 +291,6 @@ def train(
         rounds.before_update()
         for each in (*optimizers, *schedulers):
             each.step()
-        rounds.after_update()
+        rounds.after_update(optimizers)
     rounds.finish()
     return x.detach().view(len(lrs), len(seeds), replicas, -1)

@@ -7,6 +7,7 @@ its own batch, so that many ranks are simulated in one process.
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -82,24 +83,22 @@ def batch(generator: torch.Generator, ranks: int) -> Tensor:
     return _pieces(learnt, starts.to(learnt.device)).unflatten(0, (ranks, -1))
 
 
-def stacked_loss(parts: list[Tensor], pieces: Tensor) -> Tensor:
+def stacked_loss(parts: Sequence[Tensor], pieces: Tensor) -> Tensor:
     """The sum over the ranks of the mean loss of each on its pieces.
 
     Args:
-        parts: stacked matrices, as from `split`.
+        parts: stacked matrices, as from `split`; each is read when it is needed.
         pieces: int64 of shape (ranks, batch, CONTEXT + 1).
     """
-    first, places, *hidden, head = parts
     ranks, size = pieces.shape[:2]
     rows = pieces[..., :-1] + CHARACTERS * torch.arange(ranks, device=pieces.device).view(-1, 1, 1)
-    x = (embedding(rows, first.flatten(0, 1)) + places.unsqueeze(1)).flatten(1, 2)
-    for layer in range(0, len(hidden), len(BLOCK)):
-        attend, project, widen, narrow = hidden[layer : layer + len(BLOCK)]
-        heads = torch.bmm(_norm(x), attend).view(ranks * size, CONTEXT, 3, HEADS, -1)
+    x = (embedding(rows, parts[0].flatten(0, 1)) + parts[1].unsqueeze(1)).flatten(1, 2)
+    for layer in HIDDEN[:: len(BLOCK)]:
+        heads = torch.bmm(_norm(x), parts[layer]).view(ranks * size, CONTEXT, 3, HEADS, -1)
         seen = scaled_dot_product_attention(*heads.transpose(1, 3).unbind(2), is_causal=True)
-        x = torch.baddbmm(x, seen.transpose(1, 2).reshape(x.shape), project)
-        x = torch.baddbmm(x, relu(torch.bmm(_norm(x), widen)), narrow)
-    logits = torch.bmm(_norm(x), head)
+        x = torch.baddbmm(x, seen.transpose(1, 2).reshape(x.shape), parts[layer + 1])
+        x = torch.baddbmm(x, relu(torch.bmm(_norm(x), parts[layer + 2])), parts[layer + 3])
+    logits = torch.bmm(_norm(x), parts[-1])
     return cross_entropy(logits.flatten(0, 1), pieces[..., 1:].flatten()) * ranks
 
 

@@ -31,10 +31,13 @@ from stacked_gpt import STEPS, validation_loss
 from step_time import draw_ratios
 from torch.optim import SGD
 
-from decent_optim_wrapper.codecs import Int8Codec
+from decent_optim_wrapper.codecs import Int4Codec, Int8Codec
+from decent_optim_wrapper.topo import Hierarchical
 
 RESULTS = Path(__file__).with_suffix(".csv")
 INT8 = Int8Codec()
+# 16 ranks average exactly after two rounds.
+FOURS = partial(Hierarchical, local_world_size=4, inner="complete")
 
 
 def diloco(every: int, lr: float, momentum: float) -> Method:
@@ -58,11 +61,24 @@ METHODS: dict[str, dict[str, Method]] = {
         "ours": Method(),
         "ours, complete": Method(topology="complete"),
         "ours, int8": Method(codec=INT8),
+        "ours, int4": Method(codec=Int4Codec()),
+        "ours, complete, int8": Method(topology="complete", codec=INT8),
+        "ours, complete, int4": Method(topology="complete", codec=Int4Codec()),
+        "ours, groups of 4, int8": Method(topology=FOURS, codec=INT8),
         "ours, delayed": Method(late=1),
         "ours, delayed, int8": Method(late=1, codec=INT8),
         "ours, 2 steps late, int8": Method(every=2, late=2, codec=INT8),
         "ours, 4 steps late, int8": Method(every=4, late=4, codec=INT8),
+        "ours, moments": Method(moments=(("exp_avg", 3), ("exp_avg_sq", 6))),
+        "DES-LOC 8": Method("complete", every=8, moments=(("exp_avg", 24), ("exp_avg_sq", 48))),
     }.items()
+}
+METHODS |= {
+    f"GASLoC {every}": {
+        f"GASLoC {every}, momentum {momentum}": Method(every=every, momentum=momentum)
+        for momentum in (0.2, 0.5, 0.8)
+    }
+    for every in (1, 8)
 }
 METHODS |= {
     f"DiLoCo {every}": {
@@ -93,27 +109,39 @@ class Row(NamedTuple):
     start: int = 1
 
 
+LATE = "ours, 2 steps late, int8", "ours, 4 steps late, int8"
+COMPLETE = "ours, complete", "ours, complete, int8", "ours, complete, int4"
+TRIED = "ours, outer", "ours, moments", "GASLoC 1", "DES-LOC 8", "GASLoC 8"
+PAIRS = "ours", "ours, int8", "ours, delayed"
+# Optimizer, ranks, the exponent of the first learning rate, and names of METHODS.
 ROWS = [
-    *(Row("DDP", start=0), Row("DDP, bf16 hook", start=0), Row("PostLocalSGD 8", start=2)),
-    *(Row("DiLoCo 8"), Row("DiLoCo 30"), Row("decent-dp"), Row("decent-dp", 4, "AccumAdamW")),
-    *(Row("ours", start=2), Row("ours, int8", start=2), Row("ours, delayed", start=2)),
-    *(Row("ours, delayed, int8"), Row("ours, complete"), Row("ours, outer")),
-    *(Row("ours, 2 steps late, int8"), Row("ours, 4 steps late, int8")),
-    *(Row(name, 8, start=2) for name in ("ours", "ours, int8", "ours, delayed")),
-    *(Row(name, 16, start=3) for name in ("ours", "ours, int8", "ours, delayed")),
-    Row("ours, complete", 16, start=3),
-    *(Row("DDP", 4, "AccumAdamW"), Row("ours", 4, "AccumAdamW"), Row("ours", 16, "AccumAdamW")),
-    *(Row(name, 4, "AccumAdamW") for name in ("ours, int8", "ours, delayed")),
-    *(Row("DDP", 4, "SGD", 9), *(Row("ours", ranks, "SGD", 8) for ranks in (4, 8, 16))),
-    *(Row("DDP", 4, "Muon", 1), *(Row("ours", ranks, "Muon", 1) for ranks in (4, 8, 16))),
-    *(Row("DiLoCo 8", 4, "Muon"), Row("DiLoCo 30", 4, "Muon")),
-    *(Row(name, 4, "AdamW, noise of 4") for name in ("ours", "ours, int8", "ours, delayed")),
-    Row("ours", 8, "AdamW, noise of 8", 0),
-    *(Row(name, 16, "AdamW, noise of 16") for name in ("ours", "ours, int8", "ours, complete")),
+    Row(name, ranks, optimizer, start)
+    for optimizer, ranks, start, names in (
+        ("AdamW", 4, 0, ("DDP", "DDP, bf16 hook")),
+        ("AdamW", 4, 1, ("PostLocalSGD 8", "DiLoCo 8", "DiLoCo 30", "decent-dp")),
+        ("AdamW", 4, 2, (*PAIRS, "ours, int4", "ours, delayed, int8", *LATE, *COMPLETE)),
+        ("AdamW", 4, 1, TRIED),
+        ("AdamW", 8, 3, PAIRS),
+        ("AdamW", 16, 3, (*PAIRS, "ours, complete")),
+        ("AdamW", 16, 4, ("ours, groups of 4, int8",)),
+        ("AccumAdamW", 4, 1, ("DDP", "decent-dp", *PAIRS)),
+        ("AccumAdamW", 16, 2, ("ours",)),
+        ("SGD", 4, 9, ("DDP",)),
+        *(("SGD", ranks, 8, ("ours",)) for ranks in (4, 8, 16)),
+        ("Muon", 4, 2, ("DDP", "DiLoCo 8", "DiLoCo 30")),
+        ("Muon", 4, 3, ("PostLocalSGD 8", *PAIRS, "ours, int4")),
+        ("Muon", 8, 4, ("ours",)),
+        ("Muon", 16, 4, ("ours", "ours, int8", "ours, groups of 4, int8")),
+        ("AdamW, noise of 4", 4, 1, (*PAIRS, "ours, complete, int8")),
+        ("AdamW, noise of 8", 8, 0, ("ours", "ours, int8")),
+        ("AdamW, noise of 16", 16, 0, ("ours", "ours, int8", "ours, groups of 4, int8")),
+        ("AdamW, noise of 16", 16, 1, ("ours, complete",)),
+    )
+    for name in names
 ]
 SEEDS = (0, 1, 2)
 # In those of the schedule of all rows.
-LENGTHS = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0)
+LENGTHS = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 2.5, 3.2)
 # By the name of a method in the table of `step_time.py`, the row that trains like it.
 PICTURE = {
     "DDP": "DDP",
@@ -237,15 +265,23 @@ def best(results: Results, row: Row, seeds: Sequence[int]) -> Best | None:
     return Best(variant, exponent, found[variant, exponent])
 
 
+def goal(results: Results, row: Row, seeds: Sequence[int]) -> Best | None:
+    """DDP's best with the optimizer of a row, or with AdamW."""
+    found = {each.optimizer: best(results, each, seeds) for each in ROWS if each.name == "DDP"}
+    return found.get(row.optimizer) or found["AdamW"]
+
+
 def lengthen(path: Path, steps: int, seeds: Sequence[int], device: str, row: Row) -> None:
-    """Train longer with the best learning rate of a row, until the loss is DDP's."""
+    """Train longer or shorter with the best learning rate of a row, until the loss is DDP's."""
     torch.set_num_threads(1)
     torch.set_default_device(device)
     results = Results(path, steps)
-    found = best(results, row, seeds)
-    if found is None:
+    found, wanted = best(results, row, seeds), goal(results, row, seeds)
+    if found is None or wanted is None:
         return
-    for length in LENGTHS:
+    is_better = statistics.mean(found.losses) < statistics.mean(wanted.losses)
+    lengths = [each for each in LENGTHS if (each < 1) == is_better]
+    for length in reversed(lengths) if is_better else lengths:
         if steps_needed(results, row, seeds) is not None:
             return
         results.means(row, found.variant, [found.exponent], seeds, length)
@@ -253,10 +289,10 @@ def lengthen(path: Path, steps: int, seeds: Sequence[int], device: str, row: Row
 
 def steps_needed(results: Results, row: Row, seeds: Sequence[int]) -> float | None:
     """The steps until a method has DDP's loss, in those of DDP; None if they were not measured."""
-    goal, found = best(results, ROWS[0], seeds), best(results, row, seeds)
-    if goal is None or found is None:
+    ddp, found = goal(results, row, seeds), best(results, row, seeds)
+    if ddp is None or found is None:
         return None
-    wanted, points = statistics.mean(goal.losses), []
+    wanted, points = statistics.mean(ddp.losses), []
     for length in LENGTHS:
         losses = results.known(row, found.variant, found.exponent, seeds, length)
         points += [(length, statistics.mean(losses))] if losses else []
@@ -272,12 +308,11 @@ def table(results: Results, seeds: Sequence[int]) -> str:
     """The rows that were measured with all seeds, each with its best learning rate."""
     head = ["method", "ranks", "optimizer", "lr", "loss", "above DDP", "steps to DDP's loss"]
     lines = [head]
-    goals = {row.optimizer: best(results, row, seeds) for row in ROWS if row.name == "DDP"}
     for row in ROWS:
-        found, goal = best(results, row, seeds), goals.get(row.optimizer) or goals["AdamW"]
-        if found is None or goal is None:
+        found, ddp = best(results, row, seeds), goal(results, row, seeds)
+        if found is None or ddp is None:
             continue
-        above = [100 * (a / b - 1) for a, b in zip(found.losses, goal.losses, strict=True)]
+        above = [100 * (a / b - 1) for a, b in zip(found.losses, ddp.losses, strict=True)]
         ranks = "any" if row.name == "DDP" else str(row.ranks)
         cells = [spread(found.losses, 3), "-" if row.name == "DDP" else f"{spread(above, 1)} %"]
         needed = steps_needed(results, row, seeds)

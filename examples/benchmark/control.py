@@ -1,0 +1,240 @@
+"""The time to DDP's loss with real ranks that compute: a control of `time_to_loss.py`.
+
+    sudo python examples/benchmark/control.py --ratios 0.5 4
+
+Four processes train the GPT of `time_to_loss.py` behind rate-limited links. A method trains at its
+best learning rate for as many steps as it needs to have DDP's loss, both from `time_to_loss.csv`.
+So the losses should be the same, and the seconds compare. The rate of the links is such that an
+all-reduce of the gradients takes so many times the step without communication, which the script
+measures first. The ranks share the cores of this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import netlab
+import torch
+import torch._dynamo  # the first optimizer step would import it, in every rank
+import torch.distributed as dist
+from simulated_ranks import BETAS
+from stacked_gpt import (
+    PARAMETERS,
+    STEPS,
+    batch,
+    initial_weights,
+    split,
+    stacked_loss,
+    validation_loss,
+)
+from step_time import HEADERS
+from time_to_loss import RESULTS, SEEDS, Results, Row, best, rate, steps_needed
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper.ddp import DecentralizedDataParallel
+from decent_optim_wrapper.optim import lr_scheduler_fn_cosine_with_warmup
+from decent_optim_wrapper.topo import Group
+from decent_optim_wrapper.utils import init_distributed
+
+
+class Part(nn.Module):
+    """One matrix, which a module reads when it is called."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+
+    def forward(self) -> Tensor:
+        return self.weight.unsqueeze(0)
+
+
+class Called(Sequence[Tensor]):
+    """What modules return, each called when it is read."""
+
+    def __init__(self, modules: nn.ModuleList) -> None:
+        self._modules = modules
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._modules[place]()
+
+
+class GPT(nn.Module):
+    """The model of one rank; its loss."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        parts = split(initial_weights(seed).unsqueeze(0))
+        self.parts = nn.ModuleList(Part(part[0]) for part in parts)
+
+    def forward(self, pieces: Tensor) -> Tensor:
+        return stacked_loss(Called(self.parts), pieces.unsqueeze(0))
+
+
+class Plan(NamedTuple):
+    """How a method trains.
+
+    Args:
+        lr: its best learning rate.
+        steps: of the schedule, and of the training.
+    """
+
+    lr: float
+    steps: int
+
+    def base(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=self.lr, betas=BETAS)
+
+    def base_of_named(self, named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+        return self.base([tensor for _, tensor in named])
+
+    def scheduler(self, base: torch.optim.Optimizer) -> Any:
+        warmup = self.steps // 10
+        return lr_scheduler_fn_cosine_with_warmup(base, self.steps - warmup, warmup)
+
+
+class Loop(NamedTuple):
+    """A model, and what steps after its backward pass; a module steps by itself."""
+
+    model: nn.Module
+    optimizer: Any = None
+    scheduler: Any = None
+
+
+def alone(model: nn.Module, plan: Plan) -> Loop:
+    base = plan.base(model.parameters())
+    return Loop(model, base, plan.scheduler(base))
+
+
+def ddp(model: nn.Module, plan: Plan, compress: bool = False) -> Loop:
+    network = DistributedDataParallel(model)
+    if compress:
+        network.register_comm_hook(None, bf16_compress_hook)
+    return alone(network, plan)
+
+
+def decent_dp(model: nn.Module, plan: Plan) -> Loop:
+    from decent_dp.ddp import DecentralizedDataParallel as Peer
+
+    return Loop(Peer(model, plan.base_of_named, plan.scheduler))
+
+
+def wrapper(model: nn.Module, plan: Plan, **options: Any) -> Loop:
+    base = plan.base(model.parameters())
+    return Loop(model, DecentOptimWrapper(base, model=model, **options), plan.scheduler(base))
+
+
+def module(model: nn.Module, plan: Plan, **options: Any) -> Loop:
+    options = {"topology": "one-peer-exp", **options}
+    return Loop(DecentralizedDataParallel(model, plan.base_of_named, plan.scheduler, **options))
+
+
+# By name, what makes a method and the row of `time_to_loss.py` that trains like it.
+METHODS: dict[str, tuple[Callable[[nn.Module, Plan], Loop], str]] = {
+    "no communication": (alone, "DDP"),
+    "DDP": (ddp, "DDP"),
+    "DDP, bf16 hook": (partial(ddp, compress=True), "DDP, bf16 hook"),
+    "decent-dp": (decent_dp, "decent-dp"),
+    "the wrapper": (wrapper, "ours"),
+    "the wrapper, int8": (partial(wrapper, comm_dtype=torch.int8), "ours, int8"),
+    "the module, pairs": (module, "ours"),
+    "the module, pairs, int8": (partial(module, comm_dtype=torch.int8), "ours, int8"),
+}
+
+
+class Trained(NamedTuple):
+    """The seconds of a training, and the loss of the average of the ranks."""
+
+    seconds: float
+    loss: float
+
+
+def train(method: str, plan: Plan, seed: int, steps: int) -> Trained:
+    """Run in every rank: the first `steps` steps of a plan."""
+    init_distributed()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = GPT(seed)
+    network, optimizer, scheduler = METHODS[method][0](model, plan)
+    generator = torch.Generator().manual_seed(seed)
+    batch(torch.Generator(), ranks)  # reads the text
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        if optimizer is not None:
+            optimizer.zero_grad()
+        network(batch(generator, ranks)[rank]).backward()
+        if optimizer is not None:
+            optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    ours = getattr(network, "optimizer", optimizer)
+    if hasattr(ours, "synchronize"):
+        ours.synchronize()
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    flat = torch.cat([part.weight.detach().flatten() for part in model.parts])
+    dist.all_reduce(flat)
+    loss = validation_loss(flat / ranks) if rank == 0 else 0.0
+    return Trained(seconds, loss)
+
+
+def plan_of(method: str, seeds: Sequence[int] = SEEDS) -> Plan | None:
+    """The best learning rate of a method, and its steps until DDP's loss; None if not measured."""
+    results, row = Results(RESULTS, STEPS), Row(METHODS[method][1])
+    found, needed = best(results, row, seeds), steps_needed(results, row, seeds)
+    if found is None or needed is None:
+        return None
+    return Plan(rate(found.exponent), round(needed * STEPS))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 4], metavar="RATIO")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS][1:])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", type=float, default=1.0, help="of the steps that are made")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    bare = plan_of("no communication")
+    with netlab.lab(args.ranks, "") as where:
+        steps = max(1, int(100 * args.part))
+        alone = netlab.run(
+            where, args.ranks, train, "no communication", bare, args.seed, steps, timeout=600
+        )
+    computing = max(each.seconds for each in alone) / steps
+    print(f"a step without communication takes {1000 * computing:.1f} ms")
+    print(
+        "| all-reduce / computing | method | steps | s | of DDP | loss |\n|---|---|---|---|---|---|"
+    )
+    sent = Group(range(args.ranks)).copies_sent * 4 * PARAMETERS * 8 * HEADERS
+    for ratio in args.ratios:
+        link = netlab.possible(f"{sent / (ratio * computing) / 1e3:.0f}kbit")
+        base = None
+        with netlab.lab(args.ranks, link) as where:
+            for method in args.methods:
+                plan = plan_of(method)
+                if plan is None:
+                    continue
+                steps = max(1, int(plan.steps * args.part))
+                call = (train, method, plan, args.seed, steps)
+                seconds, loss = netlab.run(where, args.ranks, *call, timeout=1200)[0]
+                base = base or seconds
+                cells = (f"{ratio:g}", method, steps, f"{seconds:.1f}", f"{base / seconds:.2f}")
+                print(f"| {' | '.join(map(str, cells))} | {loss:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
