@@ -30,9 +30,9 @@ MOST_METHODS, MOST_REWRITTEN = 25, 12
 # Code lines of each folder, "" for the modules beside them. They only go down: a feature is paid
 # for with a deletion.
 FOLDER_LINES = {
-    **{"": 1_189, "gossip": 1_723, "wire": 1_296, "comm": 1_148, "start": 851, "elastic": 789},
+    **{"": 1_189, "gossip": 1_723, "wire": 1_293, "comm": 1_148, "start": 851, "elastic": 789},
     **{"launcher": 550, "planning": 328, "checkpoint": 527, "topo": 560, "extensions": 559},
-    **{"ddp": 520, "optim": 504, "data": 368, "integrations": 315, "codecs": 299, "mesh": 120},
+    **{"ddp": 485, "optim": 504, "data": 368, "integrations": 315, "codecs": 299, "mesh": 120},
 }
 # Those of all tests, likewise.
 TEST_LINES = 17_080
