@@ -557,29 +557,3 @@ def test_the_methods_are_called_in_the_documented_order(every: int, overlap: Any
     }[every]
     assert recorder.calls[: len(expected)] == expected
     assert recorder.calls[-1] == "kept"
-
-
-class Nameless(Extension):
-    """Has a state, but no place for it."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"total": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("extensions", "error", "text"),
-    [
-        (Recorder(), TypeError, "extensions expects a sequence of instances"),
-        ((Recorder,), TypeError, "extensions expects a sequence of instances"),
-        ([Nameless()], ValueError, r"set Nameless\.name"),
-    ],
-)
-def test_what_an_extension_does_not_say_is_an_error_that_names_it(
-    extensions: Any, error: type[Exception], text: str
-) -> None:
-    def main() -> None:
-        params = make_params()
-        take_steps(wrap(params, extensions=extensions), params, 0, range(1))
-
-    with pytest.raises(error, match=text):
-        main()
