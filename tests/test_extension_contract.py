@@ -288,6 +288,12 @@ def test_a_run_keeps_the_mean_and_is_resumed_between_any_two_calls_bit_for_bit(
         for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             assert all(map(torch.equal, one.values, other.values)), (call, rank)
     assert not torch.equal(straight[-1][0].values[0], straight[-1][1].values[0])
+    if options["overlap"] == "forward":
+        plain = perform(world._replace(options={**options, "overlap": False}), [*CALLS, *LATER])
+        for call, ours, theirs in zip([*CALLS, *LATER], straight[1:], plain[1:], strict=True):
+            if call in ("synchronize", "average", "average_for_good"):
+                for one, other in zip(ours, theirs, strict=True):
+                    assert all(map(torch.equal, one.values, other.values)), call
     if "adam" not in options:
         alone = perform_alone(world, [*CALLS, *LATER])
         check_that_the_mean_is_that_of_ranks_alone(straight, alone)
