@@ -104,10 +104,7 @@ OF_MEMORY = f"OutOfMemoryError: {MEMORY}"
     ("topology", "make_base", "fail", "own"),
     [
         ("ring", sgd, fail_in_a_step, OF_MEMORY),
-        ("complete", sgd, fail_in_a_step, OF_MEMORY),
-        ("ring", sgd, fail_in_an_average, OF_MEMORY),
         ("complete", sgd, fail_in_an_average, OF_MEMORY),
-        ("ring", sgd, fail_in_synchronize, OF_MEMORY),
         ("complete", sgd, fail_in_synchronize, OF_MEMORY),
         ("ring", sgd, fail_in_a_state, "TypeError: "),
         ("complete", lbfgs, partial(fail_in_a_closure, RefusedError("empty")), "RefusedError: em"),

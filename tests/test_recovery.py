@@ -31,10 +31,8 @@ from decent_optim_wrapper import (
     NonFiniteError,
     Schedule,
     StateAverage,
-    Topology,
 )
 from decent_optim_wrapper.codecs import INT4
-from decent_optim_wrapper.elastic.recovery import fitting
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -165,24 +163,6 @@ def test_an_early_loss_takes_nobody_with_it_and_errors_name_ranks_as_at_the_star
     assert same.startswith("rank 2: ")
     assert disorder.startswith("rank 1: expected rank 2 to mix")
     assert back.startswith("rank 2: expected rank 1 to mix")
-
-
-class ForFour(Topology):
-    """A user's topology that looks beyond its table for any other number of ranks."""
-
-    def phase_count(self) -> int:
-        return 1
-
-    def own_group(self, rank: int, phase: int) -> tuple[int, int]:
-        table = [(0, 1), (0, 1), (2, 3), (2, 3)]
-        return table[rank + 4 * (4 - self.world_size)]
-
-
-def test_a_topology_that_fails_for_fewer_ranks_is_replaced() -> None:
-    full = ForFour(4)
-    assert fitting(full, EVERYONE) is full
-    assert repr(fitting(full, (0, 1, 3))).startswith("Greedy(world_size=3")
-    assert repr(fitting(full, (0, 3))).startswith("Complete(world_size=2")
 
 
 def die_before_an_average(rank: int, optimizer: DecentOptimWrapper) -> None:

@@ -19,7 +19,6 @@ from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from test_checkpoint import file_of, flip_a_bit, start
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from warned import warned_texts
 
@@ -122,8 +121,10 @@ def mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "overlap"), [(sgd, True), (adamw, False)])
 def test_4_3_6_and_1_ranks_train_as_the_oracle_does_from_the_mean(
-    base: MakeOptimizer, overlap: bool, tmp_path: Path
+    base: MakeOptimizer, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # All but one of the parameters are averaged in several pieces.
+    monkeypatch.setattr(averaging, "PIECE", 3)
     parts = journey(tmp_path, SIZES, base, overlap=overlap)
     for found, ends in zip(parts, dense_journey(base, overlap), strict=True):
         # The oracle has mixed the last round, which does not move the mean.
@@ -227,43 +228,6 @@ def test_counters_and_what_belongs_together_are_not_averaged() -> None:
     nothing = {**base_state(), "state": {}}
     assert averaged(nothing, *counts)["state"][0]["exp_avg"].tolist() == [2.5, 2.5]
     assert averaged(nothing, nothing)["state"] == {}
-
-
-class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the bytes of every tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        known = {place for place, _ in storages((args, kwargs))}
-        self.sizes += [size for place, size in storages(result) if place not in known]
-        return result
-
-
-def storages(tree: Any) -> list[tuple[int, int]]:
-    held = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return [(each.data_ptr(), each.nbytes()) for each in held]
-
-
-def test_averaging_takes_the_memory_of_one_model_and_of_a_piece_of_a_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(averaging, "PIECE", 1000)
-    large, count, paths = 40_000, 6, [file_of(tmp_path, 1, rank, 8) for rank in range(8)]
-    for rank, path in enumerate(paths):
-        torch.manual_seed(rank)
-        # Dense, but not contiguous.
-        model = {str(i): torch.randn(large // 200, 200).t() for i in range(count)}
-        whole_file.write_state(path, {"model": model})
-    states = dict(enumerate(map(averaging.map_file, paths)))
-    assert all(str(path) in Path("/proc/self/maps").read_text() for path in paths)
-    with Allocations() as made:
-        mean = averaging.Averaging().of(states, 0)
-    assert [size for size in made.sizes if size > 8 * averaging.PIECE] == [4 * large] * count
-    assert not torch.equal(mean["model"]["0"], model["0"])
 
 
 def write(folder: Path, step: int, size: int, states: dict[int, Any]) -> None:
