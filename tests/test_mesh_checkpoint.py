@@ -281,8 +281,7 @@ def test_a_shard_goes_on_bit_for_bit_in_its_own_layout_only(source: str, tmp_pat
     for whole, resumed, error in run_on_mesh(4, save_and_load, tmp_path, source):
         assert same(whole, resumed)
         assert difference(whole, start) > 1e-3
-        assert "where this run has <" in error or "loaded on rank" in error
-        assert source != "fsdp" or "Shard" in error
+        assert "another layout" in error or "loaded on rank" in error
 
 
 def save_twice(folder: Path, kind: str) -> tuple[int, dict[str, Any]]:
