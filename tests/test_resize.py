@@ -121,10 +121,8 @@ def mean_state(states: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "overlap"), [(sgd, True), (adamw, False)])
 def test_4_3_6_and_1_ranks_train_as_the_oracle_does_from_the_mean(
-    base: MakeOptimizer, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: MakeOptimizer, overlap: bool, tmp_path: Path
 ) -> None:
-    # All but one of the parameters are averaged in several pieces.
-    monkeypatch.setattr(averaging, "PIECE", 3)
     parts = journey(tmp_path, SIZES, base, overlap=overlap)
     for found, ends in zip(parts, dense_journey(base, overlap), strict=True):
         # The oracle has mixed the last round, which does not move the mean.
@@ -394,7 +392,7 @@ def test_the_command_says_what_is_missing(
     }
     SavedSet(1, tmp_path / "mesh/step_1", shards).mark(FileName(0, 1, 0, 2))
     assert "has no part 'model' in ['epoch', 'net']; pass --part" in refusal("run")
-    assert "has no part 'a' in []" in refusal("run", "--part", "epoch/a")
+    assert "has no part 'epoch/a' in []" in refusal("run", "--part", "epoch/a")
     assert "expected a folder with a complete checkpoint set" in refusal("half")
     assert "expected a folder with a complete checkpoint set" in refusal("none")
     assert "torch.distributed.checkpoint" in refusal("mesh")
