@@ -1,6 +1,6 @@
 """The README and the guides: their Python runs, and their links lead somewhere.
 
-The blocks of a page share a namespace and run in order, on four ranks or on eight. A block that
+The blocks of a page share a namespace and run in order, on two to eight ranks. A block that
 cannot run here is fenced as ``python no-run: <reason>``.
 """
 
@@ -36,7 +36,7 @@ TESTS = Path(__file__).parent / "README.md"
 # A reference, whose code is signatures; lists of changes and of errors; a page of whole scripts.
 NOT_RUN = {"api", "changes", "troubleshooting", "first_hour"}
 PAGES = [ROOT / "README.md", *GUIDES, FIRST_HOUR, ROOT / "examples" / "benchmark" / "README.md"]
-RANKS = {"mesh": 8}
+RANKS = {"mesh": 8, "checkpoints": 4, "topologies": 4}
 
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
 NO_RUN = re.compile(r"python no-run: \S.*")
@@ -127,7 +127,7 @@ def run_page(rank: int, page: Path, folder: Path) -> Outcome:
     "page", [p for p in PAGES[:-1] if p.stem not in NOT_RUN], ids=lambda page: page.stem
 )
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    ranks = run_processes(RANKS.get(page.stem, 4), run_page, page, tmp_path)
+    ranks = run_processes(RANKS.get(page.stem, 2), run_page, page, tmp_path)
     assert ranks[0].blocks > 0
     assert len({rank.blocks for rank in ranks}) == 1
     torch.manual_seed(0)

@@ -19,16 +19,6 @@ from decent_optim_wrapper.wire.sum_order import SumOrder
 RANKS, STEPS = 3, 5
 
 
-def test_a_group_follows_the_rank_whose_backward_pass_gives_time_for_the_fewest_sums() -> None:
-    sums, group = SumOrder(), (0, 1, 2)
-    buckets = ["last", "third", "second", "first"]
-    assert sums.of(group).apply(buckets) == buckets
-    sums.note(group, 2)
-    sums.of(group).agree([1.0, 4.0])
-    assert sums.of(group).apply(buckets) == ["last", "first", "second", "third"]
-    assert sums.of((0, 1, 3)).apply(buckets) == buckets
-
-
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
     """The sizes of the sums by rank, filled during the test."""
