@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import threading
 import time
@@ -20,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from covering import VIEWS, named, pairwise
 from modules import Odd, Training, adamw, batch, fill, flat, loss_of, make_model
 from problem import flatten, nesterov
 from ranks import run_processes, run_threads
@@ -43,22 +41,9 @@ from decent_optim_wrapper import (
 from decent_optim_wrapper.elastic.rendezvous import key_prefix
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError
 from decent_optim_wrapper.gossip.extension import ReceivedBucket
-from decent_optim_wrapper.gossip.schedule import WithinStep
 
 STEPS = 5
 PATIENCE = 30.0
-
-MESSAGES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "bf16": {"comm_dtype": torch.bfloat16},
-    "int8": {"comm_dtype": torch.int8},
-}
-FEATURES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "tracking": {"extensions": [GradientTracking()]},
-    "outer": {"extensions": [OuterOptimizer(nesterov(0.5))]},
-    "averages": {"extensions": [StateAverage()], "schedule": Schedule(global_avg_every=3)},
-}
 
 
 def assert_as_without_overlap(
@@ -83,21 +68,6 @@ def straight_on(
     training = Training(rank, group, model=model, overlap=overlap, **options)
     training.train(range(STEPS), loss)
     return training.end()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("topology", "views", "message", "feature", "way"),
-    pairwise(named("ring", "complete"), VIEWS, MESSAGES, FEATURES, named("step", "backward")),
-)
-def test_the_trajectory_is_that_without_overlap_bit_for_bit(
-    topology: str, views: bool, message: Any, feature: Any, way: str
-) -> None:
-    """With any base, as the oracle says; here is what the oracle does not know."""
-    options = {"topology": topology, "param_as_bucket_view": views, **message, **feature}
-    # A module can also wait at the end of its backward pass.
-    same = ("forward", WithinStep()) if way == "backward" else ("forward",)
-    assert_as_without_overlap(4, partial(straight_on, way=way, base=adamw, **options), same=same)
 
 
 class Branches(nn.Module):
@@ -205,18 +175,6 @@ def test_every_way_into_the_parameters_finds_them_mixed(read: Any) -> None:
     assert_as_without_overlap(2, partial(straight_on, **options), True)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm:FutureWarning")
-@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
-def test_a_weight_is_computed_from_mixed_parameters(norm: Callable[..., Any]) -> None:
-    def normed() -> nn.Module:
-        model = make_model()
-        norm(model[2])
-        return model
-
-    options: dict[str, Any] = {"make": normed, "param_as_bucket_view": True}
-    assert_as_without_overlap(2, partial(straight_on, **options), True)
-
-
 def values_of(model: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
@@ -267,35 +225,13 @@ def test_only_what_is_read_has_waited_and_a_copy_of_the_model_is_whole(tmp_path:
     run_threads(2, main)
 
 
-def test_two_wrappers_watch_one_model_until_they_end() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        model: Any = make_model(seed=rank)
-        parts = [[*model[0].parameters()], [*model[2:].parameters()]]
-        options: dict[str, Any] = {"topology": "ring", "process_group": group, "model": model}
-        both = [DecentOptimWrapper(modules.sgd(part), **options) for part in parts]
-        modules.backward(loss_of(model, rank, 0))
-        for optimizer in both:
-            optimizer.step()
-        launched = values_of(model)
-        assert model[0].weight is not None
-        assert unmixed(model, launched) == len(parts[1])
-        assert model[4].weight is not None
-        assert unmixed(model, launched) == 0
-        for optimizer in both:
-            optimizer.synchronize()
-        del both, optimizer
-        gc.collect()
-        assert type(vars(model[4])["_parameters"]) is dict
-
-    run_threads(2, main)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["step", "backward"])
 def test_a_run_is_resumed_between_any_two_calls(way: str) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, list[Tensor]]:
         def make() -> Training:
-            return Training(rank, group, way, base=adamw, **FEATURES["averages"])
+            options: Any = {"schedule": Schedule(global_avg_every=3)}
+            return Training(rank, group, way, base=adamw, extensions=[StateAverage()], **options)
 
         undisturbed, resumed = make(), []
         undisturbed.train(range(STEPS))
@@ -334,7 +270,8 @@ def test_a_run_with_delayed_mixing_goes_on_before_the_forward_pass() -> None:
 @pytest.mark.parametrize(
     ("size", "options", "rounds"),
     [
-        *((2, FEATURES["outer"], 50), (2, {"comm_dtype": torch.int8}, 15)),
+        (2, {"extensions": [OuterOptimizer(nesterov(0.5))]}, 50),
+        (2, {"comm_dtype": torch.int8}, 15),
         *((3, {"topology": "complete"}, 2), (2, {"on_nonfinite": "skip"}, 2)),
         (2, {"extensions": [StateGossip("momentum_buffer")]}, 50),
     ],
@@ -631,35 +568,20 @@ class Blocks(nn.Module):
         return result
 
 
-WITH_BREAKS = ("model in place", "function", "first layer")
 # What is compiled, before the model is wrapped or before a step, and for how many shapes: where a
 # module is compiled for one only, its hooks run now and then.
-COMPILED = [
-    *((part, -1, 8) for part in ("block", "forward", *WITH_BREAKS)),
-    *(("model", 2, 8), ("block in place", -1, 1)),
-]
+COMPILED = [("block", -1, 8), ("model in place", -1, 8), ("model", 2, 8), ("block in place", -1, 1)]
 
 
 def compile_part(model: Any, part: str, whole: bool) -> Any:
     """Compile a part of a model, as one graph or not; returns what is called as the model."""
     how: dict[str, Any] = {"backend": "eager", "dynamic": False, "fullgraph": whole}
-    block = model.blocks[1]
-    match part:
-        case "model":
-            return torch.compile(model, **how)
-        case "model in place":
-            model.compile(**how)
-        case "block":
-            model.blocks[1] = torch.compile(block, **how)
-        case "block in place":
-            block.compile(**how)
-        case "forward":
-            block.forward = torch.compile(block.forward, **how)
-        case "function":
-            return torch.compile(partial(Blocks.forward, model), **how)
-        case "first layer":
-            model.blocks[0][0] = torch.compile(model.blocks[0][0], **how)
-            return partial(Blocks.forward, model)
+    if part == "model":
+        return torch.compile(model, **how)
+    if part == "block":
+        model.blocks[1] = torch.compile(model.blocks[1], **how)
+    else:
+        (model if part == "model in place" else model.blocks[1]).compile(**how)
     return model
 
 
@@ -671,10 +593,9 @@ def train_compiled(rank: int) -> list[list[float]]:
         torch.compiler.reset()
         model = called = Blocks(rank)
         # What begins a pass breaks the graph.
-        whole = limit > 1 and (part, at) != ("model", 2) and part not in WITH_BREAKS
+        whole = part == "block"
         if part and at < 0:
-            called = compile_part(model, part, whole)
-            model = called if isinstance(called, nn.Module) else model
+            model = called = compile_part(model, part, whole)
         training = Training(rank, None, model=model, overlap=overlap, cap_mb=1e-4)
         with torch.compiler.config.patch(recompile_limit=limit):  # type: ignore[attr-defined]
             for step in range(STEPS):
@@ -692,21 +613,3 @@ def test_a_compiled_model_finds_mixed_parameters() -> None:
     for without, late, *others in run_processes(2, train_compiled):
         assert late != pytest.approx(without, abs=1e-4)
         assert [case for case, end in zip(COMPILED, others, strict=True) if end != without] == []
-
-
-@pytest.mark.slow
-def test_blocks_with_the_same_code_are_compiled_once() -> None:
-    graphs: list[Any] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch.compiler.reset()
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(12))).double()
-    training = Training(0, None, model=model, cap_mb=1e-4)
-    for block in model:
-        block.compile(backend=backend, fullgraph=True)
-    training.train(range(3), lambda model, *at: model(batch(*at, 8, 3)).square().mean())
-    # The first block is another one: its input has no gradient.
-    assert len(graphs) == 2

@@ -152,16 +152,6 @@ def take_a_file_of_another_saving(path: Path) -> None:
     (again / path.parent.name / path.name).replace(path)
 
 
-def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Puts something else in the place of a file."""
-
-    def act(path: Path) -> None:
-        path.unlink()
-        make(path)
-
-    return act
-
-
 def to_marker(act: Callable[[Path], object]) -> Callable[[Path], object]:
     """Does it to the marker in place of the file."""
     return lambda path: act(path.with_name("set_of_2.sha256"))
@@ -175,14 +165,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "torn": (lambda path: os.truncate(path, path.stat().st_size - 40), UNUSABLE),
     "a bit": (flip_a_bit, UNUSABLE),
     "another saving's": (take_a_file_of_another_saving, UNUSABLE),
-    "a fifo": (instead(os.mkfifo), NO_FILE),
     "missing": (Path.unlink, NO_FILE),
     "an empty marker": (to_marker(lambda path: os.truncate(path, 0)), MARKER),
     "a bit of the marker": (to_marker(flip_a_bit), UNUSABLE),
-    "another step's marker": (
-        to_marker(lambda path: shutil.copy(path.parent.parent / "step_00000003" / path.name, path)),
-        MARKER,
-    ),
     "a marker without text": (to_marker(lambda path: path.write_bytes(b"\xff")), MARKER),
 }
 
@@ -212,16 +197,6 @@ def test_a_damaged_file_of_one_rank_makes_all_use_the_previous_set(
     flip_a_bit(file_of(folder, 3, rank=0))
     assert resume(folder) == [0, 0]
     assert "no complete set of 2 ranks" in "".join(warned)
-
-
-def test_a_warning_of_a_marker_points_at_the_line_that_loads(tmp_path: Path) -> None:
-    checkpoints = start(None, tmp_path).checkpoints
-    for step in (1, 2):
-        checkpoints.save(step, {})
-    os.truncate(marker_of(tmp_path, 2, world_size=1), 10)
-    with pytest.warns(UserWarning, match=r"set_of_1.sha256 cannot be used") as caught:
-        checkpoints.load()
-    assert {Path(each.filename) for each in caught} == {Path(__file__)}
 
 
 def test_sets_of_two_savings_on_disks_of_their_own_are_not_mixed(
@@ -341,9 +316,7 @@ class Moment(NamedTuple):
 
 
 MOMENTS = {
-    "before": Moment(Checkpoints, "save", die),
     "half written": Moment(torch, "save", save_half_and_die, partial=True, timeout=20),
-    "flush": Moment(os, "fsync", die, partial=True),
     "rename": Moment(Path, "replace", die, partial=True, timeout=20),
     "agreement": Moment(whole_file, "write", write_and_die),
     # The survivor has written its marker.

@@ -39,6 +39,7 @@ from decent_optim_wrapper import (
 )
 from decent_optim_wrapper.elastic import heartbeat, rendezvous
 from decent_optim_wrapper.gossip.extension import ExtensionContext
+from decent_optim_wrapper.gossip.schedule import WithinStep
 from decent_optim_wrapper.wire.bucket import Bucket
 
 pytestmark = [
@@ -116,9 +117,8 @@ TRACKING_OF_ADAM: dict[str, dict[str, Any]] = {
 }
 PACES: dict[str, dict[str, Any]] = {
     "each step": {"overlap": True},
-    "rare": {"overlap": False, "gossip_every": 2},
     "late": {"overlap": Late(2), "gossip_every": 2},
-    "forward": {"overlap": "forward"},
+    "forward": {"overlap": "forward", "gossip_every": 2},
 }
 WIRES: dict[str, dict[str, Any]] = {
     "exact": {"comm_dtype": None},
@@ -272,7 +272,9 @@ LATER = ["grow", "step", "reload", "step"]
     ("options", "first"),
     [
         *cases(EXTENSIONS, PACES, WIRES, VIEWED, {"first": 0, "second": 1, "third": 2}),
-        *cases(TRACKING_OF_ADAM, {name: PACES[name] for name in ("rare", "late")}, {"second": 1}),
+        *cases(
+            TRACKING_OF_ADAM, {name: PACES[name] for name in ("each step", "late")}, {"second": 1}
+        ),
     ],
 )
 def test_a_run_keeps_the_mean_and_is_resumed_between_any_two_calls_bit_for_bit(
@@ -415,7 +417,15 @@ def train(rank: int, group: dist.ProcessGroup, way: str, options: dict[str, Any]
     return training.end()
 
 
-@pytest.mark.parametrize("options", cases(EXTENSIONS, {**IN_STEPS, "late": PACES["late"]}, VIEWED))
+# A module can also wait at the end of its backward pass.
+IN_BACKWARD = {
+    **IN_STEPS,
+    "late": PACES["late"],
+    "at the end": {"overlap": WithinStep(), "gossip_every": 2},
+}
+
+
+@pytest.mark.parametrize("options", cases(EXTENSIONS, IN_BACKWARD, VIEWED))
 def test_a_step_inside_the_backward_pass_does_the_same_as_one_behind_it(
     options: dict[str, Any],
 ) -> None:

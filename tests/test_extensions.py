@@ -309,43 +309,6 @@ def test_a_rank_without_an_entry_leaves_those_of_the_others_as_they_are(mode: st
             assert (entries < 0.99 * after(4)).all()
 
 
-@pytest.mark.parametrize(
-    ("extension", "mode"),
-    [
-        (StateAverage(), "views"),
-        (StateGossip("momentum_buffer"), "copies"),
-        (StateAverage(), "bf16"),
-    ],
-)
-def test_the_state_of_complex_parameters_is_averaged_like_that_of_real_ones(
-    extension: Any, mode: str
-) -> None:
-
-    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
-        flat: list[Tensor] = []
-        for kind in (torch.complex128, torch.float64):
-            params = [torch.ones(5, dtype=kind).requires_grad_() for _ in range(3)]
-            base = SGD(params, lr=0.1, momentum=0.9)
-            options: Any = {"extensions": [extension], **MODES[mode]}
-            optimizer = wrap(params, group, base, bucket_cap_mb=7e-5, **options)
-            assert len(optimizer.buckets) > 1
-            for step in range(4):
-                for param in params:
-                    param.grad = torch.full_like(param, rank + step)
-                    if kind.is_complex:
-                        param.grad.imag.fill_(10 * rank - step)
-                optimizer.step()
-            optimizer.synchronize()
-            optimizer.global_avg(may_revert=False)
-            flat += [base.state[param]["momentum_buffer"] for param in params]
-        assert flat[0].imag.abs().min() > 1
-        # Rounding in bfloat16 depends on the neighbours, of which complex ones are others.
-        torch.testing.assert_close([each.real for each in flat[:3]], flat[3:], rtol=0.01, atol=0.01)
-        return flat[:3]
-
-    torch.testing.assert_close(*run_threads(2, main), rtol=0.01, atol=0.01)
-
-
 class Quantised(SGD):
     """Keeps a state that is made of two tensors."""
 
