@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from problem import backward, flatten, make_params
+from problem import backward, make_params
 from restartable_processes import (
     STALE_AFTER,
     Failure,
@@ -197,46 +197,6 @@ def test_ranks_come_back_in_averages_and_a_callback_that_raises_leaves_none_in_p
         for round in common:
             # Both made the same calls, with the same members.
             assert life.averages[round] == pytest.approx(lives[0].averages[round], abs=1e-12)
-
-
-def interrupt_waits(rank: int, world_size: int, store: Any, report: Report) -> list[str]:
-    """Press Ctrl-C on rank 0 while it waits for rank 1, which comes late; once for each call."""
-    texts = []
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    for call in (DecentOptimWrapper.synchronize, DecentOptimWrapper.global_avg):
-        params = make_params(seed=rank)
-        options: dict[str, Any] = {"topology": "complete", "timeout": 300}
-        optimizer = wrap_elastic(params, rank, world_size, store, [], **options)
-        for step in range(3):
-            backward(params, rank, step)
-            if (rank, step) == (1, 2):
-                store.wait([f"{call.__name__} interrupted"])
-            optimizer.step()
-        if rank == 1:
-            optimizer.synchronize()
-            assert optimizer.members == (1,)
-            continue
-        before = flatten(params)
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
-        with pytest.raises(KeyboardInterrupt):
-            call(optimizer)
-        store.set(f"{call.__name__} interrupted", "1")
-        assert torch.equal(flatten(params), before)
-        for action in (optimizer.step, optimizer.global_avg):
-            with pytest.raises(RuntimeError) as caught:
-                action()
-            texts.append(str(caught.value))
-    return texts
-
-
-def test_an_interrupted_wait_mixes_nothing_and_does_not_hold_up_the_end() -> None:
-    with RestartableProcesses(2, interrupt_waits) as processes:
-        texts, _ = processes.results()
-        assert len(texts) == 4
-        assert all("this rank failed with KeyboardInterrupt" in text for text in texts)
-        # An interrupted rank is gone within 5 s, or a little later on two busy cores.
-        processes.workers[0].join(13)
-        assert processes.workers[0].exitcode == 0
 
 
 def test_a_rank_that_stood_still_comes_back_and_a_process_too_many_ends() -> None:
