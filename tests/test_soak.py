@@ -38,7 +38,6 @@ def test_faults_are_survived_by_all_ranks(
     assert "0 ranks for good" in report
     assert "faults: none" not in report
     assert report.rstrip().splitlines()[-1].startswith(f"seed {seed}: ")
-    assert "| 3 |" in report
 
 
 def ends(**changes: Any) -> dict[int, Progress]:
