@@ -7,12 +7,10 @@ from decent_optim_wrapper.comm.etcd_store import EtcdStore
 from decent_optim_wrapper.config import Elastic, Schedule
 from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
-from decent_optim_wrapper.extensions import (
-    GradientTracking,
-    OuterOptimizer,
-    StateAverage,
-    StateGossip,
-)
+from decent_optim_wrapper.extensions.gradient_tracking import GradientTracking
+from decent_optim_wrapper.extensions.outer_optimizer import OuterOptimizer
+from decent_optim_wrapper.extensions.state_average import StateAverage
+from decent_optim_wrapper.extensions.state_gossip import StateGossip
 from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.schedule import AsItArrives, Late, Pacing
 from decent_optim_wrapper.log import configure as _configure_log

@@ -116,6 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     comm.add_argument("--repeats", type=int, default=5)
     average = add("average", _average, "write the averaged model of a checkpoint set")
     average.add_argument("folder", type=Path, help="the folder of Checkpoints, such as runs/mine")
-    average.add_argument("--out", type=Path, required=True, help="model.pt or model.safetensors")
+    average.add_argument("--out", type=Path, required=True, help="such as model.pt")
     average.add_argument("--part", default="model", help='of the saved state; "model" by default')
     return parser

@@ -10,12 +10,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from decent_optim_wrapper.checks import Check, instance_of, one_of
-from decent_optim_wrapper.extensions import (
-    GradientTracking,
-    OuterOptimizer,
-    StateAverage,
-    StateGossip,
-)
+from decent_optim_wrapper.extensions.gradient_tracking import GradientTracking
+from decent_optim_wrapper.extensions.outer_optimizer import OuterOptimizer
+from decent_optim_wrapper.extensions.state_average import StateAverage
+from decent_optim_wrapper.extensions.state_gossip import StateGossip
 from decent_optim_wrapper.gossip.extension import Extension
 from decent_optim_wrapper.gossip.schedule import AsItArrives, Late, Pacing
 from decent_optim_wrapper.warn import warn

@@ -447,7 +447,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
             recalibrate: a model and batches on which this rank estimates the statistics of the
                 model's batch norms again, in training mode, because the average of the running
                 statistics does not fit the averaged model. If the model is in training mode, norms
-                in evaluation mode do not change. All buffers are restored with the parameters.
+                in evaluation mode do not change. The statistics are restored with the parameters.
         """
         nested = self.is_averaged
         self._shared["average_contexts"] += 1

@@ -45,7 +45,7 @@ LONGEST = (
     *("test_etcd", "test_store", "test_mesh", "test_frameworks", "test_data"),
     *("test_mesh_checkpoint", "test_faults", "test_extension_contract", "test_launcher"),
     *("test_processes", "test_soak", "test_posting", "test_coded_rounds", "test_checkpoint"),
-    *("test_mesh_errors", "test_mesh_faults", "test_links", "test_properties", "test_trajectory"),
+    *("test_mesh_errors", "test_links", "test_properties", "test_trajectory"),
     *("test_losses", "test_resize", "test_fused_codec", "test_options", "test_gpu"),
 )
 

@@ -6,9 +6,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import problem
@@ -25,7 +23,6 @@ from decent_optim_wrapper import (
     AsItArrives,
     CallOrderError,
     DecentOptimWrapper,
-    DecentralizedDataParallel,
     Late,
     NonFiniteError,
     PeerError,
@@ -298,36 +295,6 @@ def test_nan_in_a_late_round_is_raised_by_its_whole_group_or_left_out(
         assert torch.equal(row, rows[0]) or policy == "raise"
 
 
-def test_nan_in_the_rounds_of_a_call_is_raised_when_all_have_come() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[bool, float]:
-        params = make_params()
-        optimizer = wrap(params, group)
-        for step in range(3):
-            with suppress(NonFiniteError):
-                take_drawn_steps(optimizer, params, rank, range(step, step + 1), bad=(1, 2))
-        raised = False
-        # The round that is in flight first may have been launched before.
-        for _ in range(2):
-            try:
-                optimizer.synchronize()
-            except NonFiniteError:
-                raised = True
-        if rank == 1:
-            with torch.no_grad():
-                params[0].nan_to_num_()
-        # What was launched before that is raised once more.
-        for _ in range(2):
-            with suppress(NonFiniteError):
-                optimizer.synchronize()
-        # All ranks are at the same round, and no message of the last call is left.
-        return raised, optimizer.consensus_distance()
-
-    raised, distances = zip(*run_threads(4, main), strict=True)
-    assert any(raised)
-    assert len(set(distances)) == 1
-    assert math.isfinite(distances[0])
-
-
 def test_a_peer_lost_before_a_call_is_named() -> None:
     stepped = threading.Barrier(4)
 
@@ -360,17 +327,10 @@ class Synchronised(nn.Module):
         self.norm = nn.SyncBatchNorm(8)
 
 
-def wrap_model(model: nn.Module, group: dist.ProcessGroup | None, **options: Any) -> None:
-    problem.wrap(list(model.parameters()), group, model=model, **options)
+def test_a_model_with_collectives_is_refused_on_all_ranks() -> None:
+    def build(model: nn.Module, group: dist.ProcessGroup, **options: Any) -> None:
+        problem.wrap(list(model.parameters()), group, model=model, **options)
 
-
-def train_module(model: nn.Module, group: dist.ProcessGroup, **options: Any) -> None:
-    sgd = partial(torch.optim.SGD, lr=LR)
-    DecentralizedDataParallel(model, sgd, topology="ring", process_group=group, **options)
-
-
-@pytest.mark.parametrize("build", [wrap_model, train_module])
-def test_a_model_with_collectives_is_refused_on_all_ranks(build: Callable[..., None]) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> str:
         with pytest.raises(ValueError, match="AsItArrives") as caught:
             build(Synchronised(), group, overlap=AUTO)
@@ -380,16 +340,3 @@ def test_a_model_with_collectives_is_refused_on_all_ranks(build: Callable[..., N
 
     for text in run_threads(2, main):
         assert "got SyncBatchNorm in 'norm'" in text
-
-
-def test_a_round_that_a_call_has_launched_is_as_old_as_if_the_last_step_had() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        params = make_params()
-        optimizer = wrap(params, group, overlap=AsItArrives(1))
-        for step in range(3):
-            optimizer.all_gather(torch.zeros(1))
-            take_drawn_steps(optimizer, params, rank, range(step, step + 1))
-            assert optimizer.stats().staleness == 1
-        optimizer.synchronize()
-
-    run_threads(2, main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -166,25 +165,3 @@ def test_weights_that_were_swapped_in_and_out_around_an_average_are_not_overwrit
         assert not torch.equal(average, own)
 
     run_threads(2, main)
-
-
-@pytest.mark.slow
-def test_the_snapshot_is_freed_by_revert_and_by_step() -> None:
-    params = [torch.randn(300_000, requires_grad=True) for _ in range(2)]
-    optimizer = wrap(params, base=torch.optim.SGD(params, lr=0.1), bucket_cap_mb=1)
-    size = sum(param.nbytes for param in params)
-
-    def large() -> dict[int, torch.UntypedStorage]:
-        """Storages of whole parameters by their addresses."""
-        tensors = [each for each in gc.get_objects() if type(each) is Tensor]
-        storages = [each.untyped_storage() for each in tensors if each.layout == torch.strided]
-        return {each.data_ptr(): each for each in storages if each.nbytes() > size / 4}
-
-    # Keeps the storages, so that none of an earlier test is freed and its address used again.
-    before = large()
-    for end in (optimizer.revert_global_avg, optimizer.step):
-        optimizer.global_avg()
-        added = [each.nbytes() for at, each in large().items() if at not in before]
-        assert sum(added) == pytest.approx(size, rel=0.01)
-        end()
-        assert large().keys() <= before.keys()

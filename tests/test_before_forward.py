@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from covering import VIEWS, named, pairwise
 from modules import Odd, Training, adamw, batch, fill, flat, loss_of, make_model
 from problem import flatten, nesterov
 from ranks import run_processes, run_threads
@@ -43,24 +39,11 @@ from decent_optim_wrapper import (
     StateGossip,
 )
 from decent_optim_wrapper.elastic.rendezvous import key_prefix
-from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
+from decent_optim_wrapper.errors import CallOrderError, NonFiniteError
 from decent_optim_wrapper.gossip.extension import ReceivedBucket
-from decent_optim_wrapper.gossip.schedule import WithinStep
 
 STEPS = 5
 PATIENCE = 30.0
-
-MESSAGES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "bf16": {"comm_dtype": torch.bfloat16},
-    "int8": {"comm_dtype": torch.int8},
-}
-FEATURES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "tracking": {"extensions": [GradientTracking()]},
-    "outer": {"extensions": [OuterOptimizer(nesterov(0.5))]},
-    "averages": {"extensions": [StateAverage()], "schedule": Schedule(global_avg_every=3)},
-}
 
 
 def assert_as_without_overlap(
@@ -85,21 +68,6 @@ def straight_on(
     training = Training(rank, group, model=model, overlap=overlap, **options)
     training.train(range(STEPS), loss)
     return training.end()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("topology", "views", "message", "feature", "way"),
-    pairwise(named("ring", "complete"), VIEWS, MESSAGES, FEATURES, named("step", "backward")),
-)
-def test_the_trajectory_is_that_without_overlap_bit_for_bit(
-    topology: str, views: bool, message: Any, feature: Any, way: str
-) -> None:
-    """With any base, as the oracle says; here is what the oracle does not know."""
-    options = {"topology": topology, "param_as_bucket_view": views, **message, **feature}
-    # A module can also wait at the end of its backward pass.
-    same = ("forward", WithinStep()) if way == "backward" else ("forward",)
-    assert_as_without_overlap(4, partial(straight_on, way=way, base=adamw, **options), same=same)
 
 
 class Branches(nn.Module):
@@ -161,15 +129,6 @@ def read_before_the_model(model: Any, rank: int, step: int) -> Tensor:
     return first + loss_of(model, rank, step)
 
 
-def read_copies_now_and_then(model: Any, rank: int, step: int) -> Tensor:
-    if step % 2:
-        return loss_of(model, rank, step)
-    with torch.no_grad():
-        model(batch(rank, step))
-    copies = {name: param.clone() for name, param in model.named_parameters()}
-    return error(torch.func.functional_call(model, copies, batch(rank, step)), rank, step)
-
-
 def read_a_part_now_and_then(model: Any, rank: int, step: int) -> Tensor:
     return (loss_of if step % 2 else read_by_parts)(model, rank, step)
 
@@ -179,12 +138,6 @@ def read_before_its_owner(model: Any, rank: int, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + step)
     hidden = F.embedding(torch.randint(3, (8,), generator=generator), model.last.weight)
     return error(model.last(model.frozen(model.blocks[0](hidden))), rank, step)
-
-
-def read_a_method(model: Any, rank: int, step: int) -> Tensor:
-    # As `training_step` of a LightningModule: the model is not called.
-    hidden = torch.ones(8, 6, dtype=torch.float64) + model.own
-    return error(model.last(model.blocks[1](hidden)), rank, step)
 
 
 def read_by_iteration(model: Any, rank: int, step: int) -> Tensor:
@@ -212,26 +165,13 @@ def read_fused_now_and_then(model: Any, rank: int, step: int) -> Tensor:
 @pytest.mark.parametrize(
     "read",
     [
-        *(read_by_function, read_before_the_model, read_copies_now_and_then),
-        *(read_a_part_now_and_then, read_before_its_owner, read_a_method),
-        *(read_fused_now_and_then, read_by_iteration, read_on_threads),
+        *(read_by_function, read_before_the_model, read_a_part_now_and_then),
+        *(read_before_its_owner, read_fused_now_and_then, read_by_iteration, read_on_threads),
     ],
 )
 def test_every_way_into_the_parameters_finds_them_mixed(read: Any) -> None:
     """Also in views, which autograd does not see change."""
     options = {"loss": read, "make": Odd, "base": adamw, "param_as_bucket_view": True}
-    assert_as_without_overlap(2, partial(straight_on, **options), True)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm:FutureWarning")
-@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
-def test_a_weight_is_computed_from_mixed_parameters(norm: Callable[..., Any]) -> None:
-    def normed() -> nn.Module:
-        model = make_model()
-        norm(model[2])
-        return model
-
-    options: dict[str, Any] = {"make": normed, "param_as_bucket_view": True}
     assert_as_without_overlap(2, partial(straight_on, **options), True)
 
 
@@ -285,72 +225,13 @@ def test_only_what_is_read_has_waited_and_a_copy_of_the_model_is_whole(tmp_path:
     run_threads(2, main)
 
 
-def test_two_wrappers_watch_one_model_until_they_end() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        model: Any = make_model(seed=rank)
-        parts = [[*model[0].parameters()], [*model[2:].parameters()]]
-        options: dict[str, Any] = {"topology": "ring", "process_group": group, "model": model}
-        both = [DecentOptimWrapper(modules.sgd(part), **options) for part in parts]
-        modules.backward(loss_of(model, rank, 0))
-        for optimizer in both:
-            optimizer.step()
-        launched = values_of(model)
-        assert model[0].weight is not None
-        assert unmixed(model, launched) == len(parts[1])
-        assert model[4].weight is not None
-        assert unmixed(model, launched) == 0
-        for optimizer in both:
-            optimizer.synchronize()
-        del both, optimizer
-        gc.collect()
-        assert type(vars(model[4])["_parameters"]) is dict
-
-    run_threads(2, main)
-
-
-def test_what_looks_between_two_steps_finds_a_whole_round() -> None:
-    def trained(rank: int, group: dist.ProcessGroup, overlap: Any) -> Tensor:
-        model: Any = make_model(seed=rank)
-        model[0].requires_grad_(False)
-        held = [*model[:4].parameters()]
-        training = Training(
-            *(rank, group), model=model, base=lambda _: adamw(held), cap_mb=1e-4, overlap=overlap
-        )
-        optimizer, steps = training.optimizer, iter(range(20))
-        training.train(islice(steps, 2))
-        # Of a part: the whole round is mixed.
-        model[4].state_dict()
-        seen = [flat(model)]
-        training.train(islice(steps, 1))
-        with optimizer.averaged():
-            seen.append(loss_of(model, rank, 0))
-        training.train(islice(steps, 1))
-        seen.append(torch.tensor(optimizer.consensus_distance()))
-        training.train(islice(steps, 1))
-        model[0].requires_grad_(True)
-        optimizer.rebuild_buckets()
-        training.train(islice(steps, 1))
-        optimizer.add_param_group({"params": list(model[4].parameters())})
-        training.train(islice(steps, 1))
-        optimizer.synchronize()
-        with torch.no_grad():
-            model[4].weight.clamp_(-0.3, 0.3)
-        training.train(islice(steps, 1))
-        seen.append(flat(copy.deepcopy(model)))
-        training.train(islice(steps, 1))
-        assert optimizer.state_dict()["gossip"]["in_flight"] is False
-        training.train(islice(steps, 1))
-        return torch.cat([flatten(seen), training.end()])
-
-    assert_as_without_overlap(4, trained)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["step", "backward"])
 def test_a_run_is_resumed_between_any_two_calls(way: str) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, list[Tensor]]:
         def make() -> Training:
-            return Training(rank, group, way, base=adamw, **FEATURES["averages"])
+            options: Any = {"schedule": Schedule(global_avg_every=3)}
+            return Training(rank, group, way, base=adamw, extensions=[StateAverage()], **options)
 
         undisturbed, resumed = make(), []
         undisturbed.train(range(STEPS))
@@ -389,7 +270,8 @@ def test_a_run_with_delayed_mixing_goes_on_before_the_forward_pass() -> None:
 @pytest.mark.parametrize(
     ("size", "options", "rounds"),
     [
-        *((2, FEATURES["outer"], 50), (2, {"comm_dtype": torch.int8}, 15)),
+        (2, {"extensions": [OuterOptimizer(nesterov(0.5))]}, 50),
+        (2, {"comm_dtype": torch.int8}, 15),
         *((3, {"topology": "complete"}, 2), (2, {"on_nonfinite": "skip"}, 2)),
         (2, {"extensions": [StateGossip("momentum_buffer")]}, 50),
     ],
@@ -446,63 +328,16 @@ def test_a_round_that_is_not_finite_is_put_back_or_skipped_and_the_next_one_is_r
         assert_as_without_overlap(size, trained)
 
 
-def fail_late(optimizer: DecentOptimWrapper, fail: Callable[[], object]) -> None:
-    """Let a rank fail while it packs its last bucket, long after it has sent the first ones."""
-
-    def pack(*_: object, **__: object) -> object:
-        fail()
-        raise OSError("the machine is on fire")
-
-    optimizer.buckets[-1].pack = pack  # type: ignore[method-assign, assignment]
-
-
-@pytest.mark.parametrize("views", [True, False])
-@pytest.mark.parametrize("topology", ["ring", "complete"])
-def test_a_lost_peer_leaves_the_parameters_as_they_were_sent(topology: str, views: bool) -> None:
-    left: dict[int, int] = {}
-    all_read = threading.Event()
-
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        options: dict[str, Any] = {"topology": topology, "param_as_bucket_view": views}
-        training = Training(rank, group, timeout=PATIENCE, **options)
-        model, optimizer = training.model, training.optimizer
-        training.train(range(3))
-        launched: list[Tensor] = []
-
-        def look(*_: object) -> None:
-            left.setdefault(rank, unmixed(model, launched))
-            if len(left) == 3:
-                all_read.set()
-
-        def go_on() -> None:
-            # A neighbour of the one that fails may notice a round later.
-            for step in range(3, 9):
-                training.train([step])
-                launched[:] = values_of(model)
-                if step == 3:
-                    model[2].register_forward_pre_hook(look)
-
-        if rank == 2:
-            fail_late(optimizer, partial(all_read.wait, PATIENCE))
-        with pytest.raises(OSError if rank == 2 else PeerError):
-            go_on()
-        assert rank == 2 or unmixed(model, launched) == len(launched)
-
-    run_threads(4, main)
-    # They had mixed the first bucket when the last did not come.
-    assert all(0 < each < 6 for each in left.values())
-
-
 def spread(model: nn.Module) -> float:
     return float(flat(model).max() - flat(model).min())
 
 
 def meet_in_a_forward_pass(
-    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None], away: str
+    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
 ) -> list[float]:
     """Train a model whose values are all one number, and note how far apart they are.
 
-    Rank 2 goes away. Rank 1 sends its last bucket only after the members have to meet again: in the
+    Rank 2 dies. Rank 1 sends its last bucket only after the members have to meet again: in the
     middle of a forward pass, in which rank 0 has read the first buckets.
     """
     model = make_model()
@@ -516,14 +351,9 @@ def meet_in_a_forward_pass(
     )
     optimizer, waits = training.optimizer, threading.Event()
     spreads, keys = [spread(model)], PrefixStore(key_prefix(0), store)
-    awaited = (0, 1) if away == "restarted" else (0, 1, 2)
-
-    def stand_still(*_: object) -> None:
-        if optimizer.round == 4:
-            os.kill(os.getpid(), signal.SIGSTOP)
 
     def pack_late(*args: Any, **options: Any) -> Any:
-        if not waits.is_set() and optimizer.members == awaited and optimizer.round >= 3:
+        if not waits.is_set() and optimizer.members == (0, 1) and optimizer.round >= 3:
             epoch = int(keys.get("epoch"))
             waits.set()
             report("waits", epoch)
@@ -537,10 +367,8 @@ def meet_in_a_forward_pass(
         if rank == 1:
             pack = optimizer.buckets[-1].pack
             optimizer.buckets[-1].pack = pack_late  # type: ignore[method-assign]
-        if rank == 2 and away == "restarted":
-            os._exit(1)
         if rank == 2:
-            model[2].register_forward_pre_hook(stand_still)
+            os._exit(1)
     while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
         training.train([optimizer.round])
         report(f"round {optimizer.round}", optimizer.members)
@@ -552,58 +380,31 @@ def meet_in_a_forward_pass(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("away", ["restarted", "stopped"])
-def test_a_rank_that_comes_back_in_a_forward_pass_receives_no_half_mixed_values(away: str) -> None:
-    with RestartableProcesses(3, meet_in_a_forward_pass, away) as processes:
+def test_a_rank_that_comes_back_in_a_forward_pass_receives_no_half_mixed_values() -> None:
+    with RestartableProcesses(3, meet_in_a_forward_pass) as processes:
         processes.wait_for(1, "waits")
-        if away == "restarted":
-            processes.start(2)
-        else:
-            processes.wait_for_members(0, (0, 1))
-            processes.signal(2, signal.SIGCONT)
+        processes.start(2)
         processes.wait_for_members(2, (0, 1, 2))
         processes.finish()
         assert max(map(max, processes.results())) < 1e-12
 
 
-MISTAKES = {
-    "gradients": (CallOrderError, "rank 1: step\\(\\) expects a forward pass", CallOrderError),
-    "values": (RuntimeError, r"the values of 4\.weight were changed while", PeerError),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_does_not_fit_the_parameters_in_flight_is_named_on_all_ranks(mistake: str) -> None:
-    """Gradients at other parameters, and values that are changed by hand while they are sent."""
-    own, match, elsewhere = MISTAKES[mistake]
-
+def test_gradients_at_other_parameters_than_those_in_flight_are_an_error_on_all_ranks() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         training = Training(rank, group, timeout=PATIENCE, param_as_bucket_view=True)
-        model, optimizer = training.model, training.optimizer
-        # Read before: who reads `model[4].weight` later gets the mixed values, and may change them.
-        weight = model[4].weight
         training.train(range(2))
         # A rank without a batch takes part.
-        optimizer.zero_grad()
-        optimizer.step()
-
-        @torch.no_grad()
-        def change(*_: object) -> None:
-            weight.clamp_(-0.3, 0.3)
+        training.optimizer.zero_grad()
+        training.optimizer.step()
 
         def go_on() -> None:
             if rank == 0:
                 training.train(range(3, 6))
-            elif mistake == "values":
-                # Between two modules: the first one is mixed, and the last one is not.
-                model[0].register_forward_hook(change)
-                loss_of(model, rank, 3)
-            else:
-                for param in model.parameters():
-                    param.grad = torch.ones_like(param)
-                optimizer.step()
+            for param in training.model.parameters():
+                param.grad = torch.ones_like(param)
+            training.optimizer.step()
 
-        with pytest.raises(own if rank == 1 else elsewhere, match=match):
+        with pytest.raises(CallOrderError, match=r"rank 1: step\(\) expects a forward pass"):
             go_on()
 
     run_threads(2, main)
@@ -767,35 +568,20 @@ class Blocks(nn.Module):
         return result
 
 
-WITH_BREAKS = ("model in place", "function", "first layer")
 # What is compiled, before the model is wrapped or before a step, and for how many shapes: where a
 # module is compiled for one only, its hooks run now and then.
-COMPILED = [
-    *((part, -1, 8) for part in ("block", "forward", *WITH_BREAKS)),
-    *(("model", 2, 8), ("block in place", -1, 1)),
-]
+COMPILED = [("block", -1, 8), ("model in place", -1, 8), ("model", 2, 8), ("block in place", -1, 1)]
 
 
 def compile_part(model: Any, part: str, whole: bool) -> Any:
     """Compile a part of a model, as one graph or not; returns what is called as the model."""
     how: dict[str, Any] = {"backend": "eager", "dynamic": False, "fullgraph": whole}
-    block = model.blocks[1]
-    match part:
-        case "model":
-            return torch.compile(model, **how)
-        case "model in place":
-            model.compile(**how)
-        case "block":
-            model.blocks[1] = torch.compile(block, **how)
-        case "block in place":
-            block.compile(**how)
-        case "forward":
-            block.forward = torch.compile(block.forward, **how)
-        case "function":
-            return torch.compile(partial(Blocks.forward, model), **how)
-        case "first layer":
-            model.blocks[0][0] = torch.compile(model.blocks[0][0], **how)
-            return partial(Blocks.forward, model)
+    if part == "model":
+        return torch.compile(model, **how)
+    if part == "block":
+        model.blocks[1] = torch.compile(model.blocks[1], **how)
+    else:
+        (model if part == "model in place" else model.blocks[1]).compile(**how)
     return model
 
 
@@ -807,10 +593,9 @@ def train_compiled(rank: int) -> list[list[float]]:
         torch.compiler.reset()
         model = called = Blocks(rank)
         # What begins a pass breaks the graph.
-        whole = limit > 1 and (part, at) != ("model", 2) and part not in WITH_BREAKS
+        whole = part == "block"
         if part and at < 0:
-            called = compile_part(model, part, whole)
-            model = called if isinstance(called, nn.Module) else model
+            model = called = compile_part(model, part, whole)
         training = Training(rank, None, model=model, overlap=overlap, cap_mb=1e-4)
         with torch.compiler.config.patch(recompile_limit=limit):  # type: ignore[attr-defined]
             for step in range(STEPS):
@@ -828,21 +613,3 @@ def test_a_compiled_model_finds_mixed_parameters() -> None:
     for without, late, *others in run_processes(2, train_compiled):
         assert late != pytest.approx(without, abs=1e-4)
         assert [case for case, end in zip(COMPILED, others, strict=True) if end != without] == []
-
-
-@pytest.mark.slow
-def test_blocks_with_the_same_code_are_compiled_once() -> None:
-    graphs: list[Any] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch.compiler.reset()
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(12))).double()
-    training = Training(0, None, model=model, cap_mb=1e-4)
-    for block in model:
-        block.compile(backend=backend, fullgraph=True)
-    training.train(range(3), lambda model, *at: model(batch(*at, 8, 3)).square().mean())
-    # The first block is another one: its input has no gradient.
-    assert len(graphs) == 2

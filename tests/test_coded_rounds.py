@@ -169,20 +169,6 @@ def test_a_group_agrees_no_more_slowly_than_pairs_if_few_elements_are_sent() -> 
 
 
 @pytest.mark.parametrize(
-    ("case", "code", "limit"), [("ring", torch.int8, 1.001), ("nodes", INT4, 1.04)], ids=str
-)
-def test_replicas_stay_as_near_to_each_other_as_without_codes(
-    case: str, code: torch.dtype, limit: float
-) -> None:
-    exact, coded = (
-        sum(distance(rows[:, step]) for step in range(8, 17))
-        for rows in (train(CASES[case], 16, sync_at_start=True, comm_dtype=c) for c in (None, code))
-    )
-    assert exact > 1
-    assert coded < limit * exact
-
-
-@pytest.mark.parametrize(
     ("case", "comm", "dtype", "views"),
     pairwise(CASES, CODES, {"float32": torch.float32, "bfloat16": torch.bfloat16}, VIEWS),
 )

@@ -34,7 +34,6 @@ from decent_optim_wrapper.checks import checks_of
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.config import Settings
 from decent_optim_wrapper.deprecated import OldFields
-from decent_optim_wrapper.elastic import rendezvous
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat
 from decent_optim_wrapper.start.arguments import Arguments
 
@@ -165,23 +164,6 @@ def test_ranks_start_with_the_same_schedule_and_extensions_only() -> None:
         return float((flatten(params) - flatten(make_params())).abs().max())
 
     assert min(run_threads(2, main)) > 1e-3
-
-
-def test_ranks_that_call_others_dead_at_different_times_do_not_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # The threads build their wrappers in any order.
-    monkeypatch.setattr(rendezvous, "key_prefix", lambda number: "the only one")
-    monkeypatch.setattr("decent_optim_wrapper.elastic.heartbeat._LONGEST_PAUSE", 0.02)
-    store = HashStore()
-
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        elastic = Elastic(store=store, stale_after=1.0 + rank)
-        words = "rank 1 has <stale_after=2.0> where rank 0 has <stale_after=1.0>"
-        with pytest.raises(ValueError, match=words):
-            wrap(make_params(), rank=rank, world_size=2, timeout=30, elastic=elastic)
-
-    run_threads(2, main)
 
 
 def test_all_learn_of_a_dead_rank_and_a_second_process_of_a_rank_replaces_the_first() -> None:

@@ -177,8 +177,8 @@ def test_a_custom_topology_is_trained_on(on_ranks: Run) -> None:
         ("--inner tp --no-overlap", {"ring, float32, no overlap": 1.55}),
         # Parameters and estimates, as against 1.5 copies of the gradients.
         (
-            "--shards topics --gradient-tracking --comm-dtype float32 int8 --ddp",
-            {"ring, float32, tracking": 5.38, "ring, int8, tracking": 1.37, "DDP": 4.03},
+            "--shards topics --gradient-tracking --comm-dtype int8 --ddp",
+            {"ring, int8, tracking": 1.37, "DDP": 4.03},
         ),
     ],
 )
@@ -205,8 +205,8 @@ PRINTED = {
         *("| decent-dp | * | 1.00 |", "| the wrapper, int8 |*", "| the module |*"),
     ],
     "benchmark/step_time.py --defaults --sizes 1 --steps 2 --warmup 1 --rates '' --ranks 2 "
-    "--methods DDP decent-dp 'the wrapper'": [
-        *("| DDP |*", "| decent-dp |*", "| the wrapper |*", "| all-reduce / computing |*"),
+    "--methods DDP 'the wrapper' --jitter 0.3 --slow-factor 1.5": [
+        *("| DDP |*", "| the wrapper |*", "| all-reduce / computing |*"),
     ],
     "benchmark/mesh_bytes.py --measured 2 --computed 2": [
         "| HSDP, float32 | 1.000 | 1.000 |",
@@ -215,11 +215,9 @@ PRINTED = {
         "| gossip in pairs, bf16 | 0.500 | 0.500 |",
         "| gossip in pairs, bf16, every 4 steps | 0.125 | 0.125 |",
     ],
-    "benchmark/step_time.py --sizes 1 --steps 2 --warmup 1 --rate '' --ranks 2 --jitter 0.3 "
-    "--slow-factor 1.5 --methods DDP 'ours, auto'": ["*| DDP |*", "*| ours, auto |*"],
     "benchmark/schedules.py --world-size 2 --epochs 1 --seeds 0 --lrs 0.1 "
     "--rows DDP mixing_rate=lr/lr_max 'QGSGD, gossip_every=4'": [
-        *("| DDP | 0.1 |*", "| mixing_rate=lr/lr_max | 0.1 |*", "| QGSGD, gossip_every=4 | 0.1 |*"),
+        *(f"| {row} | 0.1 |*" for row in ("DDP", "mixing_rate=lr/lr_max", "QGSGD, gossip_every=4")),
     ],
     "benchmark/staleness.py --world-size 2 --epochs 1 --seeds 0 --lrs 1e-6 0.005 "
     "--shards shuffled --bases Adam --rows DDP 'every 8 steps, 8 late' auto": [
@@ -230,16 +228,15 @@ PRINTED = {
     ],
     # Tracking sends the estimates of the gradients, too, and with Schedule-Free its iterate.
     "benchmark/tracking.py --world-sizes 4 --topologies ring --epochs 1 --seeds 0 --lrs 0.01 "
-    "--bases AdamW Schedule-Free --methods 'plain gossip' tracking 'tracking, int8'": [
+    "--bases AdamW Schedule-Free --methods 'plain gossip' 'tracking, int8'": [
         "| AdamW | 4 | ring | plain gossip |*| 1.75 |",
-        "| AdamW | 4 | ring | tracking |*| 3.50 |",
         "| AdamW | 4 | ring | tracking, int8 |*| 0.89 |",
-        "| Schedule-Free | 4 | ring | tracking |*| 5.26 |",
         "| Schedule-Free | 4 | ring | tracking, int8 |*| 1.77 |",
     ],
-    "benchmark/codes.py --world-sizes 2 --seeds 0 --epochs 1 --codes None int8 'TopKCodec(16)'": [
-        *("| `None` | 6.6 | * %*| * %*|", "| `int8` | 1.7 |*", "| `TopKCodec(16)` | 0.1 |*"),
+    "benchmark/codes.py --world-sizes 2 --seeds 0 --epochs 1 --codes 'TopKCodec(16)'": [
+        "| `TopKCodec(16)` | 0.1 | * %*| * %*|"
     ],
+    "benchmark/lossy_link.py --mib 0.1 --rounds 2 --connections 1 4": ["| 1 *", "| 4 *"],
     # A run that goes on with other numbers of ranks learns as one that does not.
     "benchmark/resize.py --bases SGD --seeds 0 --epochs 4": ["| SGD | [89]*% * | [89]*% * |"],
 }

@@ -39,6 +39,7 @@ from decent_optim_wrapper import (
 )
 from decent_optim_wrapper.elastic import heartbeat, rendezvous
 from decent_optim_wrapper.gossip.extension import ExtensionContext
+from decent_optim_wrapper.gossip.schedule import WithinStep
 from decent_optim_wrapper.wire.bucket import Bucket
 
 pytestmark = [
@@ -116,9 +117,8 @@ TRACKING_OF_ADAM: dict[str, dict[str, Any]] = {
 }
 PACES: dict[str, dict[str, Any]] = {
     "each step": {"overlap": True},
-    "rare": {"overlap": False, "gossip_every": 2},
     "late": {"overlap": Late(2), "gossip_every": 2},
-    "forward": {"overlap": "forward"},
+    "forward": {"overlap": "forward", "gossip_every": 2},
 }
 WIRES: dict[str, dict[str, Any]] = {
     "exact": {"comm_dtype": None},
@@ -272,7 +272,9 @@ LATER = ["grow", "step", "reload", "step"]
     ("options", "first"),
     [
         *cases(EXTENSIONS, PACES, WIRES, VIEWED, {"first": 0, "second": 1, "third": 2}),
-        *cases(TRACKING_OF_ADAM, {name: PACES[name] for name in ("rare", "late")}, {"second": 1}),
+        *cases(
+            TRACKING_OF_ADAM, {name: PACES[name] for name in ("each step", "late")}, {"second": 1}
+        ),
     ],
 )
 def test_a_run_keeps_the_mean_and_is_resumed_between_any_two_calls_bit_for_bit(
@@ -288,6 +290,12 @@ def test_a_run_keeps_the_mean_and_is_resumed_between_any_two_calls_bit_for_bit(
         for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             assert all(map(torch.equal, one.values, other.values)), (call, rank)
     assert not torch.equal(straight[-1][0].values[0], straight[-1][1].values[0])
+    if options["overlap"] == "forward":
+        plain = perform(world._replace(options={**options, "overlap": False}), [*CALLS, *LATER])
+        for call, ours, theirs in zip([*CALLS, *LATER], straight[1:], plain[1:], strict=True):
+            if call in ("synchronize", "average", "average_for_good"):
+                for one, other in zip(ours, theirs, strict=True):
+                    assert all(map(torch.equal, one.values, other.values)), call
     if "adam" not in options:
         alone = perform_alone(world, [*CALLS, *LATER])
         check_that_the_mean_is_that_of_ranks_alone(straight, alone)
@@ -409,7 +417,15 @@ def train(rank: int, group: dist.ProcessGroup, way: str, options: dict[str, Any]
     return training.end()
 
 
-@pytest.mark.parametrize("options", cases(EXTENSIONS, {**IN_STEPS, "late": PACES["late"]}, VIEWED))
+# A module can also wait at the end of its backward pass.
+IN_BACKWARD = {
+    **IN_STEPS,
+    "late": PACES["late"],
+    "at the end": {"overlap": WithinStep(), "gossip_every": 2},
+}
+
+
+@pytest.mark.parametrize("options", cases(EXTENSIONS, IN_BACKWARD, VIEWED))
 def test_a_step_inside_the_backward_pass_does_the_same_as_one_behind_it(
     options: dict[str, Any],
 ) -> None:
@@ -557,29 +573,3 @@ def test_the_methods_are_called_in_the_documented_order(every: int, overlap: Any
     }[every]
     assert recorder.calls[: len(expected)] == expected
     assert recorder.calls[-1] == "kept"
-
-
-class Nameless(Extension):
-    """Has a state, but no place for it."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"total": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("extensions", "error", "text"),
-    [
-        (Recorder(), TypeError, "extensions expects a sequence of instances"),
-        ((Recorder,), TypeError, "extensions expects a sequence of instances"),
-        ([Nameless()], ValueError, r"set Nameless\.name"),
-    ],
-)
-def test_what_an_extension_does_not_say_is_an_error_that_names_it(
-    extensions: Any, error: type[Exception], text: str
-) -> None:
-    def main() -> None:
-        params = make_params()
-        take_steps(wrap(params, extensions=extensions), params, 0, range(1))
-
-    with pytest.raises(error, match=text):
-        main()

@@ -33,6 +33,7 @@ from decent_optim_wrapper import (
     AsItArrives,
     CallOrderError,
     DecentOptimWrapper,
+    Extension,
     GradientTracking,
     Late,
     NonFiniteError,
@@ -43,7 +44,7 @@ from decent_optim_wrapper import (
     StateGossip,
 )
 from decent_optim_wrapper.config import OnNonfinite
-from decent_optim_wrapper.extensions import OwnCopyCheck
+from decent_optim_wrapper.extensions.own_copy import OwnCopyCheck
 from decent_optim_wrapper.optim import mixing_rate_from_lr
 
 
@@ -70,39 +71,16 @@ def test_an_average_that_is_kept_is_where_the_next_outer_step_starts() -> None:
         torch.testing.assert_close(row, expected)
 
 
-def test_a_rate_that_differs_is_an_error_on_both_ranks() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> str:
-        params = make_params()
-        optimizer = wrap(params, group)
-        take_steps(optimizer, params, rank, [0])
-        optimizer.mixing_rate = 1.0 if rank else 0.25
-        take_steps(optimizer, params, rank, [1])
-        with pytest.raises(CallOrderError, match="set the same rate on every rank") as raised:
-            optimizer.step()
-        return str(raised.value)
-
-    texts = run_threads(2, main)
-    own = ["mixing_rate=0.25, as here, but it has 1.0", "mixing_rate=1.0, as here, but it has 0.25"]
-    # A rank that is closed by the other one before it has read the header quotes the other's text.
-    assert all(any(text in each for text in own) for each in texts)
-    assert own[0] in texts[0] or own[1] in texts[1]
-
-
-@pytest.mark.parametrize(
-    ("lr", "options", "rate"),
-    [
+def test_the_rate_follows_the_learning_rate() -> None:
+    optimizer = wrap(make_params())
+    for lr, options, rate in (
         (0.05, {"power": 2}, 0.25),
         (0.5, {}, 1.0),
         (0.0, {"at_least": 0.02}, 0.02),
-    ],
-)
-def test_the_rate_follows_the_learning_rate(
-    lr: float, options: dict[str, Any], rate: float
-) -> None:
-    base = SGD(make_params(), lr=lr)
-    optimizer = wrap(make_params())
-    optimizer.mixing_rate = mixing_rate_from_lr(base, lr_max=0.1, **options)
-    assert optimizer.mixing_rate == pytest.approx(rate)
+    ):
+        base = SGD(make_params(), lr=lr)
+        optimizer.mixing_rate = mixing_rate_from_lr(base, lr_max=0.1, **options)
+        assert optimizer.mixing_rate == pytest.approx(rate)
     with pytest.raises(ValueError, match="lr_max above 0"):
         mixing_rate_from_lr(base, lr_max=0.0)
     with pytest.raises(ValueError, match="at most 1"):
@@ -296,25 +274,6 @@ def test_tracking_that_is_given_up_frees_its_memory_and_trains_on() -> None:
     run_threads(4, main)
 
 
-def test_the_sums_agree_where_ranks_make_different_numbers_of_steps() -> None:
-    """They hold once all are at one round."""
-
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        params = make_params()
-        optimizer = tracked(params, group, adamw(params))
-        take_steps(optimizer, params, rank, range(6 + 2 * rank))
-        # As torch's Join calls it while the data of other ranks last.
-        idle = optimizer.join_hook()
-        for _ in range(6 - 2 * rank):
-            idle.main_hook()
-        optimizer.synchronize()
-        rows = tracked_of(optimizer)
-        closed = [row["y"] + row["mean"] * row["is_open"] for row in rows]
-        return flatten(closed), sums(rows)[1]
-
-    check_that_the_sums_agree(run_threads(4, main))
-
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -350,68 +309,6 @@ def test_a_rank_without_an_entry_leaves_those_of_the_others_as_they_are(mode: st
             assert (entries < 0.99 * after(4)).all()
 
 
-def test_a_rank_that_is_left_out_takes_only_entries_that_the_others_have() -> None:
-    """And still tells them which entries it has itself."""
-
-    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
-        params = make_params()
-        base = adamw(params)
-        gossip = StateGossip("exp_avg")
-        optimizer = wrap(params, group, base, extensions=[gossip], on_nonfinite="skip")
-        for step in range(5):
-            backward(params, rank, step)
-            if rank == 1 and step < 3:
-                params[1].grad = None
-            optimizer.step()
-            if (rank, step) == (0, 1):
-                base.state[params[1]]["exp_avg"].fill_(float("nan"))
-        optimizer.synchronize()
-        return [base.state[param]["exp_avg"] for param in params]
-
-    one, other = run_threads(2, main)
-    assert one[1].isfinite().all()
-    # Mixed again once both have it.
-    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-    assert flatten(one).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("extension", "mode"),
-    [
-        (StateAverage(), "views"),
-        (StateGossip("momentum_buffer"), "copies"),
-        (StateAverage(), "bf16"),
-    ],
-)
-def test_the_state_of_complex_parameters_is_averaged_like_that_of_real_ones(
-    extension: Any, mode: str
-) -> None:
-
-    def main(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
-        flat: list[Tensor] = []
-        for kind in (torch.complex128, torch.float64):
-            params = [torch.ones(5, dtype=kind).requires_grad_() for _ in range(3)]
-            base = SGD(params, lr=0.1, momentum=0.9)
-            options: Any = {"extensions": [extension], **MODES[mode]}
-            optimizer = wrap(params, group, base, bucket_cap_mb=7e-5, **options)
-            assert len(optimizer.buckets) > 1
-            for step in range(4):
-                for param in params:
-                    param.grad = torch.full_like(param, rank + step)
-                    if kind.is_complex:
-                        param.grad.imag.fill_(10 * rank - step)
-                optimizer.step()
-            optimizer.synchronize()
-            optimizer.global_avg(may_revert=False)
-            flat += [base.state[param]["momentum_buffer"] for param in params]
-        assert flat[0].imag.abs().min() > 1
-        # Rounding in bfloat16 depends on the neighbours, of which complex ones are others.
-        torch.testing.assert_close([each.real for each in flat[:3]], flat[3:], rtol=0.01, atol=0.01)
-        return flat[:3]
-
-    torch.testing.assert_close(*run_threads(2, main), rtol=0.01, atol=0.01)
-
-
 class Quantised(SGD):
     """Keeps a state that is made of two tensors."""
 
@@ -419,19 +316,6 @@ class Quantised(SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in self.param_groups[0]["params"]:
             self.state[param]["momentum"] = TwoTensor(param * 0, param * 0)
-
-
-@pytest.mark.parametrize("extension", [StateAverage(), StateGossip("momentum")])
-def test_a_state_that_is_made_of_other_tensors_is_refused_in_the_first_step(
-    extension: Any,
-) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        params = make_params()
-        optimizer = wrap(params, group, Quantised(params, lr=0.1), extensions=[extension])
-        with pytest.raises(TypeError, match=r"plain tensors, got a TwoTensor.*leave"):
-            take_steps(optimizer, params, rank, [0])
-
-    run_threads(2, main)
 
 
 class ScheduleFree(SGD):
@@ -449,17 +333,14 @@ def test_an_iterate_that_is_not_mixed_is_warned_of() -> None:
 
 
 class Offloads(SGD):
-    """Updates copies beside its state; `reads` says when it copies the parameters to them."""
-
-    reads = "backward"
+    """Updates copies beside its state, to which the backward pass copies the parameters."""
 
     def __init__(self, params: list[Tensor], lr: float) -> None:
         super().__init__(params, lr)
         self.host = [param.detach().clone() for param in params]
-        if self.reads == "backward":
-            for index, param in enumerate(params):
-                hook = partial(self.read, index)
-                param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        for index, param in enumerate(params):
+            hook = partial(self.read, index)
+            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def read(self, index: int, param: Tensor) -> None:
         self.host[index] = param.detach().clone()
@@ -467,45 +348,30 @@ class Offloads(SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         (group,) = self.param_groups
-        for index, (copied, param) in enumerate(zip(self.host, group["params"], strict=True)):
-            if self.reads == "step":
-                self.read(index, param)
-                copied = self.host[index]
+        for copied, param in zip(self.host, group["params"], strict=True):
             if param.grad is not None:
                 copied.sub_(param.grad, alpha=group["lr"])
             param.copy_(copied)
 
 
-class OffloadsInStep(Offloads):
-    reads = "step"
-
-
-class Averages(ASGD):
-    """Keeps a copy that it never reads."""
-
-
 VIEWED: dict[str, Any] = {"param_as_bucket_view": True}
-TEXT = {"state": 'extensions=[StateGossip("master")]', "beside": 'overlap="forward" or False'}
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "said"),
+    ("kind", "options", "warns"),
     [
-        (Masters, {}, "state"),
-        (Masters, {"overlap": False, **VIEWED}, "state"),
-        (Masters, {"extensions": [StateGossip("master")]}, None),
-        (Masters, {"extensions": [StateGossip("other")]}, "state"),
-        (Offloads, {}, "beside"),
-        (Offloads, VIEWED, "beside"),
-        (Offloads, {"overlap": False}, None),
-        (OffloadsInStep, VIEWED, None),
-        (Averages, {}, None),
-        (SGD, {}, None),
-        (SGD, VIEWED, None),
+        (Masters, {"overlap": False, **VIEWED}, True),
+        (Masters, {"extensions": [StateGossip("master")]}, False),
+        (Masters, {"extensions": [StateGossip("other")]}, True),
+        (Offloads, VIEWED, True),
+        (Offloads, {"overlap": False}, False),
+        # It keeps a copy that it never reads.
+        (ASGD, {}, False),
+        (SGD, VIEWED, False),
     ],
 )
 def test_a_base_that_overwrites_what_was_mixed_is_warned_of_and_no_other(
-    kind: Any, options: dict[str, Any], said: str | None
+    kind: Any, options: dict[str, Any], warns: bool
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> float:
         dtype = torch.bfloat16 if "param_as_bucket_view" in options else torch.float32
@@ -519,67 +385,54 @@ def test_a_base_that_overwrites_what_was_mixed_is_warned_of_and_no_other(
     with warned_texts() as texts:
         distance = max(run_threads(4, main))
     wrong = [text for text in texts if "keeps its own copy of the weights" in text]
-    assert len(wrong) == 4 * bool(said), texts
-    assert all(TEXT[str(said)] in text and kind.__name__ in text for text in wrong)
+    assert len(wrong) == 4 * warns, texts
+    assert all(kind.__name__ in text for text in wrong)
     assert distance > 0
     # Of random shards: without mixing it grows with the steps.
-    assert (distance > 0.1) == (said is not None), distance
+    assert (distance > 0.1) == warns, distance
 
 
-def trained(
-    rank: int, group: dist.ProcessGroup, make: Any = sgd, **options: Any
-) -> tuple[list[Tensor], DecentOptimWrapper]:
-    params = make_params()
-    optimizer = wrap(params, group, make(params), topology="ring", **options)
-    assert len(optimizer.buckets) > 1
-    take_steps(optimizer, params, rank, range(3))
-    return params, optimizer
-
-
-def momenta(optimizer: Optimizer, params: list[Tensor]) -> Tensor:
-    """Everything that the base keeps per element, as one vector."""
-    kept = [value for p in params for _, value in sorted(optimizer.state[p].items())]
-    tensors = [value for value in kept if isinstance(value, Tensor)]
-    return flatten([value for value in tensors if value.dtype == torch.float64])
+def moments(base: Optimizer, params: list[Tensor]) -> Tensor:
+    """The moments of Adam, as one vector."""
+    return flatten([base.state[param][name] for name in MOMENTS for param in params])
 
 
 def average_at_once(optimizer: DecentOptimWrapper, params: list[Tensor]) -> None:
     optimizer.global_avg(may_revert=False)
 
 
-def average_by_a_step(optimizer: DecentOptimWrapper, params: list[Tensor]) -> None:
-    own = momenta(optimizer, params)
+def average_in_a_step(optimizer: DecentOptimWrapper, params: list[Tensor]) -> None:
+    # The fourth step launches the scheduled average, and synchronize() finishes it.
+    optimizer.zero_grad()
+    optimizer.step()
+    optimizer.synchronize()
+
+
+def keep_an_average(optimizer: DecentOptimWrapper, params: list[Tensor]) -> None:
+    own = moments(optimizer, params)
     optimizer.global_avg()
-    assert torch.equal(momenta(optimizer, params), own), "it may be reverted still"
-    for param in params:
-        param.grad = None
+    assert torch.equal(moments(optimizer, params), own), "it may be reverted still"
+    optimizer.zero_grad()
     optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("policy", "make", "average"),
-    pairwise(
-        {"average": [StateAverage()], "keep": []},
-        {"sgd": sgd, "adamw": adamw},
-        {"by step": average_by_a_step, "by may_revert": average_at_once},
-    ),
-)
-def test_momenta_are_averaged_if_asked_for_where_the_average_is_kept(
-    policy: Any, make: Any, average: Any
-) -> None:
+@pytest.mark.parametrize("average", [average_at_once, keep_an_average])
+def test_moments_are_averaged_where_the_average_is_kept(average: Any) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        params, optimizer = trained(rank, group, make, extensions=policy)
-        own = momenta(optimizer, params)
+        params = make_params()
+        options: Any = {"topology": "ring", "extensions": [StateAverage()]}
+        optimizer = wrap(params, group, adamw(params), **options)
+        take_steps(optimizer, params, rank, range(3))
+        own = moments(optimizer, params)
         with optimizer.averaged():
-            pass
+            assert torch.equal(moments(optimizer, params), own)
         average(optimizer, params)
-        return own, momenta(optimizer, params)
+        return own, moments(optimizer, params)
 
     rows = run_threads(4, main)
     mean = torch.stack([own for own, _ in rows]).mean(dim=0)
     for own, after in rows:
-        expected = mean if policy else own
-        torch.testing.assert_close(after, expected, rtol=1e-13, atol=1e-14)
+        torch.testing.assert_close(after, mean, rtol=1e-13, atol=1e-14)
         assert not torch.allclose(own, mean)
 
 
@@ -610,14 +463,6 @@ def poison(base: Optimizer, params: list[Tensor]) -> None:
         base.state[params[index]][name].view(-1)[0] = value
 
 
-def average_in_a_step(optimizer: DecentOptimWrapper, params: list[Tensor]) -> None:
-    # The fourth step launches the scheduled average, and synchronize() finishes it.
-    for param in params:
-        param.grad = None
-    optimizer.step()
-    optimizer.synchronize()
-
-
 @pytest.mark.parametrize(
     ("average", "policy"),
     pairwise({"at once": average_at_once, "in a step": average_in_a_step}, named("raise", "skip")),
@@ -635,23 +480,18 @@ def test_momenta_that_are_not_finite_reach_nobody(average: Any, policy: OnNonfin
         optimizer.synchronize()
         if rank == bad:
             poison(base, params)
-
-        def moments() -> Tensor:
-            kept = [base.state[param] for param in params]
-            return flatten([each[name] for name in ("exp_avg", "exp_avg_sq") for each in kept])
-
-        own = moments()
+        own = moments(base, params)
         if policy == "raise":
             refusal = r"finite momenta in StateAverage.*those of ranks \[1\] hold NaN"
             with pytest.raises(NonFiniteError, match=refusal) as caught:
                 average(optimizer, params)
             assert caught.value.ranks == (bad,)
-            torch.testing.assert_close(moments(), own, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(moments(base, params), own, rtol=0, atol=0, equal_nan=True)
             optimizer.load_state_dict(optimizer.state_dict())
         else:
             average(optimizer, params)
         assert flatten(params).isfinite().all()
-        return own, moments()
+        return own, moments(base, params)
 
     rows = run_threads(world_size, main)
     assert not rows[bad][0].isfinite().all()
@@ -668,47 +508,58 @@ def an_optimizer_of_others(anchors: list[Tensor]) -> Optimizer:
     return sgd(make_params())
 
 
-GOSSIP = StateGossip(*MOMENTS)
-EVERY_2 = Schedule(gossip_every=2)
+class Nameless(Extension):
+    """Has a state, but no place for it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": 0.0}
 
 
 # Untyped, to pass what a type checker refuses.
 OUTER: Any = OuterOptimizer
-NAMES: Any = StateGossip
+STATE: Any = StateGossip
+GOSSIP = StateGossip(*MOMENTS)
+LATE: dict[str, Any] = {"overlap": Late(2), "schedule": Schedule(gossip_every=2)}
+REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (lambda: [OUTER(0.5)], {}, TypeError, "'float' object is not callable"),
+    (lambda: [OUTER(an_optimizer_of_others)], {}, ValueError, "expects .* the tensors"),
+    (lambda: [OUTER(partial(SGD, lr=-1.0))], {}, ValueError, "Invalid learning rate"),
+    (lambda: [STATE("no")], {}, RuntimeError, r"\['momentum_buffer'\], got 'no'"),
+    (lambda: [STATE()], {}, TypeError, "missing 1 required"),
+    (lambda: [STATE(1)], {}, RuntimeError, r"\['momentum_buffer'\], got 1"),
+    (lambda: [GradientTracking], {}, TypeError, "extensions expects a sequence of instances"),
+    (lambda: GradientTracking(), {}, TypeError, "extensions expects a sequence of instances"),
+    (lambda: [Nameless()], {}, ValueError, r"set Nameless\.name"),
+    (lambda: [GOSSIP, GOSSIP], {}, ValueError, r"several of \['StateGossip'\]"),
+    (lambda: [GOSSIP], LATE, ValueError, "second moments"),
+    (lambda: [GOSSIP], {"overlap": AsItArrives()}, ValueError, "second moments"),
+    (lambda: [StateAverage()], {"overlap": AsItArrives()}, ValueError, "mix in the same step"),
+    (
+        lambda: [StateAverage()],
+        {"base": Quantised, "schedule": Schedule(global_avg_every=1), "overlap": False},
+        TypeError,
+        "plain tensors, got a TwoT.*leave",
+    ),
+    (lambda: [STATE("momentum")], {"base": Quantised}, TypeError, "plain tensors, got a TwoT"),
+    (lambda: [GradientTracking()], {"on_nonfinite": "skip"}, ValueError, "on_nonfinite"),
+    (
+        lambda: [GradientTracking()],
+        {"base": LBFGS, "overlap": False},
+        ValueError,
+        "GradientTracking",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("extension", "error", "words"),
-    [
-        (partial(OUTER, len), TypeError, "OuterOptimizer expects .*, got 5"),
-        (partial(OUTER, 0.5), TypeError, "OuterOptimizer expects .* got 0.5"),
-        (partial(OuterOptimizer, an_optimizer_of_others), ValueError, "expects .* the tensors"),
-        (partial(OuterOptimizer, partial(SGD, lr=-1.0)), ValueError, "Invalid learning rate"),
-        (partial(StateGossip, "no"), RuntimeError, r"\['momentum_buffer'\], got 'no'"),
-        (NAMES, TypeError, "missing 1 required"),
-        (partial(NAMES, 1), RuntimeError, r"\['momentum_buffer'\], got 1"),
-        (lambda: GradientTracking, TypeError, "expects a sequence of instances"),
-    ],
-)
-def test_what_an_extension_cannot_do_is_refused(
-    extension: Any, error: type[Exception], words: str
+@pytest.mark.parametrize(("extensions", "options", "error", "words"), REFUSED)
+def test_what_an_extension_cannot_do_or_does_not_go_with_is_refused(
+    extensions: Any, options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
+    def train() -> None:
+        params = make_params()
+        base = options.get("base", sgd)(params)
+        optimizer = wrap(params, **{**options, "base": base, "extensions": extensions()})
+        take_steps(optimizer, params, 0, [0])
+
     with pytest.raises(error, match=words):
-        take_steps(wrap(params := make_params(), extensions=[extension()]), params, 0, [0])
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"extensions": [GradientTracking()], "base": LBFGS, "overlap": False}, "GradientTracking"),
-        ({"extensions": [GradientTracking()], "on_nonfinite": "skip"}, "on_nonfinite"),
-        ({"extensions": [GOSSIP], "overlap": Late(2), "schedule": EVERY_2}, "second moments"),
-        ({"extensions": [GOSSIP], "overlap": AsItArrives()}, "second moments"),
-        ({"extensions": [StateAverage()], "overlap": AsItArrives()}, "mix in the same step"),
-        ({"extensions": [GOSSIP, GOSSIP]}, r"several of \['StateGossip'\]"),
-    ],
-)
-def test_what_does_not_go_with_an_extension_is_refused(options: Any, words: str) -> None:
-    params = make_params()
-    with pytest.raises(ValueError, match=words):
-        wrap(params, **{**options, "base": options.get("base", sgd)(params)})
+        train()

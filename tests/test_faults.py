@@ -106,6 +106,7 @@ def survive(
         overlap=overlap,
         model=model,
         comm_dtype=comm,
+        param_as_bucket_view=comm is None,
         timeout=PATIENCE if "stop" in fault else LONG,
     )
     buckets = optimizer.buckets

@@ -6,6 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -180,15 +181,6 @@ def fit_and_resume(rank: int, folder: Path, precision: str) -> None:
     resumed.check(module.model)
 
 
-@LIGHTNING
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_the_trainer_trains_clips_validates_saves_and_resumes_as_plain_torch(
-    run: Run, tmp_path: Path, precision: str
-) -> None:
-    """In float16 an overflow skips the update of one rank."""
-    run(fit_and_resume, tmp_path, precision)
-
-
 def fit_manually(rank: int, folder: Path) -> None:
     def training_step(self: Any, batch: Any, index: int) -> None:
         for optimizer in self.optimizers():
@@ -206,12 +198,12 @@ def fit_manually(rank: int, folder: Path) -> None:
         configure_optimizers=lambda self: two_optimizers(self.model),
         automatic_optimization=False,
     )
-    fit(module, folder, max_epochs=1, gradient_clip_val=None)
+    fit(module, folder, max_epochs=1, gradient_clip_val=None, gossip=GOSSIP)
 
     model = task.make_model()
     buffers = [model.buffers(), ()]
     optimizers = [
-        DecentOptimWrapper(base, buffers=each, **DELAYED)
+        DecentOptimWrapper(base, buffers=each, overlap=False, **GOSSIP)
         for base, each in zip(two_optimizers(model), buffers, strict=True)
     ]
     for batch in batches(rank, 0):
@@ -230,9 +222,8 @@ def fit_manually(rank: int, folder: Path) -> None:
         assert not torch.equal(trained, start)
 
 
-@LIGHTNING
-def test_several_optimizers_are_wrapped_in_manual_optimization(run: Run, tmp_path: Path) -> None:
-    run(fit_manually, tmp_path)
+def vector_of(module: nn.Module) -> Tensor:
+    return parameters_to_vector(module.parameters()).detach().clone()
 
 
 def fit_with_swa(rank: int, folder: Path) -> None:
@@ -241,7 +232,7 @@ def fit_with_swa(rank: int, folder: Path) -> None:
     rows: list[Tensor] = []
 
     def record(trainer: Any, module: Any) -> None:
-        rows.append(parameters_to_vector(module.parameters()).detach().clone())
+        rows.append(vector_of(module))
 
     module = make_module()
     del module.model[1]  # It has buffers.
@@ -257,11 +248,6 @@ def fit_with_swa(rank: int, folder: Path) -> None:
     torch.testing.assert_close(rows[4:], [mean / RANKS])
 
 
-@LIGHTNING
-def test_averages_over_time_are_averaged_over_the_ranks(run: Run, tmp_path: Path) -> None:
-    run(fit_with_swa, tmp_path)
-
-
 def fit_with_swapped_weights(rank: int, folder: Path) -> None:
     from lightning.pytorch.callbacks import Callback
 
@@ -272,10 +258,10 @@ def fit_with_swapped_weights(rank: int, folder: Path) -> None:
 
         def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
             module.state_dict()  # This mixes the round in flight, which a forward pass would mix.
-            self.trained.append(parameters_to_vector(module.parameters()).detach().clone())
+            self.trained.append(vector_of(module))
 
         def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
-            self.validated.append(parameters_to_vector(module.parameters()).detach().clone())
+            self.validated.append(vector_of(module))
 
     class SwappedEma(Callback):
         """Validates with an average over time of this rank's weights, as many EMA callbacks do."""
@@ -312,20 +298,13 @@ def fit_with_swapped_weights(rank: int, folder: Path) -> None:
     torch.testing.assert_close(torch.stack(swapped.validated), means / RANKS)
 
 
-@LIGHTNING
-def test_weights_that_a_callback_swaps_for_validation_do_not_change_the_training(
-    run: Run, tmp_path: Path
-) -> None:
-    run(fit_with_swapped_weights, tmp_path)
-
-
-def finetune(rank: int, folder: Path, trainable: bool) -> None:
+def finetune(rank: int, folder: Path, adds: bool) -> None:
     from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 
     def start(epochs: int, *callbacks: Any, resume: str | None = None) -> Any:
         module = make_module(
             configure_optimizers=lambda self: torch.optim.SGD(
-                [p for p in self.model.parameters() if p.requires_grad or not trainable], lr=0.1
+                [p for p in self.model.parameters() if p.requires_grad or not adds], lr=0.1
             )
         )
         module.backbone = module.model[0]
@@ -337,19 +316,11 @@ def finetune(rank: int, folder: Path, trainable: bool) -> None:
     saving = ModelCheckpoint(folder, save_last=True)
     start(1, saving)
     for module in (start(4), start(4, resume=saving.last_model_path)):
-        own = parameters_to_vector(module.parameters()).detach()
+        own = vector_of(module)
         mean = own.clone()
         dist.all_reduce(mean)
         assert_same(own, mean / RANKS)
         assert not torch.equal(module.backbone.weight, task.make_model()[0].get_parameter("weight"))
-
-
-@LIGHTNING
-@pytest.mark.parametrize("trainable", [True, False], ids=["added", "thawed"])
-def test_parameters_that_a_callback_adds_or_thaws_are_gossiped(
-    run: Run, tmp_path: Path, trainable: bool
-) -> None:
-    run(finetune, tmp_path, trainable)
 
 
 def train_with_fabric(rank: int, folder: Path) -> None:
@@ -404,13 +375,6 @@ def train_with_fabric(rank: int, folder: Path) -> None:
     train(fabric, model, optimizer)
     plain.train(batches(rank, 0), accumulated=2)
     plain.check(model)
-
-
-@LIGHTNING
-def test_fabric_trains_accumulates_clips_in_float16_and_resumes_as_plain_torch(
-    run: Run, tmp_path: Path
-) -> None:
-    run(train_with_fabric, tmp_path)
 
 
 class Accelerated:
@@ -485,12 +449,7 @@ def accelerate_and_resume(rank: int, folder: Path) -> None:
     resumed.check(again.model)
 
 
-@ACCELERATE
-def test_accelerate_trains_saves_and_resumes_as_plain_torch(run: Run, tmp_path: Path) -> None:
-    run(accelerate_and_resume, tmp_path)
-
-
-def prepare_late(rank: int) -> None:
+def prepare_late(rank: int, folder: Path) -> None:
     from accelerate import Accelerator
 
     from decent_optim_wrapper.integrations.accelerate import prepare_for_gossip
@@ -500,11 +459,6 @@ def prepare_late(rank: int) -> None:
     prepare_for_gossip(accelerator, **DELAYED)
     with pytest.raises(ValueError, match="call prepare_for_gossip\\(\\) first, and pass the model"):
         accelerator.prepare(task.make_base(model))
-
-
-@ACCELERATE
-def test_ddp_cannot_be_left_on(run: Run) -> None:
-    run(prepare_late)
 
 
 STEPS = 6
@@ -638,13 +592,6 @@ def train_with_the_trainer(rank: int, folder: Path) -> None:
     assert not torch.equal(values(resumed.model)[0], saved[-1][0]["0.weight"])
 
 
-@TRANSFORMERS
-def test_hugging_faces_trainer_evaluates_saves_and_resumes_as_plain_torch(
-    run: Run, tmp_path: Path
-) -> None:
-    run(train_with_the_trainer, tmp_path)
-
-
 def train_again(rank: int, folder: Path) -> None:
     made: list[weakref.ref[nn.Module]] = []
 
@@ -665,8 +612,30 @@ def train_again(rank: int, folder: Path) -> None:
     assert len(made) > 3
 
 
-@TRANSFORMERS
-def test_the_average_of_the_last_training_is_kept_and_earlier_models_are_freed(
-    run: Run, tmp_path: Path
-) -> None:
-    run(train_again, tmp_path)
+RUNS = {
+    "Lightning clips, validates and resumes": (
+        LIGHTNING,
+        partial(fit_and_resume, precision="bf16"),
+    ),
+    "in float16 an overflow skips an update": (
+        LIGHTNING,
+        partial(fit_and_resume, precision="fp16"),
+    ),
+    "several optimizers are wrapped in manual optimization": (LIGHTNING, fit_manually),
+    "averages over time are averaged over the ranks": (LIGHTNING, fit_with_swa),
+    "weights swapped for validation do not change it": (LIGHTNING, fit_with_swapped_weights),
+    "parameters that a callback adds are gossiped": (LIGHTNING, partial(finetune, adds=True)),
+    "parameters that a callback thaws are gossiped": (LIGHTNING, partial(finetune, adds=False)),
+    "Fabric trains, accumulates, clips in float16 and resumes": (LIGHTNING, train_with_fabric),
+    "Accelerate trains, saves and resumes": (ACCELERATE, accelerate_and_resume),
+    "DDP cannot be left on": (ACCELERATE, prepare_late),
+    "Hugging Face's Trainer evaluates, saves and resumes": (TRANSFORMERS, train_with_the_trainer),
+    "it keeps the last average and frees earlier models": (TRANSFORMERS, train_again),
+}
+
+
+@pytest.mark.parametrize(
+    "train", [pytest.param(train, marks=needs, id=id) for id, (needs, train) in RUNS.items()]
+)
+def test_a_framework_does_what_plain_torch_does(run: Run, tmp_path: Path, train: Any) -> None:
+    run(train, tmp_path)

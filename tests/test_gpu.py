@@ -28,7 +28,6 @@ from decent_optim_wrapper import (
     DecentOptimWrapper,
     GradientTracking,
     Late,
-    Pacing,
     PeerError,
     Schedule,
     StateGossip,
@@ -37,6 +36,7 @@ from decent_optim_wrapper.comm import background
 from decent_optim_wrapper.comm.process_groups import abort, backend_of, new_communicator
 from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
+from decent_optim_wrapper.optim import AccumAdam
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +66,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "tracking": {"extensions": [GradientTracking()]},
     "states": {"extensions": [StateGossip("momentum_buffer")]},
     "no-overlap": {"overlap": False},
+    "accum": {"base": partial(AccumAdam, lr=0.1, accum_iter=2)},
 }
 PLACES = [("nccl", "pair"), (NCCL, "group"), (NCCL, "pair"), ("nccl", "group")]
 WORLDS = {"pair": ("ring", 2), "group": ("complete", 4), "large group": ("complete", 20)}
@@ -145,6 +146,18 @@ def waits(noted: Sequence[Noted]) -> list[Noted]:
     return [each for each in noted if each.kind in WAITS]
 
 
+MESSAGE = ["coalesced", "send", "recv", "exchange"]
+# What the GPU is asked to send in a round: one kernel for each bucket, and one for the flags.
+SENT = {
+    **dict.fromkeys([("pair", "copies"), ("pair", "int8")], MESSAGE * (BUCKETS + 1)),
+    ("pair", "ignore"): MESSAGE * BUCKETS,
+    ("group", "tracking"): ["allreduce"] * 2 * BUCKETS + ["allgather"],
+    **dict.fromkeys(
+        [("group", "views"), ("group", "no-overlap")], ["allreduce"] * BUCKETS + ["allgather"]
+    ),
+}
+
+
 @pytest.mark.parametrize(
     ("kind", "world", "form"),
     [
@@ -163,13 +176,16 @@ def test_a_step_waits_for_nothing_and_calls_torch_at_most_12_times_for_a_bucket(
         assert not waits(noted)
         calls = [each for each in noted if each.kind == "call"]
         assert calls
-        sends_more = form in ("tracking", "states", "int8") or world == "large group"
+        # Some send more, and a base of ours computes in these calls, too.
+        more = form in ("tracking", "states", "int8", "accum") or world == "large group"
         per_bucket = 14 if (world, form) == ("group", "skip") else 12
-        assert sends_more or len(calls) <= 2 * (per_bucket * BUCKETS + PER_ROUND)
-        if world == "large group":
-            # Small messages are sent by the CPU.
-            assert "allgather" in setup.calls("cpu")
-            assert "allreduce" in setup.calls()
+        assert more or len(calls) <= 2 * (per_bucket * BUCKETS + PER_ROUND)
+        # The user's NCCL is left alone, and small messages are sent by the CPU.
+        assert {device for _, device in setup.group.calls} <= {"cpu"}
+        assert {"send", "allgather"} & {*setup.calls("cpu")}
+        assert {"exchange", "allreduce"} & {*setup.calls()}
+        sent = setup.sent()
+        assert SENT.get((world, form), sent) == sent
 
 
 def make_detached(layers: int = PARAMETERS) -> nn.Sequential:
@@ -214,9 +230,11 @@ def test_a_backward_pass_waits_for_nothing(
         )
         unscale_and_clip = UnscaleAndClip(scaler, 0.0, fused=base)
         mixed: list[int] = []
+        waited: list[set[str]] = []
 
         def look(*_: object) -> None:
             mixed.append(sum("round.py:_mix" in each.where for each in mode.noted))
+            waited.append({each.what for each in mode.noted if each.kind == "order"})
 
         for module in model:
             module.register_forward_hook(look)
@@ -224,9 +242,13 @@ def test_a_backward_pass_waits_for_nothing(
             mode.step += 1
             mode.noted.clear()
             mixed.clear()
+            waited.clear()
             model(torch.empty(3, 31, device="cuda"))
             # Bucket by bucket before it is read, or with the next update.
-            assert (0 < mixed[0] < mixed[-1]) == (overlap == "forward" and step > 0)
+            by_bucket = overlap == "forward" and step > 0
+            assert (0 < mixed[0] < mixed[-1]) == by_bucket
+            # It waits for the messages of this bucket only, too.
+            assert (0 < len(waited[0]) < len(waited[-1])) == by_bucket
             if scaler is not None:
                 scaler.scale(torch.ones((), device="cuda"))
             step_in_parts(optimizer, model, unscale_and_clip.step_part)
@@ -284,8 +306,8 @@ def test_an_average_reads_once_for_all_parameters(kind: str) -> None:
 @pytest.mark.parametrize(
     ("world", "form"),
     [
-        *(("pair", form) for form in ("bf16", "tracking", "int8")),
-        *(("group", form) for form in ("views", "late", "int8")),
+        *(("pair", form) for form in ("tracking", "int8")),
+        *(("group", form) for form in ("views", "late")),
     ],
 )
 def test_over_gloo_only_threads_wait_for_the_gpu(world: str, form: str) -> None:
@@ -301,14 +323,6 @@ def test_over_gloo_only_threads_wait_for_the_gpu(world: str, form: str) -> None:
                 break
         assert found
         assert all(each.kind == "wait" and "streams.py:_run" in each.where for each in found)
-
-
-def test_a_user_s_nccl_is_left_alone_and_small_messages_are_sent_by_the_cpu() -> None:
-    with wrapped("nccl") as setup:
-        setup.step(3)
-        assert not setup.group.calls
-        assert "exchange" in setup.calls()
-        assert "send" in setup.calls("cpu")
 
 
 def test_all_ranks_make_the_first_call_also_on_a_gpu_that_comes_later() -> None:
@@ -365,23 +379,10 @@ def test_no_round_is_captured_in_a_cuda_graph(kind: str) -> None:
                         getattr(setup.optimizer, call)()
 
 
-class Patient(Pacing):
-    """Waits for no round."""
-
-    synchronous = False
-    needs_snapshot = True
-
-    def is_due(self, age: int, has_arrived: Callable[[], bool]) -> bool:
-        """Only if it has arrived."""
-        return has_arrived()
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "minutes"),
     [
         ("nccl", {}, 2),
-        (NCCL, {"overlap": False}, 2),
-        ("nccl", {"overlap": Patient()}, 1001),
         (NCCL, {"schedule": Schedule(gossip_every=3), "overlap": Late(3)}, 4),
         ("nccl", {"overlap": AsItArrives(5)}, 6),
     ],
@@ -409,17 +410,6 @@ def test_a_wrapper_that_is_dropped_waits_for_nccl_and_shuts_it_down() -> None:
         assert ("abort", "cuda") not in own.calls
 
 
-def test_one_rank_needs_no_communicator() -> None:
-    with wrapped("nccl", size=1, devices=("cpu", "cpu")) as setup:
-        params = setup.optimizer.param_groups[0]["params"]
-        for param in params:
-            param.grad.fill_(1.0)
-        setup.optimizer.step()
-        assert params[0].eq(-0.1).all()
-        assert not setup.group.made
-        assert not setup.group.calls
-
-
 def test_flags_travel_to_the_gpu_of_their_bucket_whatever_the_default_device_is() -> None:
     with wrapped(NCCL, devices=("cuda:0", "cuda:1") * 4) as setup, torch.device("cuda"):
         assert not waits(setup.noted(SETTLED))
@@ -430,7 +420,6 @@ def test_flags_travel_to_the_gpu_of_their_bucket_whatever_the_default_device_is(
     ("name", "kind", "is_lazy"),
     [
         ("nccl", "ProcessGroupNCCL", False),
-        ("nccl2", "ProcessGroupNCCL2", True),
         # One communicator for each pair would be hundreds of MB of memory each.
         ("nccl-lazy", "ProcessGroupNCCL2", True),
     ],
@@ -515,9 +504,7 @@ def test_a_receive_that_fails_behind_its_send_ends_the_connections() -> None:
             setup.step()
 
 
-@pytest.mark.parametrize(
-    ("auto", "waits"), [(True, 0), (False, 0), (False, 1), (False, 2), (False, 3)]
-)
+@pytest.mark.parametrize(("auto", "waits"), [(True, 0), (False, 0), (False, 3)])
 def test_an_exchange_that_torch_has_ended_is_a_lost_peer(auto: bool, waits: int) -> None:
     """Also if a wait of an earlier stream has found nothing."""
     # Torch's watchdog has ended it; it then counts as completed.
@@ -556,55 +543,3 @@ def test_a_thread_is_on_the_gpu_of_its_caller(monkeypatch: pytest.MonkeyPatch) -
         there, found = background.in_background(look).result(30)
         assert there != here
         assert found == {there: index}
-
-
-MESSAGE = ["coalesced", "send", "recv", "exchange"]
-
-
-@pytest.mark.parametrize(
-    ("world", "form", "sent"),
-    [
-        # The flags are one message more.
-        *(("pair", form, MESSAGE * (BUCKETS + 1)) for form in ("copies", "no-overlap", "int8")),
-        ("pair", "tracking", MESSAGE * (2 * BUCKETS + 1)),
-        ("pair", "ignore", MESSAGE * BUCKETS),
-        ("group", "ignore", ["allreduce"] * BUCKETS),
-        ("group", "copies", ["allreduce"] * BUCKETS + ["allgather"]),
-    ],
-)
-def test_each_bucket_of_a_round_is_one_kernel(world: str, form: str, sent: list[str]) -> None:
-    with wrapped(NCCL, *WORLDS[world], **FORMS[form]) as setup:
-        setup.step(3)
-        assert setup.sent() == sent
-
-
-def test_a_forward_pass_waits_for_its_own_bucket_only() -> None:
-    with fake_cuda(NCCL) as (mode, group):
-        model = make_detached(4)
-        for param in model.parameters():
-            param.grad = torch.zeros_like(param)
-        options: dict[str, Any] = {"process_group": group, "bucket_cap_mb": CAP_MB / 2}
-        optimizer = DecentOptimWrapper(
-            SGD(model.parameters()), model=model, overlap="forward", **options
-        )
-        waited: list[set[str]] = []
-
-        def look(*_: object) -> None:
-            waited.append({each.what for each in mode.noted if each.kind == "order"})
-
-        for module in model:
-            module.register_forward_hook(look)
-        # The first pass shows which modules are called, and waits for all.
-        for _ in range(2):
-            mode.step += 1
-            group.on_gpu.clear()
-            optimizer.step()
-            mode.noted.clear()
-            waited.clear()
-            model(torch.empty(3, 31, device="cuda"))
-        first, second = optimizer.buckets
-        assert [each.members[0] for each in (first, second)] == [model[0].weight, model[2].weight]
-        # A bucket and its flags are an exchange each.
-        of_first = {"exchange 1", "exchange 2"}
-        of_both = {*of_first, "exchange 3", "exchange 4"}
-        assert waited == [of_first, of_first, of_both, of_both]

@@ -44,16 +44,21 @@ MEMORY = OutOfMemoryError("expected 25 MiB, but they are not there")
 FAULTY = 2
 
 
-def break_a_bucket(optimizer: DecentOptimWrapper, rank: int) -> None:
+def break_a_bucket(optimizer: DecentOptimWrapper, rank: int, error: BaseException = MEMORY) -> None:
     """Let the packing of the second bucket fail on one rank from now on."""
     assert len(optimizer.buckets) > 1
     if rank == FAULTY:
-        pack = mock.Mock(side_effect=MEMORY)
+        pack = mock.Mock(side_effect=error)
         optimizer.buckets[1].pack = pack  # type: ignore[method-assign]
 
 
 def fail_in_a_step(optimizer: DecentOptimWrapper, params: list[Tensor], rank: int) -> None:
     break_a_bucket(optimizer, rank)
+    take_steps(optimizer, params, rank, range(2, 9))
+
+
+def be_interrupted(optimizer: DecentOptimWrapper, params: list[Tensor], rank: int) -> None:
+    break_a_bucket(optimizer, rank, KeyboardInterrupt())
     take_steps(optimizer, params, rank, range(2, 9))
 
 
@@ -104,10 +109,8 @@ OF_MEMORY = f"OutOfMemoryError: {MEMORY}"
     ("topology", "make_base", "fail", "own"),
     [
         ("ring", sgd, fail_in_a_step, OF_MEMORY),
-        ("complete", sgd, fail_in_a_step, OF_MEMORY),
-        ("ring", sgd, fail_in_an_average, OF_MEMORY),
         ("complete", sgd, fail_in_an_average, OF_MEMORY),
-        ("ring", sgd, fail_in_synchronize, OF_MEMORY),
+        ("complete", sgd, be_interrupted, "KeyboardInterrupt"),
         ("complete", sgd, fail_in_synchronize, OF_MEMORY),
         ("ring", sgd, fail_in_a_state, "TypeError: "),
         ("complete", lbfgs, partial(fail_in_a_closure, RefusedError("empty")), "RefusedError: em"),
@@ -132,7 +135,7 @@ def test_a_local_error_is_raised_as_it_is_and_named_by_the_others(
             optimizer.step(partial(backward, params, rank, step))
         assert not torch.equal(flatten(params), flatten(make_params()))
         start = time.monotonic()
-        with pytest.raises((RuntimeError, TypeError, RefusedError)) as caught:
+        with pytest.raises((RuntimeError, TypeError, RefusedError, KeyboardInterrupt)) as caught:
             fail(optimizer, params, rank)
         seconds = time.monotonic() - start
         is_peer_error = rank != FAULTY or own.startswith("PeerError")

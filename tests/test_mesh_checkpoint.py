@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -22,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from warned import warned_texts
 
 from decent_optim_wrapper import DecentOptimWrapper, Late, OuterOptimizer, Schedule
@@ -34,7 +32,6 @@ pytestmark = [
     pytest.mark.usefixtures("ranks_on_a_mesh"),
 ]
 
-GUIDES = Path(__file__).parent.parent / "examples" / "guides"
 STOP, STEPS, RATE = 3, 6, 0.6
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # Two replicas, over one, two or four ranks each.
@@ -284,8 +281,7 @@ def test_a_shard_goes_on_bit_for_bit_in_its_own_layout_only(source: str, tmp_pat
     for whole, resumed, error in run_on_mesh(4, save_and_load, tmp_path, source):
         assert same(whole, resumed)
         assert difference(whole, start) > 1e-3
-        assert "where this run has <" in error or "loaded on rank" in error
-        assert source != "fsdp" or "Shard" in error
+        assert "another layout" in error or "loaded on rank" in error
 
 
 def save_twice(folder: Path, kind: str) -> tuple[int, dict[str, Any]]:
@@ -320,56 +316,6 @@ def test_another_number_of_replicas_starts_from_the_average_of_every_stage(tmp_p
     for error, *_ in run_on_mesh(2, load_alone, tmp_path / "shards", "fsdp"):
         assert "step_00000002 of 2 ranks holds shards of tensors" in error
         assert "load with 2 replicas only" in error
-
-
-def average_of(folder: Path) -> Callable[[dict[str, Any], int], dict[str, Any]]:
-    """The function of the guide to checkpoints, whose set is in this folder."""
-    text = (GUIDES / "checkpoints.md").read_text(encoding="utf-8")
-    found = re.search(r"^def average_of\(.*?\n    return state\n", text, re.DOTALL | re.MULTILINE)
-    assert found
-    namespace: dict[str, Any] = {"torch": torch, "dcp": dcp, "folder": folder}
-    exec(found[0], namespace)
-    function: Callable[[dict[str, Any], int], dict[str, Any]] = namespace["average_of"]
-    return function
-
-
-def whole(state: dict[str, Any]) -> dict[str, Any]:
-    """The values of the model and the momenta of a replica; collective over its ranks."""
-    tensors = {**state["model"], **state["optimizer"]}
-    return {
-        name: (each.full_tensor() if isinstance(each, DTensor) else each).numpy(force=True).copy()
-        for name, each in tensors.items()
-        if torch.is_tensor(each)
-    }
-
-
-def save_by_replica(folder: Path) -> tuple[int, dict[str, Any]]:
-    run = Run(SMALL["fsdp"], Recipe("sgd", "no outer"))
-    run.advance(STOP)
-    run.save(folder / "by_replica")
-    return run.spread.replica, whole(run.states())
-
-
-def load_average(folder: Path) -> tuple[int, dict[str, Any]]:
-    """As in the guide, on four replicas of one rank each."""
-    run = Run(Layout({"gossip": 4}), Recipe("sgd", "no outer"), seed=1)
-    state = average_of(folder)(run.states(), 2)
-    run.take(state)
-    fresh = {"in_flight": False, "extensions": {}, "references": {}}
-    run.optimizer.load_gossip_state_dict({**state["gossip"], **fresh})
-    return run.optimizer.round, whole(run.states())
-
-
-def test_the_guides_recipe_starts_from_the_mean_of_sharded_replicas(tmp_path: Path) -> None:
-    saved = dict(run_on_mesh(4, save_by_replica, tmp_path))
-    assert saved.keys() == {0, 1}
-    assert any(name.endswith("momentum_buffer") for name in saved[0])
-    for round, found in run_on_mesh(4, load_average, tmp_path):
-        assert round == STOP
-        assert found.keys() == saved[0].keys()
-        for name, value in found.items():
-            assert abs(value - (saved[0][name] + saved[1][name]) / 2).max() < 1e-14, name
-    assert max(abs(saved[0][name] - saved[1][name]).max() for name in saved[0]) > 1e-3
 
 
 def meet_trouble(folder: Path) -> tuple[list[int], list[str]]:

@@ -1,21 +1,36 @@
-"""What does not fit a mesh: an error on every rank of it, and a correct wrapper can follow."""
+"""What does not fit a mesh, and what fails in one shard: an error on every rank of it, and soon."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
-from typing import Any, NamedTuple, cast
+from itertools import product
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import CAP_MB, make_mesh, run_on_mesh
+from meshes import CAP_MB, LAYOUTS, Layout, Spread, make_mesh, run_on_mesh
+from ranks import run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from decent_optim_wrapper import AsItArrives, DecentOptimWrapper, Elastic, OuterOptimizer, Schedule
+from decent_optim_wrapper import (
+    AsItArrives,
+    DecentOptimWrapper,
+    Elastic,
+    NonFiniteError,
+    PeerError,
+    Schedule,
+    StateAverage,
+)
+from decent_optim_wrapper.comm.process_groups import store_of
+from decent_optim_wrapper.optim.shards import local
 
 pytestmark = [
     pytest.mark.slow,
@@ -150,11 +165,6 @@ CASES = {
     "bad cap on one rank": Case(
         odd(bucket_cap_mb="x"), "bucket_cap_mb expects", "TypeError", one=True
     ),
-    "unknown topology on one rank": Case(odd(topology="rign"), "unknown topology", one=True),
-    "bad extension on one rank": Case(
-        odd(extensions=[OuterOptimizer(cast(Any, len))]), "list of tensors", "TypeError", one=True
-    ),
-    "unknown dimension on one rank": Case(odd(gossip_dim="dp"), "gossip_dim expects", one=True),
     "other dimension on one rank": Case(odd(gossip_dim="tp"), "gossip_dim=", one=True),
     "partial on one rank": Case(odd_params(summed), "model does not hold it", one=True),
     "other shapes on one rank": Case(
@@ -259,3 +269,144 @@ def test_what_does_not_fit_a_mesh_is_an_error_on_every_rank(name: str) -> None:
             assert told or "the ranks disagree" in text
         else:
             assert kind == case.kind
+
+
+LAYOUTS_OF_4 = {
+    "fsdp": Layout({"gossip": 2, "fsdp": 2}),
+    "tp": Layout({"tp": 2, "gossip": 2}),
+    "pipeline": Layout({"gossip": 2, "pp": 2}),
+}
+FAILING = 3
+# A rank that stops is noticed by nothing else. No other fault may take until the end of a wait,
+# which is further away than that of the test.
+TIMEOUT, NEVER = 4.0, 600.0
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def train(rank: int, name: str, fault: str) -> tuple[str, str]:
+    """How a rank ends."""
+    timeout = TIMEOUT if fault == "stopped" else NEVER
+    dist.init_process_group("gloo")
+    spread = Spread(LAYOUTS_OF_4[name], timeout=timedelta(seconds=timeout))
+    optimizer = spread.wrap(sgd, timeout=timeout)
+    assert len(optimizer.buckets) >= 2
+    try:
+        for step in range(6):
+            spread.backward(step)
+            if (rank, step) == (FAILING, 2):
+                fail(spread, fault)
+            optimizer.step()
+        optimizer.synchronize()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def fail(spread: Spread, fault: str) -> None:
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "raises":
+        raise ZeroDivisionError("of the user")
+    with torch.no_grad():
+        local(next(iter(spread.model.parameters()))).fill_(torch.nan)
+
+
+# What becomes of one shard, the layout, and what all ranks end with.
+FAULTS = [
+    ("killed", "fsdp", "PeerError"),
+    ("stopped", "pipeline", "PeerError"),
+    ("raises", "tp", "ZeroDivisionError"),
+    ("nan", "pipeline", "NonFiniteError"),
+]
+
+
+@pytest.mark.parametrize(("fault", "name", "error"), FAULTS)
+def test_all_ranks_end_soon_where_one_fails_in_one_shard(fault: str, name: str, error: str) -> None:
+    lost = [FAILING] if fault in ("killed", "stopped") else []
+    found = run_processes(4, train, name, fault, lost=lost)
+    assert all(kind for kind, _ in found)
+    if lost:
+        assert any(kind == error and "lost rank" in text for kind, text in found)
+    else:
+        assert found[FAILING][0] == error
+
+
+def lose_on_the_way(rank: int, dies_before: str) -> tuple[str, str]:
+    """As `train`, where nobody ends before all have noticed: no connection closes by itself."""
+    dist.init_process_group("gloo")
+    spread = Spread(LAYOUTS_OF_4["pipeline"])
+    optimizer = spread.wrap(sgd, timeout=NEVER)
+    assert len(optimizer.buckets) >= 2
+    calls = {"clip": lambda: optimizer.clip_grad_norm_(1.0), "step": optimizer.step}
+    begun = []
+
+    def advance() -> None:
+        for step, call in product(range(4), calls):
+            begun.append(call)
+            if (rank, step, call) == (3, 1, dies_before):
+                os.kill(os.getpid(), signal.SIGKILL)
+            for param in spread.model.parameters():
+                param.grad = torch.ones_like(param)
+            calls[call]()
+
+    with pytest.raises(PeerError) as caught:
+        advance()
+    with pytest.raises(PeerError):
+        optimizer.all_gather(torch.zeros(1))
+    store: Any = store_of(dist.group.WORLD)
+    store.set(f"ended {rank}", "")
+    store.wait([f"ended {each}" for each in (0, 1, 2)], timedelta(seconds=60))
+    return str(caught.value), begun[-1]
+
+
+@pytest.mark.parametrize("dies_before", ["clip", "step"])
+def test_a_loss_is_passed_on_along_other_dimensions(dies_before: str) -> None:
+    found = run_processes(4, lose_on_the_way, dies_before, lost=[3])
+    # Rank 0 meets the lost rank along no dimension.
+    texts = [f"lost rank {rank}, which failed with PeerError" for rank in (1, 2, 3)]
+    assert any(text in found[0][0] for text in texts)
+    assert {call for _, call in found} == {"clip", "step"}
+
+
+def average(name: str, momenta: bool) -> tuple[str, set[float]]:
+    """The error of an average of NaN, and the values of one that leaves NaN out."""
+    spread, error = Spread(LAYOUTS[name]), ""
+    for on_nonfinite in ("raise", "skip"):
+        optimizer = spread.wrap(
+            lambda params: torch.optim.SGD(params, lr=0.0, momentum=0.9),
+            on_nonfinite=on_nonfinite,
+            extensions=[StateAverage()],
+        )
+        spread.backward(0)
+        optimizer.step()
+        optimizer.synchronize()
+        for tensor in (held := parts(spread, optimizer, momenta)):
+            tensor.fill_(spread.replica)
+        if dist.get_rank() == FAILING:
+            next(tensor for tensor in held if tensor.numel()).fill_(torch.nan)
+        try:
+            optimizer.global_avg(may_revert=False)
+        except NonFiniteError as raised:
+            error = str(raised)
+    values = (tensor.flatten().tolist() for tensor in parts(spread, optimizer, momenta))
+    return error, set().union(*values)
+
+
+def parts(spread: Spread, optimizer: DecentOptimWrapper, momenta: bool) -> list[Tensor]:
+    """What this rank holds of the parameters, or of their momenta."""
+    tensors = [state["momentum_buffer"] for state in optimizer.state.values()]
+    return [local(each).detach() for each in (tensors if momenta else spread.model.parameters())]
+
+
+@pytest.mark.parametrize(("name", "momenta"), [("fsdp inside", True), ("tp inside", False)])
+def test_averages_leave_out_the_whole_replica_of_a_shard_with_nan(name: str, momenta: bool) -> None:
+    kind = "momenta" if momenta else "parameters"
+    for error, values in run_on_mesh(8, average, name, momenta):
+        assert f"those of ranks [{FAILING // 2}] hold NaN" in error
+        assert f"finite {kind}" in error
+        assert values == {(0 + 2 + 3) / 3}

@@ -1,4 +1,4 @@
-"""AccumAdam against torch and its formula, what all optimizers share, and their factories."""
+"""AccumAdam and QGSGD against their formulas, what all optimizers share, and their factories."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from covering import OVERLAP, pairwise
 from decent_dp import optim as decent_dp
-from dense import oracle
+from dense import mix, oracle, train_densely
 from problem import backward, flatten, in_one_call, make_params, take_steps, wrap
 from ranks import run_threads
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from decent_optim_wrapper import TopologyFactory
@@ -181,39 +183,19 @@ def test_a_closure_is_evaluated_and_a_parameter_without_gradient_is_skipped(make
     assert torch.equal(flatten(params), after)
 
 
+WRONG = {
+    AccumAdam: ({"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1.0}, {"accum_iter": 0}),
+    AccumAdamW: ({"weight_decay": -1.0},),
+    QGSGD: ({"lr": -1.0}, {"momentum": 1.0}, {"mu": -0.1}, {"weight_decay": -1.0}),
+}
+
+
 @pytest.mark.parametrize(
-    "wrong",
-    [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1.0}, {"weight_decay": -1.0}, {"accum_iter": 0}],
+    ("kind", "wrong"), [(kind, wrong) for kind, rows in WRONG.items() for wrong in rows]
 )
-@BOTH
-def test_accum_refuses_numbers_out_of_range(kind: Any, wrong: dict[str, Any]) -> None:
+def test_numbers_out_of_range_are_refused(kind: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         kind(make_params(), **wrong)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@BOTH
-def test_a_cuda_graph_is_refused_and_a_plain_step_waits_for_nothing(kind: Any) -> None:
-    params = [p.detach().cuda().requires_grad_() for p in make_params()]
-    by_hand = make_params()
-    optimizer = kind(params, weight_decay=0.1, accum_iter=2)
-    other = kind(by_hand, weight_decay=0.1, accum_iter=2)
-    for step in range(5):
-        backward(by_hand, 0, step)
-        for param, host in zip(params, by_hand, strict=True):
-            assert host.grad is not None
-            param.grad = host.grad.cuda()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            optimizer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        other.step()
-    torch.testing.assert_close(flatten(params).cpu(), flatten(by_hand), rtol=1e-12, atol=1e-13)
-    assert not torch.equal(flatten(by_hand), flatten(make_params()))
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="cannot be captured"), torch.cuda.graph(graph):
-        optimizer.step()
 
 
 @pytest.mark.slow
@@ -238,7 +220,7 @@ def test_the_wrapper_trains_with_it_whole_and_by_bucket(make: Make, overlap: boo
     assert (rows[0] - flatten(make_params())).abs().max() > 0.05
 
 
-FACTORIES = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("optim_fn", "kind", "decay"),
     [
         (optim_fn_adam, torch.optim.Adam, 1 / 32768),
@@ -247,10 +229,9 @@ FACTORIES = pytest.mark.parametrize(
         (optim_fn_accum_adamw, AccumAdamW, 0.1),
     ],
 )
-
-
-@FACTORIES
-def test_weights_decay_and_biases_and_norms_do_not(optim_fn: Any, kind: Any, decay: float) -> None:
+def test_a_factory_lets_weights_decay_and_not_biases_and_norms_and_partial_sets_the_rest(
+    optim_fn: Any, kind: Any, decay: float
+) -> None:
     """decent-dp has it the other way round."""
     weights = {"fc.weight": (3, 2), "subnet.0.weight": (2, 2, 3, 3)}
     others = {
@@ -263,28 +244,30 @@ def test_weights_decay_and_biases_and_norms_do_not(optim_fn: Any, kind: Any, dec
     }
     shapes = weights | others
     made = {name: torch.ones(shapes[name], requires_grad=True) for name in shapes}
-    optimizer = optim_fn([*made.items()])
-    assert type(optimizer) is kind
-    groups = optimizer.param_groups
-    assert [group["weight_decay"] for group in groups] == [decay, 0.0]
-    for group, names in zip(groups, (weights, others), strict=True):
-        assert [*map(id, group["params"])] == [id(made[name]) for name in names]
+    given = {"lr": 0.5, "beta1": 0.1, "beta2": 0.2, "eps": 0.3, "weight_decay": 0.4}
+    windows = [4, 7] if issubclass(kind, AccumAdam) else [None, None]
+    if windows[0]:
+        given["accum_iter"] = 7
+    usual, changed = optim_fn([*made.items()]), partial(optim_fn, **given)([*made.items()])
+    for optimizer, expected, window in zip((usual, changed), (decay, 0.4), windows, strict=True):
+        assert type(optimizer) is kind
+        groups = optimizer.param_groups
+        assert [group["weight_decay"] for group in groups] == [expected, 0.0]
+        for group, names in zip(groups, (weights, others), strict=True):
+            assert [*map(id, group["params"])] == [id(made[name]) for name in names]
+            assert group.get("accum_iter") == window
+    for group in changed.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.1, 0.2), 0.3)
     (only,) = optim_fn([("fc.bias", made["fc.bias"])]).param_groups
     assert only["weight_decay"] == 0.0
 
 
-@FACTORIES
-def test_partial_sets_what_a_factory_takes(optim_fn: Any, kind: Any, decay: float) -> None:
-    named = list(nn.Linear(2, 2).named_parameters())
-    wanted = {"lr": 0.5, "beta1": 0.1, "beta2": 0.2, "eps": 0.3, "weight_decay": 0.4}
-    if issubclass(kind, AccumAdam):
-        wanted["accum_iter"] = 7
-        assert optim_fn(named).param_groups[0]["accum_iter"] == 4
-    weights, biases = partial(optim_fn, **wanted)(named).param_groups
-    for group in (weights, biases):
-        assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.1, 0.2), 0.3)
-        assert group.get("accum_iter") == wanted.get("accum_iter")
-    assert (weights["weight_decay"], biases["weight_decay"]) == (0.4, 0.0)
+@mock.patch("torch.cuda.is_available", return_value=True)
+@mock.patch("torch.cuda.is_current_stream_capturing", return_value=True)
+def test_accum_is_not_captured_in_a_cuda_graph(*_: Any) -> None:
+    params = make_params()
+    with pytest.raises(RuntimeError, match="AccumAdam cannot be captured"):
+        take_steps(AccumAdam(params), params, 0, range(1))
 
 
 def rates_of(schedule: Any, steps: int, lr: float = 0.1, resumes: bool = False) -> list[float]:
@@ -325,3 +308,82 @@ def test_the_schedule_warms_up_anneals_and_stays() -> None:
     for t_max, t_warmup in ((0, 1), (1, -1)):
         with pytest.raises(ValueError, match="t_max >= 1"):
             rates_of(partial(schedule, t_max=t_max, t_warmup=t_warmup), 1)
+
+
+def gradient(x: Tensor, rank: int) -> Tensor:
+    return x - rank + x.sin()
+
+
+def rate(step: int) -> float:
+    return 0.2 / (1 + step)
+
+
+RANKS, STEPS, BETA, MU, DECAY = 4, 9, 0.8, 0.7, 0.05
+
+
+def quasi_global_by_matrices(matrices: list[Tensor], overlap: bool, nesterov: bool) -> Tensor:
+    """All ranks at once, a row each: algorithm 1 of the paper, and with a delayed gradient.
+
+    Returns:
+        The rows after the last update, mixed.
+    """
+    at = torch.linspace(-1, 1, 3, dtype=torch.float64).repeat(RANKS, 1)
+    model, momentum = at, torch.zeros_like(at)
+    for step, matrix in enumerate(matrices):
+        point = model if overlap else at
+        grads = torch.stack([gradient(x, rank) for rank, x in enumerate(point)]) + DECAY * at
+        local = BETA * momentum + grads
+        update = grads + BETA * local if nesterov else local
+        model = at - rate(step) * update
+        after = matrix @ model
+        momentum = MU * momentum + (1 - MU) * (at - after) / rate(step)
+        at = after
+    return at
+
+
+@pytest.mark.parametrize(
+    ("mixes", "overlap", "nesterov"),
+    pairwise(
+        # Alone it has a momentum of its own steps.
+        {"ring": True, "alone": False},
+        OVERLAP,
+        {"nesterov": True, "heavy ball": False},
+    ),
+)
+def test_qgsgd_follows_the_mixed_parameters(mixes: bool, overlap: bool, nesterov: bool) -> None:
+    ring, alone = TopologyFactory.create("ring", RANKS), torch.eye(RANKS, dtype=torch.float64)
+    matrices = [ring.mixing_matrix(step) if mixes else alone for step in range(STEPS)]
+    start = torch.linspace(-1, 1, 3, dtype=torch.float64)
+    params = [start.clone().requires_grad_() for _ in range(RANKS)]
+    optimizers = [QGSGD([p], 0, BETA, MU, DECAY, nesterov=nesterov) for p in params]
+    worlds = [[param] for param in params]
+
+    def compute(rank: int, step: int) -> None:
+        params[rank].grad = gradient(params[rank].detach(), rank)
+
+    def update(rank: int, step: int) -> None:
+        optimizers[rank].param_groups[0]["lr"] = rate(step)
+        optimizers[rank].step()
+
+    rows = train_densely(
+        worlds, STEPS, overlap, compute, update, land=lambda step: mix(worlds, matrices[step])
+    )
+    expected = quasi_global_by_matrices(matrices, overlap, nesterov)
+    torch.testing.assert_close(rows, expected, rtol=1e-12, atol=1e-13)
+    assert (rows - start).abs().max() > 0.1
+    assert (rows[0] - rows[2]).abs().max() > 1e-3
+
+
+def test_steps_at_rate_zero_leave_no_trace_in_the_momentum() -> None:
+    def run(pause: bool) -> Tensor:
+        params = make_params()
+        optimizer = QGSGD(params, lr=0.05)
+        for step in range(4):
+            backward(params, 0, step)
+            # The momentum sees the third step only at the beginning of the next one.
+            for lr in (0.0, 0.0, 0.05) if pause and step == 3 else (0.05,):
+                optimizer.param_groups[0]["lr"] = lr
+                optimizer.step()
+        return flatten(params)
+
+    assert torch.equal(run(pause=True), run(pause=False))

@@ -177,18 +177,3 @@ def test_a_pair_is_trained_or_raises_what_the_guide_quotes() -> None:
                 assert len(text) > 20
                 assert errors[pair].startswith(f"{kind}: ")
                 assert text.strip("`") in errors[pair], pair
-
-
-def train_a_pipeline_with_views() -> bool:
-    spread = Spread(Layout({"gossip": 2, "pp": 2}))
-    optimizer = spread.wrap(sgd, param_as_bucket_view=True)
-    before = flatten(list(spread.model.parameters()))
-    for step in range(STEPS):
-        spread.backward(step)
-        optimizer.step()
-    optimizer.synchronize()
-    return not torch.equal(before, flatten(list(spread.model.parameters())))
-
-
-def test_a_pipeline_of_plain_tensors_goes_with_views() -> None:
-    assert run_on_mesh(4, train_a_pipeline_with_views) == [True] * 4

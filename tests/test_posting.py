@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import threading
 import time
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import VIEWS, named, pairwise
-from fake_cuda import WAYS, LateEvent, post_by_a_thread
+from fake_cuda import WAYS, post_by_a_thread
 from modules import Training
 from problem import backward, flatten, make_params, take_steps, wrap
 from ranks import run_threads
@@ -266,39 +265,6 @@ def test_what_fails_in_the_coding_of_a_rank_is_its_own_error(
     assert own == "ValueError: no memory for codes"
     assert peer.startswith("PeerError")
     assert "ValueError: no memory for codes" in peer
-
-
-def test_a_wrapper_that_is_collected_by_the_thread_that_posts_still_sends_its_round(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    last, dropped, collected = threading.Event(), threading.Event(), threading.Event()
-
-    def main(rank: int, group: dist.ProcessGroup) -> None:
-        wrapper, params = make(group, timeout=20.0, **INT8)
-        take_steps(wrapper, params, rank, range(3))
-        wrapper.synchronize()
-        if rank == 0:
-            last.set()
-        take_steps(wrapper, params, rank, range(3, 4))
-        if rank == 1:
-            # Raises if the round of the other rank does not come.
-            wrapper.synchronize()
-            return
-        cycle: list[Any] = [wrapper]
-        cycle.append(cycle)
-        del wrapper, cycle
-        dropped.set()
-
-    class Collecting(LateEvent):
-        def synchronize(self) -> None:
-            if last.is_set() and dropped.wait(10):
-                gc.collect()
-                collected.set()
-
-    post_by_a_thread(monkeypatch)
-    monkeypatch.setattr(streams, "mark", lambda device: Collecting())
-    run_threads(2, main)
-    assert collected.is_set()
 
 
 class Gate:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from problem import backward, flatten, make_params
+from problem import backward, make_params
 from restartable_processes import (
     STALE_AFTER,
     Failure,
@@ -31,10 +31,8 @@ from decent_optim_wrapper import (
     NonFiniteError,
     Schedule,
     StateAverage,
-    Topology,
 )
 from decent_optim_wrapper.codecs import INT4
-from decent_optim_wrapper.elastic.recovery import fitting
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -167,24 +165,6 @@ def test_an_early_loss_takes_nobody_with_it_and_errors_name_ranks_as_at_the_star
     assert back.startswith("rank 2: expected rank 1 to mix")
 
 
-class ForFour(Topology):
-    """A user's topology that looks beyond its table for any other number of ranks."""
-
-    def phase_count(self) -> int:
-        return 1
-
-    def own_group(self, rank: int, phase: int) -> tuple[int, int]:
-        table = [(0, 1), (0, 1), (2, 3), (2, 3)]
-        return table[rank + 4 * (4 - self.world_size)]
-
-
-def test_a_topology_that_fails_for_fewer_ranks_is_replaced() -> None:
-    full = ForFour(4)
-    assert fitting(full, EVERYONE) is full
-    assert repr(fitting(full, (0, 1, 3))).startswith("Greedy(world_size=3")
-    assert repr(fitting(full, (0, 3))).startswith("Complete(world_size=2")
-
-
 def die_before_an_average(rank: int, optimizer: DecentOptimWrapper) -> None:
     """Of what the ranks have to mix, nothing is in flight: the average notices the loss."""
     if optimizer.round == 4 and len(optimizer.members) == 4:
@@ -217,46 +197,6 @@ def test_ranks_come_back_in_averages_and_a_callback_that_raises_leaves_none_in_p
         for round in common:
             # Both made the same calls, with the same members.
             assert life.averages[round] == pytest.approx(lives[0].averages[round], abs=1e-12)
-
-
-def interrupt_waits(rank: int, world_size: int, store: Any, report: Report) -> list[str]:
-    """Press Ctrl-C on rank 0 while it waits for rank 1, which comes late; once for each call."""
-    texts = []
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    for call in (DecentOptimWrapper.synchronize, DecentOptimWrapper.global_avg):
-        params = make_params(seed=rank)
-        options: dict[str, Any] = {"topology": "complete", "timeout": 300}
-        optimizer = wrap_elastic(params, rank, world_size, store, [], **options)
-        for step in range(3):
-            backward(params, rank, step)
-            if (rank, step) == (1, 2):
-                store.wait([f"{call.__name__} interrupted"])
-            optimizer.step()
-        if rank == 1:
-            optimizer.synchronize()
-            assert optimizer.members == (1,)
-            continue
-        before = flatten(params)
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
-        with pytest.raises(KeyboardInterrupt):
-            call(optimizer)
-        store.set(f"{call.__name__} interrupted", "1")
-        assert torch.equal(flatten(params), before)
-        for action in (optimizer.step, optimizer.global_avg):
-            with pytest.raises(RuntimeError) as caught:
-                action()
-            texts.append(str(caught.value))
-    return texts
-
-
-def test_an_interrupted_wait_mixes_nothing_and_does_not_hold_up_the_end() -> None:
-    with RestartableProcesses(2, interrupt_waits) as processes:
-        texts, _ = processes.results()
-        assert len(texts) == 4
-        assert all("this rank failed with KeyboardInterrupt" in text for text in texts)
-        # An interrupted rank is gone within 5 s, or a little later on two busy cores.
-        processes.workers[0].join(13)
-        assert processes.workers[0].exitcode == 0
 
 
 def test_a_rank_that_stood_still_comes_back_and_a_process_too_many_ends() -> None:

@@ -81,14 +81,12 @@ def real(
     ("method", "options"),
     [
         (Method(topology=None, reduce_dtype=torch.float32), None),
-        (Method(), {}),
         (Method(late=1, codec=Int8Codec()), {"overlap": True, "comm_dtype": torch.int8}),
         (
             Method(topology="complete", codec=Int8Codec()),
             # The parts that ranks own depend on the bucket.
             {"topology": "complete", "comm_dtype": torch.int8, "bucket_cap_mb": 25},
         ),
-        (Method(every=1, outer=OUTER), {}),
         (
             Method(every=3, late=2, codec=Int8Codec()),
             {"comm_dtype": torch.int8, "schedule": Schedule(gossip_every=3), "overlap": Late(2)},
@@ -112,26 +110,6 @@ def test_a_simulated_rank_has_the_parameters_of_a_real_one(
     # Rounds of all ranks in the last step leave no difference, nor does DDP.
     same = method.topology != "one-peer-exp" and not method.codec
     assert ((expected - mean).abs().max() < 1e-9) == same
-
-
-@pytest.mark.slow
-def test_the_best_of_the_rates_is_searched_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "losses.csv"
-    options = ["--methods", "DDP", "--optimizers", "AdamW", "--seeds", "0", "1", "--steps", "2"]
-    for _ in range(2):
-        time_to_loss.main([*options, "--results", str(path)])
-        out, measured = capsys.readouterr().out, path.read_text()
-    losses: dict[float, list[float]] = {}
-    for line in measured.splitlines():
-        name, loss = line.split(",")
-        losses.setdefault(float(name.split("lr ")[1].split()[0]), []).append(float(loss))
-    best, mean = min(((rate, sum(each) / 2) for rate, each in losses.items()), key=lambda p: p[1])
-    assert f"| {best:.3g} | {mean:.3f} ± " in out
-    assert min(losses) < best < max(losses)
-    # What is in the file is not measured again.
-    assert "seed" not in out
 
 
 def test_the_steps_until_the_loss_of_ddp_are_those_of_longer_trainings(tmp_path: Path) -> None:

@@ -93,16 +93,12 @@ def test_an_error_of_one_rank_ends_the_start_on_all_of_them() -> None:
     torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"grad_clip_norm": "x"}, "TypeError: grad_clip_norm expects"),
-        ({"topology": "rign"}, "ValueError: unknown topology"),
-    ],
-)
-def test_an_error_of_one_module_ends_the_start_of_all(options: dict[str, Any], said: str) -> None:
+def test_an_error_of_one_module_ends_the_start_of_all() -> None:
+    said = "TypeError: grad_clip_norm expects"
+
     def main(rank: int, group: dist.ProcessGroup) -> None:
-        text = error_of(lambda: wrap_module(make_model(), group, **options if rank else {}))
+        options: dict[str, Any] = {"grad_clip_norm": "x"} if rank else {}
+        text = error_of(lambda: wrap_module(make_model(), group, **options))
         assert text.startswith(said) if rank else f"rank 1 raised {said}" in text
 
     run_threads(2, main)

@@ -155,39 +155,6 @@ def test_only_waits_for_an_answer_count_as_silence_of_the_store() -> None:
             assert now() - start >= 2.5
 
 
-def test_writing_forgets_no_answer_that_comes_over_another_connection_meanwhile() -> None:
-    silent = mock.Mock(**{"get.side_effect": TimeoutError})
-    store = BoundedStore(silent, timedelta(seconds=8.0))
-
-    def silent_seconds() -> str:
-        with pytest.raises(DistError, match="no answer for") as error:
-            store.get("key")
-        return str(error.value).removeprefix("no answer for ")
-
-    assert [silent_seconds() for _ in range(2)] == ["8.0 s", "9.5 s"]
-    store.set("key", "value")
-    assert silent_seconds() == "11.0 s"
-    silent.set.side_effect = lambda *_: store.note_answer()
-    store.set("key", "value")
-    assert silent_seconds() == "8.0 s"
-
-
-def test_a_call_to_a_store_whose_server_has_ended_ends_at_once() -> None:
-    timeout = timedelta(seconds=30)
-    with StoreProcess() as server:
-        own = server.connect(0)
-        bounded = [BoundedStore(own, timeout), BoundedStore(PrefixStore("part", own), timeout)]
-        for store in bounded:
-            store.set("key", "value")
-            assert store.get("key") == "value"
-        server.kill()
-        for store in bounded:
-            start = time.monotonic()
-            with pytest.raises(DistError):
-                store.check(["key"])
-            assert time.monotonic() - start < SLACK
-
-
 def train_over(
     rank: int,
     world_size: int,
@@ -210,10 +177,7 @@ def train_over(
 
 @pytest.mark.parametrize(
     ("elastic", "fault"),
-    [
-        *((True, "stopped"), (False, "killed")),
-        *((each, "killed with its store") for each in (True, False)),
-    ],
+    [(True, "stopped"), (False, "killed"), (True, "killed with its store")],
 )
 def test_every_survivor_raises_in_time_when_the_store_is_lost(elastic: bool, fault: str) -> None:
     ends = fault == "killed with its store"
@@ -356,27 +320,6 @@ def test_nobody_goes_on_over_a_store_that_has_lost_the_last_members() -> None:
     store.delete_key(f"{key_prefix(0)}/1/members")
     for text in gather(ranks, HAS_STATE):
         assert "the store no longer knows that [0, 1] were the last members" in str(text)
-
-
-def test_of_two_living_processes_of_a_rank_the_older_ends_although_nobody_has_left_it_out() -> None:
-    """By the heartbeats alone: nobody asks for another epoch, and nobody is dead."""
-    store = HashStore()
-    part = BoundedStore(PrefixStore(key_prefix(0), store), timedelta(seconds=30))
-    newer = Heartbeat(part, 1, SILENT)
-    ranks = rendezvous(store, 2, timeout=30.0)
-    assert gather(ranks, FIRST_NOTE) == [(0, 1)] * 2
-    assert not ranks[1].wanted
-    newer.start(life=part.add("starts/1", 1))
-    deadline = time.monotonic() + 20
-    while not ranks[1].wanted and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert ranks[1].wanted
-    text = "a later process with this rank number has taken the place of this one"
-    assert f"rank 1: {text}" in str(enter(ranks[1], HAS_STATE))
-    # The newer one sends heartbeats under the same number.
-    time.sleep(2 * SILENT)
-    assert not ranks[0].wanted
-    newer.stop()
 
 
 class TornRendezvous(Rendezvous):

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from modules import Training, batch
 from ranks import run_threads
-from restartable_processes import STALE_AFTER, RestartableProcesses
 from torch import Tensor
 
-from decent_optim_wrapper import Elastic
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.wire.sum_order import SumOrder
 
 RANKS, STEPS = 3, 5
-
-
-def test_a_group_follows_the_rank_whose_backward_pass_gives_time_for_the_fewest_sums() -> None:
-    sums, group = SumOrder(), (0, 1, 2)
-    buckets = ["last", "third", "second", "first"]
-    assert sums.of(group).apply(buckets) == buckets
-    sums.note(group, 2)
-    sums.of(group).agree([1.0, 4.0])
-    assert sums.of(group).apply(buckets) == ["last", "first", "second", "third"]
-    assert sums.of((0, 1, 3)).apply(buckets) == buckets
 
 
 @pytest.fixture
@@ -113,53 +98,3 @@ def test_a_loaded_run_sums_in_one_order_on_all_ranks(
     run_threads(RANKS, main)
     assert sizes[0] == sizes[1] == sizes[2]
     assert len(set(sizes[0])) > 2
-
-
-def note_orders(
-    rank: int, world_size: int, store: Any, report: Callable[[str, Any], None]
-) -> list[tuple[int, int, int]]:
-    """Train while rank 3 goes away and comes back; the sizes of the sums, by members and round."""
-    note, all_reduce = SumOrder.note, Transport.all_reduce
-    elastic = Elastic(store=store, stale_after=STALE_AFTER)
-    options: dict[str, Any] = {"topology": "complete", "timeout": 10.0, "elastic": elastic}
-    options |= {"rank": rank, "world_size": world_size}
-    training = Training(rank, None, "backward", **options)
-    optimizer, sums = training.optimizer, []
-
-    def spy(self: Transport, tensor: Tensor, ranks: Any) -> Any:
-        sums.append((len(optimizer.members), optimizer.round, tensor.numel()))
-        return all_reduce(self, tensor, ranks)
-
-    with (
-        patch.object(SumOrder, "note", lambda self, group, _: note(self, group, 0)),
-        patch.object(Transport, "all_reduce", spy),
-    ):
-        while not store.check(["finish"]) or optimizer.round < int(store.get("finish")):
-            training.train([optimizer.round])
-            report(f"round {optimizer.round}", optimizer.members)
-            time.sleep(0.01)
-    training.end()
-    return sums
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_after_a_rank_has_come_back_all_ranks_begin_with_the_given_order_again() -> None:
-    with RestartableProcesses(4, note_orders) as processes:
-        processes.wait_for(3, "round 5")
-        processes.kill(3)
-        processes.wait_for_members(0, (0, 1, 2))
-        processes.start(3)
-        processes.wait_for_members(3, (0, 1, 2, 3))
-        processes.finish()
-        rows = processes.results()
-    # The first rounds of the last members, on all of them.
-    first = min(round for members, round, _ in rows[3] if members == 4)
-    orders = [
-        [[size for at in row if at[:2] == (4, round) for size in at[2:]] for row in rows]
-        for round in range(first + 1, first + 6)
-    ]
-    assert all(each == order[0] for order in orders for each in order), orders
-    given, *_, later = (order[0] for order in orders)
-    assert len(given) > 2
-    assert later == [given[0], *reversed(given[1:])] != given

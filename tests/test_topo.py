@@ -17,7 +17,7 @@ from scripted_ranks import Part, listed
 from decent_optim_wrapper import Group, Topology, TopologyFactory
 from decent_optim_wrapper.elastic.recovery import fitting
 from decent_optim_wrapper.planning import steady_error
-from decent_optim_wrapper.topo import Base2, Greedy, Hierarchical, RandomMatching, Ring
+from decent_optim_wrapper.topo import Base2, Complete, Greedy, Hierarchical, RandomMatching, Ring
 from decent_optim_wrapper.topo.base import REGISTRY
 
 KINDS = dict(TopologyFactory.registered())
@@ -182,12 +182,27 @@ def test_hierarchical_averages_nodes_and_then_gossips_between_them() -> None:
             assert topology.group_of(rank, 2 * phase + 1) == across
 
 
-def test_greedy_beats_the_ring_and_beyond_256_ranks_base_2_takes_its_place() -> None:
+class ForFour(Topology):
+    """A user's topology that looks beyond its table for any other number of ranks."""
+
+    def phase_count(self) -> int:
+        return 1
+
+    def own_group(self, rank: int, phase: int) -> tuple[int, int]:
+        return ((0, 1), (0, 1), (2, 3), (2, 3))[rank + 4 * (4 - self.world_size)]
+
+
+def test_a_topology_that_does_not_fit_the_ranks_that_are_left_is_replaced() -> None:
+    """By greedy, which beats the ring, up to 256 of them."""
     assert steady_error(Greedy(14)) < steady_error(Ring(14))
-    for size, kind in ((7, Greedy), (259, Base2)):
-        left = fitting(Ring(260), tuple(range(size)))
-        assert type(left) is kind
-        assert left.world_size == size
+    full = ForFour(4)
+    for topology, left, kind in (
+        *((Ring(260), range(7), Greedy), (Ring(260), range(259), Base2)),
+        *((full, range(4), ForFour), (full, (0, 1, 3), Greedy), (full, (0, 3), Complete)),
+    ):
+        found = fitting(topology, tuple(left))
+        assert type(found) is kind
+        assert found.world_size == len(left)
 
 
 # Their groups are all ranks, or their schedules are made as a whole.

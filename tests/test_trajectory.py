@@ -25,7 +25,7 @@ from problem import (
 )
 from ranks import run_threads
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Optimizer, RMSprop
+from torch.optim import SGD, Optimizer, RMSprop
 
 from decent_optim_wrapper import (
     Extension,
@@ -137,17 +137,6 @@ def noloco(alpha: float, beta: float) -> Rule:
     return rule
 
 
-def adagrad(lr: float, start: float) -> Rule:
-    """One whose state is there before its first step."""
-
-    def rule(outer: dict[str, Tensor], mixed: Tensor, matrix: Tensor, _: float) -> Tensor:
-        away = outer["anchor"] - mixed
-        outer["momentum"] = outer["momentum"] + away.square()
-        return outer["anchor"] - lr * away / ((start + outer["momentum"]).sqrt() + 1e-10)
-
-    return rule
-
-
 PLAIN = Plan()
 SLOWMO = Plan(
     gossip_every=2,
@@ -162,11 +151,6 @@ DILOCO = Plan(
 )
 NOLOCO = Plan(gossip_every=2, outer=partial(SGD, lr=0.7, momentum=0.5), rule=noloco(0.5, 0.7))
 NESTEROV = Plan(mixing_rate=halving, outer=nesterov(0.6, 0.8), rule=diloco(0.6, 0.8))
-ADAGRAD = Plan(
-    global_avg_every=3,
-    outer=partial(Adagrad, lr=0.1, initial_accumulator_value=0.2),
-    rule=adagrad(0.1, 0.2),
-)
 PLANS = {
     "rare gossip and rarer averages": Plan(2, 6, mixing_rate=halving),
     "averages of state, too": Plan(global_avg_every=3, state="average"),
@@ -174,7 +158,6 @@ PLANS = {
     "DiLoCo": DILOCO,
     "NoLoCo": NOLOCO,
     "Nesterov and slower mixing": NESTEROV,
-    "Adagrad": ADAGRAD,
     # Rounds that travel under several steps.
     "late": Plan(gossip_every=3, staleness=2, mixing_rate=halving),
     "late averages in between": Plan(gossip_every=4, global_avg_every=6, staleness=2),

@@ -6,7 +6,6 @@ import gc
 import inspect
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
@@ -201,33 +200,3 @@ def test_wire_buffers_stay_within_their_limit(
         assert 0 < rounds <= limit + 0.01
         assert averaged == pytest.approx(rounds + 1, abs=0.01)
         assert after == pytest.approx(rounds, abs=0.01)
-
-
-class Counting(torch.overrides.TorchFunctionMode):
-    """Counts calls of torch."""
-
-    calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # To look at an attribute costs nothing on a GPU, nor does the index of its device.
-        self.calls += func.__name__ not in ("__get__", "get_device")
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_round_costs_calls_per_bucket_and_not_per_parameter() -> None:
-    def calls(count: int) -> int:
-        counting = Counting()
-
-        def main(rank: int, group: dist.ProcessGroup) -> None:
-            params = [torch.zeros(10, requires_grad=True) for _ in range(count)]
-            optimizer = wrap(params, group, optim.SGD(params, lr=0.1), bucket_cap_mb=25)
-            optimizer.step()
-            idle_round = optimizer.join_hook().main_hook
-            with nullcontext() if rank else counting:
-                idle_round()
-            optimizer.synchronize()
-
-        run_threads(2, main)
-        return counting.calls
-
-    assert calls(4) == calls(400) > 0

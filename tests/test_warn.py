@@ -18,16 +18,10 @@ from ranks import run_threads
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from decent_optim_wrapper import (
-    DecentOptimWrapper,
-    DecentralizedDataParallel,
-    GradientTracking,
-    Schedule,
-)
+from decent_optim_wrapper import DecentOptimWrapper, DecentralizedDataParallel
 from decent_optim_wrapper.elastic import recovery
 
 OWN_COPY = "rank 0: Masters keeps its own copy of the weights"
-EVERY_2 = Schedule(gossip_every=2)
 
 
 @contextmanager
@@ -84,7 +78,7 @@ def from_other_seeds(rank: int, group: dist.ProcessGroup) -> None:
 
 def alone(rank: int, group: dist.ProcessGroup) -> None:
     if rank == 0:  # Each rank would warn.
-        DecentOptimWrapper(sgd(make_params()), extensions=[GradientTracking()], schedule=EVERY_2)
+        DecentOptimWrapper(sgd(make_params()))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +89,6 @@ def alone(rank: int, group: dist.ProcessGroup) -> None:
         (in_a_backward_pass, OWN_COPY, ".backward()"),
         (from_other_seeds, "tensors by rank: {1: 5} (of 5)", "DecentOptimWrapper("),
         (alone, "WORLD_SIZE=4", "DecentOptimWrapper("),
-        (alone, "GradientTracking() gains less", "DecentOptimWrapper("),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

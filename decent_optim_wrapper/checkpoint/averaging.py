@@ -27,8 +27,6 @@ from torch import Tensor
 from decent_optim_wrapper.errors import NonFiniteError
 from decent_optim_wrapper.optim.counters import COUNTERS
 
-# Number of elements of a tensor that are summed in float64 at a time.
-PIECE = 1 << 20
 _NUMBERS = (bool, int, float, str, type(None))
 # A dict with these keys is the state of a gossip, wherever it is.
 _GOSSIP = {"round", "in_flight", "mixing_rate"}
@@ -50,7 +48,7 @@ def nearest(rank: int, saved: Iterable[int]) -> int:
 class Averaging:
     """Averages nested states; values that share memory still share it afterwards.
 
-    It needs memory for the result, and for `PIECE` elements in float64.
+    It needs memory for the result, and for two copies of the largest tensor in float64.
 
     Args:
         extensions: the names of the extensions whose state is kept.
@@ -144,23 +142,18 @@ class Averaging:
 
     def _mean(self, tensors: Mapping[int, Tensor], name: str) -> Tensor:
         """The mean of tensors of the same shape and dtype, summed in float64 and rounded once."""
-        result = torch.empty_like(next(iter(tensors.values())), device="cpu")
-        wide = torch.complex128 if result.is_complex() else torch.float64
-        flat, parts = _flat(result, result), [_flat(each, result) for each in tensors.values()]
-        for start in range(0, len(flat), PIECE):
-            piece = slice(start, start + PIECE)
-            # A copy even of float64, so that the state does not change.
-            total = parts[0][piece].to(wide, copy=True)
-            for part in parts[1:]:
-                total += part[piece].to(wide)
-            if not total.isfinite().all():
-                finite = torch.stack([part[piece].isfinite() for part in parts])
-                # Where some are finite and some are not.
-                bad = (finite.any(0) & ~finite).flatten(1).any(1)
-                if bad.any():
-                    raise self._error([*tensors][int(bad.int().argmax())], name)
-            flat[piece] = total / len(parts)
-        return result
+        first, *others = tensors.values()
+        # A copy even of float64, so that the state does not change.
+        total = first.to(torch.complex128 if first.is_complex() else torch.float64, copy=True)
+        for other in others:
+            total += other.to(total.dtype)
+        if not total.isfinite().all():
+            finite = torch.stack([each.isfinite() for each in tensors.values()]).flatten(1)
+            # Where some are finite and some are not.
+            bad = (finite.any(0) & ~finite).any(1)
+            if bad.any():
+                raise self._error([*tensors][int(bad.int().argmax())], name)
+        return (total / len(tensors)).to(first.dtype)
 
     def _error(self, rank: int, name: str) -> NonFiniteError:
         return NonFiniteError(
@@ -170,14 +163,6 @@ class Averaging:
             f'many ranks as have saved it and on_nonfinite="skip"',
             ranks=[rank],
         )
-
-
-def _flat(tensor: Tensor, like: Tensor) -> Tensor:
-    """The elements in the memory order of `like`, which is dense."""
-    if tensor.stride() != like.stride():
-        tensor = torch.empty_like(like).copy_(tensor)
-    # No copy of a tensor that is dense but not contiguous, as in channels_last.
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _is_alike(one: Any, other: Tensor) -> bool:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from decent_optim_wrapper.checkpoint.averaging import Averaging, map_file
 from decent_optim_wrapper.checkpoint.saved_set import FileName, SavedSet, marked_sets, read_set
@@ -20,8 +19,7 @@ def export_average(folder: Path, out: Path, part: str = "model") -> tuple[int, i
 
     Args:
         folder: the folder of the run.
-        out: the file to write. The suffix ``.safetensors`` selects safetensors, any other suffix
-            `torch.save`.
+        out: the file to write, for `torch.load`.
         part: the key in the saved state, such as ``"model"``, or a path such as ``"model/module"``.
 
     Returns:
@@ -30,7 +28,6 @@ def export_average(folder: Path, out: Path, part: str = "model") -> tuple[int, i
     Raises:
         ValueError: there is no complete set, or it has no such part.
         NonFiniteError: a file has NaN or infinity where others have finite values.
-        ModuleNotFoundError: safetensors is not installed.
     """
     held = _newest(folder)
     paths = held.paths(held.like)
@@ -38,10 +35,7 @@ def export_average(folder: Path, out: Path, part: str = "model") -> tuple[int, i
     average = Averaging(files=paths).of(states, min(states))
     out.parent.mkdir(parents=True, exist_ok=True)
     # The name must never stand for half a file.
-    if out.suffix == ".safetensors":
-        _save_safetensors(average, part_of(out))
-    else:
-        torch.save(average, part_of(out))
+    torch.save(average, part_of(out))
     part_of(out).replace(out)
     return held.step, len(paths)
 
@@ -71,12 +65,3 @@ def _part(state: Any, part: str, path: Path) -> Any:
             raise ValueError(f"{path} has no part {part!r} in {keys}; pass --part")
         state = state[key]
     return state
-
-
-def _save_safetensors(state: Any, path: Path) -> None:
-    from safetensors.torch import save_file
-
-    if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
-        raise ValueError("safetensors holds tensors by name only; choose another part or a .pt")
-    # safetensors refuses tensors that share memory, such as tied weights.
-    save_file({name: tensor.clone() for name, tensor in state.items()}, path)

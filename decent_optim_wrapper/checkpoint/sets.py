@@ -22,8 +22,7 @@ from decent_optim_wrapper.checkpoint.saved_set import (
 )
 from decent_optim_wrapper.checkpoint.saving_ranks import SavingRanks
 from decent_optim_wrapper.checkpoint.whole_file import part_of, write_state
-from decent_optim_wrapper.comm.state_transfer import difference
-from decent_optim_wrapper.errors import PeerError
+from decent_optim_wrapper.checks import instance_of, whole
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.parameters import named_parameters
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
@@ -76,15 +75,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, optimizer: DecentOptimWrapper, keep: int = 2) -> None:
-        if not isinstance(optimizer, DecentOptimWrapper):
-            raise TypeError(
-                f"optimizer expects the DecentOptimWrapper whose ranks save together, got "
-                f"{type(optimizer).__name__}; pass the wrapper, not the optimizer inside it "
-                f"(of a DecentralizedDataParallel its .optimizer)"
-            )
-        self._keep = operator.index(keep)
-        if self._keep < 1:
-            raise ValueError(f"keep must be 1 or more sets, got {keep}")
+        expected = "a DecentOptimWrapper, such as `.optimizer` of a DecentralizedDataParallel"
+        instance_of(expected, DecentOptimWrapper)("optimizer", optimizer)
+        self._keep = whole(1, "a number of sets", " sets")("keep", keep)
         self._folder = Path(folder)
         self._optimizer = optimizer
         self._ranks = SavingRanks(optimizer)
@@ -104,19 +97,22 @@ class Checkpoints:
             TypeError: `step` is not a whole number, or `state` cannot be loaded with
                 ``weights_only=True``.
             OSError: this rank could not write. Rank 0 warns of it, and the old sets remain.
-            PeerError: a rank was lost. The old sets remain, and no rank saves alone.
+            PeerError: a rank was lost. The old sets remain, and no rank saves alone: write an
+                emergency copy of this rank's state with `torch.save`.
         """
         step = operator.index(step)
-        try:
-            self._save_together(step, state)
-        except PeerError as error:
-            steps = self._steps()
-            last = f"of step {steps[-1]}" if steps else "that was there before"
-            raise PeerError(
-                f"{error}. No rank saves step {step} alone: the set {last} stays, and load() of a "
-                f"new run takes the newest complete set. torch.save() writes an emergency copy of "
-                f"this rank's state"
-            ) from error
+        self._check_step(step)
+        own, folder = self._ranks.own, folder_of(self._folder, step)
+        path = folder / str(own)
+        digest = self._write(folder, lambda: write_state(path, {**state, **self._part()}))
+        if digest is None:
+            return
+        digests = [bytes(row).hex() for row in self._ranks.gather(*bytes.fromhex(digest))]
+        written = SavedSet(step, folder, dict(zip(self._ranks.names, digests, strict=True)))
+        # Older sets stay until every rank has it.
+        if self._write(folder, lambda: written.mark(own)):
+            self._complete.append((step, own.world_size))
+            self._prune()
 
     def load(
         self, map_location: torch.device | str | None = None, same_world: bool = False
@@ -126,7 +122,7 @@ class Checkpoints:
         If this number of ranks saved it, each rank continues from its own file. Otherwise all ranks
         start from the average of the saved models, which does not move the mean over the ranks; the
         guide to checkpoints says what else is averaged. A rank then reads the files of all ranks,
-        and needs memory for one state and a piece of a tensor.
+        and needs memory for one state and for its largest tensor in float64, twice.
 
         If a file is damaged or missing, a warning names it, and the previous set is used.
 
@@ -218,12 +214,11 @@ class Checkpoints:
             state = Averaging(kept, paths, map_location or "cpu").of(states, own.rank)
         here = self._part().get(_PART, [])
         # A set of an earlier version has no such entry.
-        if here != (saved := state.pop(_PART, here)) and here:
-            differing = difference("\n".join(saved), "\n".join(here), "this run")
+        if here != state.pop(_PART, here) and here:
             raise ValueError(
-                f"{own.saver}: {held.folder} was saved with the model in another layout: it has "
-                f"{differing}; pass the mesh and spread the model as in the run that saved it, or "
-                f"save with torch.distributed.checkpoint, which loads in another layout"
+                f"{own.saver}: {held.folder} was saved with the model in another layout; pass the "
+                f"mesh and spread the model as in the run that saved it, or save with "
+                f"torch.distributed.checkpoint, which loads in another layout"
             )
         return state
 
@@ -238,21 +233,6 @@ class Checkpoints:
         with suppress(ValueError):
             names = self._optimizer.replica.names_of(each.tensor for each in named)
         return {_PART: [f"{name}: {each.part}" for name, each in zip(names, named, strict=True)]}
-
-    def _save_together(self, step: int, state: dict[str, Any]) -> None:
-        """Write this rank's file, and the marker once every rank has written its file."""
-        self._check_step(step)
-        own, folder = self._ranks.own, folder_of(self._folder, step)
-        path = folder / str(own)
-        digest = self._write(folder, lambda: write_state(path, {**state, **self._part()}))
-        if digest is None:
-            return
-        digests = [bytes(row).hex() for row in self._ranks.gather(*bytes.fromhex(digest))]
-        written = SavedSet(step, folder, dict(zip(self._ranks.names, digests, strict=True)))
-        # Older sets stay until every rank has it.
-        if self._write(folder, lambda: written.mark(own)):
-            self._complete.append((step, own.world_size))
-            self._prune()
 
     def _write(self, folder: Path, action: Callable[[], str]) -> str | None:
         """The digest of what this rank has written; None if another rank could not write."""
@@ -276,7 +256,9 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Remove this rank's files of incomplete sets and of those older than the sets to keep."""
-        complete, own = self._steps()[-self._keep :], self._ranks.own
+        own = self._ranks.own
+        steps = [step for step, size in self._complete if size == own.world_size]
+        complete = steps[-self._keep :]
         if len(complete) < self._keep:
             return
         for step in saved_steps(self._folder):
@@ -289,7 +271,3 @@ class Checkpoints:
                     for path in (folder / own.marker, file, part_of(file)):
                         path.unlink(missing_ok=True)
                     folder.rmdir()
-
-    def _steps(self) -> list[int]:
-        """Steps of the complete sets of the present number of ranks."""
-        return [step for step, size in self._complete if size == self._optimizer.world_size]

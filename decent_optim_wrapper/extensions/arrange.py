@@ -19,7 +19,7 @@ from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.warn import warn
 
 # The order in which a step calls the extensions of this package; a user's own come after them.
-_ORDER = (GradientTracking, StateGossip, OwnCopyCheck, OuterOptimizer, StateAverage)
+_ORDER: Any = (GradientTracking, StateGossip, OwnCopyCheck, OuterOptimizer, StateAverage)
 
 
 def arrange(given: Sequence[Extension], optimizer: Optimizer) -> Extensions:
@@ -38,16 +38,17 @@ def arrange(given: Sequence[Extension], optimizer: Optimizer) -> Extensions:
                 f"extensions expects a name for each extension with a state, as its key in "
                 f"checkpoints; set {type(each).__name__}.name"
             )
-    kinds: list[Any] = [type(each) for each in given]
+    kinds = [type(each) for each in given]
     if twice := [kind.__name__ for kind in _ORDER if kinds.count(kind) > 1]:
         raise ValueError(f"extensions expects one instance of a class, got several of {twice}")
     # They keep nothing before they are attached, so users may pass the same ones to each wrapper.
-    own: dict[Any, Any] = {type(each): copy(each) for each in given if type(each) in _ORDER}
+    found = [copy(each) if type(each) in _ORDER else each for each in given]
     if type(optimizer) not in SPLITTABLE:
-        own[OwnCopyCheck] = OwnCopyCheck()
-        _check_iterate(optimizer, own[StateGossip].names if StateGossip in own else ())
-    others = [each for each in given if type(each) not in _ORDER]
-    return Extensions([*(own[kind] for kind in _ORDER if kind in own), *others])
+        found.append(OwnCopyCheck())
+        mixed = [name for each in given if isinstance(each, StateGossip) for name in each.names]
+        _check_iterate(optimizer, mixed)
+    places = {kind: place for place, kind in enumerate(_ORDER)}
+    return Extensions(sorted(found, key=lambda each: places.get(type(each), len(places))))
 
 
 def _check_iterate(optimizer: Optimizer, mixed: Sequence[str]) -> None:

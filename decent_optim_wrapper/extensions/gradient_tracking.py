@@ -31,7 +31,6 @@ from decent_optim_wrapper.gossip.extension import Extension, ExtensionContext
 from decent_optim_wrapper.optim.closures import evaluates_inside_step
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.shards import local, local_grad
-from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.bucket import HALF_DTYPES, Bucket, members_of
 
 # How far a round mixes y, and the weight of a new gradient in the mean.
@@ -118,11 +117,6 @@ class GradientTracking(Extension):
             raise ValueError(
                 f"{type(optimizer).__name__} {reason}, which does not work with "
                 f"GradientTracking(): the gradient is corrected before the step; leave it out"
-            )
-        if context.intervals.gossip_every != 1 or not context.pacing.synchronous:
-            warn(
-                "GradientTracking() gains less if rounds take several steps, since the estimates "
-                "are older; mix in every step, and send fewer bytes with comm_dtype"
             )
         # By the id of a parameter.
         self._estimates: dict[int, Estimate] = {}

@@ -55,34 +55,30 @@ class OwnCopyCheck(Extension):
         yield
         updated, after = local(param).detach(), self._copies(param)
         closer = (updated - mixed).norm() / 2
-        back = {name for name, old in before.items() if (updated - old).norm() < closer}
-        lost = [name for name in back & {*after} if torch.equal(after[name], updated)]
-        self._lost += bool(lost)
+        # Only the first updates make entries of the state, which change the places of others.
+        self._lost += any(
+            (updated - old).norm() < closer and torch.equal(new, updated)
+            for old, new in zip(before, after, strict=False)
+        )
         if self._lost == _LOST:
-            self._warn(lost)
+            warn(
+                f"rank {self._context.rank}: {type(self._context.optimizer).__name__} keeps its "
+                f"own copy of the weights and overwrites with it what was mixed, so that the ranks "
+                f"train apart; if the copy is an entry of its state, mix it, too, with "
+                f'extensions=[StateGossip(name)]; otherwise pass overlap="forward" or False, or '
+                f"take an optimizer without such a copy"
+            )
         if self._lost == _LOST or self._rounds >= _ROUNDS:
             self._context.detach()
 
-    def _copies(self, param: Tensor) -> dict[str | int, Tensor]:
-        """Values in the base of the shape of a parameter: by name in its state, or by place."""
-        base, own = self._context.optimizer, local(param).detach()
-        leaves = tree_leaves(vars(base))
+    def _copies(self, param: Tensor) -> list[Tensor]:
+        """Values in the base, or in an optimizer inside it, of the shape of a parameter."""
+        own, leaves = local(param).detach(), tree_leaves(vars(self._context.optimizer))
         inner = [each.param_groups for each in leaves if isinstance(each, Optimizer)]
-        beside = dict(enumerate([*leaves, *tree_leaves(inner)]))
-        return {
-            name: local(each).detach().to(own, copy=True)
-            for name, each in {**base.state.get(param, {}), **beside}.items()
+        return [
+            local(each).detach().to(own, copy=True)
+            for each in [*leaves, *tree_leaves(inner)]
             if isinstance(each, Tensor)
             and each is not param
             and (local(each).shape, each.is_complex()) == (own.shape, own.is_complex())
-        }
-
-    def _warn(self, names: Sequence[str | int]) -> None:
-        remedy = 'pass overlap="forward" or False, or take an optimizer without such a copy'
-        for name in (each for each in names if isinstance(each, str)):
-            remedy = f'pass extensions=[StateGossip("{name}")], which mixes the copy, too'
-        warn(
-            f"rank {self._context.rank}: {type(self._context.optimizer).__name__} keeps its own "
-            f"copy of the weights and overwrites with it what was mixed, so that the ranks train "
-            f"apart; {remedy}"
-        )
+        ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,17 +41,7 @@ class StateAverage(Extension):
                 f"StateAverage() expects all ranks to mix in the same step, which they do not with "
                 f"overlap={context.pacing!r}; leave it out, which keeps the state of each rank"
             )
-        self._context, self._is_checked = context, False
-
-    @contextmanager
-    def updating(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """Check the first state that the base makes.
-
-        Raises:
-            TypeError: it cannot be averaged.
-        """
-        yield
-        self._is_checked = self._is_checked or any([*self._tensors(param)] for param in params)
+        self._context = context
 
     def arrived(self, kind: RoundKind, buckets: Sequence[Bucket], transport: Transport) -> None:
         """Average with a scheduled exact average; collective."""
@@ -64,6 +53,7 @@ class StateAverage(Extension):
 
         Raises:
             NonFiniteError: the state of a rank is not finite, and the policy does not allow it.
+            TypeError: the state is made of other tensors.
         """
         tensors = [list(self._tensors(param)) for param in members_of(buckets)]
         # A rank may have no state yet for a parameter that had no gradient there.
@@ -71,14 +61,8 @@ class StateAverage(Extension):
         shared = (transport.all_gather(counts) == counts).all(dim=0).tolist()
         of_all = [t for each, by_all in zip(tensors, shared, strict=True) if by_all for t in each]
         planned = plan_buckets(of_all, self._context.layout.plain)
-        finite = finite_shares(
-            planned,
-            transport,
-            self._context.nonfinite,
-            "StateAverage()",
-            "momenta",
-            self._context.replica,
-        )
+        nonfinite, replica = self._context.nonfinite, self._context.replica
+        finite = finite_shares(planned, transport, nonfinite, "StateAverage()", "momenta", replica)
         everyone = Group(range(transport.world_size))
         for bucket, shares in zip(planned, finite, strict=True):
             if any(shares):

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
@@ -18,68 +19,33 @@ def recalibrated(
     """Run the body with batch norm statistics that are estimated on these batches.
 
     Norms in evaluation mode in a model in training mode are frozen and keep their statistics. All
-    other buffers, and the mode of every module, are restored before the body begins.
+    other buffers, and the mode of every module, are as before when the body begins.
 
     Args:
         given: a model and batches (tensors, or tuples whose first element is the input); None
             changes nothing.
-        restores: tells whether the old statistics are restored after the body.
+        restores: function that returns whether the old statistics are restored after the body.
     """
     if given is None:
         yield
         return
-    model, batches = _checked(given)
-    own = _Buffers(model)
+    model, batches = given
+    own: dict[Tensor, Tensor] = {}
     try:
-        # A model's own train() may leave frozen norms as they are.
         with _restoring("training", model.modules()):
+            # A model's own train() may leave frozen norms as they are.
             if not model.training:
                 model.train()
             norms = [module for module in model.modules() if _is_estimated(module)]
+            own = {b: b.clone() for norm in norms for b in norm.buffers(recurse=False)}
             if norms:
                 with _restoring("momentum", norms):
                     _estimate(model, norms, batches)
-        # A forward pass in training mode moves other statistics, too, such as the ones of instance
-        # norms and the vectors of spectral norms.
-        own.restore(but=norms)
         yield
     finally:
         if restores():
-            own.restore()
-
-
-class _Buffers:
-    """A copy of the buffers of a model.
-
-    Args:
-        model: the model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._owned = [(module, dict(module._buffers)) for module in model.modules()]
-        self._values = {b: b.clone() for b in model.buffers() if _is_writable(b)}
-
-    @torch.no_grad()
-    def restore(self, but: Sequence[nn.Module] = ()) -> None:
-        """Restore the buffers and their values, except for some modules."""
-        for module, buffers in self._owned:
-            if module in but:
-                continue
-            # A forward pass may have replaced them.
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            for buffer in buffers.values():
-                if buffer is not None and buffer in self._values:
-                    buffer.copy_(self._values[buffer])
-
-
-def _is_writable(buffer: Tensor) -> bool:
-    """Return whether the values can be changed in place; elements of an expanded one overlap."""
-    if buffer.layout != torch.strided:
-        return True
-    return all(
-        size < 2 or stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
-    )
+            for buffer, value in own.items():
+                buffer.copy_(value)
 
 
 def _is_estimated(module: nn.Module) -> TypeGuard[_BatchNorm]:
@@ -108,24 +74,18 @@ def _estimate(model: nn.Module, norms: Sequence[_BatchNorm], batches: Iterable[A
         norm.reset_running_stats()
         # None makes the statistics the mean over all batches.
         norm.momentum = None
+    # A forward pass in training mode moves, or replaces, other buffers, too, such as the vectors of
+    # spectral norms: it gets copies.
+    estimated = {b for norm in norms for b in norm.buffers(recurse=False)}
+    others = {name: b.clone() for name, b in model.named_buffers() if b not in estimated}
     # Dropout draws random numbers, which must not change the numbers that the training draws.
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         for batch in batches:
             inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
-            model(inputs.to(device))
+            functional_call(model, others, (inputs.to(device),))
     if any(norm.num_batches_tracked == 0 for norm in norms):
         raise ValueError(
             "recalibrate expects batches that reach every batch norm, but one saw none; pass "
             "something that can be iterated again, such as a DataLoader"
         )
-
-
-def _checked(given: Any) -> tuple[nn.Module, Iterable[Any]]:
-    pair = isinstance(given, (tuple, list)) and len(given) == 2
-    if not pair or not isinstance(given[0], nn.Module) or not isinstance(given[1], Iterable):
-        raise TypeError(
-            f"recalibrate expects (model, batches), batches of tensors or of tuples whose first "
-            f"element is the input, got {type(given).__name__}"
-        )
-    return given[0], given[1]
