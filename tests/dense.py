@@ -10,7 +10,6 @@ import torch
 from problem import MakeOptimizer, backward, flatten, make_params
 from scripted_ranks import LR, MOMENTUM, Part, ScriptRunner, World, wide
 from torch import Tensor
-from torch.optim import Optimizer
 
 from decent_optim_wrapper import Topology
 
@@ -24,26 +23,13 @@ def oracle(
     """Train the regression on all ranks; as `train_densely`."""
     worlds = [make_params(seed) for _ in range(topology.world_size)]
     bases = [make_optimizer(params) for params in worlds]
-    return train_regression(
-        worlds, bases, steps, overlap, lambda step: mix(worlds, topology.mixing_matrix(step))
-    )
-
-
-def train_regression(
-    worlds: Worlds,
-    bases: Sequence[Optimizer],
-    steps: int,
-    overlap: bool,
-    land: Callable[[int], None],
-) -> Tensor:
-    """As `train_densely`, with the losses of `problem` and the updates of these optimizers."""
     return train_densely(
         worlds,
         steps,
         overlap,
         compute=lambda rank, step: backward(worlds[rank], rank, step),
         update=lambda rank, step: bases[rank].step(),
-        land=land,
+        land=lambda step: mix(worlds, topology.mixing_matrix(step)),
     )
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
@@ -121,3 +121,14 @@ def take_steps(
 
 def flatten(params: Sequence[Tensor]) -> Tensor:
     return torch.cat([param.detach().reshape(-1).double() for param in params])
+
+
+class Held(nn.Module):
+    """A parameter that is read when this is called."""
+
+    def __init__(self, param: Tensor) -> None:
+        super().__init__()
+        self.param = param if isinstance(param, nn.Parameter) else nn.Parameter(param.detach())
+
+    def forward(self, total: Tensor) -> Tensor:
+        return total + self.param.detach().sum()

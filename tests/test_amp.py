@@ -42,15 +42,6 @@ def test_a_rank_without_any_gradient_takes_part(kernel: dict[str, Any]) -> None:
     assert run_threads(2, main)[1].abs().max() > 1e-2
 
 
-def test_float16_gradients_are_refused_as_torch_refuses_them() -> None:
-    param = torch.ones(3, dtype=torch.float16, requires_grad=True)
-    optimizer = wrap([param], base=torch.optim.SGD([param], lr=0.1))
-    scaler = GradScaler("cpu", init_scale=4.0)
-    backward(scaler.scale(param.sum()))
-    with pytest.raises(ValueError, match="float16"):
-        scaler.step(optimizer)
-
-
 def test_a_fused_update_counts_as_a_change_of_the_parameters() -> None:
     """Its kernels do not count it, and a graph that still needs the old values would not notice."""
     params = make_params(dtype=torch.float32)

@@ -515,13 +515,6 @@ def test_the_model_has_to_contain_all_parameters() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-def traced(model: nn.Module) -> nn.Module:
-    """The same parameters in TorchScript."""
-    script: nn.Module = torch.jit.trace(model, batch(0, 0))  # type: ignore[no-untyped-call]
-    return script
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace")
 @pytest.mark.parametrize(
     ("options", "overlap"),
     [
@@ -529,7 +522,6 @@ def traced(model: nn.Module) -> nn.Module:
         ({"extensions": [StateGossip("momentum_buffer"), GradientTracking()]}, "forward"),
         ({"model": None}, "True"),
         ({"model": OTHER}, "True"),
-        ({"model": traced}, "True"),
         ({"extensions": [StateAverage()]}, "True"),
         ({"overlap": AsItArrives()}, "AsItArrives(max_steps=16)"),
         ({"overlap": False}, "False"),
@@ -540,8 +532,6 @@ def test_a_known_model_is_mixed_before_its_forward_pass_unless_something_is_agai
 ) -> None:
     model = make_model()
     options = {"model": model, **options}
-    if options["model"] is traced:
-        options["model"] = traced(model)
     optimizer = DecentOptimWrapper(modules.sgd(model.parameters()), **options)
     assert f"overlap: {overlap}\n" in repr(optimizer)
     if options["model"] is model:

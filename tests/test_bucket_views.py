@@ -138,20 +138,17 @@ VIEWS: dict[str, Any] = {"param_as_bucket_view": True}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options", "synchronizes"),
+    ("world_size", "options"),
     [
-        (2, {}, False),
-        (2, {"comm_dtype": torch.bfloat16}, False),
-        (2, {"overlap": False, **VIEWS}, False),
-        (2, {"schedule": Schedule(gossip_every=2), **VIEWS}, False),
-        (2, {"schedule": Schedule(gossip_every=2), "overlap": Late(2), **VIEWS}, False),
-        (1, VIEWS, False),
-        (2, VIEWS, True),
+        (2, {}),
+        (2, {"overlap": False, **VIEWS}),
+        (2, {"schedule": Schedule(gossip_every=2), "overlap": Late(2), **VIEWS}),
+        (1, VIEWS),
     ],
-    ids=["copies", "copies in bf16", "no overlap", "idle", "frozen", "alone", "synchronized"],
+    ids=["copies", "no overlap", "idle and frozen", "alone"],
 )
 def test_values_may_be_changed_where_none_of_them_travel(
-    world_size: int, options: dict[str, Any], synchronizes: bool
+    world_size: int, options: dict[str, Any]
 ) -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params()
@@ -162,8 +159,6 @@ def test_values_may_be_changed_where_none_of_them_travel(
                 before = flatten(params)
                 take_steps(optimizer, params, rank, [optimizer.round])
                 assert not torch.equal(flatten(params), before)
-                if synchronizes:
-                    optimizer.synchronize()
                 if optimizer.round % 2:
                     change(params[2])
             with optimizer.averaged():
@@ -261,13 +256,8 @@ def test_a_copy_of_a_model_with_views_is_exported_whole_and_in_part(tmp_path: Pa
         with model.optimizer.averaged():
             expected = flat(model)
             exported = copy.deepcopy(model.module)
-        # The reason for the copy: torch saves the bucket of a part, and safetensors refuses it.
-        plain = saved_bytes(tied_model()[2])
-        assert saved_bytes(model.module.get_submodule("2")) > 1.5 * plain
-        with pytest.raises(RuntimeError):
-            save_model(model.module, str(tmp_path / f"{rank}.refused"))
-
-        assert saved_bytes(exported.get_submodule("2")) == plain
+        # Torch would save the whole bucket of a part, and safetensors refuse it.
+        assert saved_bytes(exported.get_submodule("2")) == saved_bytes(tied_model()[2])
         save_model(exported, str(tmp_path / f"{rank}.safetensors"))
         loaded = tied_model(seed=1)
         load_model(loaded, tmp_path / f"{rank}.safetensors")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from covering import VIEWS, named, pairwise
 from problem import draw_gradients, flatten, nesterov
 from ranks import run_threads
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from warned import warned_texts
 
 from decent_optim_wrapper import (
@@ -30,7 +28,6 @@ from decent_optim_wrapper import (
 )
 from decent_optim_wrapper.codecs import INT4, CastCodec, Codec, TopKCodec
 from decent_optim_wrapper.wire import bucket as bucket_module
-from decent_optim_wrapper.wire import references
 
 pytestmark = pytest.mark.slow
 
@@ -309,48 +306,6 @@ def test_references_follow_parameters_into_other_buckets() -> None:
 
     # A reference of zeros would round the values themselves: by hundredths, where ranks differ.
     assert max(run_threads(2, main)) < 1e-9
-
-
-@pytest.mark.parametrize(
-    ("case", "change", "late"),
-    [
-        ("ring", add_group, "late, outer"),
-        ("nodes", DecentOptimWrapper.rebuild_buckets, "each step"),
-    ],
-)
-def test_replaced_references_are_freed(
-    case: str,
-    change: Callable[[DecentOptimWrapper], None],
-    late: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also those of groups that were not in flight, and those of two changes in one round."""
-    made: list[tuple[Any, int]] = []
-    new_reference = references.new_reference
-
-    def noting(bucket: bucket_module.Bucket) -> Tensor:
-        vector = new_reference(bucket)
-        weak = StorageWeakRef(vector.untyped_storage())  # type: ignore[no-untyped-call]
-        made.append((weak, vector.nbytes))
-        return vector
-
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[DecentOptimWrapper, int]:
-        params = make_params(seed=rank)
-        optimizer = wrap(params, group, CASES[case], comm_dtype=torch.int8, **SCHEDULES[late])
-        take_steps(optimizer, params, rank, range(7))
-        change(optimizer)
-        change(optimizer)
-        take_steps(optimizer, params, rank, range(7))
-        optimizer.synchronize()
-        groups = {each.ranks for each in optimizer.topology.schedule(rank) if each.size > 1}
-        return optimizer, len(groups) * sum(8 * each.flat_numel for each in optimizer.buckets)
-
-    monkeypatch.setattr(references, "new_reference", noting)
-    optimizers, own = zip(*run_threads(CASES[case].world_size, main), strict=True)
-    gc.collect()
-    assert sum(nbytes for storage, nbytes in made if not storage.expired()) == sum(own)
-    assert len(made) > len(own) * 4
-    del optimizers
 
 
 @pytest.mark.parametrize(

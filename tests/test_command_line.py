@@ -17,10 +17,8 @@ import pytest
 import torch
 from ranks import print_to, run_processes, start_process
 
-from decent_optim_wrapper import Group, Topology
 from decent_optim_wrapper.cli import main
 from decent_optim_wrapper.planning import suggest
-from decent_optim_wrapper.topo.base import REGISTRY
 
 
 def printed(command: str) -> str:
@@ -35,13 +33,6 @@ def refusal(command: str) -> str:
         main(command.split())
     (line,) = output.getvalue().strip().splitlines()
     return line
-
-
-class Apart(Topology):
-    """Two pairs that never mix with each other, one of them with weights of its own."""
-
-    def phases(self) -> list[list[Group | list[int]]]:
-        return [[Group([0, 1], 0.75), [2, 3]]]
 
 
 def test_the_table_of_topologies_names_those_that_fit_and_why_others_do_not() -> None:
@@ -62,16 +53,6 @@ def test_the_table_of_topologies_names_those_that_fit_and_why_others_do_not() ->
     assert errors["ring"] == pytest.approx(1.889, abs=1e-3)
     power_of_two = {"name": "one-peer-exp", "needs": "a world size that is a power of two"}
     assert power_of_two in data["misfits"]
-
-
-@mock.patch.dict(REGISTRY, apart=Apart)
-def test_ranks_that_drift_apart_and_weights_of_their_own_are_told_and_in_valid_json() -> None:
-    command = "topologies --world-size 4 --topology ring apart"
-    rows = [line.split() for line in printed(command).splitlines()[2:4]]
-    assert [(row[0], row[5] == "inf") for row in rows] == [("ring", False), ("apart", True)]
-    text = printed(f"{command} --json")
-    assert "Infinity" not in text
-    assert [row["steady_error"] is None for row in json.loads(text)["topologies"]] == [False, True]
 
 
 BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmark" / "README.md"

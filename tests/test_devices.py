@@ -13,9 +13,8 @@ from problem import backward, flatten, make_params, wrap
 from ranks import run_threads
 from torch import Tensor
 
-from decent_optim_wrapper import Schedule, StateAverage, TopologyFactory
+from decent_optim_wrapper import Schedule, StateAverage
 from decent_optim_wrapper.checkpoint import Checkpoints
-from decent_optim_wrapper.planning import consensus_rate, steady_error, suggest
 
 
 @pytest.mark.parametrize("topology", ["ring", "complete"])
@@ -49,17 +48,3 @@ def test_a_default_device_does_not_reach_the_messages_between_ranks(
     for one, other in zip(usual, odd, strict=True):
         assert all(map(torch.equal, one, other))
     assert not torch.equal(usual[0][0], flatten(make_params()))
-
-
-def test_plans_are_made_on_the_cpu_whatever_the_default_device() -> None:
-    def plans() -> list[object]:
-        topologies = [TopologyFactory.create(name, 8, 2) for name in TopologyFactory.names()]
-        return [
-            [topology.mixing_matrix(0).tolist() for topology in topologies],
-            [(steady_error(topology), consensus_rate(topology)) for topology in topologies],
-            suggest(7),
-        ]
-
-    usual = plans()
-    with torch.device("meta"):
-        assert plans() == usual

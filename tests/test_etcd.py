@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from etcd_servers import EtcdServers, free_ports, require_etcd
-from ranks import PROCESSES, begin_process, end_interpreter, start_process
+from ranks import begin_process, end_interpreter, start_process
 from restartable_processes import Failure, StoreProcess, TrainingProcesses, train_or_tell
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError
@@ -183,54 +183,40 @@ def test_without_the_client_the_error_says_what_to_install() -> None:
         EtcdStore("host:2379", "run")
 
 
-def fork_with_a_store(endpoints: str, result: Any) -> None:
-    store = EtcdStore(endpoints, "fork")
-    store.set("parent", "1")
-    stop = threading.Event()
-
-    def beat() -> None:
-        while not stop.wait(0.01):
-            store.add("beats", 1)
-
-    beating = threading.Thread(target=beat)
-    beating.start()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)
-        store.set("child", store.get("parent"))
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    before = store.add("beats", 0)
-    while store.add("beats", 0) <= before:
-        time.sleep(0.01)
-    stop.set()
-    beating.join()
-    result.send((status, store.get("child")))
-
-
-def test_a_forked_process_may_use_it_and_its_parent_goes_on(servers: EtcdServers) -> None:
-    ours, theirs = PROCESSES.Pipe(duplex=False)
-    process = start_process(fork_with_a_store, servers.endpoints, theirs)
-    assert ours.poll(60)
-    assert ours.recv() == (0, b"1")
-    process.join(30)
-    assert process.exitcode == 0
-
-
-def sum_in_a_group(endpoints: str, rank: int) -> NoReturn:
+def train_and_fork(endpoints: str, rank: int) -> NoReturn:
+    """What a rank does with it: a process group, a child that reads, and a thread that beats."""
     begin_process()
     store, patience = EtcdStore(endpoints, "group"), timedelta(seconds=40)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=patience)
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
+    assert total.item() == 3.0
+    beats, stop = f"beats {rank}", threading.Event()
+    beating = in_background(partial(beat_until, store, beats, stop))
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        store.set(f"child {rank}", str(store.add(beats, 0)))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    before = store.add(beats, 0)
+    while store.add(beats, 0) <= before:
+        time.sleep(0.01)
+    assert store.check([f"child {rank}"])
+    stop.set()
+    beating.result()
     dist.barrier()
     dist.destroy_process_group()
-    assert total.item() == 3.0
     end_interpreter()
 
 
-def test_torch_starts_a_process_group_over_it_and_the_processes_end(servers: EtcdServers) -> None:
-    ranks = [start_process(sum_in_a_group, servers.endpoints, rank) for rank in range(2)]
+def beat_until(store: Store, key: str, stop: threading.Event) -> None:
+    while not stop.wait(0.01):
+        store.add(key, 1)
+
+
+def test_ranks_start_a_group_over_it_and_fork_and_end(servers: EtcdServers) -> None:
+    ranks = [start_process(train_and_fork, servers.endpoints, rank) for rank in range(2)]
     for rank in ranks:
         rank.join(60)
     assert [rank.exitcode for rank in ranks] == [0, 0]

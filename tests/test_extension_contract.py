@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import VIEWS, pairwise
-from problem import adamw, flatten, make_params, nesterov, sgd, take_steps, wrap
+from problem import Held, adamw, flatten, make_params, nesterov, sgd, take_steps, wrap
 from ranks import run_threads
 from scripted_ranks import LR, Part, Seen, Spec, Trainer, World, stack
 from torch import Tensor, nn
@@ -139,18 +139,6 @@ SPECS = [
 # A pair and a larger group in turn.
 PHASES = [[Part([0, 1], 0.7), Part([2], None)], [Part([0, 1, 2], None)]]
 ALONE = [[Part([0], None)]] * len(PHASES)
-
-
-class Held(nn.Module):
-    """A parameter that is read when this is called."""
-
-    def __init__(self, param: Tensor) -> None:
-        super().__init__()
-        assert isinstance(param, nn.Parameter)
-        self.param = param
-
-    def forward(self, total: Tensor) -> Tensor:
-        return total + self.param.detach().sum()
 
 
 class Rank(Trainer):

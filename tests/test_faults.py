@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import OVERLAP, named, pairwise
-from problem import backward, flatten, make_params, wrap
+from problem import Held, backward, flatten, make_params, wrap
 from ranks import keep_no_idle_threads, run_processes, run_threads, threads_end
 from torch import Tensor, nn
 
@@ -52,17 +52,6 @@ class Outcome(NamedTuple):
     bucket: int | None
     seconds: float
     untouched: bool
-
-
-class Held(nn.Module):
-    """A parameter that is read when this is called."""
-
-    def __init__(self, param: Tensor) -> None:
-        super().__init__()
-        self.param = nn.Parameter(param.detach())
-
-    def forward(self, total: Tensor) -> Tensor:
-        return total + self.param.detach().sum()
 
 
 def send(number: signal.Signals) -> None:

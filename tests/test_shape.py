@@ -32,12 +32,12 @@ MOST_METHODS, MOST_REWRITTEN = 25, 12
 # Code lines of each folder, "" for the modules beside them. They only go down: a feature is paid
 # for with a deletion.
 FOLDER_LINES = {
-    **{"": 1_185, "gossip": 1_723, "wire": 1_293, "comm": 1_148, "start": 851, "elastic": 789},
+    **{"": 1_185, "gossip": 1_722, "wire": 1_293, "comm": 1_148, "start": 851, "elastic": 789},
     **{"launcher": 550, "planning": 328, "checkpoint": 489, "topo": 560, "extensions": 521},
     **{"ddp": 485, "optim": 480, "data": 368, "integrations": 315, "codecs": 299, "mesh": 120},
 }
 # Those of all tests, likewise.
-TEST_LINES = 15_948
+TEST_LINES = 15_803
 # One idea in each file: fewer files of a step would mean longer ones.
 MOST_CALLS = 110
 # What the core must not know by name: these come in through its seams.

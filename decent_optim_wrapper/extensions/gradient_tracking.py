@@ -60,10 +60,9 @@ def _load(estimate: Estimate, row: Estimate) -> None:
     estimate.update(steps=row["steps"], is_open=row["is_open"])
 
 
-def _parts(estimates: Iterable[Estimate]) -> tuple[list[Tensor], list[Tensor]]:
+def _parts(estimates: Sequence[Estimate]) -> tuple[list[Tensor], list[Tensor]]:
     """The local y and means."""
-    chosen = list(estimates)
-    return [local(each["y"]) for each in chosen], [local(each["mean"]) for each in chosen]
+    return [local(each["y"]) for each in estimates], [local(each["mean"]) for each in estimates]
 
 
 @torch.no_grad()
@@ -84,7 +83,10 @@ def _collect(
     for mean, grad, weight in rows:
         if grad is None:
             mean.mul_(1 - weight)
-    if moved := [(mean, grad.to(mean.dtype), by) for mean, grad, by in rows if grad is not None]:
+    # `to` takes as long as everything else here if the gradients are small.
+    if moved := [
+        (m, g if g.dtype is m.dtype else g.to(m.dtype), w) for m, g, w in rows if g is not None
+    ]:
         torch._foreach_lerp_(*zip(*moved, strict=True))
 
 
@@ -162,8 +164,7 @@ class GradientTracking(Extension):
     def state_dict(self) -> dict[str, Any]:
         """Copies of the estimates of all parameters."""
         found = map(self._of, params_of(self._optimizer))
-        rows = [{**e, "y": e["y"].clone(), "mean": e["mean"].clone()} for e in found]
-        return {"params": rows}
+        return {"params": [{**e, "y": e["y"].clone(), "mean": e["mean"].clone()} for e in found]}
 
     def _rows(self, state: dict[str, Any] | None) -> Iterator[tuple[Tensor, Estimate]]:
         """The parameters, each with its saved estimate; none for a state of None."""

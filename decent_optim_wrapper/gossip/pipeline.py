@@ -137,7 +137,6 @@ class Pipeline:
         self, call: CollectiveCall, plan: RoundPlan, number: int | None = None, age: int = 0
     ) -> Round:
         """Begin an exchange with the ranks that mix next: headers, and buckets if it has any."""
-        self.session.transport.check_open()
         header = RoundHeader(call, self.round if number is None else number, plan.mixing_rate)
         return Round(header, plan, self.session, self.policy).open(age)
 
