@@ -192,7 +192,7 @@ def average_and_look(walk: Walk, for_good: bool) -> tuple[Tensor, Tensor, float]
 
 @pytest.mark.slow
 @settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     database=None,

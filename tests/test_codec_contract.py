@@ -104,20 +104,6 @@ def test_a_message_depends_on_the_values_only_and_says_how_large_it_is(
 
 
 @EACH
-def test_messages_are_decoded_side_by_side(codec: Codec) -> None:
-    one, two = draw(SLICE + 9), draw(SLICE + 9, seed=1)
-    messages = [coded(codec, one), coded(codec, two)]
-    apart = [decoded(codec, message, one) for message in messages]
-    places = []
-    for place, together in codec.decode(*messages, numel=len(one), dtype=one.dtype):
-        assert all(map(torch.equal, together, [each[place] for each in apart]))
-        places.append((place.start, place.stop))
-    end = SLICE // codec.block * codec.block
-    assert places == [(0, end), (end, len(one))]
-    assert not torch.equal(*apart)
-
-
-@EACH
 def test_a_message_tells_of_one_value_that_is_not_finite(codec: Codec) -> None:
     values = torch.ones(SLICE + 1, dtype=torch.float64)
     assert codec.is_finite(coded(codec, values))

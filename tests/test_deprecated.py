@@ -93,29 +93,6 @@ def test_an_old_spelling_warns_and_has_the_same_trajectory(
     assert Tensor.equal(ours[0], plain[0]) == (not new)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"gossip_every": AUTO, "staleness": 2}, ValueError, "staleness expects"),
-        ({"staleness": 2, "gossip_every": 2, "overlap": False}, ValueError, "overlap=Late"),
-        ({"staleness": 3, "gossip_every": 2}, ValueError, "at least as many steps"),
-        ({"staleness": "2"}, TypeError, "steps expects"),
-        ({"average_state": "averge"}, ValueError, "did you mean 'average'"),
-        ({"average_state": ()}, TypeError, "average_state expects"),
-        ({"gradient_tracking": 1}, TypeError, "gradient_tracking expects a bool"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*will be removed:DeprecationWarning")
-def test_an_old_spelling_is_checked(
-    options: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    others = {
-        name: options.pop(name) for name in ("overlap", "gradient_tracking") if name in options
-    }
-    with pytest.raises(error, match=words):
-        wrap(make_params(), schedule=Schedule(**options), **others)
-
-
 def test_tracking_is_given_up_by_its_old_property() -> None:
     optimizer = wrap(make_params(), extensions=[GradientTracking()])
     assert optimizer.gradient_tracking

@@ -93,8 +93,8 @@ def test_numbers_and_claims_are_exact_while_many_use_them(servers: EtcdServers) 
 
 
 @contextmanager
-def watched_clients(loses: bool = False) -> Iterator[list[mock.Mock]]:
-    """The clients of stores made meanwhile; each may lose the answers of every other write."""
+def clients_that_lose_answers() -> Iterator[list[mock.Mock]]:
+    """The clients of stores made meanwhile, which lose the answers of every other write."""
     pyetcd: Any = importlib.import_module("pyetcd")
     make, clients = pyetcd.MultiEndpointEtcd3Client, []
 
@@ -108,8 +108,7 @@ def watched_clients(loses: bool = False) -> Iterator[list[mock.Mock]]:
                 raise pyetcd.exceptions.ConnectionTimeoutError
             return done
 
-        if loses:
-            watched.transaction.side_effect = write_and_lose
+        watched.transaction.side_effect = write_and_lose
         return watched
 
     with mock.patch.object(pyetcd, "MultiEndpointEtcd3Client", make_watched):
@@ -117,7 +116,7 @@ def watched_clients(loses: bool = False) -> Iterator[list[mock.Mock]]:
 
 
 def test_a_call_whose_answer_is_lost_takes_effect_once(servers: EtcdServers) -> None:
-    with watched_clients(loses=True) as clients:
+    with clients_that_lose_answers() as clients:
         store = EtcdStore(servers.endpoints, "lost answers")
         assert [store.add("n", 1) for _ in range(5)] == [1, 2, 3, 4, 5]
         for part in "abc":

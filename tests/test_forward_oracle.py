@@ -29,7 +29,6 @@ BASES = {
     "sgd": sgd,
     # The update of SGD, unlike that of Adam, depends on the scale of a gradient.
     "fused sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True),
-    "foreach sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=True),
     "adamw": partial(adamw, eps=EPS),
     "accumulating": partial(accum_adam, eps=EPS),
 }
