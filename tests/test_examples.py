@@ -204,9 +204,12 @@ PRINTED = {
     "benchmark/overhead.py --parameters 1e6 --repeats 1 --training 1": [
         *("| decent-dp | * | 1.00 |", "| the wrapper, int8 |*", "| the module |*"),
     ],
-    "benchmark/step_time.py --defaults --sizes 1 --steps 2 --warmup 1 --rates '' --ranks 2 "
-    "--methods DDP 'the wrapper' --jitter 0.3 --slow-factor 1.5": [
+    "benchmark/step_time.py --sizes 1 --steps 2 --warmup 1 --rates '' --ranks 2 "
+    "--methods DDP 'PostLocalSGD 8' 'the wrapper' --jitter 0.3 --slow-factor 1.5": [
         *("| DDP |*", "| the wrapper |*", "| all-reduce / computing |*"),
+    ],
+    "benchmark/control.py --ratios 4 --ranks 2 --part 0.002 --methods DDP 'the module, pairs'": [
+        *("| 4 | DDP | 1 | * | 1.00 | * |", "| 4 | the module, pairs | 2 | * |"),
     ],
     "benchmark/mesh_bytes.py --measured 2 --computed 2": [
         "| HSDP, float32 | 1.000 | 1.000 |",

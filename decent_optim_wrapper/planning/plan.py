@@ -10,7 +10,7 @@ which a rank sends its parameters once, in k buckets,
 
 with k' the buckets of DDP. The time to DDP's loss is the time of the steps that were measured with
 a small GPT on 4 ranks (`examples/benchmark/time_to_loss.py`). Coding takes no time here, and all
-ranks compute equally fast; `examples/benchmark/simulation.py` simulates others.
+ranks compute equally fast.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import netlab
 import torch
 import torch._dynamo  # the first optimizer step would import it, in every rank
 import torch.distributed as dist
+from methods import METHODS, Recipe
 from simulated_ranks import BETAS
 from stacked_gpt import (
     PARAMETERS,
@@ -32,13 +33,9 @@ from stacked_gpt import (
     validation_loss,
 )
 from step_time import HEADERS
-from time_to_loss import RESULTS, SEEDS, Results, Row, best, rate, steps_needed
+from time_to_loss import PICTURE, RESULTS, SEEDS, Results, Row, best, rate, steps_needed
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from decent_optim_wrapper import DecentOptimWrapper
-from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.optim import lr_scheduler_fn_cosine_with_warmup
 from decent_optim_wrapper.topo import Group
 from decent_optim_wrapper.utils import init_distributed
@@ -91,64 +88,12 @@ class Plan(NamedTuple):
     lr: float
     steps: int
 
-    def base(self, params: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(params, lr=self.lr, betas=BETAS)
-
-    def base_of_named(self, named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-        return self.base([tensor for _, tensor in named])
-
-    def scheduler(self, base: torch.optim.Optimizer) -> Any:
+    def recipe(self) -> Recipe:
         warmup = self.steps // 10
-        return lr_scheduler_fn_cosine_with_warmup(base, self.steps - warmup, warmup)
-
-
-class Loop(NamedTuple):
-    """A model, and what steps after its backward pass; a module steps by itself."""
-
-    model: nn.Module
-    optimizer: Any = None
-    scheduler: Any = None
-
-
-def alone(model: nn.Module, plan: Plan) -> Loop:
-    base = plan.base(model.parameters())
-    return Loop(model, base, plan.scheduler(base))
-
-
-def ddp(model: nn.Module, plan: Plan, compress: bool = False) -> Loop:
-    network = DistributedDataParallel(model)
-    if compress:
-        network.register_comm_hook(None, bf16_compress_hook)
-    return alone(network, plan)
-
-
-def decent_dp(model: nn.Module, plan: Plan) -> Loop:
-    from decent_dp.ddp import DecentralizedDataParallel as Peer
-
-    return Loop(Peer(model, plan.base_of_named, plan.scheduler))
-
-
-def wrapper(model: nn.Module, plan: Plan, **options: Any) -> Loop:
-    base = plan.base(model.parameters())
-    return Loop(model, DecentOptimWrapper(base, model=model, **options), plan.scheduler(base))
-
-
-def module(model: nn.Module, plan: Plan, **options: Any) -> Loop:
-    options = {"topology": "one-peer-exp", **options}
-    return Loop(DecentralizedDataParallel(model, plan.base_of_named, plan.scheduler, **options))
-
-
-# By name, what makes a method and the row of `time_to_loss.py` that trains like it.
-METHODS: dict[str, tuple[Callable[[nn.Module, Plan], Loop], str]] = {
-    "no communication": (alone, "DDP"),
-    "DDP": (ddp, "DDP"),
-    "DDP, bf16 hook": (partial(ddp, compress=True), "DDP, bf16 hook"),
-    "decent-dp": (decent_dp, "decent-dp"),
-    "the wrapper": (wrapper, "ours"),
-    "the wrapper, int8": (partial(wrapper, comm_dtype=torch.int8), "ours, int8"),
-    "the module, pairs": (module, "ours"),
-    "the module, pairs, int8": (partial(module, comm_dtype=torch.int8), "ours, int8"),
-}
+        return Recipe(
+            partial(torch.optim.AdamW, lr=self.lr, betas=BETAS),
+            partial(lr_scheduler_fn_cosine_with_warmup, t_max=self.steps - warmup, t_warmup=warmup),
+        )
 
 
 class Trained(NamedTuple):
@@ -163,22 +108,14 @@ def train(method: str, plan: Plan, seed: int, steps: int) -> Trained:
     init_distributed()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = GPT(seed)
-    network, optimizer, scheduler = METHODS[method][0](model, plan)
+    training = METHODS[method](model, plan.recipe())
     generator = torch.Generator().manual_seed(seed)
     batch(torch.Generator(), ranks)  # reads the text
     dist.barrier()
     start = time.perf_counter()
     for _ in range(steps):
-        if optimizer is not None:
-            optimizer.zero_grad()
-        network(batch(generator, ranks)[rank]).backward()
-        if optimizer is not None:
-            optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-    ours = getattr(network, "optimizer", optimizer)
-    if hasattr(ours, "synchronize"):
-        ours.synchronize()
+        training.step(batch(generator, ranks)[rank])
+    training.finish()
     dist.barrier()
     seconds = time.perf_counter() - start
     flat = torch.cat([part.weight.detach().flatten() for part in model.parts])
@@ -189,7 +126,7 @@ def train(method: str, plan: Plan, seed: int, steps: int) -> Trained:
 
 def plan_of(method: str, seeds: Sequence[int] = SEEDS) -> Plan | None:
     """The best learning rate of a method, and its steps until DDP's loss; None if not measured."""
-    results, row = Results(RESULTS, STEPS), Row(METHODS[method][1])
+    results, row = Results(RESULTS, STEPS), Row(PICTURE.get(method, "DDP"))
     found, needed = best(results, row, seeds), steps_needed(results, row, seeds)
     if found is None or needed is None:
         return None
@@ -199,7 +136,8 @@ def plan_of(method: str, seeds: Sequence[int] = SEEDS) -> Plan | None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 4], metavar="RATIO")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS][1:])
+    default = [name for name in PICTURE if name in METHODS]
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=default)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", type=float, default=1.0, help="of the steps that are made")
@@ -216,9 +154,8 @@ def main() -> None:
         )
     computing = max(each.seconds for each in alone) / steps
     print(f"a step without communication takes {1000 * computing:.1f} ms")
-    print(
-        "| all-reduce / computing | method | steps | s | of DDP | loss |\n|---|---|---|---|---|---|"
-    )
+    print("| all-reduce / computing | method | steps | s | faster | loss |")
+    print("|---" * 6 + "|")
     sent = Group(range(args.ranks)).copies_sent * 4 * PARAMETERS * 8 * HEADERS
     for ratio in args.ratios:
         link = netlab.possible(f"{sent / (ratio * computing) / 1e3:.0f}kbit")

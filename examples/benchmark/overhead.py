@@ -5,7 +5,7 @@
 It compares one round (pack, send and receive, mix) with one bare send and receive of the same
 bytes and with the all-reduce of DDP, and the step of a lone rank, which exchanges nothing, with
 that of the base optimizer. With --training it measures whole steps of every method of
-`step_time.py --defaults` by turns, where the memory is the limit. `gpu.py` measures the packing and
+`step_time.py` by turns, where the memory is the limit. `gpu.py` measures the packing and
 the mixing on a GPU. It takes 46 s of CPU time, of both ranks together.
 """
 
@@ -19,10 +19,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import netlab
-import step_time
 import torch
 import torch._dynamo  # the first optimizer step would import it, in every rank
 import torch.distributed as dist
+from methods import METHODS
+from step_time import RECIPE
 from torch import Tensor, nn
 
 from decent_optim_wrapper import DecentOptimWrapper
@@ -99,24 +100,24 @@ class Dense(nn.Module):
         return self.linear(x.expand(1, WIDTH)).mean(dim=1)
 
 
-def training(method: str, count: int, repeats: int) -> float:
+def whole_steps(method: str, count: int, repeats: int) -> float:
     """Median seconds of a step of a method with its own defaults."""
     dist.init_process_group("gloo")
     model = nn.Sequential(*(Dense() for _ in range(max(1, count // WIDTH**2))))
-    step = step_time.DEFAULTS[method](model)
-    seconds = median_seconds(method, step, repeats)
-    if hasattr(step, "finish"):
-        step.finish()
+    training = METHODS[method](model, RECIPE)
+    inputs = torch.ones(1, requires_grad=True)
+    seconds = median_seconds(method, lambda: training.step(inputs), repeats)
+    training.finish()
     dist.barrier()
     return seconds
 
 
 def print_training(where: netlab.Lab, count: int, repeats: int, turns: int) -> None:
     """Print the medians of all methods over turns, and their ratios to decent-dp."""
-    rows: dict[str, list[float]] = {name: [] for name in step_time.DEFAULTS}
+    rows: dict[str, list[float]] = {name: [] for name in METHODS}
     for _ in range(turns):
         for name, row in rows.items():
-            row.append(max(netlab.run(where, 2, training, name, count, repeats, timeout=300)))
+            row.append(max(netlab.run(where, 2, whole_steps, name, count, repeats, timeout=300)))
     print("| method | ms per step | by decent-dp |\n|---|---|---|")
     peer = statistics.median(rows["decent-dp"])
     for name, row in rows.items():

@@ -5,49 +5,37 @@
 Four ranks, each in its own network namespace behind a 400 Mbit/s link (root and iproute2 needed;
 without them, plain loopback). The model has 10 layers whose forward and backward take 0.1 s and
 0.2 s of wall time without using the CPU, as on an accelerator; its parameters total M MiB. SGD
-with momentum, buckets of 4 MiB, gloo, topology ring; with --defaults, every method with
-its own defaults. The times may vary from step to step, and rank 0 may be slower than the others.
-One method with 20 MiB takes 5 s of CPU time, of all ranks together, and 15 s in all; by default it
-runs all methods with three sizes.
+with momentum, gloo, and every method with its own defaults. The times may vary from step to step,
+and rank 0 may be slower than the others. One method with 20 MiB takes 5 s of CPU time, of all ranks
+together, and 15 s in all; by default it runs all methods with three sizes.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import math
 import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import netlab
-import simulated
 import torch
 import torch._dynamo  # the first optimizer step would import it, in every rank
 import torch.distributed as dist
+from methods import METHODS, Recipe
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
-from decent_optim_wrapper import AsItArrives, DecentOptimWrapper, GradientTracking, Late, Schedule
-from decent_optim_wrapper.codecs import INT4
-from decent_optim_wrapper.ddp import DecentralizedDataParallel
 from decent_optim_wrapper.topo import Group
 from decent_optim_wrapper.utils import init_distributed
 
 LAYERS = 10
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.1, 0.2
-BUCKET_CAP_MB = 4
-# One layer at a time, for what waits for each bucket.
-SMALL_CAP_MB = 1
 HEADERS = 1.04
 MIB = 1024 * 1024
 
@@ -60,21 +48,16 @@ class Timing(NamedTuple):
     mix: float | None = None
 
 
-Step = Callable[[], None]
-
-
 class Workload(NamedTuple):
     """What the ranks compute.
 
     Args:
         jitter: sigma of the log-normal factor of a step's time, whose mean is 1.
         slow_factor: how many times longer rank 0 takes.
-        defaults: whether every method has its own defaults.
     """
 
     jitter: float = 0.0
     slow_factor: float = 1.0
-    defaults: bool = False
 
 
 class _Clock:
@@ -115,151 +98,20 @@ def build_model(size_mib: float) -> nn.Module:
     return nn.Sequential(*(Layer(numel) for _ in range(LAYERS)))
 
 
-def make_base(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
-
-
-def loop(network: nn.Module, optimizer: Any | None) -> Step:
-    batch = torch.ones(1, requires_grad=True)
-
-    def step() -> None:
-        if optimizer is not None:
-            optimizer.zero_grad()
-        network(batch).sum().backward()
-        if optimizer is not None:
-            optimizer.step()
-
-    return step
-
-
-def no_communication(model: nn.Module) -> Step:
-    return loop(model, make_base(model.parameters()))
-
-
-def ddp(model: nn.Module, compress: bool = False, cap_mb: float | None = BUCKET_CAP_MB) -> Step:
-    network = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
-    if compress:
-        network.register_comm_hook(None, bf16_compress_hook)
-    return loop(network, make_base(network.parameters()))
-
-
-def post_local_sgd(model: nn.Module, period: int = 1) -> Step:
-    averager = PeriodicModelAverager(period=period)
-    return loop(model, PostLocalSGDOptimizer(make_base(model.parameters()), averager))
-
-
-def decent_dp(model: nn.Module, **options: Any) -> Step:
-    from decent_dp.ddp import DecentralizedDataParallel
-
-    def make(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-        return make_base([tensor for _, tensor in named])
-
-    return loop(DecentralizedDataParallel(model, make, **options), None)
-
-
-def wrapper(model: nn.Module, known: bool = True, whole: bool = False, **options: Any) -> Step:
-    """The wrapper with these options; `known` passes the model."""
-    base = make_base(model.parameters())
-    if whole:
-        # A base with its own hook is updated in one call.
-        base.register_step_post_hook(lambda *_: None)
-    optimizer = DecentOptimWrapper(base, model=model if known else None, **options)
-    return noted(loop(model, optimizer), optimizer)
-
-
-def module(model: nn.Module, bucket_cap_mb: float | None = None, **options: Any) -> Step:
-    """The module with these options."""
-    network = DecentralizedDataParallel(
-        model, make_base, bucket_size_in_mb=bucket_cap_mb, **options
-    )
-    return noted(loop(network, None), network.optimizer)
-
-
-def noted(step: Step, optimizer: DecentOptimWrapper) -> Step:
-    """Let the step tell what it has cost, and how it is finished."""
-    step.stats = optimizer.stats  # type: ignore[attr-defined]
-    step.finish = optimizer.synchronize  # type: ignore[attr-defined]
-    return step
-
-
-gossip = partial(wrapper, bucket_cap_mb=BUCKET_CAP_MB, topology="ring")
-in_backward = partial(module, bucket_cap_mb=BUCKET_CAP_MB, topology="ring", overlap=True)
-COMM: dict[str, dict[str, Any]] = {
-    "": {},
-    "bf16": {"comm_dtype": torch.bfloat16},
-    "int8": {"comm_dtype": torch.int8},
-}
-# Groups of more than two ranks.
-GROUPS: dict[str, dict[str, Any]] = {
-    "complete": {"topology": "complete"},
-    "nodes of 2": {"topology": "alternating-exp-ring", "local_world_size": 2},
-}
-METHODS: dict[str, Callable[..., Step]] = {
-    "no communication": no_communication,
-    "DDP": ddp,
-    "DDP, bf16 hook": partial(ddp, compress=True),
-    "PostLocalSGD, period 1": post_local_sgd,
-    "decent-dp": partial(decent_dp, topology="ring", bucket_size_in_mb=BUCKET_CAP_MB),
-    "ours": gossip,
-    "ours, views": partial(gossip, param_as_bucket_view=True),
-    "ours, bf16": partial(gossip, comm_dtype=torch.bfloat16),
-    "ours, bf16, views": partial(gossip, comm_dtype=torch.bfloat16, param_as_bucket_view=True),
-    "ours, int8": partial(gossip, comm_dtype=torch.int8),
-    "ours, int8, views": partial(gossip, comm_dtype=torch.int8, param_as_bucket_view=True),
-    "ours, int4": partial(gossip, comm_dtype=INT4),
-    "ours, tracking, int8": partial(gossip, extensions=[GradientTracking()], comm_dtype=torch.int8),
-    **{
-        f"ours, {name}{comma}{coded}": partial(gossip, **COMM[coded], **topology)
-        for name, topology in GROUPS.items()
-        for comma, coded in (("", ""), (", ", "bf16"), (", ", "int8"))
-    },
-    "ours, whole update": partial(gossip, whole=True),
-    "ours, in the backward pass": in_backward,
-    "ours, in the backward pass, bf16": partial(in_backward, comm_dtype=torch.bfloat16),
-    "ours, overlap=False": partial(gossip, overlap=False),
-    "ours, overlap=False, int8": partial(gossip, overlap=False, comm_dtype=torch.int8),
-    "ours, forward": partial(gossip, overlap="forward", bucket_cap_mb=SMALL_CAP_MB),
-    "ours, forward, int8": partial(
-        gossip, overlap="forward", bucket_cap_mb=SMALL_CAP_MB, comm_dtype=torch.int8
-    ),
-    **{
-        f"ours, forward, in the backward pass{comma}{coded}": partial(
-            in_backward, overlap="forward", bucket_cap_mb=SMALL_CAP_MB, **COMM[coded]
-        )
-        for comma, coded in (("", ""), (", ", "bf16"), (", ", "int8"))
-    },
-    "ours, every 3 steps, 3 late": partial(
-        gossip, schedule=Schedule(gossip_every=3), overlap=Late(3)
-    ),
-    "ours, auto": partial(gossip, overlap=AsItArrives()),
-}
-# Every method with its own defaults.
-DEFAULTS: dict[str, Callable[..., Step]] = {
-    "no communication": no_communication,
-    "DDP": partial(ddp, cap_mb=None),
-    "DDP, bf16 hook": partial(ddp, compress=True, cap_mb=None),
-    "decent-dp": decent_dp,
-    "the wrapper": wrapper,
-    "the wrapper, int8": partial(wrapper, comm_dtype=torch.int8),
-    "the wrapper without the model": partial(wrapper, known=False),
-    "the wrapper without the model, int8": partial(wrapper, known=False, comm_dtype=torch.int8),
-    "the module": module,
-    "the module, pairs": partial(module, topology="one-peer-exp"),
-    "the module, pairs, int8": partial(module, topology="one-peer-exp", comm_dtype=torch.int8),
-}
+RECIPE = Recipe(partial(torch.optim.SGD, lr=0.01, momentum=0.9))
 
 
 def measure(method: str, size_mib: float, steps: int, warmup: int, workload: Workload) -> Timing:
     """Run in every rank: mean seconds per step."""
     init_distributed()
-    make = (DEFAULTS if workload.defaults else METHODS)[method]
-    step = make(build_model(size_mib))
+    training = METHODS[method](build_model(size_mib), RECIPE)
+    inputs = torch.ones(1, requires_grad=True)
     for _ in range(warmup):
-        step()
+        training.step(inputs)
     dist.barrier()
     # The wire is empty after a barrier: make a few steps until it is as busy as in training.
     for _ in range(3):
-        step()
+        training.step(inputs)
     waits, mixes = [], []
     chance = random.Random(dist.get_rank())
     slow = workload.slow_factor if dist.get_rank() == 0 else 1.0
@@ -267,13 +119,12 @@ def measure(method: str, size_mib: float, steps: int, warmup: int, workload: Wor
     start = time.perf_counter()
     for _ in range(steps):
         _Clock.factor = slow * chance.lognormvariate(-(sigma**2) / 2, sigma)
-        step()
-        if hasattr(step, "stats"):
-            waits.append(step.stats().wait_seconds)
-            mixes.append(step.stats().mix_seconds)
+        training.step(inputs)
+        if training.ours is not None:
+            waits.append(training.ours.stats().wait_seconds)
+            mixes.append(training.ours.stats().mix_seconds)
     seconds = (time.perf_counter() - start) / steps
-    if hasattr(step, "finish"):
-        step.finish()
+    training.finish()
     dist.barrier()
     if not waits:
         return Timing(seconds)
@@ -299,8 +150,7 @@ def floor_seconds(size_mib: float, rate: str) -> float:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", type=float, nargs="+", default=[10, 20, 40], metavar="MIB")
-    parser.add_argument("--methods", nargs="+", choices={**METHODS, **DEFAULTS}, metavar="METHOD")
-    parser.add_argument("--defaults", action="store_true", help="of every method, nothing passed")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rate", default="400mbit", help="of each link, such as 400mbit")
     parser.add_argument("--rates", nargs="+", metavar="RATE", help="one size behind each of these")
@@ -315,13 +165,13 @@ def parse_arguments() -> argparse.Namespace:
     if args.rate and not re.fullmatch(r"([0-9.]+)([kmg])bit", args.rate.lower()):
         parser.error(f"--rate expects something like 400mbit or 1gbit, got {args.rate}")
     args.sizes = args.sizes[:1] if args.rates else args.sizes
-    args.methods = args.methods or list(DEFAULTS if args.defaults else METHODS)
+    args.methods = args.methods or [*METHODS]
     return args
 
 
 def run_cell(args: argparse.Namespace, where: netlab.Lab, method: str, size: float) -> Timing:
     """The mean over the ranks, without rank 0 if it is slower than the others."""
-    workload = Workload(args.jitter, args.slow_factor, args.defaults)
+    workload = Workload(args.jitter, args.slow_factor)
     call = (measure, method, size, args.steps, args.warmup, workload)
     ranks = netlab.run(where, args.ranks, *call, timeout=240)
     if workload.slow_factor > 1:
@@ -416,18 +266,6 @@ def main() -> None:
     floors = [floor_seconds(size, args.rate) for size in args.sizes]
     columns = [f"M = {size:g} MiB" for size in args.sizes]
     print("\n" + table(columns, {"floor: max(compute, wire)": floors, **measured}))
-    if args.rate and args.slow_factor == 1 and not args.defaults:
-        expected = simulated.expected(
-            measured,
-            args.sizes,
-            wires=[wire_seconds(size, args.rate) for size in args.sizes],
-            asleep=FORWARD_SECONDS + BACKWARD_SECONDS,
-            ranks=args.ranks,
-            bucket_cap_mb=BUCKET_CAP_MB,
-            # The standard deviation of log-normal times.
-            jitter=math.sqrt(math.expm1(args.jitter**2)) * (FORWARD_SECONDS + BACKWARD_SECONDS),
-        )
-        print("\n" + simulated.table(expected, measured, args.sizes))
 
 
 if __name__ == "__main__":

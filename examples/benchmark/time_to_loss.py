@@ -142,19 +142,21 @@ ROWS = [
 SEEDS = (0, 1, 2)
 # In those of the schedule of all rows.
 LENGTHS = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 2.5, 3.2)
-# By the name of a method in the table of `step_time.py`, the row that trains like it.
+# By the name of a method of `methods.py`, the row that trains like it.
 PICTURE = {
     "DDP": "DDP",
     "DDP, bf16 hook": "DDP, bf16 hook",
+    "PostLocalSGD 8": "PostLocalSGD 8",
+    "DiLoCo 8": "DiLoCo 8",
+    "DiLoCo 30": "DiLoCo 30",
     "decent-dp": "decent-dp",
     "the wrapper": "ours",
     "the wrapper, int8": "ours, int8",
     "the module, pairs": "ours",
-    "PostLocalSGD 8": "PostLocalSGD 8",
-    "DiLoCo 8": "DiLoCo 8",
-    "DiLoCo 30": "DiLoCo 30",
+    "the module, pairs, int8": "ours, int8",
+    "the module, pairs, int4": "ours, int4",
 }
-# Steps between two all-reduces of the methods that are missing there, and the time of computing.
+# Steps between two all-reduces of what is not measured there, and the time of computing.
 PERIODS, COMPUTING_MS = {"PostLocalSGD 8": 8, "DiLoCo 8": 8, "DiLoCo 30": 30}, 300
 EXPONENTS = range(-12, 24)
 
@@ -339,8 +341,13 @@ def times_to_loss(
     for method, period in PERIODS.items():
         # They wait for an all-reduce after every so many steps.
         bare = zip(times["no communication"], map(float, ratios), strict=True)
-        times[method] = [none + ratio * COMPUTING_MS / period for none, ratio in bare]
-    needed = {method: steps_needed(results, Row(PICTURE[method]), seeds) for method in PICTURE}
+        computed = [none + ratio * COMPUTING_MS / period for none, ratio in bare]
+        times.setdefault(method, computed)
+    needed = {
+        method: steps_needed(results, Row(PICTURE[method]), seeds)
+        for method in PICTURE
+        if method in times
+    }
     found = {
         method: [steps * time for time in times[method]]
         for method, steps in needed.items()

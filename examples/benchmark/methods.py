@@ -1,0 +1,128 @@
+"""The methods that `step_time.py`, `overhead.py` and `control.py` compare, with their defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from decent_optim_wrapper import AsItArrives, DecentOptimWrapper
+from decent_optim_wrapper.codecs import INT4
+from decent_optim_wrapper.ddp import DecentralizedDataParallel
+
+
+class Recipe(NamedTuple):
+    """How parameters are updated.
+
+    Args:
+        optimizer: makes the base optimizer.
+        scheduler: makes its scheduler, which steps after it; None for none.
+    """
+
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+
+    def of_named(self, named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+        """The base optimizer of named parameters."""
+        return self.optimizer([tensor for _, tensor in named])
+
+
+class Training:
+    """Steps of a model.
+
+    Args:
+        network: what is called with the inputs; its result is summed.
+        recipe: makes the scheduler of a base.
+        base: the base optimizer; None if a module steps in its backward pass.
+        optimizer: steps in place of the base.
+    """
+
+    def __init__(
+        self, network: nn.Module, recipe: Recipe, base: Any = None, optimizer: Any = None
+    ) -> None:
+        self._network = network
+        self._steppers = [optimizer or base] if base is not None else []
+        self.ours: DecentOptimWrapper | None = None
+        for each in (optimizer, getattr(network, "optimizer", None)):
+            if isinstance(each, DecentOptimWrapper):
+                self.ours = each
+        if base is not None and recipe.scheduler is not None:
+            self._steppers.append(recipe.scheduler(base))
+
+    def step(self, inputs: Tensor) -> None:
+        """One step."""
+        for optimizer in self._steppers[:1]:
+            optimizer.zero_grad()
+        self._network(inputs).sum().backward()
+        for each in self._steppers:
+            each.step()
+
+    def finish(self) -> None:
+        """Mix what is in flight."""
+        if self.ours is not None:
+            self.ours.synchronize()
+
+
+def no_communication(model: nn.Module, recipe: Recipe) -> Training:
+    return Training(model, recipe, recipe.optimizer(model.parameters()))
+
+
+def ddp(model: nn.Module, recipe: Recipe, compress: bool = False) -> Training:
+    network = DistributedDataParallel(model)
+    if compress:
+        network.register_comm_hook(None, bf16_compress_hook)
+    return no_communication(network, recipe)
+
+
+def post_local_sgd(model: nn.Module, recipe: Recipe, period: int) -> Training:
+    base = recipe.optimizer(model.parameters())
+    averaged = PostLocalSGDOptimizer(base, PeriodicModelAverager(period=period))
+    return Training(model, recipe, base, averaged)
+
+
+def decent_dp(model: nn.Module, recipe: Recipe) -> Training:
+    from decent_dp.ddp import DecentralizedDataParallel as Peer
+
+    return Training(Peer(model, recipe.of_named, recipe.scheduler), recipe)
+
+
+def wrapper(model: nn.Module, recipe: Recipe, known: bool = True, **options: Any) -> Training:
+    """The wrapper with these options; `known` passes the model."""
+    base = recipe.optimizer(model.parameters())
+    options = {"model": model, **options} if known else options
+    return Training(model, recipe, base, DecentOptimWrapper(base, **options))
+
+
+def module(model: nn.Module, recipe: Recipe, **options: Any) -> Training:
+    """The module with these options."""
+    network = DecentralizedDataParallel(model, recipe.of_named, recipe.scheduler, **options)
+    return Training(network, recipe)
+
+
+pairs = partial(module, topology="one-peer-exp")
+METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
+    "no communication": no_communication,
+    "DDP": ddp,
+    "DDP, bf16 hook": partial(ddp, compress=True),
+    "PostLocalSGD 8": partial(post_local_sgd, period=8),
+    "decent-dp": decent_dp,
+    "the wrapper": wrapper,
+    "the wrapper, int8": partial(wrapper, comm_dtype=torch.int8),
+    "the wrapper without the model": partial(wrapper, known=False),
+    "the wrapper without the model, int8": partial(wrapper, known=False, comm_dtype=torch.int8),
+    "the wrapper, as it arrives": partial(wrapper, overlap=AsItArrives()),
+    "the wrapper, as it arrives, int8": partial(
+        wrapper, overlap=AsItArrives(), comm_dtype=torch.int8
+    ),
+    "the module": module,
+    "the module, pairs": pairs,
+    "the module, pairs, int8": partial(pairs, comm_dtype=torch.int8),
+    "the module, pairs, int4": partial(pairs, comm_dtype=INT4),
+}
