@@ -30,7 +30,7 @@ from decent_optim_wrapper.config import (
 )
 from decent_optim_wrapper.deprecated import OldProperties, respelled
 from decent_optim_wrapper.elastic.recovery import Recovery
-from decent_optim_wrapper.errors import CallOrderError, step_in_average_error
+from decent_optim_wrapper.errors import CallOrderError
 from decent_optim_wrapper.extensions.arrange import arrange
 from decent_optim_wrapper.forward_hooks import ForwardHooks
 from decent_optim_wrapper.gossip.extension import Extension
@@ -685,7 +685,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         if self._shared["join_config"].enable:
             Join.notify_join_context(self)
         if self._shared["average_contexts"] and self.is_averaged:
-            raise step_in_average_error(self.rank)
+            raise CallOrderError(
+                f"rank {self.rank}: step() expects the rank's own parameters, but the average is "
+                f"in place until `with optimizer.averaged():` ends; step after it, or keep an "
+                f"average with global_avg(may_revert=False)"
+            )
         if self._forward_hooks is not None:
             _check_forward_pass(self._forward_hooks, self._gossip)
         with Step(self._gossip, in_backward) as step:

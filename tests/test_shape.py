@@ -32,8 +32,8 @@ MOST_METHODS, MOST_REWRITTEN = 25, 12
 # Code lines of each folder, "" for the modules beside them. They only go down: a feature is paid
 # for with a deletion.
 FOLDER_LINES = {
-    **{"": 1_185, "gossip": 1_722, "wire": 1_293, "comm": 1_148, "start": 851, "elastic": 789},
-    **{"launcher": 550, "planning": 328, "checkpoint": 489, "topo": 560, "extensions": 521},
+    **{"": 1_148, "gossip": 1_722, "wire": 1_293, "comm": 1_148, "start": 851, "elastic": 789},
+    **{"launcher": 550, "planning": 308, "checkpoint": 489, "topo": 560, "extensions": 521},
     **{"ddp": 485, "optim": 480, "data": 368, "integrations": 315, "codecs": 299, "mesh": 120},
 }
 # Those of all tests, likewise.
