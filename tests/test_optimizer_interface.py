@@ -74,7 +74,7 @@ def test_what_is_read_from_the_wrapper_is_the_bases_also_after_loading() -> None
         wrapper.zero_grad(set_to_none)
         assert all((p.grad is None) == set_to_none for p in params)
         assert all(p.grad is None or not p.grad.any() for p in params)
-    for word in ("SGD", "Ring(world_size=1", "rank: 0 of 1", "buckets: 3"):
+    for word in ("SGD", "Ring(world_size=1", "rank 0 of 1"):
         assert word in repr(wrapper)
 
 
@@ -132,11 +132,11 @@ def test_every_hook_runs_once_for_each_optimizer_whose_step_is_called(
     for hooked in (wrapper, base) if own_hooks else (wrapper,):
         hooked.register_step_pre_hook(recording("pre"))
         hooked.register_step_post_hook(recording("post"))
-    expected = [("all pre", wrapper), ("pre", wrapper), ("post", wrapper), ("all post", wrapper)]
+    names = ("all pre", "pre", "post", "all post")
+    expected: list[tuple[str, Optimizer]] = [(name, wrapper) for name in names]
     if own_hooks or kind is Unlisted:
         # The base is updated in one call.
-        of_base = ["all pre", "pre", "post", "all post"] if own_hooks else ["all pre", "all post"]
-        expected[2:2] = [(name, base) for name in of_base]
+        expected[2:2] = [(name, base) for name in (names if own_hooks else names[::3])]
     try:
         for step in range(2):
             calls.clear()
