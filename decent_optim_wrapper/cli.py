@@ -10,7 +10,6 @@ python -m decent_optim_wrapper average runs/mine --out model.pt
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,17 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(arguments)
     try:
-        report: tables.Report | int | None = args.run_command(args)
+        report: str | int | None = args.run_command(args)
     except (ValueError, ModuleNotFoundError, OSError, NonFiniteError) as error:
         parser.error(str(error))
     if isinstance(report, int):
         return report
     if report is not None:
-        print(json.dumps(report.data, indent=1, allow_nan=False) if args.json else report.text)
+        print(report)
     return 0
 
 
-def _plan(args: argparse.Namespace) -> tables.Report:
+def _plan(args: argparse.Namespace) -> str:
     from decent_optim_wrapper.planning.plan import Job, plan
 
     return plan(Job(args.parameters, args.ranks, args.bandwidth, args.step))
@@ -68,18 +67,17 @@ def _bandwidth(text: str) -> float:
     return float(number) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}.get(unit, math.nan) / 8
 
 
-def _comm(args: argparse.Namespace) -> tables.Report | None:
+def _comm(args: argparse.Namespace) -> str | None:
     from decent_optim_wrapper.planning import link_probe
 
     return link_probe.run(args.mib, args.repeats)
 
 
-def _average(args: argparse.Namespace) -> tables.Report:
+def _average(args: argparse.Namespace) -> str:
     from decent_optim_wrapper.checkpoint.export import export_average
 
     step, size = export_average(args.folder, args.out, args.part)
-    text = f"{args.out}: the average over {size} ranks of step {step}"
-    return tables.Report(text, {"file": str(args.out), "step": step, "world_size": size})
+    return f"{args.out}: the average over {size} ranks of step {step}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,7 +86,6 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, command: Callable[..., object], about: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=about, description=about)
-        sub.add_argument("--json", action="store_true", help="print JSON instead of a table")
         sub.set_defaults(run_command=command)
         return sub
 
@@ -97,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     start.set_defaults(run_command=lambda args: launch(read_arguments(args)))
     add_arguments(start)
 
-    def topologies(args: argparse.Namespace) -> tables.Report:
+    def topologies(args: argparse.Namespace) -> str:
         return tables.topologies(args.world_size, args.local_world_size, args.topology)
 
     table = add("topologies", topologies, "the topologies that fit, and why others do not")

@@ -18,7 +18,6 @@ from decent_optim_wrapper.checks import (
     converted,
     expect,
     instance_of,
-    is_real,
     one_of,
     optional,
     positive,
@@ -42,8 +41,8 @@ from decent_optim_wrapper.wire.nonfinite import OnNonfinite as OnNonfinite
 OnChange = Callable[[tuple[int, ...], tuple[int, ...]], object]
 Overlap = bool | Literal["forward"] | Pacing
 
-# What torch's stores and backends can wait for: whole milliseconds, counted in 32 bits.
-_SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 0.001, 2_000_000
+# What torch's stores and backends can wait for: milliseconds, counted in 32 bits.
+_LONGEST_TIMEOUT = 2_000_000
 
 
 def read_timeout(timeout: Any) -> timedelta | None:
@@ -51,18 +50,12 @@ def read_timeout(timeout: Any) -> timedelta | None:
 
     Raises:
         TypeError: the timeout is neither a timedelta nor a number.
-        ValueError: the timeout is out of range.
+        ValueError: the timeout is not above 0.
     """
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    expect(is_real(seconds), "timeout expects a number of seconds, a timedelta or None", timeout)
-    if not _SHORTEST_TIMEOUT <= seconds <= _LONGEST_TIMEOUT:
-        raise ValueError(
-            f"timeout must be {_SHORTEST_TIMEOUT} to {_LONGEST_TIMEOUT} seconds (torch counts "
-            f"milliseconds in 32 bits), got {seconds}"
-        )
-    return timedelta(seconds=float(seconds))
+    return timedelta(seconds=min(positive("seconds")("timeout", seconds), _LONGEST_TIMEOUT))
 
 
 def _check_comm_dtype(name: str, value: Any) -> Any:

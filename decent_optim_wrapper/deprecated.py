@@ -5,11 +5,11 @@ To remove them, delete this module and what refers to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from decent_optim_wrapper.checks import Check, instance_of, one_of
+from decent_optim_wrapper.checks import Check
 from decent_optim_wrapper.extensions.gradient_tracking import GradientTracking
 from decent_optim_wrapper.extensions.outer_optimizer import OuterOptimizer
 from decent_optim_wrapper.extensions.state_average import StateAverage
@@ -34,7 +34,7 @@ class OldProperties:
 
     @property
     def gradient_tracking(self: Any) -> bool:
-        """Deprecated: whether there is a `GradientTracking`; False drops it."""
+        """Deprecated: True if there is a `GradientTracking`; False drops it."""
         return any(isinstance(each, GradientTracking) for each in self.extensions)
 
     @gradient_tracking.setter
@@ -43,8 +43,6 @@ class OldProperties:
             "gradient_tracking=False will be removed in the next release; call drop_extension()",
             DeprecationWarning,
         )
-        if tracks and not self.gradient_tracking:
-            raise ValueError("gradient_tracking expects False during the training, got True")
         if self.gradient_tracking and not tracks:
             self.drop_extension(GradientTracking)
 
@@ -54,16 +52,32 @@ def number_or_auto(check: Check) -> Check:
     return lambda name, value: value if value == "auto" else check(name, value)
 
 
+def _state(value: Any) -> Extension | None:
+    if value == "keep":
+        return None
+    return StateAverage() if value == "average" else StateGossip(*value)
+
+
+# What an old spelling with some value stands for; None for what is the default.
+_MEANINGS: Mapping[str, Callable[[Any], Extension | Pacing | None]] = {
+    "gradient_tracking": lambda _: GradientTracking(),
+    "outer": OuterOptimizer,
+    "average_state": _state,
+    "max_staleness": AsItArrives,
+    "gossip_every": lambda _: AsItArrives(),
+    "staleness": lambda steps: None if steps == 1 else Late(steps),
+}
+
+
 def respelled(options: Mapping[str, Any]) -> dict[str, Any]:
     """Replace old spellings in the options of a wrapper, with a warning.
 
-    Raises:
-        TypeError: an old option has the wrong type.
-        ValueError: an old option is out of range, or contradicts another option.
+    Those that were contradictory before are not checked: they have never trained.
     """
     new = dict(options)
-    tracks = instance_of("a bool", bool)("gradient_tracking", new.pop("gradient_tracking", False))
-    old: dict[str, Any] = {"gradient_tracking": True} if tracks else {}
+    old: dict[str, Any] = {}
+    if new.pop("gradient_tracking", False):
+        old["gradient_tracking"] = True
     if isinstance(schedule := new.get("schedule"), OldFields):
         names = [each.name for each in fields(OldFields)]
         old |= {name: value for name in names if (value := getattr(schedule, name)) is not None}
@@ -73,8 +87,11 @@ def respelled(options: Mapping[str, Any]) -> dict[str, Any]:
         new["schedule"] = replace(schedule, **reset)
     if not old:
         return new
-    pacing, extensions = _pacing(old), [*_extensions(old)]
-    passed = [f"overlap={pacing!r}"] if pacing else []
+    # "auto" comes last, so that a maximal staleness counts.
+    found = [_MEANINGS[name](value) for name, value in old.items()]
+    extensions = [each for each in found if isinstance(each, Extension)]
+    pacings = [each for each in found if isinstance(each, Pacing)]
+    passed = [f"overlap={pacing!r}" for pacing in pacings[:1]]
     if extensions:
         passed.append(f"extensions=[{', '.join(f'{type(e).__name__}(...)' for e in extensions)}]")
     warn(
@@ -82,37 +99,7 @@ def respelled(options: Mapping[str, Any]) -> dict[str, Any]:
         f"pass {' and '.join(passed) or 'nothing'} to the wrapper instead",
         DeprecationWarning,
     )
-    if pacing:
-        if new.get("overlap") not in (None, True):
-            raise ValueError(
-                f"overlap={new['overlap']!r} and the schedule both say when a round is mixed, and "
-                f"the schedule means overlap={pacing!r}; pass one of them as overlap"
-            )
-        new["overlap"] = pacing
-    own = new.get("extensions", ())
-    new["extensions"] = [*extensions, *own] if isinstance(own, Sequence) else own
+    if pacings:
+        new["overlap"] = pacings[0]
+    new["extensions"] = [*extensions, *new.get("extensions", ())]
     return new
-
-
-def _pacing(old: Mapping[str, Any]) -> Pacing | None:
-    is_auto = "gossip_every" in old
-    if ("staleness" if is_auto else "max_staleness") in old:
-        raise ValueError(
-            "staleness expects a number of steps as gossip_every, and max_staleness expects "
-            '"auto"; pass overlap=Late(steps) or overlap=AsItArrives(max_steps) instead'
-        )
-    if is_auto:
-        return AsItArrives(old.get("max_staleness", AsItArrives.max_steps))
-    return None if old.get("staleness", 1) == 1 else Late(old["staleness"])
-
-
-def _extensions(old: Mapping[str, Any]) -> Iterator[Extension]:
-    if "gradient_tracking" in old:
-        yield GradientTracking()
-    if "outer" in old:
-        yield OuterOptimizer(old["outer"])
-    state = old.get("average_state", "keep")
-    if isinstance(state, tuple) and state:
-        yield StateGossip(*state)
-    elif one_of("keep", "average")("average_state", state) == "average":
-        yield StateAverage()

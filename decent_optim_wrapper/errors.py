@@ -55,15 +55,6 @@ class NonFiniteError(RuntimeError):
         self.ranks = tuple(ranks)
 
 
-def step_in_average_error(rank: int) -> CallOrderError:
-    """The error of a step in the body of `averaged()`."""
-    return CallOrderError(
-        f"rank {rank}: step() expects the rank's own parameters, but the average is in place until "
-        f"`with optimizer.averaged():` ends; step after it, or keep an average with "
-        f"global_avg(may_revert=False)"
-    )
-
-
 def no_average_error(rank: int) -> RuntimeError:
     """The error of a call that reverts an average although none is in place."""
     return RuntimeError(

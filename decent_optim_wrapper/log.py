@@ -8,8 +8,6 @@ from contextlib import suppress
 
 from loguru import logger
 
-from decent_optim_wrapper.warn import warn
-
 _PACKAGE = "decent_optim_wrapper"
 _SUMMARY = f"{_PACKAGE}.start.summary"
 # The sink that loguru adds when it is imported.
@@ -32,5 +30,3 @@ def configure() -> None:
         with suppress(ValueError):
             logger.remove(_DEFAULT_SINK)
             logger.add(sys.stderr, filter={_PACKAGE: "INFO"})
-    if level not in ("", "off", "info", "debug"):
-        warn(f'DECENT_LOG expects "off", "info" or "debug", got {level!r}; it changes nothing')

@@ -83,13 +83,8 @@ class Report:
     def __str__(self) -> str:
         rows = [
             {
-                "rank": each.rank,
-                "step ms": f"{1000 * each.step_seconds:.1f}",
-                "computing": f"{1000 * each.computing_seconds:.1f}",
-                "waiting": f"{1000 * each.wait_seconds:.1f}",
-                "for": "-" if each.waits_for is None else each.waits_for,
-                "coding": f"{1000 * each.coding_seconds:.1f}",
-                "KiB sent": f"{each.bytes_sent / 1024:.1f}",
+                name.replace("_seconds", "_ms"): 1000 * value if "_seconds" in name else value
+                for name, value in vars(each).items()
             }
             for each in self.ranks
         ]
@@ -110,14 +105,10 @@ def build_report(gossip: Gossip, shards: int) -> Report:
     own = _measure(gossip.pipeline)
     # The shards of a replica have waited for each other, so the first one is enough.
     rows = gossip.all_gather(own)[::shards]
-    topology = gossip.pipeline.session.topology
-    paired = all(
-        group.size <= 2 for phase in range(topology.period) for group in topology.groups(phase)
-    )
-    return diagnose(rows, transport.members, paired)
+    return diagnose(rows, transport.members)
 
 
-def diagnose(rows: Tensor, members: Sequence[int], paired: bool) -> Report:
+def diagnose(rows: Tensor, members: Sequence[int]) -> Report:
     """Find the slow rank and the slow link.
 
     Args:
@@ -125,7 +116,6 @@ def diagnose(rows: Tensor, members: Sequence[int], paired: bool) -> Report:
             coding, the bytes sent, then its median wait in pairs with each member; 0 if there was
             no such round.
         members: the ranks, as numbered at the start.
-        paired: whether all groups are pairs.
     """
     costs, waits = rows[:, :5].tolist(), rows[:, 5:]
     longest = [max(zip(own, members, strict=True)) for own in waits.tolist()]
@@ -139,26 +129,28 @@ def diagnose(rows: Tensor, members: Sequence[int], paired: bool) -> Report:
     slow_link = _slowest_link(waits, members, step)
     advice = []
     if slow_rank is not None:
-        remedy = "Look at that machine, give it smaller batches"
-        if not paired:
-            remedy = 'Use a topology of pairs, such as "ring", so that only its partners wait'
         advice.append(
-            f"rank {slow_rank} is slow: it computes {factor:.1f} times as long as the others. "
-            f"{remedy}, or pass overlap=AsItArrives(), so that no rank waits"
+            f"rank {slow_rank} is slow: it computes {factor:.1f} times as long as the others. Look "
+            f"at that machine, give it smaller batches, use a topology of pairs, in which only its "
+            f"partners wait, or pass overlap=AsItArrives(), so that no rank waits"
         )
     if slow_link is not None:
         one, other = slow_link.ranks
-        remedy = "mix less often with Schedule(gossip_every=4)"
-        if len(ranks) > 2:
-            remedy += ", or number the ranks so that these two meet less often"
         advice.append(
             f"the link between ranks {one} and {other} is slow: both wait "
             f"{1000 * slow_link.wait_seconds:.1f} ms for it in a round. Send fewer bits with "
-            f"comm_dtype=torch.int8, or {remedy}"
+            f"comm_dtype=torch.int8, mix less often with Schedule(gossip_every=4), or number the "
+            f"ranks so that these two meet less often"
         )
     if not advice:
         share = median(each.wait_seconds for each in ranks) / max(1e-9, step)
-        advice.append(_otherwise(share, paired))
+        text = "no rank and no link is slow"
+        if share > _WAITS:
+            text = (
+                f"no rank is slow, but all wait {share:.0%} of a step. Send fewer bits with "
+                f'comm_dtype, or take a topology of pairs, such as "ring"'
+            )
+        advice.append(text)
     return Report(ranks=ranks, slow_rank=slow_rank, slow_link=slow_link, advice=tuple(advice))
 
 
@@ -177,14 +169,6 @@ def _slowest_link(waits: Tensor, members: Sequence[int], step: float) -> Link | 
     if wait <= _WAITS * step:
         return None
     return Link(ranks=(members[one], members[other]), wait_seconds=wait)
-
-
-def _otherwise(share: float, paired: bool) -> str:
-    """The advice if no rank and no link stands out, and all wait for this share of a step."""
-    if share <= _WAITS:
-        return "no rank and no link is slow"
-    text = f"no rank is slow, but all wait {share:.0%} of a step. Send fewer bits with comm_dtype"
-    return text if paired else f'{text}, or take a topology of pairs, such as "ring"'
 
 
 def _measure(pipeline: Pipeline) -> Tensor:

@@ -30,7 +30,7 @@ from decent_optim_wrapper.config import (
 )
 from decent_optim_wrapper.deprecated import OldProperties, respelled
 from decent_optim_wrapper.elastic.recovery import Recovery
-from decent_optim_wrapper.errors import CallOrderError, step_in_average_error
+from decent_optim_wrapper.errors import CallOrderError
 from decent_optim_wrapper.extensions.arrange import arrange
 from decent_optim_wrapper.forward_hooks import ForwardHooks
 from decent_optim_wrapper.gossip.extension import Extension
@@ -43,7 +43,7 @@ from decent_optim_wrapper.gossip.step import Step
 from decent_optim_wrapper.gossip.timing import StepStats
 from decent_optim_wrapper.mesh.replica import Replica
 from decent_optim_wrapper.optim.batch_norms import recalibrated
-from decent_optim_wrapper.optim.delegating import DelegatingOptimizer, check_state_dict
+from decent_optim_wrapper.optim.delegating import DelegatingOptimizer
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.report import Report, build_report
@@ -54,7 +54,6 @@ from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.start.summary import log_summary
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.wire.bucket import Bucket
-from decent_optim_wrapper.wire.layout import MIB
 from decent_optim_wrapper.wire.parameters import Named, named_parameters
 
 _STATE_KEY = "gossip"
@@ -588,10 +587,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         Raises:
             RuntimeError: with `AsItArrives`, a round is in flight that other ranks may
                 not have launched yet; call `synchronize()` on all ranks first.
-            TypeError: `state_dict` is not a dict. Nothing was loaded.
             ValueError: the state dict does not fit this wrapper. Nothing was loaded.
         """
-        check_state_dict(state_dict, type(self).__name__, self.rank)
         rate = self._settings.schedule.mixing_rate
         load = prepare_load(self._gossip, state_dict.get(_STATE_KEY), rate)
         before = self.state, self.param_groups
@@ -633,15 +630,9 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         prepare_load(self._gossip, state_dict, rate, by_name=True)()
 
     def __repr__(self) -> str:
-        size = sum(bucket.nbytes for bucket in self.buckets) / MIB
         return (
-            f"DecentOptimWrapper(\n"
-            f"  base: {type(self._base).__name__}\n"
-            f"  topology: {self.topology!r}, period {self.topology.period}\n"
-            f"  rank: {self.rank} of {self.world_size}\n"
-            f"  buckets: {len(self.buckets)}, {size:.2f} MiB\n"
-            f"  overlap: {self._settings.overlap}\n"
-            f")"
+            f"DecentOptimWrapper({type(self._base).__name__}, {self.topology!r}, "
+            f"rank {self.rank} of {self.world_size}, overlap={self._settings.overlap!r})"
         )
 
     def join_hook(self, **kwargs: Any) -> IdleRounds:
@@ -685,7 +676,11 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         if self._shared["join_config"].enable:
             Join.notify_join_context(self)
         if self._shared["average_contexts"] and self.is_averaged:
-            raise step_in_average_error(self.rank)
+            raise CallOrderError(
+                f"rank {self.rank}: step() expects the rank's own parameters, but the average is "
+                f"in place until `with optimizer.averaged():` ends; step after it, or keep an "
+                f"average with global_avg(may_revert=False)"
+            )
         if self._forward_hooks is not None:
             _check_forward_pass(self._forward_hooks, self._gossip)
         with Step(self._gossip, in_backward) as step:

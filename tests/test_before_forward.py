@@ -488,8 +488,8 @@ def test_the_model_has_to_contain_all_parameters() -> None:
 @pytest.mark.parametrize(
     ("options", "overlap"),
     [
-        ({}, "forward"),
-        ({"extensions": [StateGossip("momentum_buffer"), GradientTracking()]}, "forward"),
+        ({}, "'forward'"),
+        ({"extensions": [StateGossip("momentum_buffer"), GradientTracking()]}, "'forward'"),
         ({"model": None}, "True"),
         ({"model": OTHER}, "True"),
         ({"extensions": [StateAverage()]}, "True"),
@@ -503,10 +503,10 @@ def test_a_known_model_is_mixed_before_its_forward_pass_unless_something_is_agai
     model = make_model()
     options = {"model": model, **options}
     optimizer = DecentOptimWrapper(modules.sgd(model.parameters()), **options)
-    assert f"overlap: {overlap}\n" in repr(optimizer)
+    assert f"overlap={overlap})" in repr(optimizer)
     if options["model"] is model:
         module = DecentralizedDataParallel(optim_fn=modules.sgd, **options)
-        assert f"overlap: {overlap}\n" in repr(module.optimizer)
+        assert f"overlap={overlap})" in repr(module.optimizer)
 
 
 class Blocks(nn.Module):

@@ -100,8 +100,3 @@ def test_tracking_is_given_up_by_its_old_property() -> None:
         with pytest.warns(DeprecationWarning, match="drop_extension"):
             optimizer.gradient_tracking = value
         assert optimizer.gradient_tracking == bool(optimizer.extensions) == value
-    with (
-        pytest.warns(DeprecationWarning, match="removed"),
-        pytest.raises(ValueError, match="got True"),
-    ):
-        optimizer.gradient_tracking = True

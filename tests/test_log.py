@@ -78,7 +78,6 @@ run_threads(2, main)
         ("off", set(), {" "}),
         ("info", {"start.summary:", "wrapper:", "pipeline:", "| INFO "}, {"| DEBUG "}),
         ("debug", {"start.summary:", "wrapper:", "pipeline:", "| INFO ", "| DEBUG "}, set()),
-        ("loud", {"start.summary:", 'expects "off", "info" or "debug", got'}, {"wrapper:"}),
     ],
 )
 def test_decent_log_says_what_is_shown(

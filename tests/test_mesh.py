@@ -222,7 +222,7 @@ def multiply_gradients(model: nn.Module, factor: float) -> None:
 
 def mix_before_the_forward_pass(spread: Spread) -> DecentOptimWrapper:
     """What an evaluation gathers is mixed, and a backward pass may gather it again."""
-    assert "overlap: True" in repr(spread.wrap(sgd)), "the default"
+    assert "overlap=True" in repr(spread.wrap(sgd)), "the default"
     optimizer = spread.wrap(sgd, overlap="forward")
     for step in range(STEPS):
         if step % 2:

@@ -177,7 +177,6 @@ CASES = {
         holding(lambda mesh: placed(mesh["gossip", "tp"], Replicate(), Shard(0))),
         "replicas of their own on the ranks",
     ),
-    "partial": Case(holding(summed), r"redistribute\(\)"),
     "views": Case(using(param_as_bucket_view=True), "pass param_as_bucket_view=False"),
     "elastic": Case(using(elastic=Elastic()), "elastic expects replicas of one rank each"),
     "process group": Case(

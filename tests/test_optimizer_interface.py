@@ -74,7 +74,7 @@ def test_what_is_read_from_the_wrapper_is_the_bases_also_after_loading() -> None
         wrapper.zero_grad(set_to_none)
         assert all((p.grad is None) == set_to_none for p in params)
         assert all(p.grad is None or not p.grad.any() for p in params)
-    for word in ("SGD", "Ring(world_size=1", "rank: 0 of 1", "buckets: 3"):
+    for word in ("SGD", "Ring(world_size=1", "rank 0 of 1"):
         assert word in repr(wrapper)
 
 
@@ -110,7 +110,7 @@ class Unlisted(torch.optim.SGD):
         {"hooks of the base": True, "none": False},
     ),
 )
-def test_every_hook_runs_once_per_step_those_on_all_optimizers_around_the_wrappers(
+def test_every_hook_runs_once_for_each_optimizer_whose_step_is_called(
     kind: type[torch.optim.SGD], overlap: bool, own_hooks: bool
 ) -> None:
     params, reference = make_params(), make_params()
@@ -129,17 +129,19 @@ def test_every_hook_runs_once_per_step_those_on_all_optimizers_around_the_wrappe
         register_optimizer_step_pre_hook(recording("all pre")),
         register_optimizer_step_post_hook(recording("all post")),
     ]
-    expected: list[tuple[str, Optimizer]] = []
     for hooked in (wrapper, base) if own_hooks else (wrapper,):
         hooked.register_step_pre_hook(recording("pre"))
         hooked.register_step_post_hook(recording("post"))
-        middle = len(expected) // 2
-        expected[middle:middle] = [("pre", hooked), ("post", hooked)]
+    names = ("all pre", "pre", "post", "all post")
+    expected: list[tuple[str, Optimizer]] = [(name, wrapper) for name in names]
+    if own_hooks or kind is Unlisted:
+        # The base is updated in one call.
+        expected[2:2] = [(name, base) for name in (names if own_hooks else names[::3])]
     try:
         for step in range(2):
             calls.clear()
             take_steps(wrapper, params, 0, [step])
-            assert calls == [("all pre", wrapper), *expected, ("all post", wrapper)]
+            assert calls == expected
             take_steps(plain, reference, 0, [step])
             assert calls[-1] == ("all post", plain)
     finally:
@@ -147,23 +149,6 @@ def test_every_hook_runs_once_per_step_those_on_all_optimizers_around_the_wrappe
             handle.remove()
     assert torch.equal(flatten(params), flatten(reference))
     assert not torch.equal(flatten(params), flatten(make_params()))
-
-
-def test_a_hook_of_the_base_may_change_its_arguments_next_to_hooks_on_all_optimizers() -> None:
-    params = make_params()
-    wrapper = wrap(params, overlap=False)
-    losses = iter([1.0])
-
-    def hand_over(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        return (optimizer,), {"closure": lambda: next(losses)}
-
-    wrapper.optimizer.register_step_pre_hook(hand_over)
-    handle = register_optimizer_step_post_hook(lambda *_: None)
-    backward(params, 0, 0)
-    try:
-        assert wrapper.step() == 1.0
-    finally:
-        handle.remove()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Unlisted])

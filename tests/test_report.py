@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections import defaultdict
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from problem import flatten, make_params, take_steps, wrap
 from ranks import run_threads
 from torch import Tensor
 
-from decent_optim_wrapper.gossip.timing import StepStats
 from decent_optim_wrapper.integrations import gossip_stats, log_stats
 from decent_optim_wrapper.report import Report, diagnose
 
@@ -89,7 +87,7 @@ def report_of(computing: list[float], waits: dict[tuple[int, int], float], *memb
         pairs[pair] = seconds
     costs = [[0.1, computing[i], pairs[i].max(), 0.0, 8.0] for i in range(size)]
     rows = torch.cat([torch.tensor(costs, dtype=torch.float64), pairs], dim=1)
-    return diagnose(rows, members, paired=True)
+    return diagnose(rows, members)
 
 
 def test_both_ends_wait_for_a_slow_link_and_one_for_a_slow_rank() -> None:
@@ -106,31 +104,14 @@ def test_both_ends_wait_for_a_slow_link_and_one_for_a_slow_rank() -> None:
     report = report_of([0.08, 0.082], {(0, 1): 0.001, (1, 0): 0.001}, 0, 1)
     assert (report.slow_rank, report.slow_link) == (None, None)
     assert report.advice == ("no rank and no link is slow",)
-    # Two ranks cannot be numbered in another way.
-    (advice,) = report_of([0.02, 0.02], {(0, 1): 0.03, (1, 0): 0.03}, 0, 1).advice
-    assert advice.endswith("or mix less often with Schedule(gossip_every=4)")
 
 
-def test_trackers_get_the_whole_report_as_numbers() -> None:
-    def logged(report: Report) -> dict[str, float]:
-        optimizer = Mock()
-        optimizer.report.return_value = report
-        optimizer.stats.return_value = StepStats(8, 0.0, 0.0, 0.0, 1, 12)
-        optimizer.consensus_distance.return_value = 0.5
-        return gossip_stats(optimizer, report=True)
-
-    slow = report_of([0.02, 0.08], {(0, 1): 0.03, (1, 0): 0.03}, 0, 7)
-    values = logged(slow)
-    assert all(type(value) is float for value in values.values())
-    names = ("slow_rank", "slow_link_rank_a", "slow_link_rank_b", "slow_link_seconds")
-    assert [values[f"gossip/{name}"] for name in names] == [7, 0, 7, 0.03]
-    for each in slow.ranks:
-        for name, value in asdict(each).items():
-            assert name == "rank" or values[f"gossip/rank_{each.rank}/{name}"] == value
-    quick = logged(report_of([0.02, 0.02], {}, 0, 7))
-    assert [quick[f"gossip/{name}"] for name in names] == [-1, -1, -1, 0]
-    assert quick["gossip/rank_0/waits_for"] == -1
-    assert quick.keys() == values.keys()
+def test_a_report_is_also_plain_values() -> None:
+    report = report_of([0.02, 0.08], {(0, 1): 0.03, (1, 0): 0.03}, 0, 7)
+    values = report.as_dict()
+    assert (values["slow_rank"], values["slow_link"]["ranks"]) == (7, (0, 7))
+    assert values["ranks"][0]["waits_for"] == 7
+    assert json.loads(json.dumps(values))["ranks"][1]["computing_seconds"] == 0.08
     page = (GUIDES / "frameworks.md").read_text(encoding="utf-8")
-    table = re.findall(r"`(gossip/[\w/]+)`", page)
-    assert {f"gossip/{name}" for name in names} < {*table} <= quick.keys()
+    names = gossip_stats(wrap(make_params())).keys()
+    assert names == {*re.findall(r"`(gossip/[\w/]+)`", page)}

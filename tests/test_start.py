@@ -29,7 +29,6 @@ from decent_optim_wrapper import (
     Topology,
     TopologyFactory,
 )
-from decent_optim_wrapper.integrations.versions import require
 from decent_optim_wrapper.start.arguments import Arguments, local_world_size_of, ranks_per_node
 from decent_optim_wrapper.topo import Ring
 
@@ -42,7 +41,7 @@ def failing() -> Any:
 ON_META = torch.zeros(2, device="meta", requires_grad=True)
 SPARSE = torch.eye(3).to_sparse()
 
-ERRORS = (TypeError, ValueError, RuntimeError, ImportError, ZeroDivisionError)
+ERRORS = (TypeError, ValueError, RuntimeError, ZeroDivisionError)
 
 
 def error_of(call: Callable[[], object]) -> str:
@@ -55,7 +54,9 @@ def error_of(call: Callable[[], object]) -> str:
 BAD: dict[str, Callable[[], dict[str, Any]]] = {
     "TypeError: bucket_cap_mb expects": lambda: {"bucket_cap_mb": "x"},
     "TypeError: elastic expects an Elastic or None": lambda: {"elastic": True},
-    "TypeError: from a list of tensors": lambda: {"extensions": [OuterOptimizer(cast(Any, len))]},
+    "ValueError: Invalid learning rate": lambda: {
+        "extensions": [OuterOptimizer(partial(torch.optim.SGD, lr=-1.0))]
+    },
     "ValueError: contradicts the process group": lambda: {"world_size": 7},
     "ValueError: rank=1 contradicts": lambda: {"rank": 1},
     "ValueError: unknown topology 'rign'": lambda: {"topology": "rign"},
@@ -105,7 +106,7 @@ def test_an_error_of_one_module_ends_the_start_of_all() -> None:
 
 
 NAN = float("nan")
-OUT_OF_RANGE = [*(1e-9, 1e10, 1e300, NAN, -1), timedelta(microseconds=1), timedelta.max]
+OUT_OF_RANGE = [0, NAN, -1, timedelta(0)]
 # An argument, values that it does not take, and what is said of each.
 WRONG: list[tuple[str, list[Any], str]] = [
     ("rank", ["0", True], "TypeError: rank expects a whole number"),
@@ -125,8 +126,8 @@ WRONG: list[tuple[str, list[Any], str]] = [
     ("comm_dtype", ["bfloat16", SPARSE], "TypeError: comm_dtype expects a torch.dtype"),
     ("comm_dtype", [torch.int16], "ValueError: comm_dtype expects torch.bfloat16"),
     ("param_as_bucket_view", [1], "TypeError: param_as_bucket_view expects a bool"),
-    ("timeout", ["1", True], "TypeError: timeout expects a number of seconds, a timedelta"),
-    ("timeout", OUT_OF_RANGE, "ValueError: timeout must be 0.001 to"),
+    ("timeout", ["1", True], "TypeError: timeout expects a number of seconds"),
+    ("timeout", OUT_OF_RANGE, "ValueError: timeout must be above 0 seconds"),
     ("on_nonfinite", [SPARSE], "TypeError: on_nonfinite expects one of"),
     ("on_nonfinite", ["warn"], "ValueError: on_nonfinite expects one of .*'skip', 'ignore'"),
     ("elastic", ["continue", Elastic], "TypeError: elastic expects an Elastic or None"),
@@ -168,10 +169,6 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "TypeError: rank expects a whole number": lambda: wrap(make_params(), **ALONE),
     "TypeError: .*got list": lambda: DecentOptimWrapper(cast(Any, make_params())),
     "ValueError: .*'torus'; the known.* complete, ring": lambda: TopologyFactory.create("torus", 4),
-    "ImportError: .*torch>=90.1,<91, but 2.": lambda: require("torch", (90, 1), "lightning"),
-    r"ImportError: .*not installed; pip install '.\[lightning]' in a clone": lambda: require(
-        "no-such-framework", (90, 1), "lightning"
-    ),
 }
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
-from decent_optim_wrapper.gossip.local_update import Apply, Scaling, global_step_hooks, step_hooks
+from decent_optim_wrapper.gossip.local_update import Apply, Scaling, step_hooks
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.start.session import ModuleExtras
 from decent_optim_wrapper.wire.bucket import Bucket
@@ -64,7 +65,11 @@ class BackwardOptimizer(DecentOptimWrapper):
     @property
     def splits(self) -> bool:
         """True if a step can be made in parts now: no hook waits for a call of `step()`."""
-        return self._local_update.splits and not step_hooks(self) and not global_step_hooks()
+        on_all = (
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+        )
+        return self._local_update.splits and not step_hooks(self) and not any(on_all)
 
     @property
     def scales_itself(self) -> bool:

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from decent_optim_wrapper.checks import expect, instance_of, is_real, take_fields
 from decent_optim_wrapper.config import Overlap, check_base, check_closures, pacing_of
@@ -21,7 +21,6 @@ from decent_optim_wrapper.ddp.backward_step import BackwardOptimizer, BackwardSt
 from decent_optim_wrapper.ddp.unscale_and_clip import UnscaleAndClip
 from decent_optim_wrapper.deprecated import respelled
 from decent_optim_wrapper.gossip.schedule import Delayed
-from decent_optim_wrapper.optim.delegating import check_state_dict
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.splittable import SPLITTABLE
 from decent_optim_wrapper.start.arguments import Arguments
@@ -136,7 +135,6 @@ class DecentralizedDataParallel(Module):
             check_closures(base, Delayed())
             _check_ignored(ignored, model, base)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(base)
-            _check_scheduler(scheduler)
         chosen = overlap_of(overlap, options.get("extensions"), model, params_of(base))
         at_end = update_in_backward is False or type(base) not in SPLITTABLE
         self.module = model
@@ -269,10 +267,8 @@ class DecentralizedDataParallel(Module):
             state_dict: the result of `state_dict()`.
 
         Raises:
-            TypeError: `state_dict` is not a dict.
             ValueError: the state dict does not have the same parts.
         """
-        check_state_dict(state_dict, type(self).__name__, self.optimizer.rank)
         self._stepper.check()
         parts = {name: part for name, part in self._parts.items() if part is not None}
         saved = {name for name, state in state_dict.items() if state is not None}
@@ -312,14 +308,6 @@ def _check(model: Any, optim_fn: Any, scaler: Any, clip_norm: Any, in_backward: 
     expect(is_real(clip_norm), "grad_clip_norm expects a number", clip_norm)
     if not clip_norm >= 0 or math.isinf(clip_norm):
         raise ValueError(f"grad_clip_norm must be 0 or more and finite, got {clip_norm}")
-
-
-def _check_scheduler(scheduler: Any) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError(
-            "lr_scheduler_fn expects a scheduler that steps without a metric, got "
-            "ReduceLROnPlateau; build it on `optimizer` and step it yourself"
-        )
 
 
 def _check_ignored(ignored: set[int], model: Module, base: Optimizer) -> None:

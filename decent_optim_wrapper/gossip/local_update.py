@@ -11,7 +11,6 @@ import torch
 from loguru import logger
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from decent_optim_wrapper.gossip.extension import Extensions
 from decent_optim_wrapper.optim.gradients import params_of, unscale_
@@ -182,7 +181,9 @@ class LocalUpdate:
                 return None
             params = self.params
             with self._extensions.updating(params) if self._extensions.all else nullcontext():
-                result: float | None = self._call_step(*(() if closure is None else (closure,)))
+                # Not a closure of None: some bases take none.
+                args = () if closure is None else (closure,)
+                result: float | None = self._optimizer.step(*args)
             # The closure may have given them gradients.
             self.check_outside(rank)
             return result
@@ -256,27 +257,6 @@ class LocalUpdate:
             # Fused kernels do not count the change, and a backward pass may not be over.
             torch.autograd.graph.increment_version(params)
 
-    def _call_step(self, *args: Any) -> Any:
-        """Call the base's step with its own hooks.
-
-        Hooks on all optimizers run around the wrapper's step, and would run again in torch's
-        wrapper around the base's step.
-        """
-        base = self._optimizer
-        hooked = getattr(type(base).step, "hooked", False)
-        if not hooked or not global_step_hooks() or self._step_is_replaced():
-            return base.step(*args)
-        base._opt_called = True
-        call: tuple[Any, ...] = (base, *args)
-        kwargs: dict[str, Any] = {}
-        for hook in tuple(base._optimizer_step_pre_hooks.values()):
-            changed = hook(base, call, kwargs)
-            call, kwargs = (call, kwargs) if changed is None else changed
-        result = type(base).step.__wrapped__(*call, **kwargs)
-        for hook in tuple(base._optimizer_step_post_hooks.values()):
-            hook(base, call, kwargs)
-        return result
-
     def _step_is_replaced(self) -> bool:
         own = vars(self._optimizer).get("step")
         if own is None:
@@ -322,11 +302,4 @@ def step_hooks(optimizer: Optimizer) -> bool:
     return bool(
         getattr(optimizer, "_optimizer_step_pre_hooks", None)
         or getattr(optimizer, "_optimizer_step_post_hooks", None)
-    )
-
-
-def global_step_hooks() -> bool:
-    """Return whether there are hooks before or after the steps of all optimizers."""
-    return bool(
-        torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
     )

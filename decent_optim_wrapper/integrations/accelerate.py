@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.integrations.versions import require
 from decent_optim_wrapper.integrations.wrapping import Wrapping
-
-require("accelerate", (1, 10), "accelerate")
-
-from accelerate import Accelerator  # noqa: E402
-from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
-from accelerate.utils import DistributedType  # noqa: E402
 
 __all__ = ["GossipOptimizer", "prepare_for_gossip"]
 

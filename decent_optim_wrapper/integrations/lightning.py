@@ -8,21 +8,17 @@ from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
+from lightning.fabric import plugins as fabric_plugins
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
+from lightning.pytorch import plugins
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from decent_optim_wrapper.integrations.versions import require
 from decent_optim_wrapper.integrations.wrapping import Wrapping
-
-require("lightning", (2, 4), "lightning")
-
-import lightning.pytorch as pl  # noqa: E402
-from lightning.fabric import plugins as fabric_plugins  # noqa: E402
-from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy  # noqa: E402
-from lightning.pytorch import plugins  # noqa: E402
-from lightning.pytorch.callbacks import LambdaCallback  # noqa: E402
-from lightning.pytorch.plugins import Precision  # noqa: E402
-from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
 __all__ = ["GossipFabricStrategy", "GossipStrategy"]
 

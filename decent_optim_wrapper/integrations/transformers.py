@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
+from decent_optim_wrapper.integrations.accelerate import prepare_for_gossip
 from decent_optim_wrapper.integrations.stats import gossip_stats
-from decent_optim_wrapper.integrations.versions import require
-
-require("transformers", (4, 57), "transformers", below=6)
-
-from decent_optim_wrapper.integrations.accelerate import prepare_for_gossip  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
@@ -63,22 +62,4 @@ class DelegatingOptimizer(Optimizer):
         raise TypeError(
             "a DecentOptimWrapper holds connections to other ranks and cannot be pickled or "
             "copied; save its state_dict() and load it into a new wrapper"
-        )
-
-
-def check_state_dict(state_dict: object, owner: str, rank: int) -> None:
-    """Check the argument of `load_state_dict`.
-
-    Args:
-        state_dict: the argument.
-        owner: the class whose `load_state_dict` was called.
-        rank: this rank.
-
-    Raises:
-        TypeError: it is not a dict.
-    """
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(
-            f"rank {rank}: load_state_dict expects the dict that state_dict() of a {owner} has "
-            f"returned, got {state_dict!r}; nothing was loaded"
         )

@@ -24,15 +24,7 @@ def mixing_rate_from_lr(
 
     Returns:
         γ, in (0, 1].
-
-    Raises:
-        ValueError: an argument is out of range.
     """
-    if not (lr_max > 0 and power >= 0 and 0 < at_least <= 1):
-        raise ValueError(
-            f"expected lr_max above 0, power of 0 or more and at_least in (0, 1], got {lr_max=}, "
-            f"{power=}, {at_least=}"
-        )
     rate = float(optimizer.param_groups[0]["lr"])
     return min(1.0, max(at_least, float((rate / lr_max) ** power)))
 

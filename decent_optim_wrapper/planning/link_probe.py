@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.planning.tables import Report, table
+from decent_optim_wrapper.planning.tables import table
 from decent_optim_wrapper.start.launch import init_distributed
 
 _MIB = 1024 * 1024
 _LEAST_MIB = 0.001
 
 
-def run(mib: float, repeats: int) -> Report | None:
+def run(mib: float, repeats: int) -> str | None:
     """Time messages between all pairs, one pair at a time, and an all-reduce; collective.
 
     Args:
@@ -48,7 +48,7 @@ def run(mib: float, repeats: int) -> Report | None:
         dist.destroy_process_group()
 
 
-def _measure(mib: float, repeats: int, device: torch.device) -> Report | None:
+def _measure(mib: float, repeats: int, device: torch.device) -> str | None:
     transport = Transport.over(dist.group.WORLD)
     n = transport.world_size
     messages = torch.zeros(2, device=device), torch.zeros(int(mib * _MIB / 4), device=device)
@@ -89,7 +89,7 @@ def _median_seconds(action: Callable[[], None], repeats: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def _report(bandwidth: Tensor, latency: Tensor, all_reduce: float) -> Report:
+def _report(bandwidth: Tensor, latency: Tensor, all_reduce: float) -> str:
     n = len(bandwidth)
     pairs = list(combinations(range(n), 2))
     typical = statistics.median(bandwidth[pair].item() for pair in pairs)
@@ -103,9 +103,4 @@ def _report(bandwidth: Tensor, latency: Tensor, all_reduce: float) -> Report:
         f"median of a pair: {typical / 1e6:.0f} MB/s both ways at once, {microseconds:.0f} us",
         f"all-reduce of all ranks: {all_reduce / 1e6:.0f} MB/s",
     ]
-    data = {
-        "bandwidth": bandwidth.tolist(),
-        "latency": latency.tolist(),
-        "all_reduce_bytes_per_second": all_reduce,
-    }
-    return Report("\n".join(lines), data)
+    return "\n".join(lines)

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from decent_optim_wrapper.planning.tables import Report, table
+from decent_optim_wrapper.planning.tables import table
 from decent_optim_wrapper.topo import Group
 
 _FORWARD = 1 / 3
@@ -105,7 +105,7 @@ _METHODS = (
 )
 
 
-def plan(job: Job) -> Report:
+def plan(job: Job) -> str:
     """The seconds of a step by method, and which to take.
 
     Args:
@@ -126,4 +126,4 @@ def plan(job: Job) -> Report:
         f"learning rate over DDP's: AdamW, Muon x {1.5 if job.ranks < 8 else 2.25}, SGD x 0.67",
         f"take {taken}; int8 is comm_dtype=torch.int8",
     ]
-    return Report("\n".join(lines), {**job._asdict(), "ratio": ratio, "methods": methods})
+    return "\n".join(lines)

@@ -1,10 +1,9 @@
-"""The tables of the command line: rows of figures, as text and as data."""
+"""The tables of the command line: rows of figures as text."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from decent_optim_wrapper.planning.analysis import (
     bytes_per_round,
@@ -26,16 +25,7 @@ _LEGEND = (
 )
 
 
-class Report(NamedTuple):
-    """A report as text and as data."""
-
-    text: str
-    data: Any
-
-
-def topologies(
-    world_size: int, local_world_size: int, names: Sequence[str] | None = None
-) -> Report:
+def topologies(world_size: int, local_world_size: int, names: Sequence[str] | None = None) -> str:
     """The topologies that fit, best first by mixing per byte, and why others do not.
 
     Args:
@@ -50,15 +40,9 @@ def topologies(
     rows = [_figures(name, topology) for name, topology in fitting.items()]
     # As `suggest` orders them.
     rows.sort(key=lambda row: row["steady_error"] * row["copies_mean"])
-    data = {
-        "world_size": world_size,
-        "local_world_size": local_world_size,
-        "topologies": _finite(rows),
-        "misfits": misfits,
-    }
     lines = [table(rows), _LEGEND] if rows else []
-    lines += [f"{each['name']} does not fit: it needs {each['needs']}" for each in misfits]
-    return Report("\n".join(lines), data)
+    lines += [f"{name} does not fit: it needs {needs}" for name, needs in misfits.items()]
+    return "\n".join(lines)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -71,8 +55,8 @@ def table(rows: Sequence[Row]) -> str:
 
 def _choose(
     world_size: int, local_world_size: int, names: Sequence[str] | None
-) -> tuple[dict[str, Topology], list[Row]]:
-    """The topologies that fit, by name, and rows with the conditions of the others."""
+) -> tuple[dict[str, Topology], dict[str, str]]:
+    """The topologies that fit, and the conditions of the others, by name."""
     kinds = dict(TopologyFactory.registered())
     fitting, misfits = {}, {}
     for name in names or kinds:
@@ -81,7 +65,7 @@ def _choose(
             misfits[name] = kind.condition
         else:
             fitting[name] = TopologyFactory.create(name, world_size, local_world_size)
-    return fitting, [{"name": name, "needs": needs} for name, needs in misfits.items()]
+    return fitting, misfits
 
 
 def _figures(name: str, topology: Topology) -> Row:
@@ -97,11 +81,6 @@ def _figures(name: str, topology: Topology) -> Row:
         "copies_mean": copies.mean,
         "copies_maximum": copies.maximum,
     }
-
-
-def _finite(rows: Sequence[Row]) -> list[Row]:
-    """The rows for JSON, which has no infinity."""
-    return [{name: None if v == math.inf else v for name, v in row.items()} for row in rows]
 
 
 def _cell(value: Any) -> str:

@@ -86,8 +86,7 @@ def resolve_process_group(arguments: Arguments) -> Any | None:
         The given group, the group of the mesh, or the default group; None for a world of one rank.
 
     Raises:
-        TypeError: it is not a process group.
-        ValueError: it does not contain this rank.
+        TypeError: it is not a process group, or does not contain this rank.
     """
     group: Any = arguments.process_group
     if arguments.mesh is not None:
@@ -96,14 +95,10 @@ def resolve_process_group(arguments: Arguments) -> Any | None:
         group = dist.group.WORLD
     if group is None:
         return None
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not a member of process_group; build the "
-            f"wrapper on its members only"
-        )
     if not isinstance(group, (dist.ProcessGroup, Backend)):
         raise TypeError(
-            f"process_group expects a torch.distributed.ProcessGroup or None, got {group!r}"
+            f"process_group expects a torch.distributed.ProcessGroup of which this rank is a "
+            f"member, or None, got {group!r}"
         )
     return group
 

@@ -170,11 +170,6 @@ def check_shards(named: Sequence[Named], replica: Replica, as_view: bool) -> Non
                 f"param_as_bucket_view=True expects plain tensors, but {what}, and FSDP would go "
                 f"on reading the storage that it knows; pass param_as_bucket_view=False"
             )
-        if any(placement.is_partial() for placement in each.tensor.placements):
-            raise ValueError(
-                f"expected sharded or replicated tensors, but {what}, whose sum over the ranks is "
-                f"the value; call redistribute() before building the wrapper"
-            )
         mesh = each.tensor.device_mesh
         for number in range(mesh.ndim):
             along = frozenset(dist.get_process_group_ranks(mesh.get_group(number)))
