@@ -373,17 +373,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
 
         Args:
             kind: the class, such as `GradientTracking`.
-
-        Raises:
-            ValueError: no extension is of this class.
         """
-        found = [each for each in self.extensions if isinstance(each, kind)]
-        if not found:
-            raise ValueError(
-                f"rank {self.rank}: drop_extension() has found no {kind.__name__} in extensions="
-                f"{[type(each).__name__ for each in self.extensions]}"
-            )
-        for each in found:
+        for each in [each for each in self.extensions if isinstance(each, kind)]:
             drop = partial(self._pipeline.extensions.drop, each)
             self._gossip.meet(CollectiveCall.DROP_EXTENSION, drop)
         self._notify_change()

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from covering import VIEWS, named, pairwise
 from modules import Odd, Training, adamw, batch, fill, flat, loss_of, make_model
 from problem import flatten, nesterov
 from ranks import run_processes, run_threads
@@ -66,6 +67,23 @@ def straight_on(
     training = Training(rank, group, model=model, overlap=overlap, **options)
     training.train(range(STEPS), loss)
     return training.end()
+
+
+CODED = {"bf16": torch.bfloat16, "int8": torch.int8}
+WAYS = named("step", "backward")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "views", "code", "way"), pairwise(named("ring", "complete"), VIEWS, CODED, WAYS)
+)
+def test_codes_have_the_trajectory_without_overlap_bit_for_bit(
+    topology: str, views: bool, code: torch.dtype, way: str
+) -> None:
+    """Without codes they follow the oracle, and with extensions their contract."""
+    options: dict[str, Any] = {"topology": topology, "comm_dtype": code}
+    options["param_as_bucket_view"] = views
+    assert_as_without_overlap(4, partial(straight_on, way=way, base=adamw, **options))
 
 
 class Branches(nn.Module):

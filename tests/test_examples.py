@@ -204,6 +204,7 @@ PRINTED = {
     "benchmark/overhead.py --parameters 1e6 --repeats 1 --training 1": [
         *("| decent-dp | * | 1.00 |", "| the wrapper, int8 |*", "| the module |*"),
     ],
+    "benchmark/overhead.py --parameters 1e6 --small 1": ["| tracking | *|", "| pack | *|"],
     "benchmark/step_time.py --sizes 1 --steps 2 --warmup 1 --rates '' --ranks 2 "
     "--methods DDP 'PostLocalSGD 8' 'the wrapper' --jitter 0.3 --slow-factor 1.5": [
         *("| DDP |*", "| the wrapper |*", "| all-reduce / computing |*"),

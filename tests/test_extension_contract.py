@@ -118,7 +118,7 @@ TRACKING_OF_ADAM: dict[str, dict[str, Any]] = {
 PACES: dict[str, dict[str, Any]] = {
     "each step": {"overlap": True},
     "late": {"overlap": Late(2), "gossip_every": 2},
-    "forward": {"overlap": "forward", "gossip_every": 2},
+    "forward": {"overlap": "forward"},
 }
 WIRES: dict[str, dict[str, Any]] = {
     "exact": {"comm_dtype": None},

@@ -11,12 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from covering import OVERLAP, pairwise
 from decent_dp import optim as decent_dp
-from dense import mix, oracle, train_densely
-from problem import backward, flatten, in_one_call, make_params, take_steps, wrap
-from ranks import run_threads
+from dense import mix, train_densely
+from problem import backward, flatten, make_params, take_steps
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -196,28 +194,6 @@ WRONG = {
 def test_numbers_out_of_range_are_refused(kind: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         kind(make_params(), **wrong)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "overlap"), [*zip(MAKERS.values(), (True, False, True), strict=True)], ids=MAKERS
-)
-def test_the_wrapper_trains_with_it_whole_and_by_bucket(make: Make, overlap: bool) -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> Tensor:
-        ends = []
-        for change in (in_one_call, lambda base: base):
-            params = make_params()
-            optimizer = wrap(params, group, change(make(params)), topology="ring", overlap=overlap)
-            take_steps(optimizer, params, rank, range(7))
-            optimizer.synchronize()
-            ends.append(flatten(params))
-        assert torch.equal(*ends)
-        return ends[0]
-
-    rows = torch.stack(run_threads(4, main))
-    expected = oracle(TopologyFactory.create("ring", 4), 7, overlap, make)
-    torch.testing.assert_close(rows, expected, rtol=1e-11, atol=1e-12)
-    assert (rows[0] - flatten(make_params())).abs().max() > 0.05
 
 
 @pytest.mark.parametrize(

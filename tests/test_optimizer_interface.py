@@ -9,7 +9,6 @@ import io
 import pickle
 import warnings
 import weakref
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -331,18 +330,13 @@ def test_a_dropped_wrapper_is_freed_at_once() -> None:
 
 
 class Lookahead(Optimizer):
-    """Slow weights that follow those of another optimizer; skips Optimizer.__init__.
-
-    That of timm makes tables of hooks, that of Accelerate does not.
-    """
+    """Slow weights that follow those of another optimizer; skips Optimizer.__init__."""
 
     _step_supports_amp_scaling = True
     is_second_order = False
 
-    def __init__(self, base: Optimizer, has_tables: bool = True) -> None:
-        if has_tables:
-            self._optimizer_step_pre_hooks: Any = OrderedDict()
-            self._optimizer_step_post_hooks: Any = OrderedDict()
+    def __init__(self, base: Optimizer) -> None:
+        # As in Accelerate, without torch's tables of hooks.
         self._base_optimizer = base
         self.param_groups = base.param_groups
         self.defaults = base.defaults
@@ -362,11 +356,10 @@ class Lookahead(Optimizer):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("has_tables", [True, False])
-def test_a_base_that_skips_torchs_constructor_is_wrapped(overlap: bool, has_tables: bool) -> None:
+def test_a_base_that_skips_torchs_constructor_is_wrapped(overlap: bool) -> None:
     def run(rank: int, group: dist.ProcessGroup | None, bare: bool = False) -> Tensor:
         params = make_params()
-        optimizer: Optimizer = Lookahead(sgd(params), has_tables)
+        optimizer: Optimizer = Lookahead(sgd(params))
         if not bare:
             optimizer = wrap(params, group, optimizer, overlap=overlap)
             optimizer.register_step_post_hook(lambda *_: None)

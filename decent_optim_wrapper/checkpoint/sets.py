@@ -27,8 +27,6 @@ from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.parameters import named_parameters
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
 
-__all__ = ["Checkpoint", "Checkpoints"]
-
 # The key of the part of a replica in a file, next to the user's state.
 _PART = "decent_optim_wrapper.part"
 
@@ -142,10 +140,9 @@ class Checkpoints:
             PeerError: a rank was lost.
         """
         held = self._newest(same_world)
-        self._complete = []
+        self._complete = [] if held is None else [(held.step, held.like.world_size)]
         if held is None:
             return None
-        self._complete.append((held.step, held.like.world_size))
         state, failed = self._ranks.together(lambda: self._read(held, map_location))
         if failed:
             raise ValueError(f"{held.folder} could not be loaded on {failed}: see the error there")

@@ -29,8 +29,6 @@ from decent_optim_wrapper.start.start import Start
 from decent_optim_wrapper.topo import Topology
 from decent_optim_wrapper.warn import warn
 
-__all__ = ["DecentralizedDataParallel", "LRSchedulerFn", "OptimFn"]
-
 OptimFn = Callable[[list[tuple[str, Tensor]]], Optimizer]
 LRSchedulerFn = Callable[[Optimizer], LRScheduler]
 
@@ -123,7 +121,7 @@ class DecentralizedDataParallel(Module):
     ) -> None:
         super().__init__()
         with Start(take_fields(Arguments, options)).failing_together():
-            _check(model, optim_fn, scaler, grad_clip_norm, update_in_backward)
+            _check(model, scaler, grad_clip_norm, update_in_backward)
             options = respelled({"overlap": overlap, **options})
             overlap = options.pop("overlap")
             if param_as_bucket_view is None:
@@ -159,7 +157,7 @@ class DecentralizedDataParallel(Module):
             warn(f"rank {wrapper.rank}: {_not_in_parts(base)}")
         self._stepper = BackwardStepper(
             wrapper,
-            UnscaleAndClip(scaler, float(grad_clip_norm), base if wrapper.scales_itself else None),
+            UnscaleAndClip(scaler, float(grad_clip_norm)),
             self.lr_scheduler,
             update_in_backward is not False,
         )
@@ -297,12 +295,10 @@ def wants_views(model: Module, mesh: Any) -> bool:
     return mesh is None and not any(param.is_cuda for rnn in rnns for param in rnn.parameters())
 
 
-def _check(model: Any, optim_fn: Any, scaler: Any, clip_norm: Any, in_backward: Any) -> None:
+def _check(model: Any, scaler: Any, clip_norm: Any, in_backward: Any) -> None:
     instance_of("a torch.nn.Module", Module)("model", model)
     if isinstance(model, (DecentralizedDataParallel, DistributedDataParallel)):
         raise TypeError(f"model expects a module that is not wrapped yet, got a {type(model)}")
-    expected = "optim_fn expects a function from [(name, parameter), ...] to an optimizer"
-    expect(callable(optim_fn), expected, optim_fn)
     instance_of("a torch.amp.GradScaler or None", GradScaler, NoneType)("scaler", scaler)
     instance_of("True, False or None", bool, NoneType)("update_in_backward", in_backward)
     expect(is_real(clip_norm), "grad_clip_norm expects a number", clip_norm)

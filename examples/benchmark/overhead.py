@@ -5,8 +5,10 @@
 It compares one round (pack, send and receive, mix) with one bare send and receive of the same
 bytes and with the all-reduce of DDP, and the step of a lone rank, which exchanges nothing, with
 that of the base optimizer. With --training it measures whole steps of every method of
-`step_time.py` by turns, where the memory is the limit. `gpu.py` measures the packing and
-the mixing on a GPU. It takes 46 s of CPU time, of both ranks together.
+`step_time.py` by turns, where the memory is the limit, and with --small the CPU time of
+steps of small parameters, beside that of the messages alone, and of the parts of a round in int8.
+`gpu.py` measures the packing and the mixing on a GPU. It takes 46 s of CPU time, of both ranks
+together.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import netlab
 import torch
@@ -26,10 +29,15 @@ from methods import METHODS
 from step_time import RECIPE
 from torch import Tensor, nn
 
-from decent_optim_wrapper import DecentOptimWrapper
+from decent_optim_wrapper import DecentOptimWrapper, GradientTracking
+from decent_optim_wrapper.codecs import codec_of
+from decent_optim_wrapper.wire.bucket import Bucket
+from decent_optim_wrapper.wire.layout import Layout
 
 TENSORS = 400
 WIDTH = 1000
+# The small model, and how many steps of it make one figure.
+SMALL, BLOCK = 64, 25
 # Elements of a bucket of DDP.
 BUCKET = 25 * 2**20 // 4
 
@@ -89,6 +97,36 @@ def measure(count: int, repeats: int) -> Overhead:
     return Overhead(bare, *rounds)
 
 
+def int8_parts(count: int, blocks: int) -> dict[str, float]:
+    """CPU seconds of what a pair does with `count` parameters in int8; the lowest of blocks."""
+    codec = codec_of(torch.int8)
+    params = [torch.randn(BUCKET // 16) for _ in range(16)]
+    bucket = Bucket(params, Layout(cap_mb=None, codec=codec))
+    packed, reference = bucket.new_flat().data, bucket.new_flat().data
+    message, _ = bucket.messages(codec.nbytes(bucket.numel))
+
+    def changes() -> Iterator[tuple[slice, Tensor]]:
+        both = (message, message)
+        for place, (theirs, ours) in codec.decode(*both, numel=bucket.numel, dtype=torch.float32):
+            reference[place].add_(torch.add(theirs, ours), alpha=0.5)
+            yield place, theirs.sub_(ours)
+
+    parts: dict[str, Callable[[], object]] = {
+        "pack": lambda: bucket.pack(bucket.view(packed)),
+        "code": lambda: codec.encode(packed, message, reference),
+        "decode both messages, move the reference": lambda: deque(changes(), maxlen=0),
+        "decode, move the reference, and mix": lambda: bucket.absorb_(changes(), 0.5),
+    }
+    best = dict.fromkeys(parts, float("inf"))
+    for _ in range(blocks):
+        for name, part in parts.items():
+            start = time.thread_time()
+            part()
+            seconds = time.thread_time() - start
+            best[name] = min(best[name], seconds * count / bucket.numel)
+    return best
+
+
 class Dense(nn.Module):
     """A layer of which the memory counts, and hardly the computing."""
 
@@ -125,16 +163,111 @@ def print_training(where: netlab.Lab, count: int, repeats: int, turns: int) -> N
         print(f"| {name} | {1000 * seconds:.0f} | {seconds / peer:.2f} |")
 
 
+class Floor:
+    """A step of a pair with a round's two messages and nothing else, or packing and mixing, too.
+
+    Args:
+        params: the parameters.
+        mixes: whether to pack and mix.
+    """
+
+    def __init__(self, params: list[Tensor], mixes: bool) -> None:
+        self.params, self.mixes = params, mixes
+        self.base = torch.optim.SGD(params, lr=1e-3)
+        # What is sent and received: a header of six numbers, and the parameters.
+        self.headers = [torch.zeros(6, dtype=torch.float64) for _ in range(2)]
+        self.vectors = [torch.zeros(SMALL**2) for _ in range(2)]
+        self.packed, self.arrived = (torch.split(vector, SMALL) for vector in self.vectors)
+        self.works: list[Any] = []
+
+    @torch.no_grad()
+    def step(self) -> None:
+        mixes = self.mixes and bool(self.works)
+        self.synchronize()
+        self.post(self.headers, 0)
+        if mixes:
+            torch._foreach_lerp_(self.params, self.arrived, 0.5)
+        self.base.step()
+        if self.mixes:
+            torch._foreach_copy_(self.packed, self.params)
+        self.post(self.vectors, 1)
+
+    def post(self, pair: list[Tensor], tag: int) -> None:
+        peer = 1 - dist.get_rank()
+        outgoing, incoming = pair
+        # As the library does, without the checks of `dist.isend`.
+        world: Any = dist.group.WORLD
+        self.works += [world.recv([incoming], peer, tag), world.send([outgoing], peer, tag)]
+
+    def synchronize(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+
+def small_params() -> list[Tensor]:
+    params = [torch.zeros(SMALL, requires_grad=True) for _ in range(SMALL)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return params
+
+
+def small_steps(blocks: int) -> dict[str, float]:
+    """CPU seconds of a step of small parameters by method, all threads: the lowest of blocks."""
+    dist.init_process_group("gloo")
+
+    def wrapped(**options: Any) -> DecentOptimWrapper:
+        base = torch.optim.SGD(small_params(), lr=1e-3)
+        return DecentOptimWrapper(base, topology="ring", **options)
+
+    optimizers: dict[str, Any] = {
+        "SGD alone": torch.optim.SGD(small_params(), lr=1e-3),
+        "and two messages": Floor(small_params(), mixes=False),
+        "and packing and mixing": Floor(small_params(), mixes=True),
+        "the wrapper": wrapped(),
+        "views": wrapped(param_as_bucket_view=True),
+        "int8": wrapped(comm_dtype=torch.int8),
+        "tracking": wrapped(extensions=[GradientTracking()]),
+    }
+    best = dict.fromkeys(optimizers, float("inf"))
+    # By turns, so that whatever else the machine does falls on all of them.
+    for _ in range(blocks):
+        for name, optimizer in optimizers.items():
+            start = time.process_time()
+            for _ in range(BLOCK):
+                optimizer.step()
+            best[name] = min(best[name], (time.process_time() - start) / BLOCK)
+    for optimizer in optimizers.values():
+        if hasattr(optimizer, "synchronize"):
+            optimizer.synchronize()
+    dist.barrier()
+    return best
+
+
+def print_small(where: netlab.Lab, blocks: int) -> None:
+    """Print the CPU time of the steps of small parameters, on the slower rank."""
+    print(f"{SMALL} parameters of {SMALL} elements, one bucket, 2 ranks on loopback\n")
+    ranks = netlab.run(where, 2, small_steps, blocks, timeout=600)
+    print("| step | CPU us |\n|---|---|")
+    for name in ranks[0]:
+        print(f"| {name} | {1e6 * max(rank[name] for rank in ranks):.0f} |")
+
+
+def print_int8(count: int, blocks: int) -> None:
+    """Print the CPU time of the parts of a round in int8."""
+    print(f"\n{count / 1e6:g} M parameters in buckets of 25 MiB\n")
+    print("| part of a round in int8 | CPU ms |\n|---|---|")
+    for name, seconds in int8_parts(count, blocks).items():
+        print(f"| {name} | {1000 * seconds:.0f} |")
+
+
 def lone_step(seconds: float) -> tuple[float, float]:
     """Seconds of a step of SGD with 64 small parameters, and of the wrapper around it alone.
 
     Args:
         seconds: how long both are timed together, by turns.
     """
-    params = [torch.zeros(64, requires_grad=True) for _ in range(64)]
-    for param in params:
-        param.grad = torch.ones_like(param)
-    base = torch.optim.SGD(params, lr=1e-3)
+    base = torch.optim.SGD(small_params(), lr=1e-3)
     optimizers = [base, DecentOptimWrapper(base, rank=0, world_size=1)]
     times: list[list[float]] = [[], []]
     end = time.perf_counter() + seconds
@@ -153,7 +286,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=3.0, help="for the step of a lone rank")
     parser.add_argument("--training", type=int, default=0, metavar="TURNS", help="whole steps")
+    parser.add_argument("--small", type=int, default=0, metavar="BLOCKS", help="small parameters")
     args = parser.parse_args()
+    if args.small:
+        with netlab.lab(2, rate="") as where:
+            print_small(where, args.small)
+        torch.set_num_threads(1)
+        print_int8(int(args.parameters), args.small)
+        return
     if args.training:
         with netlab.lab(2, rate="") as where:
             print_training(where, int(args.parameters), args.repeats, args.training)
