@@ -393,7 +393,7 @@ def test_a_step_that_does_not_come_after_the_last_set_is_refused(tmp_path: Path)
         else:
             run.advance(rank, range(2, 3))
         for step in (3, 2, -1):
-            with pytest.raises(ValueError, match="above 3, that of the last set"):
+            with pytest.raises(ValueError, match="above 3, the step of the last set"):
                 run.save(step)
 
     run_threads(WORLD, main)

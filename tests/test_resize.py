@@ -279,7 +279,7 @@ def test_a_set_that_members_with_gaps_have_saved_is_averaged_and_stays(tmp_path:
     def go_on(rank: int, group: dist.ProcessGroup) -> None:
         checkpoints = start(group, tmp_path, topology="complete").checkpoints
         assert checkpoints.load() is not None
-        with pytest.raises(ValueError, match="above 2, that of the last set"):
+        with pytest.raises(ValueError, match="above 2, the step of the last set"):
             checkpoints.save(2, {})
         checkpoints.save(3, {})
 

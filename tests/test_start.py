@@ -164,7 +164,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "ValueError: .* expects parameters to train, got a SGD": emptied,
     "ValueError: .*0.0 is torch.sparse_coo": lambda: DecentOptimWrapper(sgd([SPARSE])),
     "ValueError: .*0.0 is on the meta device": lambda: DecentOptimWrapper(sgd([ON_META])),
-    "RuntimeError: .*that of 0.0 is torch.sparse_coo": sparse_gradient,
+    "RuntimeError: .*gradient of 0.0 is torch.sparse_coo": sparse_gradient,
     "TypeError: .*not wrapped yet, got DecentOptim": lambda: wrap([], base=wrap(make_params())),
     "TypeError: rank expects a whole number": lambda: wrap(make_params(), **ALONE),
     "TypeError: .*got list": lambda: DecentOptimWrapper(cast(Any, make_params())),

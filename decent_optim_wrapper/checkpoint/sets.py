@@ -247,8 +247,8 @@ class Checkpoints:
         if len(set(steps)) > 1 or step <= max(last):
             raise ValueError(
                 f"{self._ranks.own.saver}: save() expects one step on every rank, above "
-                f"{max(last)}, that of the last set, got {[*steps]} by rank and shard; call it at "
-                f"the same place everywhere, and once for each step"
+                f"{max(last)}, the step of the last set, got {[*steps]} by rank and shard; call it "
+                f"at the same place everywhere, and once for each step"
             )
 
     def _prune(self) -> None:

@@ -113,7 +113,7 @@ class GradientTracking(Extension):
         if context.nonfinite.replaces:
             raise ValueError(
                 'GradientTracking() expects on_nonfinite="raise" or "ignore": with "skip" the '
-                "sum of the estimates would differ from that of the gradients for good"
+                "sum of the estimates would differ from the sum of the gradients for good"
             )
         if reason := evaluates_inside_step(optimizer):
             raise ValueError(

@@ -82,7 +82,7 @@ class _Method(NamedTuple):
     settings: str
     step_seconds: Callable[[Job, float], float]
     share: float = 1.0
-    # Steps to DDP's loss, in those of DDP.
+    # Steps to DDP's loss, relative to DDP's steps.
     steps: float = 1.06
 
     def gain(self, job: Job) -> float:

@@ -32,7 +32,7 @@ _INITIALISE = (
 class Arguments:
     """The arguments of `DecentOptimWrapper` by which this rank finds the others.
 
-    They are not checked here: this rank needs them to tell the others of an error.
+    They are not checked here: this rank needs them to send its error to the others.
     """
 
     _: KW_ONLY

@@ -145,7 +145,7 @@ class CodedExchange(Exchange):
 class CodedPair(CodedExchange):
     """An exchange of codes between two ranks. The last byte says whether the values are finite.
 
-    Arguments are those of `Exchange`, and the codec.
+    Arguments are as in `Exchange`, and the codec.
     """
 
     def __init__(self, wire: Wire, bucket: Bucket, position: int, codec: Codec) -> None:
@@ -194,7 +194,7 @@ class CodedGroup(CodedExchange):
     sum, the changes of the ranks that are present add up to -e, and the owner adds e to its own
     values. An owner that is left out cannot: the others leave its chunk as it is in this round.
 
-    Arguments are those of `Exchange`, and the codec.
+    Arguments are as in `Exchange`, and the codec.
     """
 
     sums = True

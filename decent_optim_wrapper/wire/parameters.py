@@ -162,7 +162,7 @@ def check_shards(named: Sequence[Named], replica: Replica, as_view: bool) -> Non
             missing = "there is no model" if model is None else "model does not hold it"
             raise ValueError(
                 f"expected the model of the sharded parameters, but {what} and {missing}; pass all "
-                f"modules of this rank as model=: those of FSDP must be resharded before their "
+                f"modules of this rank as model=: FSDP modules must be resharded before their "
                 f"shards are written"
             )
         if as_view:
@@ -194,8 +194,8 @@ def sparse_gradient_error(optimizer: Any, param: Tensor, rank: int) -> RuntimeEr
     name = next(each.name for each in named if each.tensor is param)
     layout = None if param.grad is None else param.grad.layout
     return RuntimeError(
-        f"rank {rank}: expected dense gradients, but that of {name} is {layout}; gossip exchanges "
-        f"whole parameters: build the module with sparse=False"
+        f"rank {rank}: expected dense gradients, but the gradient of {name} is {layout}; gossip "
+        f"exchanges whole parameters: build the module with sparse=False"
     )
 
 
