@@ -34,7 +34,7 @@ MOST_METHODS, MOST_REWRITTEN = 25, 12
 FOLDER_LINES = {
     **{"": 1_131, "gossip": 1_697, "wire": 1_288, "comm": 1_148, "start": 847, "elastic": 789},
     **{"launcher": 550, "planning": 309, "checkpoint": 487, "topo": 556, "extensions": 521},
-    **{"ddp": 455, "optim": 468, "data": 359, "integrations": 274, "codecs": 299, "mesh": 120},
+    **{"ddp": 455, "optim": 468, "data": 359, "integrations": 274, "codecs": 298, "mesh": 120},
 }
 # Those of all tests, likewise.
 TEST_LINES = 15_638

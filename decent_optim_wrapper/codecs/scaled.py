@@ -69,7 +69,9 @@ class ScaledCodec(Codec):
 
     def read(self, message: Tensor, place: slice, values: Tensor) -> None:
         """Decode a slice, and scale it back."""
-        codes, scales = self._parts(message, place, values.numel())
+        self._restore(*self._parts(message, place, values.numel()), values)
+
+    def _restore(self, codes: Tensor, scales: Tensor, values: Tensor) -> None:
         self.unpack(codes, values)
         values.view(-1, _BLOCK).mul_(scales.to(values.dtype).unsqueeze(1))
 
@@ -94,19 +96,17 @@ class Int8Codec(ScaledCodec):
     def encode(self, values: Tensor, message: Tensor, reference: Tensor | None = None) -> None:
         """Like `Codec.encode`, on a GPU in one kernel."""
         codes, scales = self._split(message)
-        rows = codes.view(-1, _BLOCK)
-        found = fused.FUSED.call(fused.encode, values, reference, rows)
+        found = fused.FUSED.call(fused.encode, values, reference, codes.view(-1, _BLOCK))
         if found is None:
             super().encode(values, message, reference)
         else:
             scales.copy_(found)
 
-    def read(self, message: Tensor, place: slice, values: Tensor) -> None:
-        """Like `ScaledCodec.read`, on a GPU in one kernel."""
-        codes, scales = self._parts(message, place, values.numel())
+    def _restore(self, codes: Tensor, scales: Tensor, values: Tensor) -> None:
+        # On a GPU in one kernel.
         args = codes.view(-1, _BLOCK), scales, values.view(-1, _BLOCK)
         if fused.FUSED.call(fused.decode, *args) is None:
-            super().read(message, place, values)
+            super()._restore(codes, scales, values)
 
     def pack(self, values: Tensor, codes: Tensor) -> None:
         """One code in each byte."""
