@@ -119,6 +119,15 @@ def take_steps(
         optimizer.step()
 
 
+def take_drawn_steps(
+    optimizer: Optimizer, params: Sequence[Tensor], rank: int, steps: Iterable[int]
+) -> None:
+    """Steps with gradients that do not depend on the parameters, so that the mean is known."""
+    for step in steps:
+        draw_gradients(params, rank, step)
+        optimizer.step()
+
+
 def flatten(params: Sequence[Tensor]) -> Tensor:
     return torch.cat([param.detach().reshape(-1).double() for param in params])
 

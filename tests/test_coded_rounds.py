@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import VIEWS, named, pairwise
-from problem import draw_gradients, flatten, nesterov
+from problem import flatten, nesterov, take_drawn_steps
 from ranks import run_threads
 from torch import Tensor
 from warned import warned_texts
@@ -88,15 +87,6 @@ def take_rounds(optimizer: DecentOptimWrapper, count: int) -> None:
     optimizer.synchronize()
 
 
-def take_steps(
-    optimizer: DecentOptimWrapper, params: list[Tensor], rank: int, steps: Iterable[int]
-) -> None:
-    """Steps with gradients that do not depend on the parameters, so that the mean is known."""
-    for step in steps:
-        draw_gradients(params, rank, step)
-        optimizer.step()
-
-
 def train(case: Case, steps: int, **options: Any) -> Tensor:
     """The parameters of every rank after every step: (ranks, steps, parameters)."""
 
@@ -105,7 +95,7 @@ def train(case: Case, steps: int, **options: Any) -> Tensor:
         optimizer = wrap(params, group, case, **options)
         history = [flatten(params)]
         for step in range(steps):
-            take_steps(optimizer, params, rank, [step])
+            take_drawn_steps(optimizer, params, rank, [step])
             history.append(flatten(params))
         optimizer.synchronize()
         return torch.stack([*history, flatten(params)])
@@ -259,11 +249,11 @@ def test_references_that_are_replaced_in_flight_move_with_their_round(
         options: dict[str, Any] = {"comm_dtype": INT4, "param_as_bucket_view": views}
         options |= {"schedule": Schedule(gossip_every=2), "overlap": Late(2)}
         optimizer = wrap(params, group, CASES[case], **options)
-        take_steps(optimizer, params, rank, range(7))
+        take_drawn_steps(optimizer, params, rank, range(7))
         assert optimizer.state_dict()["gossip"]["in_flight"]
         if rebuilds:
             optimizer.rebuild_buckets()
-        take_steps(optimizer, params, rank, range(7, 12))
+        take_drawn_steps(optimizer, params, rank, range(7, 12))
         optimizer.synchronize()
         return flatten(params)
 
