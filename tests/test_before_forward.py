@@ -39,7 +39,7 @@ from decent_optim_wrapper import (
     StateGossip,
 )
 from decent_optim_wrapper.elastic.rendezvous import key_prefix
-from decent_optim_wrapper.errors import CallOrderError, NonFiniteError
+from decent_optim_wrapper.errors import CallOrderError, NonFiniteError, PeerError
 
 STEPS = 5
 PATIENCE = 30.0
@@ -333,6 +333,47 @@ def test_a_round_that_is_not_finite_is_put_back_or_skipped_and_the_next_one_is_r
         return result
 
     assert_as_without_overlap(size, trained)
+
+
+@pytest.mark.parametrize(("topology", "views"), [("ring", True), ("complete", False)])
+def test_a_lost_peer_leaves_the_parameters_as_they_were_sent(topology: str, views: bool) -> None:
+    left: dict[int, int] = {}
+    all_read = threading.Event()
+
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        options: dict[str, Any] = {"topology": topology, "param_as_bucket_view": views}
+        training = Training(rank, group, timeout=PATIENCE, **options)
+        model, optimizer = training.model, training.optimizer
+        training.train(range(3))
+        launched: list[Tensor] = []
+
+        def look(*_: object) -> None:
+            left.setdefault(rank, unmixed(model, launched))
+            if len(left) == 3:
+                all_read.set()
+
+        def fail(*_: object, **__: object) -> None:
+            # While it packs its last bucket, long after it has sent the first ones.
+            all_read.wait(PATIENCE)
+            raise OSError("the machine is on fire")
+
+        def go_on() -> None:
+            # A neighbour of the one that fails may notice a round later.
+            for step in range(3, 9):
+                training.train([step])
+                launched[:] = values_of(model)
+                if step == 3:
+                    model[2].register_forward_pre_hook(look)
+
+        if rank == 2:
+            optimizer.buckets[-1].pack = fail  # type: ignore[method-assign, assignment]
+        with pytest.raises(OSError if rank == 2 else PeerError):
+            go_on()
+        assert rank == 2 or unmixed(model, launched) == len(launched)
+
+    run_threads(4, main)
+    # They had mixed the first bucket when the last did not come.
+    assert all(0 < each < 6 for each in left.values())
 
 
 def spread(model: nn.Module) -> float:
