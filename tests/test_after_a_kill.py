@@ -1,27 +1,22 @@
-"""The script that kills a rank: the others go on without it, and with it again."""
+"""The script that kills ranks: the others go on without each of them, and with it again."""
 
 from __future__ import annotations
 
-import after_a_kill
+from pathlib import Path
+
 import pytest
-from ranks import start_server
+from ranks import run_script
+
+SCRIPT = Path(__file__).parent.parent / "examples" / "benchmark" / "after_a_kill.py"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_one_kill_takes_time_and_the_killed_rank_comes_back(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start_server()
-    monkeypatch.setattr("sys.argv", ["after_a_kill.py", "--seeds", "7"])
-    monkeypatch.setattr(after_a_kill, "OURS", after_a_kill.OURS[1:])
-    monkeypatch.setattr(after_a_kill, "TORCHFT", [])
-    monkeypatch.setattr(after_a_kill, "AWAY_SECONDS", 0.5)
-    after_a_kill.main()
-    report = capsys.readouterr().out
-    (row,) = (line.split("|")[1:-1] for line in report.splitlines() if line.startswith("| ours"))
-    _, *times, survived = row
-    assert survived.strip() == "1 of 1", report
-    for time in times:
-        median, longest = map(float, time.split(","))
-        assert 0 < median <= longest, report
+@pytest.mark.timeout(300)
+def test_ranks_go_on_at_once_without_one_whose_end_the_launcher_tells(tmp_path: Path) -> None:
+    # They would look for its heartbeat for longer than the script waits.
+    options = "--ranks 3 --minutes 0.05 --pause 3 --step 0.02 --stale-after 1000"
+    out = run_script(SCRIPT, *options.split(), cwd=tmp_path, seconds=280)
+    _, ranks, kills, share, stalls, returns, _ = out.splitlines()[-1].split(" | ")
+    assert (ranks, kills) == ("3", "1")
+    assert 0 < float(share.removesuffix("%")) < 100
+    assert 0 < float(stalls.split(", ")[0]) < float(returns.split(", ")[1])

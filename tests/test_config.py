@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import re
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from problem import flatten, make_params, take_steps, wrap
 from ranks import run_threads
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from decent_optim_wrapper import (
     AsItArrives,
@@ -35,6 +36,7 @@ from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.config import Settings
 from decent_optim_wrapper.deprecated import OldFields
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat
+from decent_optim_wrapper.elastic.rendezvous import key_prefix, tell_end
 from decent_optim_wrapper.start.arguments import Arguments
 
 
@@ -166,11 +168,13 @@ def test_ranks_start_with_the_same_schedule_and_extensions_only() -> None:
     assert min(run_threads(2, main)) > 1e-3
 
 
-def test_all_learn_of_a_dead_rank_and_a_second_process_of_a_rank_replaces_the_first() -> None:
-    store, started = HashStore(), []
+@pytest.mark.parametrize("told", [False, True])
+def test_all_learn_of_a_dead_rank_and_a_later_process_replaces_an_earlier(told: bool) -> None:
+    store, started, stale_after = HashStore(), [], 1000.0 if told else 1.0
+    part = PrefixStore(key_prefix(0), store)
 
     def heartbeat(rank: int, life: int = 1) -> Heartbeat:
-        started.append(Heartbeat(BoundedStore(store, timedelta(seconds=10)), rank, 1.0))
+        started.append(Heartbeat(BoundedStore(part, timedelta(seconds=10)), rank, stale_after))
         started[-1].start(life)
         return started[-1]
 
@@ -182,7 +186,15 @@ def test_all_learn_of_a_dead_rank_and_a_second_process_of_a_rank_replaces_the_fi
 
     def all_learn_of(lost: int, left: list[int]) -> None:
         ranks[lost].stop()
-        await_(lambda: not any(ranks[here].alive(lost) for here in left))
+        # Another process of rank 0 has ended, which is not the one that the others know.
+        tell_end(lambda: store, 0, pid=0)
+
+        def all_know() -> bool:
+            if told:  # again: the last heartbeat may be on its way
+                tell_end(lambda: store, lost, os.getpid())
+            return not any(ranks[here].alive(lost) for here in left)
+
+        await_(all_know)
         assert all(ranks[here].alive(there) for here in left for there in left)
 
     try:

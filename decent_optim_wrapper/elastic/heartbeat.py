@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Set
@@ -11,7 +12,7 @@ from typing import Any
 
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.store import BoundedStore, values_of
-from decent_optim_wrapper.elastic.liveness import EpochWatch
+from decent_optim_wrapper.elastic.liveness import ENDED, EpochWatch
 
 # The longest interval between two heartbeats. A rank makes two calls to the store in each.
 _LONGEST_PAUSE = 0.5
@@ -53,9 +54,11 @@ class Heartbeat:
     def is_taken(self) -> bool:
         """Return whether another process sends heartbeats of this rank.
 
-        Call it before `start`. It takes a second or two if there is none.
+        Call it before `start`. If there is none, it takes a second or two, unless the launcher has
+        told that the last one has ended.
         """
-        return self._hears([self.rank], lambda beat: True, _LOOKS_FOR_OTHERS)
+        has_ended = self._store.find(beat_key(self.rank)) == ENDED.decode()
+        return not has_ended and self._hears([self.rank], lambda beat: True, _LOOKS_FOR_OTHERS)
 
     def hears_members(self, ranks: Iterable[int]) -> bool:
         """Return whether one of these ranks is alive and in an epoch.
@@ -70,7 +73,7 @@ class Heartbeat:
         One may be the last one of a process that has ended: once a link is back, the kernel sends
         again what it could not send before.
         """
-        last = {key: self._store.find(key) for key in map(_key, ranks)}
+        last = {key: self._store.find(key) for key in map(beat_key, ranks)}
         heard = set[str]()
         deadline = time.monotonic() + looks * self._pause
         while last and time.monotonic() < deadline:
@@ -93,9 +96,9 @@ class Heartbeat:
             life: number of this process among those that have had this rank; later ones are higher.
         """
         self._life = life
-        self._sent = f"{life} 0 0 "
+        self._sent = f"{life} 0 0 {os.getpid()} "
         # At once, since the ranks that watch this one expect a heartbeat.
-        self._store.set(_key(self.rank), self._sent)
+        self._store.set(beat_key(self.rank), self._sent)
         in_background(self._run)
 
     def watch(self, members: Collection[int], epoch: int) -> None:
@@ -112,7 +115,8 @@ class Heartbeat:
     @property
     def is_over(self) -> bool:
         """True if the members must meet again, because one is dead or a rank asks for it."""
-        return self.is_replaced or (self._watch is not None and self._watch.is_over)
+        watch = self._watch
+        return self.is_replaced or (watch is not None and (watch.requested or bool(watch.dead)))
 
     def say(self, text: str) -> None:
         """Send this text with every heartbeat from now on."""
@@ -120,9 +124,9 @@ class Heartbeat:
 
     def heard(self, rank: int) -> str:
         """The text of the last heartbeat of a rank; empty without one."""
-        beat = self._store.find(_key(rank)) or ""
-        # Behind the life, the number of the heartbeat and the epoch.
-        return beat.split(" ", 3)[-1]
+        beat = self._store.find(beat_key(rank)) or ""
+        # Behind the life, the number of the heartbeat, the epoch and the process.
+        return beat.split(" ", 4)[-1]
 
     def stop(self) -> None:
         """Send no more heartbeats."""
@@ -143,16 +147,16 @@ class Heartbeat:
             store = self._store.clone()
             for count in itertools.count(1):
                 watch, epoch = self._watch, self._watch.epoch if self._watch else 0
-                self._beat(store, f"{self._life} {count} {epoch} {self._text}")
+                self._beat(store, f"{self._life} {count} {epoch} {os.getpid()} {self._text}")
                 if self.is_replaced:
                     return
                 if watch is not None:
                     self._look(store, watch)
                 self._store.note_answer()
                 if self._stop.wait(self._pause):
-                    if self._leaves and (watch := self._watch):
-                        known = store.get(_dead_key(watch.epoch)).decode()
-                        self._tell(store, watch.epoch, {self.rank}, known)
+                    if self._leaves:
+                        # The heartbeat of a later process of this rank stays.
+                        store.compare_set(beat_key(self.rank), self._sent, ENDED.decode())
                     return
         except RuntimeError:
             # The store is gone, and no agreement is possible without it.
@@ -160,7 +164,7 @@ class Heartbeat:
 
     def _beat(self, store: Any, beat: str) -> None:
         """Send one heartbeat, and notice another process that sends them for this rank."""
-        key = _key(self.rank)
+        key = beat_key(self.rank)
         found = store.compare_set(key, self._sent, beat).decode()
         if found != beat:
             life, *_ = found.split()
@@ -172,7 +176,7 @@ class Heartbeat:
     def _look(self, store: Any, watch: EpochWatch) -> None:
         """Read everything that concerns this rank, in one call."""
         epoch, watched = watch.epoch, watch.watched
-        keys = [_dead_key(epoch), request_key(epoch + 1), *map(_key, watched)]
+        keys = [_dead_key(epoch), request_key(epoch + 1), *map(beat_key, watched)]
         dead, requested, *beats = values_of(store, keys)
         newest, asked = dict(zip(watched, beats, strict=True)), requested.decode() != _NOBODY
         if watch.look(newest, json.loads(dead), asked):
@@ -198,5 +202,6 @@ def _dead_key(epoch: int) -> str:
     return f"{epoch}/dead"
 
 
-def _key(rank: int) -> str:
+def beat_key(rank: int) -> str:
+    """The key of the last heartbeat of a rank."""
     return f"heartbeat/{rank}"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+# In place of the heartbeat of a process that is known to have ended.
+ENDED = b"0 0 0 0 "
+
 
 class EpochWatch:
     """What one member of an epoch knows about the others.
@@ -32,11 +35,6 @@ class EpochWatch:
         self.requested = False
         self.watched = self._choose()
 
-    @property
-    def is_over(self) -> bool:
-        """True if the members must meet again."""
-        return self.requested or bool(self.dead)
-
     def look(
         self, beats: Mapping[int, bytes], told: Collection[int], requested: bool = False
     ) -> bool:
@@ -57,7 +55,7 @@ class EpochWatch:
         }
         self._beats = dict(beats)
         silent = {rank for rank, looks in self._silent.items() if looks >= self._looks}
-        dead = self.dead.union(silent, told)
+        dead = self.dead.union(silent, told, (rank for rank in beats if beats[rank] == ENDED))
         if dead != self.dead:
             self.dead = dead
             self.watched = self._choose()

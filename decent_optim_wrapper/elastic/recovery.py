@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -130,6 +130,7 @@ class Follower(Protocol):
         """
 
 
+@dataclass(eq=False)
 class Recovery:
     """Opens a new session whenever the members change.
 
@@ -144,30 +145,21 @@ class Recovery:
         on_change: called with the old and the new members.
     """
 
+    rendezvous: Rendezvous
+    epoch: Epoch
+    topology: Topology
+    schedule: Schedule
+    on_change: OnChange | None
     # The gossip that is managed, from `begin` on.
-    _gossip: Gossip
-    _hand_over: Callable[[int, bool], None]
+    _gossip: Gossip = field(init=False)
+    _hand_over: Callable[[int, bool], None] = field(init=False)
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        epoch: Epoch,
-        topology: Topology,
-        schedule: Schedule,
-        on_change: OnChange | None,
-    ) -> None:
-        self._rendezvous = rendezvous
-        self._rank = rendezvous.rank
-        # For good, so that the others continue at once and not after a timeout.
-        self.leave = rendezvous.leave
-        # A text that is sent with every heartbeat from now on, for the followers of other ranks.
-        self.say = rendezvous.say
-        self._epoch = epoch
-        self._full = topology
-        self._schedule = schedule
-        self._on_change = on_change
+    def __post_init__(self) -> None:
+        # For good, so that the others continue at once and not after a timeout; and to send a text
+        # with every heartbeat from now on, for the followers of other ranks.
+        self.leave, self.say = self.rendezvous.leave, self.rendezvous.say
         # The note of this rank, which says whether it still needs the state of another one.
-        self._note = epoch.note
+        self._note = self.epoch.note
         # Whether ranks have come back and wait until the others are in a step.
         self._newcomers = False
         # The call that this rank is in, while others may wait for it there.
@@ -175,13 +167,13 @@ class Recovery:
         # Number of calls of this rank in addition to its steps.
         self._calls_made = 0
         # The members in the last notification of the user.
-        self._notified = epoch.members
+        self._notified = self.epoch.members
         self._follower: Callable[[], Follower | None] = lambda: None
 
     @property
     def transport(self) -> Transport:
         """Connects the members."""
-        return self._epoch.transport
+        return self.epoch.transport
 
     @property
     def joins(self) -> bool:
@@ -194,23 +186,23 @@ class Recovery:
         Raises:
             ValueError: this rank joins the members with another description.
         """
-        self._rendezvous.agree(text, self.joins)
+        self.rendezvous.agree(text, self.joins)
 
     def attach(self, follower: Follower) -> None:
         """Notify a follower whenever the members change, as long as it exists."""
         self._follower = weakref.ref(follower)
-        if any(note.told is not None for note in self._epoch.notes.values()):
+        if any(note.told is not None for note in self.epoch.notes.values()):
             self._let_follow(follower)
 
     def _let_follow(self, follower: Follower) -> None:
-        notes = self._epoch.notes
+        notes = self.epoch.notes
         newcomers = {rank for rank, note in notes.items() if note.needs_state}
         follower.follow({rank: note.told for rank, note in notes.items()}, newcomers)
 
     def open_session(self, first_round: int = 0) -> Session:
         """Connect the groups of the members; collective."""
-        topology = fitting(self._full, self._epoch.members)
-        return Session.connect(self.transport, topology, self._schedule.intervals, first_round)
+        topology = fitting(self.topology, self.epoch.members)
+        return Session.connect(self.transport, topology, self.schedule.intervals, first_round)
 
     def begin(self, gossip: Gossip, hand_over: HandOver) -> None:
         """Manage the members of the gossip from now on; a rank that joins receives its state."""
@@ -220,13 +212,13 @@ class Recovery:
             self._call = CollectiveCall.STEP
             self._catch_up()
             self._assemble()
-            self._notified = self._epoch.members
+            self._notified = self.epoch.members
         self.end_step()
 
     def begin_step(self) -> None:
         """Admit ranks that come back, and join the recovery of ranks that have lost a peer."""
         self._call = CollectiveCall.STEP
-        if self._rendezvous.wanted:
+        if self.rendezvous.wanted:
             self._gather_again("another rank is dead, has lost a peer, or comes back")
         elif self.transport.is_closed:
             # In a call that does not continue without the lost rank, such as Checkpoints.save().
@@ -278,7 +270,7 @@ class Recovery:
             self.transport.all_gather(torch.zeros(1, device="cpu"))
         except PeerError as error:
             self._gather_again(error, acted)
-            acted = acted and self._epoch.calls_made > self._calls_made
+            acted = acted and self.epoch.calls_made > self._calls_made
         self._calls_made += acted
         return acted
 
@@ -288,11 +280,11 @@ class Recovery:
         Raises:
             CallOrderError: the others are in different calls.
         """
-        while self._newcomers and self._gossip.pipeline.round >= self._epoch.round:
+        while self._newcomers and self._gossip.pipeline.round >= self.epoch.round:
             calls = self._calls() - {CollectiveCall.STEP}
             if len(calls) > 1:
                 raise CallOrderError(
-                    f"rank {self._rank}: expected all ranks in the same method when a "
+                    f"rank {self.rendezvous.rank}: expected all ranks in the same method when a "
                     f"rank comes back, but they are in {' and '.join(map(str, sorted(calls)))}; "
                     f"call the same methods in the same order on every rank"
                 )
@@ -300,7 +292,7 @@ class Recovery:
                 return
             for call in calls:
                 with suppress(NonFiniteError):
-                    self._make(call, partial(_mirror, call, self._gossip, self._rank))
+                    self._make(call, partial(_mirror, call, self._gossip, self.rendezvous.rank))
 
     def _calls(self) -> set[CollectiveCall]:
         """The calls that the ranks are in; when all are in a step, there are no newcomers."""
@@ -317,19 +309,19 @@ class Recovery:
 
     def notify_change(self) -> None:
         """Call the user's callback if the members have changed; its errors are not caught."""
-        before, self._notified = self._notified, self._epoch.members
-        if self._on_change is not None and before != self._notified:
-            self._on_change(before, self._notified)
+        before, self._notified = self._notified, self.epoch.members
+        if self.on_change is not None and before != self._notified:
+            self.on_change(before, self._notified)
 
     def _gather_again(self, reason: object, acted: bool = False) -> None:
         """Agree on the remaining ranks, and bring them to the same round."""
-        logger.warning("rank {}: {}", self._rank, reason)
+        logger.warning("rank {}: {}", self.rendezvous.rank, reason)
         follower = self._follower()
         self._note = Note(
             round=self._gossip.pipeline.round,
             needs_state=self.joins,
             calls_made=self._calls_made + acted,
-            told=None if follower is None else follower.tell(self._rendezvous.heard()),
+            told=None if follower is None else follower.tell(self.rendezvous.heard()),
         )
         self._gather()
         self._catch_up()
@@ -338,8 +330,8 @@ class Recovery:
         """Close the connections, and connect the remaining ranks."""
         self._gossip.abandon_round()
         self.transport.abort("the members gather again")
-        self._epoch = self._rendezvous.gather(self._note)
-        self._note = self._epoch.note
+        self.epoch = self.rendezvous.gather(self._note)
+        self._note = self.epoch.note
 
     def _catch_up(self) -> None:
         """Bring the members to the same round, without ranks that are lost meanwhile."""
@@ -348,12 +340,14 @@ class Recovery:
                 self._begin_epoch()
                 return
             except PeerError as error:
-                logger.warning("rank {}: lost a peer while rebuilding: {}", self._rank, error)
+                logger.warning(
+                    "rank {}: lost a peer while rebuilding: {}", self.rendezvous.rank, error
+                )
                 self._gather()
 
     def _begin_epoch(self) -> None:
         """Open a session at the epoch's round, and send the state to ranks that need it."""
-        epoch, gossip = self._epoch, self._gossip
+        epoch, gossip = self.epoch, self._gossip
         session = self.open_session(epoch.round)
         gossip.pipeline.enter(session)
         if epoch.has_newcomers:
@@ -369,8 +363,8 @@ class Recovery:
             self._note = self._note._replace(needs_state=False)
         logger.warning(
             "rank {}: {} of {} ranks go on with round {}: {}, {!r}",
-            *(self._rank, len(self._epoch.members), self._full.world_size, epoch.round),
-            *(self._epoch.members, session.topology),
+            *(self.rendezvous.rank, len(self.epoch.members), self.topology.world_size, epoch.round),
+            *(self.epoch.members, session.topology),
         )
         if (follower := self._follower()) is not None:
             self._let_follow(follower)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -31,8 +31,9 @@ from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.comm.transport import Transport
 from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.elastic.epoch import Epoch, Note, with_donor
-from decent_optim_wrapper.elastic.heartbeat import Heartbeat, request_key
+from decent_optim_wrapper.elastic.heartbeat import Heartbeat, beat_key, request_key
 from decent_optim_wrapper.elastic.links import check_links
+from decent_optim_wrapper.elastic.liveness import ENDED
 from decent_optim_wrapper.errors import PeerError, text_of
 
 _POLL_SECONDS = 0.02
@@ -75,8 +76,8 @@ class Rendezvous:
         self._took_part = False
         self._life = 0
         self._heartbeat = Heartbeat(self._store, rank, stale_after)
-        # Send this text with every heartbeat from now on.
-        self.say = self._heartbeat.say
+        # Send this text with every heartbeat from now on; send none, because this rank has failed.
+        self.say, self.leave = self._heartbeat.say, self._heartbeat.leave
         weakref.finalize(self, self._heartbeat.stop)
 
     @classmethod
@@ -115,10 +116,6 @@ class Rendezvous:
         others = (rank for rank in self._everyone if rank != self.rank)
         with _store_errors(self.rank):
             return {rank: text for rank in others if (text := self._heartbeat.heard(rank))}
-
-    def leave(self) -> None:
-        """Send no more heartbeats: this rank has failed."""
-        self._heartbeat.leave()
 
     def agree(self, text: str, joins: bool) -> None:
         """Publish a description, or compare it with the one that the members have published.
@@ -358,6 +355,24 @@ class Rendezvous:
         """The notes of ranks that have entered."""
         texts = self._store.get_all([_note_key(epoch, rank) for rank in ranks])
         return {rank: Note(*json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
+
+
+def tell_end(connect: Callable[[], Any], rank: int, pid: int) -> None:
+    """Tell the members of all wrappers that a process of a rank, their child, has ended.
+
+    Otherwise they look for its heartbeat for `stale_after`.
+
+    Args:
+        connect: connects to the store; it may block.
+        rank: the rank.
+        pid: the process. If the store knows another one, such as a later one, nothing changes.
+    """
+    store, key, number = connect(), beat_key(rank), 0
+    while (part := PrefixStore(key_prefix(number), store)).check([key]):
+        beat = part.get(key).decode()
+        if beat.split(" ")[3] == str(pid):
+            part.compare_set(key, beat, ENDED.decode())
+        number += 1
 
 
 def key_prefix(number: int) -> str:

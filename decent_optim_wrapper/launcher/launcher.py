@@ -49,7 +49,7 @@ def launch(options: LaunchOptions) -> int:
         where = (options.node_rank, options.nnodes, meeting.keeper)
         nodes = Nodes(meeting.connect, *where, console.say) if options.nnodes > 1 else None
         ranks = _ranks(options, meeting.environ, logs, console)
-        supervisor = Supervisor(ranks, options, signals, console, nodes)
+        supervisor = Supervisor(ranks, options, signals, console, nodes, meeting.connect)
         code = supervisor.run()
         if nodes is not None:
             waited_for = len(signals)
@@ -83,24 +83,18 @@ def _ranks(
     options: LaunchOptions, environ: Mapping[str, str], logs: Path, console: Console
 ) -> list[RankProcess]:
     command = ("-m", *options.command) if options.is_module else options.command
-    shared = {**_shared_environment(options), **environ}
-    first, ranks = options.node_rank * options.nproc_per_node, []
-    for rank in range(first, first + options.nproc_per_node):
-        own = {"RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(rank - first)}
-        ranks.append(RankProcess(rank, command, {**shared, **own}, logs / f"rank_{rank}", console))
-    return ranks
-
-
-def _shared_environment(options: LaunchOptions) -> dict[str, str]:
-    """The variables of torchrun that are the same for all ranks of this node."""
-    return {
+    # Variables of torchrun.
+    shared = {
         "WORLD_SIZE": str(options.world_size),
         "LOCAL_WORLD_SIZE": str(options.nproc_per_node),
         "GROUP_RANK": str(options.node_rank),
         "GROUP_WORLD_SIZE": str(options.nnodes),
-        "ROLE_NAME": "default",
-        "ROLE_WORLD_SIZE": str(options.world_size),
-        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
         # As torchrun: otherwise every rank takes all the cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        **environ,
     }
+    first, ranks = options.node_rank * options.nproc_per_node, []
+    for rank in range(first, first + options.nproc_per_node):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank - first)}
+        ranks.append(RankProcess(rank, command, {**shared, **own}, logs / f"rank_{rank}", console))
+    return ranks

@@ -30,15 +30,10 @@ class End(NamedTuple):
     error: str
     log: Path
 
-    @property
-    def exit_code(self) -> int:
-        """The code as a shell reports it: 128 and the number of a signal."""
-        return 128 - self.code if self.code < 0 else self.code
-
     def __str__(self) -> str:
         """What happened, in a few words."""
-        killed = self.code < 0
-        how = f"killed by {signal.Signals(-self.code).name}" if killed else f"exit code {self.code}"
+        code = self.code
+        how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         return f"{how}: {self.error}" if self.error else how
 
 
@@ -61,7 +56,7 @@ class RankProcess:
     console: Console
 
     def __post_init__(self) -> None:
-        self.starts = 0
+        self.starts = self.pid = 0
         self._process: subprocess.Popen[bytes] | None = None
         # Its files that are copied to the console; the last one has its errors.
         self._copied: tuple[CopiedFile, ...] = ()
@@ -94,6 +89,7 @@ class RankProcess:
                 stderr=stderr,
                 start_new_session=True,
             )
+        self.pid = self._process.pid
         self.console.follow(self._copied)
 
     def poll(self) -> End | None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from decent_optim_wrapper.comm.background import in_background
+from decent_optim_wrapper.elastic.rendezvous import tell_end
 from decent_optim_wrapper.launcher.console import Console
 from decent_optim_wrapper.launcher.nodes import FINISHED, Nodes
 from decent_optim_wrapper.launcher.options import LaunchOptions
@@ -37,6 +40,7 @@ class Supervisor:
         signals: the signals that the launcher has received; it grows.
         console: where the launcher says what happens.
         nodes: the other nodes, if there are any.
+        connect: connects to the store; it may block.
     """
 
     ranks: Sequence[RankProcess]
@@ -44,6 +48,7 @@ class Supervisor:
     signals: Sequence[signal.Signals]
     console: Console
     nodes: Nodes | None
+    connect: Callable[[], object]
 
     def __post_init__(self) -> None:
         # The ranks that have died: how, when, and seconds until they are started again.
@@ -77,7 +82,8 @@ class Supervisor:
         ending = [ENDING[number] for number in self.signals if number in ENDING]
         if self._lost and ending:
             return 128 + ending[0]
-        return next((end.exit_code for end in self._lost.values()), 0)
+        # As a shell reports them.
+        return next((128 - code if code < 0 else code for code, *_ in self._lost.values()), 0)
 
     @property
     def had_failures(self) -> bool:
@@ -94,6 +100,7 @@ class Supervisor:
         longest = max(self.options.backoff, _LONGEST_BACKOFF)
         pause = min(self.options.backoff * 2 ** (rank.starts - 1), longest)
         self._due[rank] = (end, time.monotonic(), pause)
+        in_background(partial(tell_end, self.connect, rank.rank, rank.pid))
         self.console.say(f"rank {rank.rank} ended ({end})")
 
     def _why_not(self, rank: RankProcess) -> str:
@@ -134,8 +141,9 @@ class Supervisor:
                 first = ENDING[number]
                 self._reason = f"of {first.name}"
                 self._deadline = time.monotonic() + _GRACE.get(first, _LONGEST_GRACE)
-                text = f"{first.name}: passed on to the ranks; a second signal kills them"
-                self.console.say(text)
+                self.console.say(
+                    f"{first.name}: passed on to the ranks; a second signal kills them"
+                )
                 for rank in self.ranks:
                     rank.signal(first)
         if time.monotonic() > self._deadline:

@@ -1,34 +1,34 @@
-"""From the kill of a rank to the next step of the others, and to the first step with it again.
+"""What kills cost: steps made against steps possible, and seconds until the others go on.
 
-    uv run --with torchft==0.2.0 python examples/benchmark/after_a_kill.py 2> torchft.log
+    python examples/benchmark/after_a_kill.py --ranks 8 --minutes 10
+    uv run --with torchft==0.2.0 python examples/benchmark/after_a_kill.py --torchft 10 5
 
-Three ranks train a small model on the CPU. One is drawn and killed (SIGKILL) while it trains, and
-started again once the others have gone on for two seconds. A step counts if the same ranks made it
-from beginning to end and, with torchft, if it was committed. What outlives the ranks is in this
-process: our store, and the lighthouse of torchft, which is tried with several of its timeouts. The
-manager of torchft averages the gradients, its `DistributedDataParallel` in the last row.
+Our launcher starts the ranks, which train a small model on the CPU. One after the other is killed
+(SIGKILL), at a rate of 62 kills in 30 minutes for 32 ranks, and started again by the launcher. The
+launcher holds the store; with torchft this process holds its lighthouse, whose timeouts for joins
+and heartbeats `--torchft` takes. The manager of torchft averages the gradients.
 
-torchft 0.2.0 is in the index for Linux; it brings opentelemetry with it, and logs every step to
-stderr. Without torchft the script measures our wrapper only. All rows take 7 minutes, most of which
-is waiting; ours take 2.
+Goodput is the steps of all ranks, divided by what as many healthy ranks would have made in the same
+time: at their pace from half a minute after each kill to the next one. A step counts if the same
+ranks made it from beginning to end and, with torchft, if it was committed. torchft 0.2.0 is in the
+index for Linux; it brings opentelemetry with it, and logs every step.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
-import itertools
 import os
 import random
+import signal
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -37,22 +37,16 @@ from torch.distributed import TCPStore
 
 from decent_optim_wrapper import DecentOptimWrapper, Elastic
 
-PROCESSES = get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])
 HOST = "127.0.0.1"
-STEP_SECONDS = 0.02
-AWAY_SECONDS = 2.0
+# Seconds of a rank between kills, and from a kill until the ranks count as healthy.
+SECONDS_PER_KILL, RECOVERED_SECONDS = 30 * 60 * 32 / 62, 30.0
 # For any one step.
-PATIENCE = 60.0
+PATIENCE = 120.0
 # Those of torchft's own example, train_ddp.py.
 GLOO_TIMEOUT, MANAGER_TIMEOUT = timedelta(seconds=5), timedelta(seconds=30)
 
 # Makes one step, and returns how many ranks have made it together; 0 if it does not count.
 Train = Callable[[], int]
-# Starts what outlives the ranks, and returns it and its address.
-Serve = Callable[[], tuple[Any, str]]
-# Called on a rank with its number, the number of ranks and that address.
-Prepare = Callable[[int, int, str], Train]
 
 
 class Step(NamedTuple):
@@ -60,29 +54,6 @@ class Step(NamedTuple):
 
     end: float
     ranks: int
-
-
-class Method(NamedTuple):
-    """How the ranks train."""
-
-    name: str
-    prepare: Prepare
-    serve: Serve
-
-
-class Outcome(NamedTuple):
-    """What a kill has cost each of the others, in seconds.
-
-    Args:
-        stalls: from the kill to the end of the first step without the killed rank.
-        returns: from when that rank, all imports done, begins again to the end of the first step
-            with it.
-        held: the longest step in that time.
-    """
-
-    stalls: list[float]
-    returns: list[float]
-    held: list[float]
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -97,18 +68,9 @@ def backward(model: nn.Module) -> None:
     (output - inputs[:, :4].sin()).square().mean().backward()
 
 
-def serve_store() -> tuple[Any, str]:
-    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    return store, str(store.port)
-
-
-def prepare_ours(rank: int, world_size: int, address: str, *, stale_after: float) -> Train:
+def prepare_ours(stale_after: float) -> Train:
     model, base = build()
-    store = TCPStore(HOST, int(address), is_master=False)
-    elastic = Elastic(store=store, stale_after=stale_after)
-    optimizer = DecentOptimWrapper(
-        base, rank, world_size, topology="complete", timeout=30, elastic=elastic
-    )
+    optimizer = DecentOptimWrapper(base, timeout=30, elastic=Elastic(stale_after=stale_after))
 
     def train() -> int:
         members = optimizer.members
@@ -130,7 +92,7 @@ def serve_lighthouse(join: float, heartbeat: float) -> tuple[Any, str]:
     return server, f"http://{HOST}:{server.address().rpartition(':')[2]}"
 
 
-def prepare_torchft(rank: int, world_size: int, address: str, *, ddp: bool = False) -> Train:
+def prepare_torchft(rank: int, lighthouse: str) -> Train:
     torchft = importlib.import_module("torchft")
     model, base = build()
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
@@ -151,169 +113,148 @@ def prepare_torchft(rank: int, world_size: int, address: str, *, ddp: bool = Fal
         store_addr=HOST,
         store_port=store.port,
         hostname=HOST,
-        lighthouse_addr=address,
+        lighthouse_addr=lighthouse,
     )
-    trained = torchft.DistributedDataParallel(manager, model) if ddp else model
     optimizer = torchft.Optimizer(manager, base)
 
     def train(_: TCPStore = store) -> int:  # the store lives as long as this
         step = manager.current_step()
         optimizer.zero_grad()
-        backward(trained)
-        if not ddp:
-            for work in [manager.allreduce(param.grad) for param in model.parameters()]:
-                work.wait()
+        backward(model)
+        for work in [manager.allreduce(param.grad) for param in model.parameters()]:
+            work.wait()
         optimizer.step()
         return int(manager.num_participants()) if manager.current_step() > step else 0
 
     return train
 
 
-OURS = [
-    Method(f"ours, stale_after={seconds}", partial(prepare_ours, stale_after=seconds), serve_store)
-    for seconds in (2.0, 0.5)  # the default, and less
-]
-TORCHFT = [
-    Method(
-        f"torchft, {'DDP, ' if ddp else ''}join timeout {join:g} s, heartbeat timeout {beat:g} s",
-        partial(prepare_torchft, ddp=ddp),
-        partial(serve_lighthouse, join, beat),
-    )
-    # The defaults of LighthouseServer, those of torchft's README, our `stale_after`.
-    for ddp, join, beat in [(False, 0.1, 5), (False, 10, 5), (False, 10, 2), (True, 10, 5)]
-]
-
-
-def work(start: Callable[[int], Train], rank: int, pipe: Connection) -> None:
+def work(args: argparse.Namespace, rank: int) -> None:
+    """Train as a rank of the launcher, until it is killed."""
     torch.set_num_threads(1)
-    if importlib.util.find_spec("torchft"):  # not a part of the start
-        importlib.import_module("torchft")
-    pipe.send(Step(time.monotonic(), 0))
-    train = start(rank)
+    log = (args.folder / f"{rank}_{time.monotonic()}_{os.getpid()}").open("w", buffering=1)
+    ours = not args.lighthouse
+    train = prepare_ours(args.stale_after) if ours else prepare_torchft(rank, args.lighthouse)
     while True:
-        time.sleep(STEP_SECONDS)
+        time.sleep(args.step)
         ranks = train()
-        pipe.send(Step(time.monotonic(), ranks))
+        log.write(f"{time.monotonic()} {ranks}\n")
 
 
-class Fleet:
-    """The processes of the ranks, and the steps that they report."""
+class Logs(NamedTuple):
+    """What the ranks write.
 
-    def __init__(self, method: Method, address: str, world_size: int) -> None:
-        self._name = method.name
-        self._start = partial(method.prepare, world_size=world_size, address=address)
-        self.steps: dict[int, list[Step]] = {}
-        self._processes: dict[int, Any] = {}
-        self._pipes: dict[Connection, int] = {}
+    Args:
+        folder: with a file of each process.
+    """
 
-    def start(self, rank: int) -> None:
-        """Start a rank, for the first time or again."""
-        self.steps[rank] = []
-        ours, theirs = PROCESSES.Pipe(duplex=False)
-        args = (self._start, rank, theirs)
-        self._processes[rank] = PROCESSES.Process(target=work, args=args, daemon=True)
-        self._processes[rank].start()
-        theirs.close()
-        self._pipes[ours] = rank
+    folder: Path
 
-    def kill(self, ranks: Iterable[int]) -> float:
-        """Kill these ranks, and return when."""
-        now = time.monotonic()
-        for rank in ranks:
-            self._processes[rank].kill()
-        return now
+    def of(self, rank: int) -> list[Path]:
+        """The files of the processes of a rank, the last one at the end."""
+        found = self.folder.glob(f"{rank}_*")
+        return sorted(found, key=lambda path: float(path.name.split("_")[1]))
 
-    def listen(self, seconds: float) -> None:
-        """Read what the ranks report for that time."""
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            for pipe in wait([*self._pipes], left):
-                assert isinstance(pipe, Connection)
-                try:
-                    self.steps[self._pipes[pipe]].append(pipe.recv())
-                except EOFError:
-                    del self._pipes[pipe]
+    def pid(self, rank: int) -> int:
+        """The process of the rank, which may have ended."""
+        return int(self.of(rank)[-1].name.split("_")[2])
 
-    def first(self, ranks: Iterable[int], together: int, start: float) -> list[float]:
-        """When each of the ranks has ended its first step after the start of so many together.
+    def steps(self, rank: int) -> Iterator[Step]:
+        """All steps of a rank."""
+        for path in self.of(rank):
+            # The last line may be incomplete.
+            for line in path.read_text().split("\n")[:-1]:
+                end, ranks = line.split()
+                yield Step(float(end), int(ranks))
+
+    def first(self, rank: int, together: int, start: float) -> float | None:
+        """When the rank has ended its first step after the start of so many together."""
+        ends = (step.end for step in self.steps(rank) if step.ranks == together)
+        return next((end for end in ends if end > start), None)
+
+    def wait(self, ranks: list[int], together: int, start: float) -> list[float]:
+        """When each of these ranks has ended its first such step, which may take a while.
 
         Raises:
-            ChildProcessError: one of them has ended.
             TimeoutError: one of them makes no such step.
         """
-        over, ends = time.monotonic() + PATIENCE, []
-        for rank in ranks:
-            while (end := self._first(rank, together, start)) is None:
-                if rank not in self._pipes.values():
-                    raise ChildProcessError(f"{self._name}: rank {rank} has ended")
-                if time.monotonic() > over:
-                    raise TimeoutError(f"{self._name}: rank {rank} makes no step of {together}")
-                self.listen(0.1)
-            ends.append(end)
-        return ends
-
-    def _first(self, rank: int, together: int, start: float) -> float | None:
-        counted = (step.end for step in self.steps[rank] if step.ranks == together)
-        return next((end for end in counted if end > start), None)
-
-    def longest(self, rank: int, start: float, end: float) -> float:
-        """The longest step of the rank that ended in this time."""
-        ends = [step.end for step in self.steps[rank]]
-        return max(b - a for a, b in itertools.pairwise(ends) if start < b <= end)
+        over = time.monotonic() + PATIENCE
+        while None in (ends := [self.first(rank, together, start) for rank in ranks]):
+            if time.monotonic() > over:
+                raise TimeoutError(f"ranks {ranks} make no step of {together}: {ends}")
+            time.sleep(0.2)
+        return [end for end in ends if end]
 
 
-def measure(method: Method, seed: int, world_size: int) -> Outcome:
-    """Kill a drawn rank once, and start it again."""
-    chance = random.Random(seed)
-    victim = chance.randrange(world_size)
-    others = [rank for rank in range(world_size) if rank != victim]
-    server, address = method.serve()
-    fleet = Fleet(method, address, world_size)
-    try:
-        for rank in range(world_size):
-            fleet.start(rank)
-        fleet.first(range(world_size), together=world_size, start=0)
-        fleet.listen(1 + chance.random())
-        killed = fleet.kill([victim])
-        stalls = [end - killed for end in fleet.first(others, world_size - 1, killed)]
-        fleet.listen(AWAY_SECONDS)
-        fleet.start(victim)
-        [began] = fleet.first([victim], 0, killed)
-        ends = fleet.first(others, world_size, began)
-        held = [fleet.longest(*of) for of in zip(others, itertools.repeat(began), ends)]
-        return Outcome(stalls, [end - began for end in ends], held)
-    finally:
-        fleet.kill(range(world_size))
-        del server
-
-
-def cells(outcomes: list[Outcome], kills: int) -> list[str]:
-    """The median and the longest of all survivors, and how many kills the others survived."""
-    columns = [[*itertools.chain(*lists)] for lists in zip(*outcomes, strict=True)]
-    times = [f"{statistics.median(column):.2f}, {max(column):.2f}" for column in columns]
-    return [*(times or ["-"] * len(Outcome._fields)), f"{len(outcomes)} of {kills}"]
+def measure(args: argparse.Namespace, logs: Logs) -> list[str]:
+    """Kill a rank now and then, and return the cells of a row."""
+    everyone, chance = list(range(args.ranks)), random.Random(args.seed)
+    victims = chance.sample(everyone, args.ranks)
+    logs.wait(everyone, args.ranks, 0)
+    start, kills, stalls, returns = time.monotonic(), [], [], []
+    pause = args.pause or SECONDS_PER_KILL / args.ranks
+    while time.monotonic() + pause / 2 < start + 60 * args.minutes:
+        time.sleep(pause / 2)
+        victim, now = victims[len(kills) % args.ranks], time.monotonic()
+        os.kill(logs.pid(victim), signal.SIGKILL)
+        kills.append(now)
+        others = [rank for rank in everyone if rank != victim]
+        stalls += [end - now for end in logs.wait(others, args.ranks - 1, now)]
+        returns += [end - now for end in logs.wait(everyone, args.ranks, max(stalls[-1:]) + now)]
+        time.sleep(max(0.0, now + pause / 2 - time.monotonic()))
+    end = time.monotonic()
+    steps = [step.end for rank in everyone for step in logs.steps(rank) if step.ranks]
+    # From each start or return to the next kill.
+    spans = list(
+        zip([start, *(kill + RECOVERED_SECONDS for kill in kills)], [*kills, end], strict=True)
+    )
+    healthy = sum(b - a for a, b in spans if b > a) * args.ranks
+    pace = sum(a < step <= b for step in steps for a, b in spans) / healthy
+    share = sum(start < step <= end for step in steps) / (pace * args.ranks * (end - start))
+    times = [f"{statistics.median(each):.2f}, {max(each):.2f}" for each in (stalls, returns)]
+    return [str(len(kills)), f"{share:.2%}", *times, f"{1 / pace:.3f}"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="one a kill")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the kills")
+    parser.add_argument("--step", type=float, default=0.2, help="seconds of a step at least")
+    parser.add_argument("--pause", type=float, help="seconds between kills")
+    parser.add_argument("--stale-after", type=float, default=2.0, help="of Elastic, in seconds")
+    parser.add_argument("--torchft", type=float, nargs=2, help="seconds: for joins, for heartbeats")
+    # Of a rank.
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--lighthouse", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    has_torchft = importlib.util.find_spec("torchft")
-    if not has_torchft:
-        print("torchft is not installed (pip install torchft==0.2.0): ours only", file=sys.stderr)
-    print(f"{args.ranks} ranks, seeds {args.seeds}; seconds: median, longest of all survivors")
-    print("| | kill to next step | start to step with it | longest step then | went on |")
-    print("|---|---|---|---|---|")
-    for method in [*OURS, *(TORCHFT if has_torchft else ())]:
-        outcomes = []
-        for seed in args.seeds:
-            try:
-                outcomes.append(measure(method, seed, args.ranks))
-            except (ChildProcessError, TimeoutError) as error:
-                print(f"seed {seed}: {error}", file=sys.stderr, flush=True)
-        print(f"| {method.name} | {' | '.join(cells(outcomes, len(args.seeds)))} |", flush=True)
-    print(f"load at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    if args.folder:
+        work(args, int(os.environ["RANK"]))
+    with TemporaryDirectory() as folder:
+        server, address = serve_lighthouse(*args.torchft) if args.torchft else (None, "")
+        options = ["--step", args.step, "--stale-after", args.stale_after, "--folder", folder]
+        launcher = [
+            sys.executable,
+            "-m",
+            "decent_optim_wrapper",
+            "run",
+            "--nproc-per-node",
+            args.ranks,
+        ]
+        command = [*launcher, "--max-restarts", 1000, __file__, *options, "--lighthouse", address]
+        process = subprocess.Popen(list(map(str, command)), stdout=sys.stderr)
+        try:
+            row = measure(args, Logs(Path(folder)))
+        finally:
+            # The kernel kills its ranks.
+            process.kill()
+            process.wait()
+            del server
+    name = f"torchft, {args.torchft}" if args.torchft else f"ours, stale_after={args.stale_after}"
+    columns = "ranks | kills | goodput | kill to next step | kill to step with it | seconds a step"
+    print(f"| | {columns} |")
+    print("|---" * 7 + "|")
+    print(f"| {name} | {args.ranks} | {' | '.join(row)} |")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@
     python examples/benchmark/soak.py --quiet-rounds 100 --slow 0.2      # with one slow rank
     python examples/benchmark/soak.py --minutes 5 --auto --jitter 0.05   # rounds that never wait
     python examples/benchmark/soak.py --minutes 5 --codes int8 --tracking
-    python examples/benchmark/soak.py --minutes 1 --store-death          # no store at the end
     python examples/benchmark/soak.py --minutes 5 --lab                  # links, too; needs root
-    python examples/benchmark/soak.py --minutes 30 --goodput --step 0.1  # kills alone, and few
 
 Other faults: the process of the store is stopped; a second process with the number of a living
 rank is started, and must be refused; several ranks are killed and come back together. With `--lab`
@@ -16,8 +14,7 @@ away. The last line shows the seed that repeats the faults, and the goodput.
 
 Goodput is steps made against steps possible: the steps of all ranks, and what as many healthy ranks
 would have made in the same time, at the pace of the times in which all were there and did not
-recover. With `--goodput` ranks are only killed, at a rate of 62 kills in 30 minutes for 32 ranks. A
-killed rank is started anew after a second, as by the launcher; its imports take no time here.
+recover. `after_a_kill.py` measures it with few kills, under the launcher.
 
 Ends with an error if a rank is lost for good, if the ranks recover more often than the faults
 explain or take too long, if they do not agree on the average at the end, if their parameters have
@@ -63,9 +60,6 @@ from decent_optim_wrapper.elastic.rendezvous import key_prefix
 
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch._dynamo", "decent_optim_wrapper"])
-# With --goodput: seconds of a rank between kills, and until it is started again.
-SECONDS_PER_KILL = 30 * 60 * 32 / 62
-BACKOFF_SECONDS = 1.0
 # Rounds of a process after which its memory should not grow any more.
 WARM_UP = 500
 REPORT_SECONDS = 0.25
@@ -75,7 +69,7 @@ AHEAD_SECONDS = 8
 LEAST_MARGIN = 20
 # Without any progress of any rank for that long, they hang. How long all of it takes says nothing.
 PATIENCE = 60.0
-STACKS_SECONDS = 5.0
+STACKS_SECONDS = 1.0
 # The others go on without a rank, and later together with it.
 RECOVERIES_PER_LOSS = 2
 MEDIAN_STALL_SECONDS = 2.5
@@ -83,7 +77,6 @@ MEDIAN_STALL_SECONDS = 2.5
 LEAST_STALLS = 10
 # Beyond the timeout.
 LONGEST_STALL_SECONDS = 5.0
-END_SECONDS = 10.0
 # Ranks that agree and connect wait for each other about that often, on a busy machine longer.
 STEPS_PER_STALL = 50
 LOOPBACK = netlab.Lab(hosts=(), master="127.0.0.1", interface="lo")
@@ -358,12 +351,8 @@ def keep_store(host: Host, pipe: Connection) -> None:
             pipe.send(epoch)
 
 
-def work(
-    rank: int, job: Job, hosts: list[Host], control: Control, pipe: Connection, stacks: Path
-) -> None:
-    # Open for as long as the process lives.
-    file = stacks.open("w")
-    faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+def work(rank: int, job: Job, hosts: list[Host], control: Control, pipe: Connection) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     if hosts[rank].space:
         netlab.enter(hosts[rank].space)
@@ -412,7 +401,6 @@ class Fleet:
         self._keeper.start()
         theirs.close()
         self._control.write("port", self._epochs.recv())
-        self._has_store = True
         self.gatherings = 0
         self._processes: dict[int, Any] = {}
         # One pipe per process: reports of a killed process must not be taken for those of the next.
@@ -443,20 +431,20 @@ class Fleet:
         """Start the rank, for the first time or again."""
         self.footprints.pop(rank, None)
         self.goodput.restart(rank)
-        self._processes[rank] = self._start(rank, self._stacks_of(rank), is_twin=False)
+        self._processes[rank] = self._start(rank, is_twin=False)
 
     def start_twin(self, rank: int) -> None:
         """Start a second process with the number of this rank, which is to be refused."""
-        self._start(rank, Path(os.devnull), is_twin=True)
+        self._start(rank, is_twin=True)
 
     @property
     def twins(self) -> int:
         """Number of second processes that have not been refused yet."""
         return sum(life.is_twin for life in self._lives.values())
 
-    def _start(self, rank: int, stacks: Path, is_twin: bool) -> Any:
+    def _start(self, rank: int, is_twin: bool) -> Any:
         ours, theirs = PROCESSES.Pipe(duplex=False)
-        args = (rank, self._job, self._hosts, self._control, theirs, stacks)
+        args = (rank, self._job, self._hosts, self._control, theirs)
         process = PROCESSES.Process(target=work, args=args, daemon=True)
         process.start()
         theirs.close()
@@ -539,54 +527,15 @@ class Fleet:
         self._control.write("over", 1)
         check_ends(self.newest, self._job.ranks)
 
-    def end_without_store(self, victim: int, patience: float = PATIENCE) -> list[str]:
-        """Kill the store, and a little later a rank; without a loss the others do not ask it.
-
-        Returns:
-            A text for each of the other ranks that has not ended with a PeerError in time.
-        """
-        self._has_store = False
-        self._keeper.kill()
-        self._keeper.join()
-        self.reach(self.round + self._margin, patience)
-        self.kill(victim)
-        seconds = self._job.timeout + END_SECONDS + self.allowance
-        deadline = time.monotonic() + seconds
-        while self._lives and time.monotonic() < deadline:
-            self.listen(REPORT_SECONDS)
-        left = {life.rank for life in self._lives.values()}
-        return [
-            f"expected rank {rank} to end with a PeerError within {seconds:.1f} s after a loss "
-            f"without a store; it "
-            + ("still lives" if rank in left else f"ended: {self.lost.get(rank)}")
-            for rank in range(self._job.ranks)
-            if rank in left or (rank != victim and not self._is_peer_error(rank))
-        ]
-
-    def _is_peer_error(self, rank: int) -> bool:
-        return rank in self.lost and self.lost[rank].name == "PeerError"
-
-    def stacks(self) -> str:
-        """The stacks of all threads of all ranks that are alive."""
-        alive = [rank for rank, each in self._processes.items() if each.is_alive()]
-        for rank in alive:
-            # One that is stopped says nothing.
-            for number in (signal.SIGCONT, signal.SIGUSR1):
-                os.kill(self._processes[rank].pid, number)
-        deadline = time.monotonic() + STACKS_SECONDS
-        # The first frame of the main thread comes last.
-        while time.monotonic() < deadline and not all(
-            "in <module>" in self._read_stacks(rank) for rank in alive
-        ):
-            time.sleep(REPORT_SECONDS)
-        return "\n".join(f"stacks of rank {r}:\n{self._read_stacks(r) or 'none'}" for r in alive)
-
-    def _stacks_of(self, rank: int) -> Path:
-        return Path(self._folder.name, f"{rank}.txt")
-
-    def _read_stacks(self, rank: int) -> str:
-        path = self._stacks_of(rank)
-        return path.read_text() if path.exists() else ""
+    def show_stacks(self) -> None:
+        """Let all ranks that are alive print the stacks of all their threads to stderr."""
+        for rank, process in self._processes.items():
+            if process.is_alive():
+                print(f"stacks of rank {rank}:", file=sys.stderr, flush=True)
+                # One that is stopped says nothing.
+                for number in (signal.SIGCONT, signal.SIGUSR1):
+                    os.kill(process.pid, number)
+                time.sleep(STACKS_SECONDS)
 
     def _wait(self, done: Callable[[], bool], what: str, patience: float) -> None:
         """Wait for as long as any rank gets further."""
@@ -675,7 +624,7 @@ class Fleet:
             self.lost[rank] = failure
 
     def _count_gatherings(self) -> None:
-        while self._has_store and self._epochs.poll():
+        while self._epochs.poll():
             self._epochs.recv()
             self.gatherings += 1
 
@@ -689,7 +638,7 @@ class Fleet:
         if life.process.exitcode not in (0, -signal.SIGKILL):
             failure = Failure("", f"exit code {life.process.exitcode}")
             self.lost.setdefault(life.rank, failure)
-        if life.rank in self.lost and self._has_store:
+        if life.rank in self.lost:
             raise ChildProcessError(f"rank {life.rank} ended: {self.lost[life.rank].text}")
 
     def _note(self, rank: int, progress: Progress) -> None:
@@ -816,12 +765,11 @@ def soak(fleet: Fleet, injector: Injector, args: argparse.Namespace) -> list[str
     wrong = []
     kinds = tuple(kind for kind in Kind if args.lab or kind not in LINKS)
     harmless = tuple(kind for kind in kinds if kind in HARMLESS)
-    kinds = (Kind.KILL,) if args.goodput else kinds
     injector.settle()
     fleet.goodput = Goodput(fleet.newest)
     if args.quiet_rounds:
         fleet.reach(args.quiet_rounds, args.patience)
-    elif not args.goodput:
+    else:
         inject(injector, args, harmless, 15 * args.minutes)
     if not fleet.gatherings:
         wrong.append("expected to see the ranks gather at the start: nothing counts recoveries")
@@ -829,12 +777,8 @@ def soak(fleet: Fleet, injector: Injector, args: argparse.Namespace) -> list[str
         wrong.append(f"expected no recovery before a rank was lost, got {fleet.recoveries}")
     before = fleet.recoveries
     if not args.quiet_rounds:
-        inject(injector, args, kinds, (60 if args.goodput else 45) * args.minutes)
-    if args.store_death:
-        injector.settle()
-        wrong += fleet.end_without_store(args.seed % args.ranks, args.patience)
-    else:
-        fleet.end(args.patience)
+        inject(injector, args, kinds, 45 * args.minutes)
+    fleet.end(args.patience)
     recoveries, losses = fleet.recoveries - before, injector.losses
     if recoveries > RECOVERIES_PER_LOSS * losses:
         wrong.append(
@@ -856,16 +800,11 @@ def inject(
     for fault in draw_faults(args.seed, args.ranks, args.timeout, kinds):
         if time.monotonic() > over:
             break
-        if args.goodput:
-            pause = SECONDS_PER_KILL / args.ranks
-            fault = fault._replace(seconds=BACKOFF_SECONDS, pause=pause)
         injector.inject(fault)
     injector.settle()
 
 
-def tell(
-    fleet: Fleet, injector: Injector, seed: int, seconds: float, stacks: str, wrong: list[str]
-) -> None:
+def tell(fleet: Fleet, injector: Injector, seed: int, seconds: float, wrong: list[str]) -> None:
     print("| rank | MiB after warm-up | at the end | files | at the end | threads | at the end |")
     print("|---" * 7 + "|")
     for rank, progress in sorted(fleet.newest.items()):
@@ -875,7 +814,6 @@ def tell(
     print(f"losses: {len(fleet.stalls)} rounds in flight dropped, {len(fleet.lost)} ranks for good")
     print(f"restarts after a cut that were refused once: {fleet.refused}")
     print(f"allowance for the pace of this machine: {fleet.allowance:.1f} s")
-    print(stacks, end="")
     for failure in wrong:
         print(f"failed: {failure}")
     done = ", ".join(f"{count} x {kind.value}" for kind, count in injector.done.items())
@@ -901,7 +839,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jitter", type=float, default=0, help="seconds a step may take longer")
     parser.add_argument("--auto", action="store_true", help="overlap=AsItArrives()")
     parser.add_argument("--codes", choices=["bfloat16", "float16", "int8", "int4"])
-    parser.add_argument("--goodput", action="store_true", help="kills alone, and few of them")
     parser.add_argument("--stale-after", type=float, default=2.0, help="of Elastic, in seconds")
     parser.add_argument("--tracking", action="store_true", help="extensions=[GradientTracking()]")
     parser.add_argument(
@@ -910,9 +847,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quiet-rounds", type=int, default=0, help="that many rounds, no faults")
     parser.add_argument(
         "--lab", action="store_true", help="network namespaces, whose links are cut, slow and lossy"
-    )
-    parser.add_argument(
-        "--store-death", action="store_true", help="kill the store at the end, then a rank"
     )
     args = parser.parse_args()
     if args.lab and not netlab.available():
@@ -932,14 +866,15 @@ def main() -> int:
     print(f"seed {args.seed}", flush=True)
     with netlab.lab(args.ranks + 1, LINK_RATE if args.lab else "") as where:
         fleet = Fleet(job, where)
-        injector, stacks = Injector(fleet, args.ranks, args.patience), ""
+        injector = Injector(fleet, args.ranks, args.patience)
         try:
             wrong = soak(fleet, injector, args)
         except (TimeoutError, ChildProcessError, ValueError) as error:
-            wrong, stacks = [str(error)], fleet.stacks()
+            wrong = [str(error)]
+            fleet.show_stacks()
         finally:
             fleet.close()
-    tell(fleet, injector, args.seed, time.monotonic() - start, stacks, wrong)
+    tell(fleet, injector, args.seed, time.monotonic() - start, wrong)
     return int(bool(wrong))
 
 
