@@ -39,7 +39,6 @@ from decent_optim_wrapper import (
     Topology,
     TopologyFactory,
 )
-from decent_optim_wrapper.extensions.outer_optimizer import MakeOptimizer as MakeOuter
 
 STEPS = 10
 DAMPING = 0.3
@@ -60,7 +59,7 @@ class Plan(NamedTuple):
     global_avg_every: int | None = None
     mixing_rate: Callable[[int], float] = lambda step: 1.0
     lr: Callable[[int], float] = rate_at
-    outer: MakeOuter | None = None
+    outer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None
     rule: Rule | None = None
     staleness: int = 1
     # Names of entries that are gossiped, or "average".

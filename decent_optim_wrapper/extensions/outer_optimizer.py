@@ -19,8 +19,6 @@ from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.optim.shards import local
 from decent_optim_wrapper.wire.bucket import Bucket, members_of
 
-MakeOptimizer = Callable[[list[Tensor]], Optimizer]
-
 
 class OuterOptimizer(Extension):
     """Steps an optimizer over anchors, the parameters after the previous outer step.
@@ -39,7 +37,7 @@ class OuterOptimizer(Extension):
 
     name = "outer_optimizer"
 
-    def __init__(self, make: MakeOptimizer) -> None:
+    def __init__(self, make: Callable[[list[Tensor]], Optimizer]) -> None:
         self._make = make
 
     # Tensors made in inference mode could not be changed outside of it.
