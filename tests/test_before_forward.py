@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import threading
 import time
@@ -237,6 +238,29 @@ def test_only_what_is_read_has_waited_and_a_copy_of_the_model_is_whole(tmp_path:
         for each in copies:
             assert loss_of(each, rank, 0).isfinite()
         assert unmixed(model, launched) == len(launched), "a copy tells nobody"
+
+    run_threads(2, main)
+
+
+def test_two_wrappers_watch_one_model_until_they_end() -> None:
+    def main(rank: int, group: dist.ProcessGroup) -> None:
+        model: Any = make_model(seed=rank)
+        parts = [[*model[0].parameters()], [*model[2:].parameters()]]
+        options: dict[str, Any] = {"topology": "ring", "process_group": group, "model": model}
+        both = [DecentOptimWrapper(modules.sgd(part), **options) for part in parts]
+        modules.backward(loss_of(model, rank, 0))
+        for optimizer in both:
+            optimizer.step()
+        launched = values_of(model)
+        assert model[0].weight is not None
+        assert unmixed(model, launched) == len(parts[1])
+        assert model[4].weight is not None
+        assert unmixed(model, launched) == 0
+        for optimizer in both:
+            optimizer.synchronize()
+        del both, optimizer
+        gc.collect()
+        assert type(vars(model[4])["_parameters"]) is dict
 
     run_threads(2, main)
 
