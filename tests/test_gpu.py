@@ -202,20 +202,21 @@ def step_in_parts(optimizer: BackwardOptimizer, model: nn.Module, update: Any) -
 
 
 @pytest.mark.parametrize(
-    ("world", "views", "overlap", "form"),
+    ("world", "views", "scaled", "overlap", "form"),
     pairwise(
         named("pair", "group"),
-        *(VIEWS, {"overlap": True, "forward": "forward"}),
+        *(VIEWS, {"scaled": True, "unscaled": False}, {"overlap": True, "forward": "forward"}),
         named("copies", "int8", "ignore"),
     ),
 )
 def test_a_backward_pass_waits_for_nothing(
-    world: str, views: bool, overlap: Any, form: str
+    world: str, views: bool, scaled: bool, overlap: Any, form: str
 ) -> None:
     topology, size = WORLDS[world]
     with fake_cuda(NCCL, size) as (mode, group):
         model = make_detached()
         base = optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        scaler = torch.amp.GradScaler("cuda") if scaled else None
         optimizer = BackwardOptimizer(
             base,
             model,
@@ -227,7 +228,7 @@ def test_a_backward_pass_waits_for_nothing(
             overlap=overlap,
             **FORMS[form],
         )
-        unscale_and_clip = UnscaleAndClip(None, 0.0)
+        unscale_and_clip = UnscaleAndClip(scaler, 0.0, fused=base)
         mixed: list[int] = []
         waited: list[set[str]] = []
 
@@ -248,6 +249,8 @@ def test_a_backward_pass_waits_for_nothing(
             assert (0 < mixed[0] < mixed[-1]) == by_bucket
             # It waits for the messages of this bucket only, too.
             assert (0 < len(waited[0]) < len(waited[-1])) == by_bucket
+            if scaler is not None:
+                scaler.scale(torch.ones((), device="cuda"))
             step_in_parts(optimizer, model, unscale_and_clip.step_part)
             unscale_and_clip.end()
         assert len(optimizer.buckets) >= BUCKETS

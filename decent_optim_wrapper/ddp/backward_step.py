@@ -72,6 +72,11 @@ class BackwardOptimizer(DecentOptimWrapper):
         return self._local_update.splits and not step_hooks(self) and not any(on_all)
 
     @property
+    def scales_itself(self) -> bool:
+        """True if the base takes scaled gradients, and skips an overflow by itself."""
+        return self._local_update.scales_itself
+
+    @property
     def takeovers(self) -> int:
         """How often this rank has received its state from others."""
         return self._hand_over.takeovers if self._hand_over else 0

@@ -157,7 +157,7 @@ class DecentralizedDataParallel(Module):
             warn(f"rank {wrapper.rank}: {_not_in_parts(base)}")
         self._stepper = BackwardStepper(
             wrapper,
-            UnscaleAndClip(scaler, float(grad_clip_norm)),
+            UnscaleAndClip(scaler, float(grad_clip_norm), base if wrapper.scales_itself else None),
             self.lr_scheduler,
             update_in_backward is not False,
         )

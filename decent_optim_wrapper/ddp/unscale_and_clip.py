@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from decent_optim_wrapper.optim.gradients import params_of
 from decent_optim_wrapper.wrapper import DecentOptimWrapper
@@ -18,10 +19,15 @@ class UnscaleAndClip:
     Args:
         scaler: the GradScaler by whose scale the gradients are multiplied; None if there is none.
         clip_norm: bound of the norm of all gradients together; 0 does not clip.
+        fused: the base, if it skips an update by itself when it is told of an overflow; None if it
+            does not.
     """
 
-    def __init__(self, scaler: GradScaler | None, clip_norm: float) -> None:
+    def __init__(
+        self, scaler: GradScaler | None, clip_norm: float, fused: Optimizer | None = None
+    ) -> None:
         self._scaler = scaler
+        self._fused = fused
         self._clip_norm = clip_norm
         # Kept alive because GradScaler knows them by their id until its update().
         self._scaled: list[Any] = []
@@ -46,7 +52,7 @@ class UnscaleAndClip:
 
     def step_part(self, params: Sequence[Tensor], update: Callable[[], None]) -> None:
         """The same as `step`, with the gradients of these parameters only."""
-        self.step(_Part(params, update))
+        self.step(_Part(params, update, self._fused))
 
     def end(self) -> None:
         """Update the scale by the overflows found since the last call."""
@@ -58,13 +64,32 @@ class UnscaleAndClip:
 class _Part:
     """Some parameters and their update, in the form of an optimizer for GradScaler.
 
-    GradScaler reads on the host whether there was an overflow, and then makes no step.
-
     Args:
         params: the parameters.
         update: steps the base with these parameters only.
+        fused: as in `UnscaleAndClip`; without, GradScaler reads on the host whether there was an
+            overflow.
     """
 
-    def __init__(self, params: Sequence[Tensor], update: Callable[[], None]) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], update: Callable[[], None], fused: Optimizer | None
+    ) -> None:
         self.param_groups = [{"params": list(params)}]
-        self.step = update
+        self._update = update
+        self._fused = fused
+        self._step_supports_amp_scaling = fused is not None
+        # Set by GradScaler.
+        self.found_inf: Tensor | None = None
+        self.grad_scale: Tensor | None = None
+
+    def step(self) -> None:
+        """Update, unless there was an overflow."""
+        if self._fused is None or self.found_inf is None:
+            self._update()
+            return
+        told: Any = self._fused
+        told.found_inf, told.grad_scale = self.found_inf, self.grad_scale
+        try:
+            self._update()
+        finally:
+            del told.found_inf, told.grad_scale

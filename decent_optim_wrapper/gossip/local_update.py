@@ -230,6 +230,11 @@ class LocalUpdate:
 
     def _step_part(self, part: list[list[Tensor]]) -> None:
         """Step with these parameters of each group only, and restore the groups."""
+        found = getattr(self._optimizer, "found_inf", None)
+        if isinstance(found, Tensor):
+            # A fused base sees the overflow on the GPU. Added, not compared: the GPU may not have
+            # computed either yet. Without gradients it is a number.
+            self.skipped = self.skipped + found
         params = [*chain.from_iterable(part)]
         with self._extensions.updating(params) if self._extensions.all else nullcontext():
             groups, whole, fused = self._optimizer.param_groups, [], False
@@ -259,6 +264,12 @@ class LocalUpdate:
         by_scheduler = getattr(own, "_wrapped_by_lr_sched", False)
         return not by_scheduler or own.__wrapped__ is not type(self._optimizer).step
 
+    @property
+    def scales_itself(self) -> bool:
+        """True if the base takes scaled gradients; corrected gradients are never scaled."""
+        scales = bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
+        return scales and not self._extensions.corrects_gradients
+
     def _scaled(self, scaling: Scaling) -> AbstractContextManager[bool]:
         """Pass the scaling on to the base, or undo it; yields whether the update applies."""
         self.skipped = False
@@ -267,9 +278,7 @@ class LocalUpdate:
 
     @contextmanager
     def _with_scaler(self, found: Tensor | int, grad_scale: Tensor | None) -> Iterator[bool]:
-        scales_itself = getattr(self._optimizer, "_step_supports_amp_scaling", False)
-        # Corrected gradients are never scaled.
-        if scales_itself and not self._extensions.corrects_gradients:
+        if self.scales_itself:
             # A fused kernel unscales and skips by itself, from these two attributes.
             self._optimizer.found_inf, self._optimizer.grad_scale = found, grad_scale
             self.skipped = found
