@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping, Sized
 from typing import Any
 
+import torch
 from loguru import logger
 from torch.utils.data import Sampler
 
@@ -68,6 +69,8 @@ class ElasticSampler(Sampler[list[int]]):
         self._kept: dict[int, list[int]] = {}
         # Upper bound of the number of samples that were used twice.
         self._repeated = 0
+        # With `AsItArrives`, ranks may have made different numbers of steps.
+        self._in_step = optimizer.pacing.synchronous
         # The number of steps by which a rank can be ahead: then it waits for a round.
         every = optimizer.schedule.intervals.gossip_every
         self._lead = every + optimizer.pacing.longest_flight - 1
@@ -118,10 +121,17 @@ class ElasticSampler(Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint; batches that are fetched but not used do not count."""
+        members = self._dealing.members
+        # A column for each member: 1 and its number of steps, or zeros if only that member knows
+        # it. The average over the ranks, from which another number of ranks starts, has all of
+        # them: their ratio is the number of steps.
+        steps = torch.zeros(2, len(members), dtype=torch.float64)
+        for place, rank in enumerate(members):
+            if self._in_step or rank == self._rank:
+                steps[:, place] = torch.tensor([1, self._done])
         return {
             "dealing": self._dealing.packed,
-            "steps": self._done,
-            "rank": self._rank,
+            "steps": steps,
             "kept": [*self._kept.values()],
             "repeated": self._repeated,
         }
@@ -130,31 +140,35 @@ class ElasticSampler(Sampler[list[int]]):
         """Load the result of `state_dict()`, on all ranks.
 
         If the members differ from those that saved it, they share what is left of the epoch. With
-        `AsItArrives` ranks may have made different numbers of steps, so other members cannot load
-        it.
+        `AsItArrives` ranks may have made different numbers of steps, so other members need the
+        states of all ranks: load them with `Checkpoints`.
 
         Args:
-            state: the result of `state_dict()`.
+            state: the result of `state_dict()`, or the average over the ranks that `Checkpoints`
+                loads for another number of ranks.
 
         Raises:
-            ValueError: the state belongs to other data, sizes or seed, or other members saved it
-                with `AsItArrives`. Nothing was loaded.
+            ValueError: the state belongs to other data, sizes or seed, or does not have the steps
+                of all ranks that are needed. Nothing was loaded.
         """
         self._check_dealing(state["dealing"], "the state")
         dealing, members = Dealing(*state["dealing"]), self._optimizer.members
         same = dealing.members == members
-        together = self._optimizer.pacing.synchronous
-        if not (together or (same and state["rank"] == self._rank)):
+        columns = zip(dealing.members, *state["steps"].tolist(), strict=True)
+        steps = {rank: round(count / known) for rank, known, count in columns if known}
+        needed = [self._rank] if same else dealing.members
+        if missing := sorted({*needed} - steps.keys()):
             raise ValueError(
-                f"rank {self._rank}: load_state_dict expects the state of this rank, saved by the "
-                f"members {[*members]}, since with AsItArrives each has made its own number of "
-                f"steps, got the state of rank {state['rank']} of {[*dealing.members]}; continue "
-                f"with the ranks that saved, or begin an epoch with a new sampler"
+                f"rank {self._rank}: load_state_dict expects the steps of the ranks {[*needed]}, "
+                f"got a state without those of {missing}: with AsItArrives the state of a "
+                f"rank has only its own; load the states with decent_optim_wrapper.checkpoint."
+                f"Checkpoints, which reads those of all ranks, or continue with the ranks "
+                f"{[*dealing.members]}, each with its own state"
             )
-        done = state["steps"]
+        done = steps[self._rank] if same else max(steps.values())
         if not same:
             version = len(dealing.changes)
-            gone = [(r, dealing.finished(r, version, done)) for r in dealing.members]
+            gone = [(r, dealing.finished(r, version, count)) for r, count in steps.items()]
             came = [(rank, done) for rank in members]
             dealing.apply(Change(max(done, dealing.start), came, gone))
         self._dealing = dealing
