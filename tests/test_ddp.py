@@ -210,24 +210,42 @@ def norms() -> DecentralizedDataParallel:
     return wrap(model, None, bucket_size_in_mb=24 / 2**20)
 
 
-def test_the_model_is_in_module_with_its_names_and_mode() -> None:
+def test_the_parts_of_the_model_are_found_by_their_own_names_and_have_its_mode() -> None:
     model: Any = norms()
-    assert {*dict(model.named_parameters())} == {
-        f"module.{name}" for name, _ in model.module.named_parameters()
-    }
+    assert [*model.named_parameters()] == [*model.module.named_parameters()]
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    assert set(params) | set(buffers) == set(model.state_dict()["model"])
+    for own, get in ((params, model.get_parameter), (buffers, model.get_buffer)):
+        for name, tensor in own.items():
+            # The second as named_modules() calls them, for code that puts the two together.
+            assert get(name) is get(f"module.{name}") is tensor
+        for name in ("missing.weight", f"{next(iter(own)).rpartition('.')[0]}.missing", "missing"):
+            with pytest.raises(AttributeError, match="missing"):
+                get(name)
     assert not model.eval().training
     assert not model.module[1].training
     assert model.train() is model
     assert model.module[1].training
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_functional_call_says_that_it_takes_the_model(nested: bool) -> None:
+    model = norms() if nested else wrap(nn.Linear(3, 2), None, bucket_size_in_mb=1e-5)
+    before, inputs = flat(model), torch.ones(4, 3)
     zeros = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
-    before = flat(model)
-    assert not torch.func.functional_call(model, zeros, torch.ones(4, 3)).any()
+    with pytest.raises(AttributeError) as error:
+        torch.func.functional_call(model, zeros, inputs)
+    # Torch puts an error of its own before ours.
+    texts = [str(each) for each in (error.value, error.value.__cause__)]
+    assert any("use .module" in text for text in texts)
     assert torch.equal(flat(model), before)
+    assert not torch.func.functional_call(model.module, zeros, inputs).any()
 
 
 @pytest.mark.parametrize(
     ("error", "match", "use"),
     [
+        (AttributeError, r"'note', but its model has: use \.module", lambda model: model.note),
         (AttributeError, r"no attribute 'nothing'$", lambda model: model.nothing),
         (
             ValueError,
@@ -240,6 +258,8 @@ def test_the_model_is_in_module_with_its_names_and_mode() -> None:
 )
 def test_what_the_module_is_not_is_an_error(error: Any, match: str, use: Any) -> None:
     model: Any = norms()
+    model.module.note = "mine"
+    assert not hasattr(model, "note")
     with pytest.raises(error, match=match):
         use(model)
 

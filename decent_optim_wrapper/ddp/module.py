@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import NoneType
 from typing import Any
 
@@ -89,7 +90,7 @@ class DecentralizedDataParallel(Module):
         options: further arguments of `DecentOptimWrapper`, by name.
 
     Attributes:
-        module: the model. Names of parameters begin with ``module.``, as in torch's DDP.
+        module: the model.
         optimizer: the `DecentOptimWrapper`, with `stats`, `consensus_distance`, `averaged`, ….
         lr_scheduler: the scheduler made by `lr_scheduler_fn`, or None.
         scaler: the scaler passed, or None.
@@ -232,6 +233,47 @@ class DecentralizedDataParallel(Module):
         """The current learning rate of the first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's own parameters and names; `parameters()` follows it."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The model's own buffers and names; `buffers()` follows it."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """A parameter by its name in `named_parameters()`, or by its path below this module."""
+        with suppress(AttributeError):
+            return super().get_parameter(target)
+        return self.module.get_parameter(target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        """A buffer by its name in `named_buffers()`, or by its path below this module."""
+        with suppress(AttributeError):
+            return super().get_buffer(target)
+        return self.module.get_buffer(target)
+
+    def __getattr__(self, name: str) -> Any:
+        """Explain where to find an attribute of the model."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if hasattr(self.__dict__.get("_modules", {}).get("module"), name):
+                raise _of_the_model(name) from None
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # functional_call() would call the model with its own tensor instead, and nobody would know.
+        if isinstance(value, Tensor):
+            model = self.__dict__.get("_modules", {}).get("module")
+            if isinstance(getattr(model, name, None), Tensor):
+                raise _of_the_model(name)
+        super().__setattr__(name, value)
+
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
@@ -287,6 +329,13 @@ class DecentralizedDataParallel(Module):
             "scheduler": self.lr_scheduler,
             "scaler": self.scaler,
         }
+
+
+def _of_the_model(name: str) -> AttributeError:
+    return AttributeError(
+        f"a DecentralizedDataParallel has no attribute {name!r}, but its model has: use .module, "
+        f"as in torch.func.functional_call(wrapped.module, ...)"
+    )
 
 
 def wants_views(model: Module, mesh: Any) -> bool:
