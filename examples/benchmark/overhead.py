@@ -7,8 +7,7 @@ bytes and with the all-reduce of DDP, and the step of a lone rank, which exchang
 that of the base optimizer. With --training it measures whole steps of every method of
 `step_time.py` by turns, where the memory is the limit, and with --small the CPU time of
 steps of small parameters, beside that of the messages alone, and of the parts of a round in int8.
-`gpu.py` measures the packing and the mixing on a GPU. It takes 46 s of CPU time, of both ranks
-together.
+It takes 46 s of CPU time, of both ranks together.
 """
 
 from __future__ import annotations
