@@ -2,12 +2,12 @@
 
     python examples/benchmark/overhead.py    # 2 ranks on loopback, 100 M float32 parameters
 
-It compares one round (pack, send and receive, mix) with one bare send and receive of the same
-bytes and with the all-reduce of DDP, and the step of a lone rank, which exchanges nothing, with
-that of the base optimizer. With --training it measures whole steps of every method of
-`step_time.py` by turns, where the memory is the limit, and with --small the CPU time of
-steps of small parameters, beside that of the messages alone, and of the parts of a round in int8.
-It takes 46 s of CPU time, of both ranks together.
+It prints the time of one round (pack, send and receive, mix) beside one bare send and receive of
+the same bytes and the all-reduce of DDP, and the step of a lone rank, which exchanges nothing,
+beside that of the base optimizer. With --training it measures whole steps of every method of
+`step_time.py` by turns, where the memory is the limit, and with --small the CPU time of steps of
+small parameters, beside that of the messages alone, and of the parts of a round in int8. It takes
+46 s of CPU time, of both ranks together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import netlab
 import torch
@@ -37,24 +38,16 @@ TENSORS = 400
 WIDTH = 1000
 # The small model, and how many steps of it make one figure.
 SMALL, BLOCK = 64, 25
+LONE_STEPS = 10_000
 # Elements of a bucket of DDP.
 BUCKET = 25 * 2**20 // 4
-
-
-class Overhead(NamedTuple):
-    """Median seconds on the slower rank."""
-
-    bare: float
-    all_reduce: float
-    copies: float
-    views: float
 
 
 def make_params(count: int) -> list[torch.Tensor]:
     return [torch.zeros(count // TENSORS, requires_grad=True) for _ in range(TENSORS)]
 
 
-def median_seconds(what: str, action: Callable[[], None], repeats: int) -> float:
+def median_seconds(what: str, action: Callable[[], object], repeats: int) -> float:
     if dist.get_rank() == 0:
         print(f"{what}, {repeats} times ...", file=sys.stderr, flush=True)
     seconds = []
@@ -66,7 +59,8 @@ def median_seconds(what: str, action: Callable[[], None], repeats: int) -> float
     return statistics.median(seconds[2:])
 
 
-def measure(count: int, repeats: int) -> Overhead:
+def measure(count: int, repeats: int) -> dict[str, float]:
+    """Run in each of two ranks: median seconds of a round, and of what it is compared with."""
     dist.init_process_group("gloo")
     peer = 1 - dist.get_rank()
     outgoing, incoming = torch.zeros(count), torch.empty(count)
@@ -81,19 +75,19 @@ def measure(count: int, repeats: int) -> Overhead:
         for work in works:
             work.wait()
 
-    bare = median_seconds("one send and receive", send_and_receive, repeats)
-    rounds = [median_seconds("one all-reduce", all_reduce, repeats)]
+    actions: dict[str, Callable[[], object]] = {
+        "one send and receive": send_and_receive,
+        "one all-reduce": all_reduce,
+    }
     for views in (False, True):
         # Without gradients the local update is empty: a step is the round and nothing else.
-        optimizer = DecentOptimWrapper(
+        actions["one round" + ", views" * views] = DecentOptimWrapper(
             torch.optim.SGD(make_params(count), lr=0.1),
             topology="ring",
             overlap=False,
             param_as_bucket_view=views,
-        )
-        what = "one round, views" if views else "one round"
-        rounds.append(median_seconds(what, lambda optimizer=optimizer: optimizer.step(), repeats))
-    return Overhead(bare, *rounds)
+        ).step
+    return {name: median_seconds(name, action, repeats) for name, action in actions.items()}
 
 
 def int8_parts(count: int, blocks: int) -> dict[str, float]:
@@ -149,17 +143,15 @@ def whole_steps(method: str, count: int, repeats: int) -> float:
     return seconds
 
 
-def print_training(where: netlab.Lab, count: int, repeats: int, turns: int) -> None:
-    """Print the medians of all methods over turns, and their ratios to decent-dp."""
+def training_steps(
+    run: Callable[..., list[float]], count: int, repeats: int, turns: int
+) -> dict[str, float]:
+    """The medians of all methods over turns."""
     rows: dict[str, list[float]] = {name: [] for name in METHODS}
     for _ in range(turns):
         for name, row in rows.items():
-            row.append(max(netlab.run(where, 2, whole_steps, name, count, repeats, timeout=300)))
-    print("| method | ms per step | by decent-dp |\n|---|---|---|")
-    peer = statistics.median(rows["decent-dp"])
-    for name, row in rows.items():
-        seconds = statistics.median(row)
-        print(f"| {name} | {1000 * seconds:.0f} | {seconds / peer:.2f} |")
+            row.append(max(run(2, whole_steps, name, count, repeats)))
+    return {name: statistics.median(row) for name, row in rows.items()}
 
 
 class Floor:
@@ -243,72 +235,49 @@ def small_steps(blocks: int) -> dict[str, float]:
     return best
 
 
-def print_small(where: netlab.Lab, blocks: int) -> None:
-    """Print the CPU time of the steps of small parameters, on the slower rank."""
-    print(f"{SMALL} parameters of {SMALL} elements, one bucket, 2 ranks on loopback\n")
-    ranks = netlab.run(where, 2, small_steps, blocks, timeout=600)
-    print("| step | CPU us |\n|---|---|")
-    for name in ranks[0]:
-        print(f"| {name} | {1e6 * max(rank[name] for rank in ranks):.0f} |")
-
-
-def print_int8(count: int, blocks: int) -> None:
-    """Print the CPU time of the parts of a round in int8."""
-    print(f"\n{count / 1e6:g} M parameters in buckets of 25 MiB\n")
-    print("| part of a round in int8 | CPU ms |\n|---|---|")
-    for name, seconds in int8_parts(count, blocks).items():
-        print(f"| {name} | {1000 * seconds:.0f} |")
-
-
-def lone_step(seconds: float) -> tuple[float, float]:
-    """Seconds of a step of SGD with 64 small parameters, and of the wrapper around it alone.
-
-    Args:
-        seconds: how long both are timed together, by turns.
-    """
+def lone_steps() -> dict[str, float]:
+    """Median seconds of a step of SGD, and of the wrapper around it alone, by turns."""
     base = torch.optim.SGD(small_params(), lr=1e-3)
     optimizers = [base, DecentOptimWrapper(base, rank=0, world_size=1)]
     times: list[list[float]] = [[], []]
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[1]) < 100:
+    for _ in range(LONE_STEPS):
         for optimizer, row in zip(optimizers, times, strict=True):
             start = time.perf_counter()
             optimizer.step()
             row.append(time.perf_counter() - start)
-    base_alone, wrapped = map(statistics.median, times)
-    return base_alone, wrapped
+    return dict(zip(("SGD alone", "the wrapper"), map(statistics.median, times), strict=True))
+
+
+def print_table(what: str, ranks: list[dict[str, float]], reference: str) -> None:
+    """Print the seconds of the slower rank, and their ratio to a reference."""
+    slowest = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+    print(f"\n| {what} | ms | by {reference} |\n|---|---|---|")
+    for name, seconds in slowest.items():
+        print(f"| {name} | {1000 * seconds:.4g} | {seconds / slowest[reference]:.2f} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parameters", type=float, default=100e6)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=3.0, help="for the step of a lone rank")
     parser.add_argument("--training", type=int, default=0, metavar="TURNS", help="whole steps")
     parser.add_argument("--small", type=int, default=0, metavar="BLOCKS", help="small parameters")
     args = parser.parse_args()
-    if args.small:
-        with netlab.lab(2, rate="") as where:
-            print_small(where, args.small)
-        torch.set_num_threads(1)
-        print_int8(int(args.parameters), args.small)
-        return
-    if args.training:
-        with netlab.lab(2, rate="") as where:
-            print_training(where, int(args.parameters), args.repeats, args.training)
-        return
-    base, alone = lone_step(args.seconds)
-    print(f"a step of SGD alone:  {1e6 * base:.0f} us")
-    print(f"wrapped, a lone rank: {1e6 * alone:.0f} us, ratio {alone / base:.2f}")
     count = int(args.parameters)
+    print(f"{count / 1e6:g} M float32 parameters, or {SMALL} of {SMALL} elements; 2 ranks on loopback")
     with netlab.lab(2, rate="") as where:
-        ranks = netlab.run(where, 2, measure, count, args.repeats, timeout=300)
-    bare, reduced, copies, views = (max(column) for column in zip(*ranks, strict=True))
-    print(f"{count / 1e6:g} M float32 parameters in {TENSORS} tensors, 2 ranks on loopback")
-    print(f"one send and receive: {1000 * bare:.0f} ms")
-    print(f"one all-reduce:       {1000 * reduced:.0f} ms, ratio {reduced / bare:.2f}")
-    print(f"one round:            {1000 * copies:.0f} ms, ratio {copies / bare:.2f}")
-    print(f"one round, views:     {1000 * views:.0f} ms, ratio {views / bare:.2f}")
+        run = partial(netlab.run, where, timeout=600)
+        if args.small:
+            print_table("CPU time of a small step", run(2, small_steps, args.small), "SGD alone")
+            parts = run(1, int8_parts, count, args.small)
+            print_table("CPU time of a part of a round in int8", parts, "pack")
+        elif args.training:
+            medians = training_steps(run, count, args.repeats, args.training)
+            print_table("method", [medians], "decent-dp")
+        else:
+            print_table("step of a lone rank", run(1, lone_steps), "SGD alone")
+            rounds = run(2, measure, count, args.repeats)
+            print_table("2 ranks", rounds, "one send and receive")
 
 
 if __name__ == "__main__":
