@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--small", type=int, default=0, metavar="BLOCKS", help="small parameters")
     args = parser.parse_args()
     count = int(args.parameters)
-    print(f"{count / 1e6:g} M float32 parameters, or {SMALL} of {SMALL} elements; 2 ranks on loopback")
+    print(f"{count / 1e6:g} M float32 parameters, or {SMALL} of {SMALL} elements")
     with netlab.lab(2, rate="") as where:
         run = partial(netlab.run, where, timeout=600)
         if args.small:
