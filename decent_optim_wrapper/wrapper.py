@@ -679,6 +679,10 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
             self._pipeline.policy.meter.note_skipped(self._local_update.skipped)
         if self._forward_hooks is not None:
             self._forward_hooks.end_step()
+        extensions = self._pipeline.extensions.all
+        if self._shared["join_config"].enable and any(each.collective for each in extensions):
+            # Another rank without data would be in Join's all-reduce during the forward pass.
+            self._gossip.mix_early()
         for each in self._after_step:
             each()
         self._notify_change()
@@ -744,4 +748,6 @@ class IdleRounds(JoinHook):
             self._gossip.replica.reshard()
         with Step(self._gossip, in_backward=False) as step:
             step.advance(step.buckets, lambda: None)
+        # In a forward pass, which this rank does not make, the others may have mixed by now.
+        self._gossip.mix_early()
         self._notify_change()

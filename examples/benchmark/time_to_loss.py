@@ -333,7 +333,7 @@ def step_times() -> list[list[str]]:
 
 
 def times_to_loss(
-    results: Results, seeds: Sequence[int]
+    results: Results, seeds: Sequence[int], optimizer: str = "AdamW"
 ) -> tuple[list[float], dict[str, list[float]]]:
     """The ratios of that table, and by method the time until DDP's loss in ms per step of DDP."""
     ratios, *rows = step_times()
@@ -343,11 +343,8 @@ def times_to_loss(
         bare = zip(times["no communication"], map(float, ratios), strict=True)
         computed = [none + ratio * COMPUTING_MS / period for none, ratio in bare]
         times.setdefault(method, computed)
-    needed = {
-        method: steps_needed(results, Row(PICTURE[method]), seeds)
-        for method in PICTURE
-        if method in times
-    }
+    rows_of = {name: Row(PICTURE[name], optimizer=optimizer) for name in PICTURE if name in times}
+    needed = {method: steps_needed(results, row, seeds) for method, row in rows_of.items()}
     found = {
         method: [steps * time for time in times[method]]
         for method, steps in needed.items()
@@ -400,8 +397,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = Results(args.results, args.steps)
     print(table(results, args.seeds))
     ratios, times = times_to_loss(results, args.seeds)
-    if "DDP" in times:
-        print("\n" + times_table(ratios, times))
+    for optimizer in ("AdamW", "Muon"):
+        _, found = times_to_loss(results, args.seeds, optimizer)
+        if "DDP" in found:
+            print(f"\nwith {optimizer}:\n{times_table(ratios, found)}")
     if args.picture:
         draw_ratios(ratios, times, args.picture, what="time to DDP's loss, DDP's relative to it")
 
