@@ -7,7 +7,7 @@
 It prints a table for each part. The script ends with 1 if a trajectory differs, or if anything
 raises an error; all other figures are only printed. Over gloo several ranks share a GPU. NCCL takes
 one rank per GPU: with one GPU it exchanges nothing, with several it exchanges in pairs (ring) and
-in one group (complete). The command for the CPU takes 19 s of CPU time.
+in one group (complete). The command for the CPU takes some 20 s of CPU time.
 
 - a: the time until `step()` returns, with the GPU idle before, and whether it waits for the GPU
 - b: the step time at a quarter of the size, since over gloo the bytes travel through the memory of
