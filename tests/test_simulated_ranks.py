@@ -130,5 +130,6 @@ def test_the_tables_of_the_page_are_those_of_the_results() -> None:
     readme = time_to_loss.RESULTS.with_name("README.md").read_text()
     results = time_to_loss.Results(time_to_loss.RESULTS, stacked_gpt.STEPS)
     assert time_to_loss.table(results, time_to_loss.SEEDS) in readme
-    times = time_to_loss.times_to_loss(results, time_to_loss.SEEDS)
-    assert time_to_loss.times_table(*times) in readme
+    for optimizer in ("AdamW", "Muon"):
+        times = time_to_loss.times_to_loss(results, time_to_loss.SEEDS, optimizer)
+        assert time_to_loss.times_table(*times) in readme
