@@ -90,9 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     about = "start the ranks of this node, and start again those that die"
-    start = commands.add_parser("run", help=about, description=about)
-    start.set_defaults(run_command=lambda args: launch(read_arguments(args)))
-    add_arguments(start)
+    add_arguments(add("run", lambda args: launch(read_arguments(args)), about))
 
     def topologies(args: argparse.Namespace) -> str:
         return tables.topologies(args.world_size, args.local_world_size, args.topology)

@@ -208,8 +208,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
         self._pipeline = self._gossip.pipeline
         self._forward_hooks: ForwardHooks | None = None
         if model is not None and settings.pacing.mixes_early:
-            hooks = ForwardHooks(model, self._gossip.mix_early, self._gossip.settle)
-            self._forward_hooks = hooks
+            self._forward_hooks = ForwardHooks(model, self._gossip.mix_early, self._gossip.settle)
         self._after_step: list[Callable[[], object]] = []
         # A dict, not attributes: Join sets its own on the object that it is given, and Fabric's
         # proxy of the wrapper has copies of the attributes; steps read this one.
@@ -679,8 +678,7 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
             self._pipeline.policy.meter.note_skipped(self._local_update.skipped)
         if self._forward_hooks is not None:
             self._forward_hooks.end_step()
-        extensions = self._pipeline.extensions.all
-        if self._shared["join_config"].enable and any(each.collective for each in extensions):
+        if self._shared["join_config"].enable and any(e.collective for e in self.extensions):
             # Another rank without data would be in Join's all-reduce during the forward pass.
             self._gossip.mix_early()
         for each in self._after_step:

@@ -66,7 +66,7 @@ def test_a_plan_agrees_with_the_lab_and_names_what_is_fast_enough() -> None:
         "DecentOptimWrapper(base, model=model)": "the wrapper",
         "DecentOptimWrapper(..., model=model, int8)": "the wrapper, int8",
     }.items():
-        assert planned[settings] == pytest.approx(rows[row], rel=0.05), settings
+        assert planned[settings] == pytest.approx(rows[row], rel=0.1), settings
     takes = {
         "100gbit": "take DDP",
         "1gbit": "take DecentralizedDataParallel(..., topology",

@@ -41,7 +41,6 @@ from torch import Tensor, nn
 
 from decent_optim_wrapper import GradientTracking, Late, OuterOptimizer, Schedule, StateGossip
 from decent_optim_wrapper.checkpoint import Checkpoints
-from decent_optim_wrapper.codecs import TopKCodec
 
 MIB = 1024 * 1024
 LAYERS = 24
@@ -310,9 +309,10 @@ def step_rows(setup: Setup, size: Size) -> list[list[str]]:
 # Part c
 
 TRAJECTORY_MIB, CAP_MB, TRAINED_STEPS = 0.25, 0.06, 12
-MOMENTUM = Recipe(partial(torch.optim.SGD, lr=0.01, momentum=0.9))
+MOMENTUM = Recipe(partial(torch.optim.SGD, lr=0.03, momentum=0.9))
 SLOW_MOMENTUM = partial(torch.optim.SGD, lr=0.7, momentum=0.5, nesterov=True)
-# With model=, so that the first mixes in the forward pass.
+# With model=, so that the first mixes in the forward pass. TopKCodec is left out: which of two
+# almost equal values it keeps depends on their last bits, and all that follows on which it keeps.
 TRAJECTORIES: dict[str, dict[str, Any]] = {
     "nothing passed": {},
     "delayed": {"overlap": True},
@@ -336,7 +336,6 @@ TRAJECTORIES: dict[str, dict[str, Any]] = {
     },
     "int8, complete": {"comm_dtype": torch.int8, "topology": "complete"},
     "float8": {"comm_dtype": torch.float8_e4m3fn},
-    "16 of 256 values": {"comm_dtype": TopKCodec(16)},
 }
 
 

@@ -217,7 +217,8 @@ def draw_ratios(
     reference = rows.get("DDP") or next(iter(rows.values()))
     for method, row in rows.items():
         speed = [base / own for base, own in zip(reference, row, strict=True)]
-        axis.plot(ratios, speed, marker="o", label=method)
+        color = "black" if row is reference else None
+        axis.plot(ratios, speed, marker="o", color=color, label=method)
     if all(ratios):
         axis.set_xscale("log", base=2)
     axis.set_xticks(ratios, [f"{ratio:.2g}" for ratio in ratios])
