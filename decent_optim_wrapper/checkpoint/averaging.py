@@ -148,7 +148,7 @@ class Averaging:
         for other in others:
             total += other.to(total.dtype)
         if not total.isfinite().all():
-            finite = torch.stack([each.isfinite() for each in tensors.values()]).flatten(1)
+            finite = torch.stack([each.isfinite().flatten() for each in tensors.values()])
             # Where some are finite and some are not.
             bad = (finite.any(0) & ~finite).any(1)
             if bad.any():
