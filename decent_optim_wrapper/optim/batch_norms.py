@@ -75,9 +75,9 @@ def _estimate(model: nn.Module, norms: Sequence[_BatchNorm], batches: Iterable[A
         # None makes the statistics the mean over all batches.
         norm.momentum = None
     # A forward pass in training mode moves, or replaces, other buffers, too, such as the vectors of
-    # spectral norms: it gets copies.
+    # spectral norms: it gets copies. A module of ours has other names for them than their paths.
     estimated = {b for norm in norms for b in norm.buffers(recurse=False)}
-    others = {name: b.clone() for name, b in model.named_buffers() if b not in estimated}
+    others = {n: b.clone() for n, b in nn.Module.named_buffers(model) if b not in estimated}
     # Dropout draws random numbers, which must not change the numbers that the training draws.
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
