@@ -39,12 +39,11 @@ class OldProperties:
 
     @gradient_tracking.setter
     def gradient_tracking(self: Any, tracks: bool) -> None:
-        warn(
-            "gradient_tracking=False will be removed in the next release; call drop_extension()",
-            DeprecationWarning,
-        )
-        if self.gradient_tracking and not tracks:
+        warn("gradient_tracking=False is deprecated; call drop_extension()", DeprecationWarning)
+        if not tracks:
             self.drop_extension(GradientTracking)
+        elif not self.gradient_tracking:
+            raise ValueError("pass extensions=[GradientTracking()] to the constructor instead")
 
 
 def number_or_auto(check: Check) -> Check:

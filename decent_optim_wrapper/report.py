@@ -86,6 +86,7 @@ class Report:
                 name.replace("_seconds", "_ms"): 1000 * value if "_seconds" in name else value
                 for name, value in vars(each).items()
             }
+            | {"waits_for": "-" if each.waits_for is None else each.waits_for}
             for each in self.ranks
         ]
         return "\n".join([table(rows), *self.advice])

@@ -192,6 +192,8 @@ def measure(args: argparse.Namespace, logs: Logs) -> list[str]:
     victims = chance.sample(everyone, args.ranks)
     logs.wait(everyone, args.ranks, 0)
     start, kills, stalls, returns = time.monotonic(), [], [], []
+    # From each start or return to the next kill.
+    healthy_from = [start]
     pause = args.pause or SECONDS_PER_KILL / args.ranks
     while time.monotonic() + pause / 2 < start + 60 * args.minutes:
         time.sleep(pause / 2)
@@ -199,15 +201,15 @@ def measure(args: argparse.Namespace, logs: Logs) -> list[str]:
         os.kill(logs.pid(victim), signal.SIGKILL)
         kills.append(now)
         others = [rank for rank in everyone if rank != victim]
-        stalls += [end - now for end in logs.wait(others, args.ranks - 1, now)]
-        returns += [end - now for end in logs.wait(everyone, args.ranks, max(stalls[-1:]) + now)]
+        stepped = logs.wait(others, args.ranks - 1, now)
+        stalls += [end - now for end in stepped]
+        back = logs.wait(everyone, args.ranks, max(stepped))
+        returns += [end - now for end in back]
+        healthy_from.append(max(now + RECOVERED_SECONDS, *back))
         time.sleep(max(0.0, now + pause / 2 - time.monotonic()))
     end = time.monotonic()
     steps = [step.end for rank in everyone for step in logs.steps(rank) if step.ranks]
-    # From each start or return to the next kill.
-    spans = list(
-        zip([start, *(kill + RECOVERED_SECONDS for kill in kills)], [*kills, end], strict=True)
-    )
+    spans = list(zip(healthy_from, [*kills, end], strict=True))
     healthy = sum(b - a for a, b in spans if b > a) * args.ranks
     pace = sum(a < step <= b for step in steps for a, b in spans) / healthy
     share = sum(start < step <= end for step in steps) / (pace * args.ranks * (end - start))

@@ -6,7 +6,7 @@ Four processes train the GPT of `time_to_loss.py` behind rate-limited links. A m
 best learning rate for as many steps as it needs to have DDP's loss, both from `time_to_loss.csv`.
 So the losses should be the same, and the seconds compare. The rate of the links is such that an
 all-reduce of the gradients takes so many times the step without communication, which the script
-measures first. The ranks share the cores of this machine.
+measures first. "Faster" is relative to the first method. The ranks share the cores of this machine.
 """
 
 from __future__ import annotations

@@ -287,6 +287,10 @@ def step_times(setup: Setup, size: Size) -> dict[str, float]:
         training, batch = make(model, size), batch_for(model, device)
         train(training, batch, WARMUP)
         finish(device)
+        # The wire is empty now: make it as busy as in training.
+        train(training, batch, WARMUP)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         start = time.perf_counter()
         train(training, batch, size.steps)
         finish(device)

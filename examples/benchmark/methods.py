@@ -74,8 +74,8 @@ def no_communication(model: nn.Module, recipe: Recipe) -> Training:
     return Training(model, recipe, recipe.optimizer(model.parameters()))
 
 
-def ddp(model: nn.Module, recipe: Recipe, compress: bool = False) -> Training:
-    network = DistributedDataParallel(model)
+def ddp(model: nn.Module, recipe: Recipe, compress: bool = False, **options: Any) -> Training:
+    network = DistributedDataParallel(model, **options)
     if compress:
         network.register_comm_hook(None, bf16_compress_hook)
     return no_communication(network, recipe)
@@ -110,6 +110,7 @@ pairs = partial(module, topology="one-peer-exp")
 METHODS: dict[str, Callable[[nn.Module, Recipe], Training]] = {
     "no communication": no_communication,
     "DDP": ddp,
+    "DDP, buckets of 2 MiB": partial(ddp, bucket_cap_mb=2),
     "DDP, bf16 hook": partial(ddp, compress=True),
     "PostLocalSGD 8": partial(post_local_sgd, period=8),
     "decent-dp": decent_dp,

@@ -169,7 +169,9 @@ def round_trip(codec: Codec, x: Tensor, reference: Tensor) -> Tensor:
 
 
 class StackedMuon(Optimizer):
-    """`torch.optim.Muon` with the weight decay of AdamW's default, for stacked matrices.
+    """`torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, for stacked matrices.
+
+    The weight decay is AdamW's default.
 
     Args:
         stacks: tensors of shape (ranks, rows, columns), with gradients.

@@ -154,7 +154,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rate", default="400mbit", help="of each link, such as 400mbit")
     parser.add_argument("--rates", nargs="+", metavar="RATE", help="one size behind each of these")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=1, help="runs of a cell; the median counts")
     parser.add_argument("--jitter", type=float, default=0.0, help="sigma of log-normal times")
