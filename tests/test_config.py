@@ -35,7 +35,8 @@ from decent_optim_wrapper.checks import checks_of
 from decent_optim_wrapper.comm.store import BoundedStore
 from decent_optim_wrapper.config import Settings
 from decent_optim_wrapper.deprecated import OldFields
-from decent_optim_wrapper.elastic.heartbeat import Heartbeat
+from decent_optim_wrapper.elastic.heartbeat import Heartbeat, beat_key
+from decent_optim_wrapper.elastic.liveness import ENDED
 from decent_optim_wrapper.elastic.rendezvous import key_prefix, tell_end
 from decent_optim_wrapper.start.arguments import Arguments
 
@@ -190,8 +191,8 @@ def test_all_learn_of_a_dead_rank_and_a_later_process_replaces_an_earlier(told: 
         tell_end(lambda: store, 0, pid=0)
 
         def all_know() -> bool:
-            if told:  # again: the last heartbeat may be on its way
-                tell_end(lambda: store, lost, os.getpid())
+            # Again: the last heartbeat may be on its way.
+            tell_end(lambda: store, lost, os.getpid() if told else 0)
             return not any(ranks[here].alive(lost) for here in left)
 
         await_(all_know)
@@ -207,8 +208,9 @@ def test_all_learn_of_a_dead_rank_and_a_later_process_replaces_an_earlier(told: 
         ranks[0].watch([0, 1, 2, 3, 4, 7], epoch=2)
         assert not ranks[0].is_over
         second = heartbeat(3, life=2)
-        await_(lambda: ranks[3].is_replaced)
-        assert ranks[3].is_over
+        # The launcher tells of the end of a later process.
+        part.set(beat_key(2), ENDED.decode())
+        await_(lambda: ranks[2].is_replaced and ranks[3].is_replaced)
         assert not second.is_over
     finally:
         for each in started:

@@ -168,7 +168,8 @@ class Heartbeat:
         found = store.compare_set(key, self._sent, beat).decode()
         if found != beat:
             life, *_ = found.split()
-            self.is_replaced = int(life) > self._life
+            # The launcher may have marked the end of the later process.
+            self.is_replaced = int(life) > self._life or found == ENDED.decode()
             if not self.is_replaced:
                 store.set(key, beat)
         self._sent = beat
