@@ -132,7 +132,7 @@ def diagnose(rows: Tensor, members: Sequence[int]) -> Report:
     if slow_rank is not None:
         advice.append(
             f"rank {slow_rank} is slow: it computes {factor:.1f} times as long as the others. Look "
-            f"at that machine, give it smaller batches, use a topology of pairs, in which only its "
+            f"at that machine, give it smaller batches, mix in pairs (if not yet), since only its "
             f"partners wait, or pass overlap=AsItArrives(), so that no rank waits"
         )
     if slow_link is not None:
@@ -149,7 +149,7 @@ def diagnose(rows: Tensor, members: Sequence[int]) -> Report:
         if share > _WAITS:
             text = (
                 f"no rank is slow, but all wait {share:.0%} of a step. Send fewer bits with "
-                f'comm_dtype, or take a topology of pairs, such as "ring"'
+                f"comm_dtype, or mix less often with Schedule(gossip_every=4)"
             )
         advice.append(text)
     return Report(ranks=ranks, slow_rank=slow_rank, slow_link=slow_link, advice=tuple(advice))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -455,6 +456,8 @@ def prepare_late(rank: int, folder: Path) -> None:
     from decent_optim_wrapper.integrations.accelerate import prepare_for_gossip
 
     accelerator = Accelerator(cpu=True)
+    with patch.dict(os.environ, WORLD_SIZE="5"), pytest.raises(ValueError, match="cpu=True"):
+        prepare_for_gossip(accelerator)
     model = accelerator.prepare(task.make_model())
     prepare_for_gossip(accelerator, **DELAYED)
     with pytest.raises(ValueError, match="call prepare_for_gossip\\(\\) first, and pass the model"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from accelerate import Accelerator
@@ -34,12 +35,19 @@ def prepare_for_gossip(accelerator: Accelerator, **gossip: Any) -> Wrapping:
         manager) and `keep_average` are collective and average all of their parameters.
 
     Raises:
-        ValueError: the accelerator shards the model itself.
+        ValueError: the accelerator shards the model itself, or does not know of the other ranks.
     """
     if accelerator.distributed_type in _OTHERS:
         raise ValueError(
             f"prepare_for_gossip() expects an Accelerator that would use DDP, got "
             f"{accelerator.distributed_type}; take the plugin out of its configuration"
+        )
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != processes:
+        # Without GPUs it takes no notice of torchrun by itself, and would not shard the data.
+        raise ValueError(
+            f"prepare_for_gossip() expects an Accelerator with the {processes} processes of "
+            f"WORLD_SIZE, got {accelerator.num_processes}; on CPUs pass Accelerator(cpu=True)"
         )
     wrapping = Wrapping(gossip)
     prepare_model, prepare_optimizer = accelerator.prepare_model, accelerator.prepare_optimizer

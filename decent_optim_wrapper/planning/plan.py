@@ -29,7 +29,7 @@ _BUCKETS = 16
 _BUCKET_OF_DDP = 25 << 20
 # A byte for each float32, and a scale for each 256.
 _INT8 = 0.254
-_HEAD = "settings", "s/step", "faster to DDP's loss"
+_HEAD = "settings", "s/step", "speed-up to DDP's loss"
 # A method is fast enough if it takes at most so many times as long as the fastest.
 _FAST = 1.1
 
