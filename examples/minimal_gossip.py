@@ -34,6 +34,8 @@ class MinimalGossip:
         self._optimizer = optimizer
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        if self._size & (self._size - 1):
+            raise ValueError(f"pairs need 2, 4, 8, ... ranks, got {self._size}")
         self._round = 0
         # All ranks start from the same model.
         for param in self._params:
