@@ -111,21 +111,20 @@ def wrap(
 
 
 def take_steps(
-    optimizer: Optimizer, params: Sequence[Tensor], rank: int, steps: Iterable[int]
+    optimizer: Optimizer,
+    params: Sequence[Tensor],
+    rank: int,
+    steps: Iterable[int],
+    give_gradients: Callable[[Sequence[Tensor], int, int], object] = backward,
 ) -> None:
-    """Train the regression for these steps."""
+    """Train for these steps: the regression, unless the gradients are others."""
     for step in steps:
-        backward(params, rank, step)
+        give_gradients(params, rank, step)
         optimizer.step()
 
 
-def take_drawn_steps(
-    optimizer: Optimizer, params: Sequence[Tensor], rank: int, steps: Iterable[int]
-) -> None:
-    """Steps with gradients that do not depend on the parameters, so that the mean is known."""
-    for step in steps:
-        draw_gradients(params, rank, step)
-        optimizer.step()
+# With gradients that do not depend on the parameters, so that the mean is known.
+take_drawn_steps = partial(take_steps, give_gradients=draw_gradients)
 
 
 def flatten(params: Sequence[Tensor]) -> Tensor:

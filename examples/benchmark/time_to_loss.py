@@ -396,13 +396,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         list(each(partial(lengthen, *common), timed))
     results = Results(args.results, args.steps)
     print(table(results, args.seeds))
-    ratios, times = times_to_loss(results, args.seeds)
-    for optimizer in ("AdamW", "Muon"):
-        _, found = times_to_loss(results, args.seeds, optimizer)
-        if "DDP" in found:
-            print(f"\nwith {optimizer}:\n{times_table(ratios, found)}")
+    found = {name: times_to_loss(results, args.seeds, name) for name in ("AdamW", "Muon")}
+    for optimizer, (ratios, times) in found.items():
+        if "DDP" in times:
+            print(f"\nwith {optimizer}:\n{times_table(ratios, times)}")
     if args.picture:
-        draw_ratios(ratios, times, args.picture, what="time to DDP's loss, DDP's relative to it")
+        draw_ratios(*found["AdamW"], args.picture, what="time to DDP's loss, DDP's relative to it")
 
 
 if __name__ == "__main__":
