@@ -51,7 +51,7 @@ def main(readme: Path) -> None:
         ),
     }
     (loop,) = re.findall(
-        r"^## The loop$.*?^```python\n(.*?)^```$",
+        r"\A# .*?^```python\n(.*?)^```$",
         readme.read_text(encoding="utf-8"),
         re.MULTILINE | re.DOTALL,
     )
