@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/minimal_gossip.py
 
-With x the parameters of a rank, u its local update and y - v those of its partner, a step is
+With x the parameters of a rank, u its local update, and y and v the same of its partner, a step is
 
     x <- ((x - u) + (y - v)) / 2.
 

@@ -6,8 +6,8 @@
     torchrun --standalone --nproc-per-node 4 examples/train_cifar10.py --resume
 
 After a restart by torchrun, training continues from the newest complete checkpoints of the launch.
-`--resume` continues from those of an earlier launch. `--fake-data` runs the same code on random
-images, without a download. It is slow on a CPU: an epoch of `--fake-data` on four ranks takes more
+`--resume` continues from an earlier launch. `--fake-data` runs the same code on random images,
+without a download. It is slow on a CPU: an epoch of `--fake-data` on four ranks takes more
 than four minutes of CPU time.
 """
 

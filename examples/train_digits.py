@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/train_digits.py
 
 Every rank trains on its own shard of scikit-learn's digits (1,797 scans that ship with the package)
-and mixes its parameters with those of its neighbours. After every epoch the average of the models
+and mixes its parameters with its neighbours'. After every epoch the average of the models
 of all ranks is evaluated. The script also runs as a plain `python` process with a single rank. With
 the defaults the four ranks take 52 s of CPU time together, about half a minute on 2 cores.
 """

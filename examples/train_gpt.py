@@ -168,7 +168,7 @@ def train(args: argparse.Namespace, device: torch.device, comm_dtype: str | None
     inner = 1 if args.inner == "none" else args.inner_size
     shape = dist.get_world_size() // inner, inner
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("gossip", "inner"))
-    # FSDP splits the batch of a replica among its ranks; those of tensor parallelism share it.
+    # FSDP splits the batch of a replica among its ranks; ranks of tensor parallelism share it.
     if args.inner == "fsdp":
         place, count, batch = dist.get_rank(), dist.get_world_size(), BATCH // inner
     else:

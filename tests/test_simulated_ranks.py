@@ -1,4 +1,4 @@
-"""The ranks that the benchmark of losses simulates are those of the library."""
+"""The ranks that the benchmark of losses simulates equal real ranks of the library."""
 
 from __future__ import annotations
 

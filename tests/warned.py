@@ -1,4 +1,4 @@
-"""The texts of warnings, those of all threads."""
+"""The texts of warnings on all threads."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Connections:
         timeout: bound of every wait.
         store: where the ranks meet to connect, and report losses; None if there is none.
         user_group: the same as `world` if that is the user's own, which is never closed here.
-        should_stop: tells whether to give up a wait for other ranks, because a member is dead, has
+        should_stop: returns True to give up a wait for other ranks, because a member is dead, has
             lost a peer or comes back, so that all members meet again. None if they never do.
     """
 

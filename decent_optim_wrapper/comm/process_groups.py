@@ -96,7 +96,7 @@ def new_communicator(
         rank: the position of this rank among the members.
         size: number of members.
         timeout: bound of the connection and of every operation.
-        should_stop: tells whether to give up earlier.
+        should_stop: returns True to give up earlier.
 
     Raises:
         ValueError: `like` has another backend.

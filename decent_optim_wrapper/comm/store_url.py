@@ -1,4 +1,4 @@
-"""The URL of a store, by which a launcher tells its ranks where they meet."""
+"""The URL of a store, which a launcher passes to its ranks."""
 
 from __future__ import annotations
 

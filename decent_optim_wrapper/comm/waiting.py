@@ -142,7 +142,7 @@ def wait_for_any(
     Args:
         futures: one or more.
         seconds: bound of the wait.
-        should_stop: tells whether to give up earlier.
+        should_stop: returns True to give up earlier.
 
     Raises:
         TimeoutError: none of them is done.
@@ -166,7 +166,7 @@ def within(
     Args:
         seconds: bound of the wait.
         action: the action, which may block outside of Python.
-        should_stop: tells whether to abandon it earlier.
+        should_stop: returns True to abandon it earlier.
 
     Raises:
         TimeoutError: the action was abandoned.

@@ -41,7 +41,7 @@ class StateGossip(Extension):
                 f"{context.pacing!r}: second moments that have become smaller since the launch "
                 f"could become negative"
             )
-        # The round in flight keeps those of its buckets that are gone.
+        # The round in flight keeps its own buckets, even if they are gone.
         self._buckets: WeakKeyDictionary[Bucket, StateBucket] = WeakKeyDictionary()
         self._optimizer = context.optimizer
         # Codecs of fewer bits would not code exactly which ranks have an entry.

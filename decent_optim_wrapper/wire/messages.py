@@ -64,7 +64,7 @@ class Messages:
             return []
 
     def run(self, action: Action, exchange: Exchange) -> None:
-        """Run an action of an exchange after those of exchanges that were posted before."""
+        """Run an action of an exchange after the actions of all exchanges posted before it."""
         if exchange.via_cpu and self.thread is None:
             self.thread = PostingThread()
             self._wire.transport.collectives_wait_for(self.thread)
@@ -122,7 +122,7 @@ class Messages:
     ) -> None:
         """Wait for works, of which there are none left then; raises as `lost` returns.
 
-        Arguments are those of `Expected`.
+        The arguments are the fields of `Expected`.
         """
         try:
             # Another stream may wait again for the works of a GPU.
@@ -191,7 +191,7 @@ class FiniteFlags:
     def send(
         self, exchanges: Collection[Exchange], messages: Messages, alone: bool = False
     ) -> None:
-        """Tell the group which buckets of this rank had finite values.
+        """Send the group which buckets of this rank had finite values.
 
         Args:
             exchanges: all buckets of the round, in their order; or one.

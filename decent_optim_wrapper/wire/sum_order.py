@@ -25,7 +25,7 @@ class SumOrder:
     """
 
     def __init__(self) -> None:
-        # By group: how many buckets the next round sums in the given order, and the number to tell.
+        # By group: how many buckets the next round sums in the given order, and the number to send.
         self._first: dict[Ranks, int] = {}
         self._summed: dict[Ranks, int] = {}
 
@@ -41,7 +41,7 @@ class SumOrder:
         self._summed[group] = max(summed + 1, self._summed.get(group, 0) - 1)
 
     def agree(self, group: Ranks, summed: int) -> None:
-        """Note the lowest number that a rank of the group has told."""
+        """Note the lowest number that a rank of the group has sent."""
         self._first[group] = summed
 
 
@@ -52,7 +52,7 @@ class RoundOrder(NamedTuple):
         noted_in: where the orders of later rounds are noted.
         group: the ranks.
         first: how many buckets are summed in the given order.
-        summed: the number that this rank tells the others.
+        summed: the number that this rank sends to the others.
     """
 
     noted_in: SumOrder
@@ -71,7 +71,7 @@ class RoundOrder(NamedTuple):
         self.noted_in.note(self.group, done)
 
     def agree(self, others: Iterable[float]) -> None:
-        """Note the numbers that the other ranks have told."""
+        """Note the numbers that the other ranks have sent."""
         self.noted_in.agree(self.group, int(min(self.summed, *others)))
 
 

@@ -42,7 +42,7 @@ HOST = "127.0.0.1"
 SECONDS_PER_KILL, RECOVERED_SECONDS = 30 * 60 * 32 / 62, 30.0
 # For any one step.
 PATIENCE = 120.0
-# Those of torchft's own example, train_ddp.py.
+# As in torchft's own example, train_ddp.py.
 GLOO_TIMEOUT, MANAGER_TIMEOUT = timedelta(seconds=5), timedelta(seconds=30)
 
 # Makes one step, and returns how many ranks have made it together; 0 if it does not count.

@@ -185,7 +185,7 @@ def _train(row: Row, epochs: int, seed: int, model: nn.Module, group: Any) -> li
         # Schedule-Free trains other parameters than it evaluates.
         base.train()
     if row.topology is not None:
-        # Other pairs with each seed: those of one schedule may suit the shards.
+        # Other pairs with each seed: the pairs of one schedule may suit the shards.
         is_random = row.topology == "random"
         optimizer = DecentOptimWrapper(
             base,
@@ -227,7 +227,7 @@ def _reduce_gradients(model: nn.Module, group: Any) -> None:
 def step_traffic(model: nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> Tensor:
     """Bytes that this rank sent in the last step, rounds that it mixed, and their staleness.
 
-    The bytes of DDP are those of a ring all-reduce.
+    The bytes of DDP are computed for a ring all-reduce.
     """
     if isinstance(optimizer, DecentOptimWrapper):
         stats = optimizer.stats()

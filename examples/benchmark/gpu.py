@@ -12,7 +12,7 @@ in one group (complete). The command for the CPU takes some 20 s of CPU time.
 - a: the time until `step()` returns, with the GPU idle before, and whether it waits for the GPU
 - b: the step time at a quarter of the size, since over gloo the bytes travel through the memory of
   the machine
-- c: trajectories against those of as many ranks on the CPU
+- c: trajectories, compared with as many ranks on the CPU
 - d: one rank: construction, steps, averages, checkpoints
 - e: the peak of the memory by option, in copies of the parameters
 """
@@ -178,7 +178,7 @@ def gossip(model: nn.Module, size: Size, **options: Any) -> Training:
 
 
 class HostTime(NamedTuple):
-    """Median seconds until step() returns, those of them that it waits for the wire, and syncs."""
+    """Median seconds until step() returns, seconds in which it waits for the wire, and syncs."""
 
     step: float
     wait: float

@@ -52,7 +52,7 @@ def relay(device: int, loss: float, delay: float, seed: int) -> None:
     """Send what comes from the device, late or never."""
     draw, waiting = random.Random(seed), deque[tuple[float, bytes]]()
     link = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW)
-    # Of the routes it takes those of the link, not those of the device.
+    # By the link's routes, not the device's.
     link.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _LINK.encode())
     while True:
         patience = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None

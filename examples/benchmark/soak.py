@@ -403,7 +403,7 @@ class Fleet:
         self._control.write("port", self._epochs.recv())
         self.gatherings = 0
         self._processes: dict[int, Any] = {}
-        # One pipe per process: reports of a killed process must not be taken for those of the next.
+        # One pipe per process: what a killed process has reported is not for the next.
         self._lives: dict[Connection, Life] = {}
         self.newest: dict[int, Progress] = {}
         self.goodput = Goodput({})

@@ -38,7 +38,7 @@ STEPS = 20 * PARAMETERS // (BATCH * CONTEXT)
 
 
 class Text(NamedTuple):
-    """Characters to train on, and those of other files to validate on; int64 vectors."""
+    """Characters to train on, and characters of other files to validate on; int64 vectors."""
 
     learnt: Tensor
     held_out: Tensor

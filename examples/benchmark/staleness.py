@@ -60,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--shards", nargs="+", choices=SHARDS, default=list(SHARDS))
     parser.add_argument("--bases", nargs="+", choices=BASES, default=list(BASES))
-    parser.add_argument("--lrs", type=float, nargs="+", help="instead of those of each base")
+    parser.add_argument("--lrs", type=float, nargs="+", help="instead of the rates of each base")
     return parser.parse_args()
 
 

@@ -140,7 +140,7 @@ ROWS = [
     for name in names
 ]
 SEEDS = (0, 1, 2)
-# In those of the schedule of all rows.
+# In steps of the schedule that all rows share.
 LENGTHS = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 2.5, 3.2)
 # By the name of a method of `methods.py`, the row that trains like it.
 PICTURE = {
@@ -290,7 +290,7 @@ def lengthen(path: Path, steps: int, seeds: Sequence[int], device: str, row: Row
 
 
 def steps_needed(results: Results, row: Row, seeds: Sequence[int]) -> float | None:
-    """The steps until a method has DDP's loss, in those of DDP; None if they were not measured."""
+    """The steps until a method has DDP's loss, in DDP's steps; None if they were not measured."""
     ddp, found = goal(results, row, seeds), best(results, row, seeds)
     if ddp is None or found is None:
         return None
