@@ -112,8 +112,8 @@ class Transport(Connections):
         is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if is_used and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"rank {self.initial_rank}: step() and what is collective expect to be called "
-                f"outside of the capture of a CUDA graph, which would repeat one round for ever; "
+                f"rank {self.initial_rank}: step() and collective methods cannot be captured in a "
+                f"CUDA graph, which would repeat one round for ever; "
                 f"call synchronize() before the capture, and step() after it and after each replay"
             )
         if self._closure is not None and self._closure.broken:
