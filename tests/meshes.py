@@ -127,11 +127,7 @@ class Spread:
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        seed: int = 0,
-        blocks: int = BLOCKS,
-        timeout: timedelta | None = None,
+        self, layout: Layout, seed: int = 0, blocks: int = BLOCKS, timeout: timedelta | None = None
     ) -> None:
         self.mesh, self._layout = layout.mesh(timeout), layout
         self.replica = self.mesh.get_local_rank("gossip")

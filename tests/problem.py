@@ -69,9 +69,7 @@ def nesterov(momentum: float, lr: float = 0.7) -> Callable[[list[Tensor]], Optim
 
 
 def make_params(
-    seed: int = 0,
-    dtype: torch.dtype = torch.float64,
-    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    seed: int = 0, dtype: torch.dtype = torch.float64, shapes: Sequence[tuple[int, ...]] = SHAPES
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     draws = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)

@@ -313,14 +313,15 @@ def test_a_run_with_delayed_mixing_goes_on_before_the_forward_pass() -> None:
         (2, {"extensions": [OuterOptimizer(nesterov(0.5))]}),
         (3, {"topology": "complete"}),
         (2, {"on_nonfinite": "skip"}),
+        (2, {"comm_dtype": torch.int8}),
     ],
-    ids=["outer", "group", "skip"],
+    ids=["outer", "group", "skip", "int8"],
 )
 def test_a_round_that_is_not_finite_is_put_back_or_skipped_and_the_next_one_is_right(
     size: int, options: dict[str, Any]
 ) -> None:
-    """The NaN is in the bucket that is read last: those before it are mixed already."""
-    skips = "on_nonfinite" in options
+    """The NaN is in the bucket that rank 0 reads last: those before it are mixed already there."""
+    skips, coded = "on_nonfinite" in options, "comm_dtype" in options
 
     def trained(rank: int, group: dist.ProcessGroup, overlap: Any) -> Tensor:
         training = Training(rank, group, overlap=overlap, **options)
@@ -335,6 +336,8 @@ def test_a_round_that_is_not_finite_is_put_back_or_skipped_and_the_next_one_is_r
         def go_on() -> None:
             training.train([3])
             launched.append(flat(model))
+            if rank == 1:
+                model[4](torch.ones(6).double())
             loss_of(model, rank, 4)
 
         with nullcontext() if skips else pytest.raises(NonFiniteError) as caught:
@@ -352,11 +355,15 @@ def test_a_round_that_is_not_finite_is_put_back_or_skipped_and_the_next_one_is_r
         assert result.isfinite().all()
         # At lr 0 they meet: their references are still the same.
         optimizer.param_groups[0]["lr"] = 0.0
-        training.train(range(STEPS, STEPS + (50 if "extensions" in options else 2)))
+        training.train(range(STEPS, STEPS + (50 if coded or "extensions" in options else 2)))
         assert optimizer.consensus_distance() < 1e-9
         return result
 
-    assert_as_without_overlap(size, trained)
+    if coded:
+        # Without overlap no bucket was mixed, and the references are others.
+        run_threads(size, partial(trained, overlap="forward"))
+    else:
+        assert_as_without_overlap(size, trained)
 
 
 @pytest.mark.parametrize(("topology", "views"), [("ring", True), ("complete", False)])

@@ -15,10 +15,7 @@ from ranks import run_threads
 from torch import Tensor
 from torch.optim import AdamW
 
-from decent_optim_wrapper import (
-    DecentOptimWrapper,
-    OuterOptimizer,
-)
+from decent_optim_wrapper import DecentOptimWrapper, OuterOptimizer
 from decent_optim_wrapper.codecs import TopKCodec
 from decent_optim_wrapper.optim import AccumAdam
 
@@ -176,11 +173,7 @@ def test_a_state_that_is_refused_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"extensions": [OUTER]},
-        {"param_as_bucket_view": True},
-        {"comm_dtype": torch.int8},
-    ],
+    [{"extensions": [OUTER]}, {"param_as_bucket_view": True}, {"comm_dtype": torch.int8}],
     ids=["outer", "views", "int8"],
 )
 def test_what_is_mixed_and_loaded_under_inference_mode_is_trained_on(

@@ -85,7 +85,7 @@ class EarlyMixing:
         try:
             self._pipeline.finish()
         except NonFiniteError:
-            # Other ranks may have mixed other buckets first; all must move the same references.
+            # Other ranks may have mixed these buckets before, and must keep the same references.
             for bucket in [b for b in flying.unmixed if not (whole or flying.refuses(b))]:
                 self._mix(flying, bucket, flying.mix)
             self.undo()
