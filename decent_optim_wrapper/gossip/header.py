@@ -79,36 +79,32 @@ class RoundHeader(NamedTuple):
         # Each rank may have loaded its own round.
         any_round = not same_rate and self.call is CollectiveCall.LOADED
         if call != self.call or (round != self.round and not any_round):
+            expected = f"in {self.call} at round {self.round}"
+            found = f"is in {text_of_call(call)} at round {round:.0f}"
             remedy = (
                 "call the same methods in the same order on every rank, and step() equally often "
                 "(torch.distributed.algorithms.Join for uneven data)"
             )
             if CollectiveCall.LOADED in (call, self.call):
                 remedy = "load states of the same step on all ranks, or on none"
-            raise CallOrderError(
-                f"rank {own_rank}: expected rank {rank} in {self.call} at round {self.round}, as "
-                f"here, but it is in {text_of_call(call)} at round {round:.0f}; {remedy}. Is one "
-                f"of the calls inside an `if rank == 0` branch?"
-            )
-        if rate != self.mixing_rate and (same_rate or not 0 < rate <= 1):
-            raise CallOrderError(
-                f"rank {own_rank}: expected rank {rank} to mix round {self.round} with "
-                f"mixing_rate={self.mixing_rate}, as here, but it has {rate}; set the same "
-                f"rate on every rank before the same step()"
-            )
-        if coded_rounds != self.coded_rounds:
-            raise CallOrderError(
-                f"rank {own_rank}: expected rank {rank} to share the reference of "
-                f"{self.coded_rounds} coded rounds, as here, but it has that of "
-                f"{coded_rounds:.0f}, and would decode other values than are sent; load "
-                f"checkpoints of the same step on all ranks, or on none"
-            )
-        if sums_first != self.sums_first or not 0 <= summed < 1 << 53:
-            raise CallOrderError(
-                f"rank {own_rank}: expected rank {rank} to sum {self.sums_first} buckets first, as "
-                f"here, but it sums {sums_first:.0f} and proposes {summed:.0f}, and would add up "
-                f"other buckets; restart all ranks from a checkpoint"
-            )
+            remedy += ". Is one of the calls inside an `if rank == 0` branch?"
+        elif rate != self.mixing_rate and (same_rate or not 0 < rate <= 1):
+            expected = f"to mix round {self.round} with mixing_rate={self.mixing_rate}"
+            found = f"has {rate}"
+            remedy = "set the same rate on every rank before the same step()"
+        elif coded_rounds != self.coded_rounds:
+            expected = f"to share the reference of {self.coded_rounds} coded rounds"
+            found = f"has that of {coded_rounds:.0f}, and would decode other values than are sent"
+            remedy = "load checkpoints of the same step on all ranks, or on none"
+        elif sums_first != self.sums_first or not 0 <= summed < 1 << 53:
+            expected = f"to sum {self.sums_first} buckets first"
+            found = f"sums {sums_first:.0f}, proposes {summed:.0f}, and would add up other buckets"
+            remedy = "restart all ranks from a checkpoint"
+        else:
+            return
+        raise CallOrderError(
+            f"rank {own_rank}: expected rank {rank} {expected}, as here, but it {found}; {remedy}"
+        )
 
 
 def check_calls(own: CollectiveCall, calls: dict[int, list[int]], transport: Transport) -> None:
