@@ -536,7 +536,8 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
 
     def stats(self) -> StepStats:
         """Bytes, seconds and counts of the last `step()` on this rank; does not communicate."""
-        return self._pipeline.policy.meter.last
+        # Waits for the GPU if the overflow is a tensor on it.
+        return self._pipeline.policy.meter.last._replace(skipped=bool(self._local_update.skipped))
 
     def report(self) -> Report:
         """Find the slow rank and the slow link of the last 100 steps; collective.
@@ -675,7 +676,6 @@ class DecentOptimWrapper(DelegatingOptimizer, Joinable, OldProperties):
             _check_forward_pass(self._forward_hooks, self._gossip)
         with Step(self._gossip, in_backward) as step:
             yield step
-            self._pipeline.policy.meter.note_skipped(self._local_update.skipped)
         if self._forward_hooks is not None:
             self._forward_hooks.end_step()
         if self._shared["join_config"].enable and any(e.collective for e in self.extensions):

@@ -209,15 +209,14 @@ class LocalUpdate:
             if apply is None:
                 self._step_part(part)
                 return
-            made: list[bool] = []
+            # Skipped, unless `apply` makes it.
+            before, self.skipped = self.skipped, True
 
             def make() -> None:
-                made.append(True)
+                self.skipped = before
                 self._step_part(part)
 
             apply([*chain.from_iterable(part)], make)
-            if not made:
-                self.skipped = True
 
         with self._scaled(scaling) as applies:
             # A scheduler on the base recognises a step by this mark.

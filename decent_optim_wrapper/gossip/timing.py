@@ -6,7 +6,6 @@ from collections import deque
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
@@ -26,8 +25,8 @@ class StepStats(NamedTuple):
         rounds: number of rounds so far, including idle ones.
         staleness: number of steps from the launch of the round that this step has mixed; 0 if it
             has mixed none.
-        skipped: whether GradScaler has found an overflow that skipped the local update; inside a
-            backward pass, the update of at least one bucket.
+        skipped: whether GradScaler has found an overflow that skipped the last local update;
+            inside a backward pass, the update of at least one bucket.
     """
 
     bytes_sent: int
@@ -74,15 +73,10 @@ class Meter:
         names = ("wait", "mix", "update", "launch")
         self.wait, self.mix, self.update, self.launch = (Clock(f"decent::{n}") for n in names)
         self.reset()
-        self._last = StepStats(0, 0.0, 0.0, 0.0, 0, 0)
-        self._skipped: Tensor | int = False
+        # The last step that was closed. `skipped` is added by whoever knows.
+        self.last = StepStats(0, 0.0, 0.0, 0.0, 0, 0)
         # The end, the cost and the group of each of the last 100 steps.
         self.history = deque[tuple[float, StepStats, tuple[int, ...]]](maxlen=100)
-
-    @property
-    def last(self) -> StepStats:
-        """The last step that was closed; waits for the GPU if `skipped` is a tensor on it."""
-        return self._last._replace(skipped=bool(self._skipped))
 
     def reset(self) -> None:
         """Start a new step."""
@@ -92,8 +86,6 @@ class Meter:
         self.bytes_sent = self.staleness = 0
         # The positions of the ranks in the group that the step has mixed with.
         self.mixed_with: tuple[int, ...] = ()
-        # Whether an overflow has skipped the local update; perhaps as a tensor.
-        self.skipped: Tensor | int = False
 
     def count_bytes(self, count: int) -> None:
         """Count bytes that are sent."""
@@ -103,15 +95,10 @@ class Meter:
         """Note the staleness and the group of the round that this step mixes."""
         self.staleness, self.mixed_with = staleness, ranks
 
-    def note_skipped(self, skipped: Tensor | int) -> None:
-        """Note whether an overflow has skipped the local update."""
-        self.skipped = skipped
-
     def close(self, buckets: int, rounds: int) -> None:
         """End the step: nothing is counted until the next one."""
-        self._skipped = self.skipped
         wait, mix, update = self._before
-        self._last = StepStats(
+        self.last = StepStats(
             bytes_sent=self.bytes_sent,
             wait_seconds=self.wait.seconds - wait,
             mix_seconds=self.mix.seconds + self.launch.seconds - mix,
@@ -120,4 +107,4 @@ class Meter:
             rounds=rounds,
             staleness=self.staleness,
         )
-        self.history.append((perf_counter(), self._last, self.mixed_with))
+        self.history.append((perf_counter(), self.last, self.mixed_with))
