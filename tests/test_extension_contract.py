@@ -42,10 +42,7 @@ from decent_optim_wrapper.gossip.extension import ExtensionContext
 from decent_optim_wrapper.gossip.schedule import WithinStep
 from decent_optim_wrapper.wire.bucket import Bucket
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:GradientTracking"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:GradientTracking")]
 
 
 class Pull(Extension):
@@ -542,6 +539,10 @@ def test_the_methods_are_called_in_the_documented_order(every: int, overlap: Any
     optimizer = wrap(params, schedule=schedule, overlap=overlap, extensions=[recorder])
     assert len(optimizer.buckets) == 3
     take_steps(optimizer, params, 0, range(4))
+    # The round in flight is launched again, in a step that begins once.
+    optimizer.load_state_dict(optimizer.state_dict())
+    take_steps(optimizer, params, 0, [4])
+    assert recorder.calls.count("begin_step") == 5
     optimizer.global_avg(may_revert=False)
     mixed = [*["mixing", "updating", "launch"] * 2, "mixing", "end_round", "updating", "launch"]
     sent, idle = ["updating", "launch"] * 3, ["updating"] * 3

@@ -328,7 +328,7 @@ class Recovery:
 
     def _gather(self) -> None:
         """Close the connections, and connect the remaining ranks."""
-        self._gossip.abandon_round()
+        self._gossip.pipeline.abandon()
         self.transport.abort("the members gather again")
         self.epoch = self.rendezvous.gather(self._note)
         self._note = self.epoch.note
@@ -354,7 +354,7 @@ class Recovery:
             self._hand_over(epoch.donor, self.joins)
         synchronous = gossip.pipeline.policy.pacing.synchronous
         if self.joins or not synchronous:
-            gossip.resume_at(epoch.round)
+            gossip.pipeline.resume_at(epoch.round)
         if self.joins:
             self._calls_made = epoch.calls_made
         # If ranks may be at different steps, the others wait in their calls for a newcomer.

@@ -21,7 +21,6 @@ from decent_optim_wrapper.gossip.local_update import LocalUpdate
 from decent_optim_wrapper.gossip.members import Members
 from decent_optim_wrapper.gossip.pipeline import Pipeline
 from decent_optim_wrapper.gossip.replica import Replica
-from decent_optim_wrapper.gossip.resume import PendingResume, agree, relaunch
 
 Result = TypeVar("Result")
 
@@ -51,8 +50,6 @@ class Gossip:
         self.replica = replica
         self.members = members
         self.early = EarlyMixing(pipeline)
-        # What a loaded state leaves to the next step.
-        self.pending = PendingResume()
         # The second one is held by the thread that is in the middle of mixing.
         self._lock, self._mixing = threading.RLock(), threading.Lock()
         # The round that all ranks have launched, if it is still the last one.
@@ -63,28 +60,38 @@ class Gossip:
         """All parameters of the base, in the order of its groups."""
         return self.local_update.params
 
-    def resume_at(self, round: int, pending: PendingResume | None = None) -> None:
-        """Continue with this round, as all other ranks do; none is in flight.
-
-        Args:
-            round: number of the next round.
-            pending: what a loaded state leaves to the next step; None if the ranks have agreed.
-        """
-        self.pending = pending or self.pending._replace(source=None)
-        self.pipeline.resume_at(round)
-
     def resume(self) -> None:
-        """Do what a loaded state has left to do between the ranks."""
-        with self.propagating():
-            self.with_recovery(self._resume)
+        """Begin a step with what a loaded state has left to do."""
+        self._agree()
+        self.pipeline.relaunch()
 
-    def _resume(self) -> None:
-        self.pending = relaunch(self.pipeline, agree(self.pipeline, self.pending))
+    def _agree(self) -> None:
+        """Agree on how to continue after states were loaded; then collective.
 
-    def abandon_round(self) -> None:
-        """Drop the round in flight, or the one to be launched again, without waiting for it."""
-        self.pending = self.pending.without_round()
-        self.pipeline.abandon()
+        All ranks continue with the highest round. The states of extensions that belong to a rank
+        are reset unless all ranks have loaded their own. Otherwise the corrections of gradient
+        tracking would not sum to zero and would bias the training for good.
+
+        Raises:
+            CallOrderError: a rank has loaded nothing, or the state of another step.
+        """
+        pipeline, session = self.pipeline, self.pipeline.session
+        if (source := pipeline.pending.source) is None:
+            return
+        # A rank that has loaded nothing is found by the ranks that mix with it, in its next round.
+        # All headers are sent before any is received: that rank may wait for one of them first.
+        plans = session.schedule.plan_each_group(pipeline.mixing_rate)
+        announced = [pipeline.announce(CollectiveCall.LOADED, plan) for plan in plans]
+        # The last one may be a collective of all ranks, in which more ranks notice an error.
+        for round in reversed(announced):
+            round.receive()
+        own = torch.tensor([pipeline.round, source == "own"], device="cpu")
+        rounds, owns = session.transport.all_gather(own).unbind(1)
+        pipeline.resume_at(int(rounds.max()))
+        if not owns.all():
+            for extension in pipeline.extensions.all:
+                if extension.belongs_to_rank:
+                    extension.restart()
 
     def check_idle(self) -> None:
         """Check that a state may be loaded.
@@ -129,8 +136,7 @@ class Gossip:
                 self.pipeline.check_parameters()
             if self.replica.may_gather:
                 self.replica.reshard()
-            with self.propagating():
-                self.with_recovery(partial(self._mix_early, params))
+            self.with_recovery(partial(self._mix_early, params))
 
     def _mix_early(self, params: Iterable[Tensor] | None) -> None:
         with self._mixing:
@@ -146,45 +152,44 @@ class Gossip:
 
     def synchronize(self) -> None:
         """Finish and mix the round in flight."""
+        self._begin_call()
+        self.with_recovery(partial(self._assemble, CollectiveCall.SYNCHRONIZE))
+        self.with_recovery(self._finish)
+
+    def _begin_call(self) -> None:
+        """Begin a collective call between steps: mix what is mixed early, and check everything."""
         self.pipeline.session.transport.check_open()
         self.settle()
         self.pipeline.check_parameters()
-        with self.propagating():
-            self.with_recovery(partial(self._assemble, CollectiveCall.SYNCHRONIZE))
-            self.with_recovery(self._finish)
-            # No step may follow that would check it.
-            self.pipeline.check_on_gpu()
 
     def discard(self) -> None:
         """Wait for the round in flight, if there is one, and drop it without mixing."""
-        self.pending = self.pending.without_round()
-        self.with_recovery(self.pipeline.discard)
         self.early.settle()
+        self.with_recovery(self.pipeline.discard)
 
     def _finish(self) -> None:
         if self.replica.may_gather:
             self.replica.reshard()
-        if self.pending.in_flight:
-            self.pending = relaunch(self.pipeline, self.pending)
+        if self.pipeline.pending.in_flight:
+            self.pipeline.relaunch()
         self.pipeline.finish()
+        # No step may follow that would check it.
+        self.pipeline.check_on_gpu()
 
     def global_avg(self, may_revert: bool) -> None:
         """Put the average in place; collective."""
-        self.settle()
-        self.pipeline.check_parameters()
+        self._begin_call()
         if self.pipeline.policy.pacing.synchronous:
-            with self.propagating():
-                self.with_recovery(self._arrive)
+            self.with_recovery(self._arrive)
         self.meet(CollectiveCall.GLOBAL_AVG, lambda: self.average.apply(may_revert))
         if not may_revert:
             self.keep_average()
 
     def keep_average(self) -> None:
         """Accept the average in place as the ranks' own parameters; collective."""
-        self.pending = self.pending._replace(keeps_average=False)
         self.average.keep()
+        self.discard()
         with self.propagating():
-            self.discard()
             if self.members and any(each.collective for each in self.pipeline.extensions.all):
                 self.members.meet(CollectiveCall.KEEP_AVERAGE, self.keep_state)
             else:
@@ -203,9 +208,7 @@ class Gossip:
             call: the method that this rank is in.
             action: the action; it may run several times.
         """
-        self.pipeline.session.transport.check_open()
-        self.settle()
-        self.pipeline.check_parameters()
+        self._begin_call()
         with self.propagating(TypeError, ValueError):
             if self.members:
                 return self.members.meet(call, action)
@@ -220,11 +223,9 @@ class Gossip:
             PeerError: a rank does not answer.
         """
         self._assemble(call)
-        pipeline, schedule = self.pipeline, self.pipeline.session.schedule
-        plan = schedule.idle()
-        if pipeline.round >= schedule.first_round:
-            # The group that this rank meets next, even if it is idle now.
-            plan = schedule.next_plan(pipeline.round, pipeline.mixing_rate)
+        pipeline = self.pipeline
+        # The group that this rank meets next, even if it is idle now.
+        plan = pipeline.session.schedule.next_plan(pipeline.round, pipeline.mixing_rate)
         pipeline.announce(call, plan).receive()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -255,33 +256,32 @@ class Gossip:
         together = pipeline.policy.pacing.synchronous or self.average.snapshot is not None
         if together or transport.world_size == 1:
             return
-        self.pending = agree(pipeline, self.pending)
+        self._agree()
         coming = send_to_all(torch.tensor([call], device="cpu"), transport)
         nonfinite: list[NonFiniteError] = []
-        pipeline.launch()
+        pipeline.launch(pipeline.round, pipeline.mixing_rate)
         while not coming.arrival.future.done():
             flying = pipeline.in_flight
             if flying and flying.arrives(coming.arrival):
-                # Launch the next one at once: no rank may mix a round that is in flight on others.
-                self._finish_keeping(nonfinite)
-                pipeline.launch()
+                self._make_round(nonfinite)
         check_calls(call, read(coming, transport), transport)
         # Not a collective: ranks that are behind still launch rounds, which may be collectives.
         launched = send_to_all(torch.tensor([pipeline.round], device="cpu"), transport)
         highest = max(number for (number,) in read(launched, transport).values())
         while pipeline.round < highest:
-            self._finish_keeping(nonfinite)
-            pipeline.launch()
+            self._make_round(nonfinite)
         self._assembled_at = pipeline.round
         if nonfinite:
             raise nonfinite[0]
 
-    def _finish_keeping(self, nonfinite: list[NonFiniteError]) -> None:
+    def _make_round(self, nonfinite: list[NonFiniteError]) -> None:
         """Finish the round in flight, and keep its error, since the others wait for this rank."""
         try:
             self._finish()
         except NonFiniteError as error:
             nonfinite.append(error)
+        # At once: no rank may mix a round that is in flight on others.
+        self.pipeline.launch(self.pipeline.round, self.pipeline.mixing_rate)
 
     def _arrive(self) -> None:
         """Wait for the round in flight, if there is one; nothing is mixed yet.
@@ -304,10 +304,15 @@ class Gossip:
         while True:
             try:
                 return action()
-            except PeerError as error:
-                if self.members is None:
-                    raise
-                self.members.recover(error)
+            except BaseException as error:
+                self.recover(error)
+
+    def recover(self, error: BaseException) -> None:
+        """Drop the round of a lost peer and go on in a new session; raise any other error."""
+        with self.propagating():
+            if self.members is None or not isinstance(error, PeerError):
+                raise error
+            self.members.recover(error)
 
     @contextmanager
     def propagating(self, *shared: type[Exception]) -> Iterator[None]:
@@ -318,20 +323,17 @@ class Gossip:
         """
         try:
             yield
-        except BaseException as error:
-            self.propagate(error, *shared)
-            raise
-
-    def propagate(self, error: BaseException, *shared: type[Exception]) -> None:
-        """Close the connections, unless all ranks raise the error; see `propagating`."""
-        if isinstance(error, (PeerError, CallOrderError)):
+        except (PeerError, CallOrderError) as error:
             self.early.undo()
             if self.replica.transports:
                 # The ranks along the other dimensions wait for this one, too.
                 for transport in self.transports:
                     transport.fail(error)
-        elif not isinstance(error, (NonFiniteError, *shared)):
-            self.close(error)
+            raise
+        except BaseException as error:
+            if not isinstance(error, (NonFiniteError, *shared)):
+                self.close(error)
+            raise
 
     def close(self, error: BaseException) -> None:
         """Close the connections for good, and tell the others why."""

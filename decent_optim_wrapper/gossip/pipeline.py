@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TypedDict
+from typing import Literal, NamedTuple, Self, TypedDict
 
 from loguru import logger
 from torch import Tensor
@@ -22,6 +22,33 @@ from decent_optim_wrapper.wire.bucket import Bucket
 
 # How long a dropped wrapper waits for peers that must still launch its last round.
 _CLOSE_TIMEOUT = timedelta(seconds=5)
+
+
+class PendingResume(NamedTuple):
+    """What the next step does first after a state was loaded; by default nothing.
+
+    Loading cannot do it: it does not communicate, and may come before the parameters are loaded.
+
+    Args:
+        keeps_average: accept the parameters, which are an average, as this rank's own.
+        source: agree with the other ranks on how to continue: which rank has saved the loaded
+            states of extensions that belong to a rank. None if there is nothing to agree on.
+        in_flight: launch the round again that was in flight.
+        rate: its mixing rate.
+        age: number of steps since its launch.
+        snapshot: the parameters at its launch, if they may have changed since.
+    """
+
+    keeps_average: bool = False
+    source: Literal["own", "other"] | None = None
+    in_flight: bool = False
+    rate: float = 1.0
+    age: int = 1
+    snapshot: Mapping[Tensor, Tensor] = {}
+
+    def without_round(self) -> Self:
+        """What is left when the round is launched or dropped."""
+        return self._replace(in_flight=False, snapshot={})
 
 
 class _Open(TypedDict):
@@ -63,6 +90,8 @@ class Pipeline:
         self.bucket_of: dict[int, Bucket] = {}
         # Number of the next round.
         self.round = 0
+        # What a loaded state leaves to the next step.
+        self.pending = PendingResume()
         # The rate of the next rounds.
         self.mixing_rate = mixing_rate
         # The last mixed round, if the findings of a GPU in it were not read yet.
@@ -94,9 +123,15 @@ class Pipeline:
         for index, bucket in enumerate(buckets):
             logger.info("rank {} bucket {}: {!r}", rank, index, bucket)
 
-    def resume_at(self, round: int) -> None:
-        """Continue with this round; none is in flight."""
+    def resume_at(self, round: int, pending: PendingResume | None = None) -> None:
+        """Continue with this round, as all other ranks do; none is in flight.
+
+        Args:
+            round: number of the next round.
+            pending: what a loaded state leaves to the next step; None if the ranks have agreed.
+        """
         self.round = round
+        self.pending = pending or self.pending._replace(source=None)
 
     def mix_with(self, rate: float) -> None:
         """Launch rounds with this mixing rate from now on."""
@@ -108,21 +143,18 @@ class Pipeline:
         changed = flying.changed_in_flight() if flying else ()
         self._check(self.buckets, changed, self.session.transport.initial_rank)
 
-    def begin(
-        self, number: int | None = None, rate: float | None = None, age: int = 0
-    ) -> Round | None:
+    def begin(self, number: int, rate: float, age: int = 0) -> Round | None:
         """Begin a round, to which buckets are posted one by one.
 
         Args:
-            number: the number of the round; None for the next one.
-            rate: its mixing rate; None for the present one.
+            number: the number of the round.
+            rate: its mixing rate.
             age: as in `Round.open`.
 
         Returns:
             None if this rank is idle, or while another round is in flight.
         """
-        number = self.round if number is None else number
-        plan = self.session.schedule.plan(number, self.mixing_rate if rate is None else rate)
+        plan = self.session.schedule.plan(number, rate)
         if plan.kind is RoundKind.IDLE or self._open["round"] is not None:
             return None
         if plan.group.size == 1 and not (self.extensions.all or self.policy.pacing.needs_snapshot):
@@ -159,8 +191,8 @@ class Pipeline:
 
     def launch(
         self,
-        number: int | None = None,
-        rate: float | None = None,
+        number: int,
+        rate: float,
         age: int = 1,
         snapshot: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
@@ -176,6 +208,17 @@ class Pipeline:
             for bucket in launched.order.apply(self.buckets):
                 self.post(launched, bucket, snapshot)
             self.hand_over(launched)
+
+    def relaunch(self) -> None:
+        """Begin the extensions, and launch the round again that a loaded state had in flight.
+
+        Outside of a step, too: synchronize() may come first, and the state from a run without an
+        outer optimizer, which would have no anchors when the round is mixed.
+        """
+        self.begin_extensions()
+        pending, self.pending = self.pending, self.pending.without_round()
+        if pending.in_flight:
+            self.launch(self.round - pending.age, pending.rate, pending.age, pending.snapshot)
 
     def begin_extensions(self) -> None:
         """Let the extensions begin a step."""
@@ -233,7 +276,8 @@ class Pipeline:
         return taken
 
     def abandon(self) -> None:
-        """Drop the round in flight without waiting for it."""
+        """Drop the round in flight, or the one to be launched again, without waiting for it."""
+        self.pending = self.pending.without_round()
         if flying := self._open["round"]:
             flying.abandon()
         self._open["round"] = None
@@ -241,6 +285,7 @@ class Pipeline:
     def discard(self) -> None:
         """Wait for the round in flight, and drop it without mixing."""
         self.mixed = None
+        self.pending = PendingResume(source=self.pending.source)
         self.take()
 
     def check_on_gpu(self) -> None:

@@ -255,7 +255,6 @@ class Round:
                 self._header.check(message, *ranks, self._policy.pacing.synchronous)
             except CallOrderError as error:
                 # This rank leaves the round, and the others must notice, or they would wait for it.
-                self.abandon()
                 self._transport.fail(error)
                 raise
             self._rate = min(self._rate, RoundHeader(*message).mixing_rate)

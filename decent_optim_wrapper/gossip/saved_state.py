@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decent_optim_wrapper.gossip.gossip import Gossip
-from decent_optim_wrapper.gossip.resume import PendingResume
+from decent_optim_wrapper.gossip.pipeline import PendingResume
 from decent_optim_wrapper.optim.mixing_rate import check_mixing_rate
 from decent_optim_wrapper.warn import warn
 from decent_optim_wrapper.wire.bucket import fill_copies
@@ -20,7 +20,7 @@ from decent_optim_wrapper.wire.references import SavedReference, referring
 
 def gossip_state(gossip: Gossip) -> dict[str, Any]:
     """The state of the gossip, to save now, with parameters that are settled."""
-    pipeline, pending = gossip.pipeline, gossip.pending
+    pipeline, pending = gossip.pipeline, gossip.pipeline.pending
     pacing, flying = pipeline.policy.pacing, pipeline.in_flight
     # The next step() would keep the average, which is what is saved now.
     kept = pending.keeps_average or gossip.average.snapshot is not None
@@ -62,7 +62,7 @@ def _launched_values(gossip: Gossip) -> list[Tensor]:
         for bucket in flying.unmixed:
             if launched := flying.snapshot_of(bucket):
                 fill_copies(copies, bucket, launched)
-    return [gossip.pending.snapshot.get(*each) for each in copies.items()]
+    return [gossip.pipeline.pending.snapshot.get(*each) for each in copies.items()]
 
 
 def named_state(gossip: Gossip) -> dict[str, Any]:
@@ -132,25 +132,7 @@ def prepare_load(
         saved = {"round": 0, "in_flight": False}
     try:
         saved = _by_position(gossip, saved) if by_name else dict(saved)
-        rate = check_mixing_rate(saved.get("mixing_rate", mixing_rate))
-        pacing = gossip.pipeline.policy.pacing
-        launched = saved.get("launch_snapshot") if pacing.needs_snapshot else None
-        pending = PendingResume(
-            keeps_average=bool(saved.get("kept", False)),
-            source=_source(gossip, saved),
-            # Others may have mixed it already, or count rounds in another way.
-            in_flight=bool(saved["in_flight"]) and pacing.synchronous,
-            rate=check_mixing_rate(saved.get("last_rate", rate)),
-            age=max(1, index(saved.get("age", 1))) if pacing.needs_snapshot else 1,
-            snapshot=_by_param(gossip.params, launched) if launched and saved["in_flight"] else {},
-        )
-        round = index(saved["round"])
-        if round < pending.in_flight * pending.age:
-            raise ValueError(f"round must be 0 or more, and 1 in flight, got {round}")
-        extensions = _read_extensions(gossip, saved, is_own=pending.source == "own")
-        references = _read_references(gossip, saved)
-        buckets = gossip.pipeline.buckets
-        plan = read_plan(saved["plan"], gossip.params, buckets) if "plan" in saved else []
+        return _read(gossip, saved, mixing_rate)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         call = "gossip_state_dict" if by_name else "state_dict"
         raise ValueError(
@@ -159,6 +141,28 @@ def prepare_load(
             f"another state of the gossip ({type(error).__name__}: {error}); nothing was loaded"
         ) from error
 
+
+def _read(gossip: Gossip, saved: dict[str, Any], mixing_rate: float) -> Callable[[], None]:
+    """Read a state that may be anything; see `prepare_load`."""
+    pipeline, pacing = gossip.pipeline, gossip.pipeline.policy.pacing
+    rate = check_mixing_rate(saved.get("mixing_rate", mixing_rate))
+    launched = saved.get("launch_snapshot") if pacing.needs_snapshot else None
+    pending = PendingResume(
+        keeps_average=bool(saved.get("kept", False)),
+        source=_source(gossip, saved),
+        # Others may have mixed it already, or count rounds in another way.
+        in_flight=bool(saved["in_flight"]) and pacing.synchronous,
+        rate=check_mixing_rate(saved.get("last_rate", rate)),
+        age=max(1, index(saved.get("age", 1))) if pacing.needs_snapshot else 1,
+        snapshot=_by_param(gossip.params, launched) if launched and saved["in_flight"] else {},
+    )
+    round = index(saved["round"])
+    if round < pending.in_flight * pending.age:
+        raise ValueError(f"round must be 0 or more, and 1 in flight, got {round}")
+    extensions = _read_extensions(gossip, saved, is_own=pending.source == "own")
+    references = _read_references(gossip, saved)
+    plan = read_plan(saved["plan"], gossip.params, pipeline.buckets) if "plan" in saved else []
+
     def load() -> None:
         gossip.average.keep()
         try:
@@ -166,14 +170,14 @@ def prepare_load(
         finally:
             # Even if the round in flight has failed. Extensions load last: the round may still send
             # their tensors, and other buckets would change what they have loaded.
-            pipeline, session = gossip.pipeline, gossip.pipeline.session
+            session = pipeline.session
             if plan:
                 pipeline.plan(rebuild(plan, pipeline.buckets))
             for each in extensions:
                 each()
             pipeline.mix_with(rate)
             session.references.load(references, pipeline.buckets, session.transport.members)
-            gossip.resume_at(round, pending)
+            pipeline.resume_at(round, pending)
 
     return load
 

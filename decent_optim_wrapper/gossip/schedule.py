@@ -81,7 +81,7 @@ class RoundSchedule(NamedTuple):
         """What this rank does in a round; the mixing rate of an exact average is 1."""
         match self.kind(round):
             case RoundKind.IDLE:
-                return self.idle()
+                return RoundPlan(RoundKind.IDLE, Group([self.rank]), 1.0)
             case RoundKind.AVERAGE:
                 return RoundPlan(RoundKind.AVERAGE, self._everyone, 1.0)
             case RoundKind.GOSSIP:
@@ -89,14 +89,13 @@ class RoundSchedule(NamedTuple):
                 return RoundPlan(RoundKind.GOSSIP, self.phases[phase], mixing_rate)
 
     def next_plan(self, round: int, mixing_rate: float) -> RoundPlan:
-        """What this rank does in a round, or in the next one that is not idle."""
-        while self.kind(round) is RoundKind.IDLE:
+        """What this rank does in a round, or in the next one that is not idle.
+
+        Before the first round it mixes with no other rank.
+        """
+        while self.kind(round) is RoundKind.IDLE and round >= self.first_round:
             round += 1
         return self.plan(round, mixing_rate)
-
-    def idle(self) -> RoundPlan:
-        """A round in which this rank mixes with no other."""
-        return RoundPlan(RoundKind.IDLE, Group([self.rank]), 1.0)
 
     @property
     def groups(self) -> tuple[Group, ...]:

@@ -31,11 +31,7 @@ class Session:
 
     @classmethod
     def connect(
-        cls,
-        transport: Transport,
-        topology: Topology,
-        intervals: Intervals,
-        first_round: int = 0,
+        cls, transport: Transport, topology: Topology, intervals: Intervals, first_round: int = 0
     ) -> Session:
         """Connect the groups in which this rank mixes; collective.
 

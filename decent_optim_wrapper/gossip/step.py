@@ -50,20 +50,16 @@ class Step:
         self._arrived: Round | None = None
         self._launched: Round | None = None
         self._ready: set[Bucket] = set()
-        # The buckets that are not sent yet; None before the step is entered.
-        self._waiting: list[Bucket] | None = None
+        # The buckets that are not sent yet.
+        self._waiting: list[Bucket] = []
 
     def __enter__(self) -> Step:
-        gossip = self._gossip
         self._begin()
         try:
-            if gossip.members:
-                gossip.with_recovery(self._receive)
-            else:
-                self._receive()
+            self._receive()
         except BaseException as error:
-            gossip.propagate(error)
-            raise
+            self._gossip.recover(error)
+            self._gossip.with_recovery(self._receive)
         self.buckets = self._pipeline.buckets
         self._waiting = [*self.buckets]
         if self._launched and self._pipeline.policy.in_backward_order:
@@ -82,13 +78,13 @@ class Step:
         transport.check_open()
         pipeline.check_parameters()
         gossip.local_update.check_outside(transport.initial_rank)
-        if gossip.pending.keeps_average or gossip.average.snapshot is not None:
+        if pipeline.pending.keeps_average or gossip.average.snapshot is not None:
             gossip.keep_average()
         if gossip.members:
             gossip.members.begin_step()
-        if gossip.pending.source or gossip.pending.in_flight:
-            gossip.resume()
-        if pipeline.extensions.all:
+        if pipeline.pending.source or pipeline.pending.in_flight:
+            gossip.with_recovery(gossip.resume)
+        elif pipeline.extensions.all:
             pipeline.begin_extensions()
 
     def _receive(self) -> None:
@@ -103,7 +99,7 @@ class Step:
             for bucket in tuple(arrived.unmixed):
                 if bucket not in pipeline.buckets:
                     pipeline.mix(arrived, bucket)
-        self._launched = pipeline.begin()
+        self._launched = pipeline.begin(pipeline.round, pipeline.mixing_rate)
 
     def advance(self, buckets: Sequence[Bucket], update: Callable[[], Result]) -> Result:
         """Mix some buckets, update their parameters, and send them.
@@ -115,8 +111,6 @@ class Step:
         Returns:
             The result of the update.
         """
-        if self._waiting is None:
-            raise RuntimeError("advance() expects a step that has been entered")
         if self._arrived:
             for bucket in buckets:
                 self._pipeline.mix(self._arrived, bucket)
@@ -150,12 +144,17 @@ class Step:
                 self._pipeline.hand_over(launched)
             self._end()
         except BaseException as caught:
-            gossip.propagate(caught)
-            raise
+            # Without the round of a lost peer, nothing is left to finish.
+            gossip.recover(caught)
+        meter = self._pipeline.policy.meter
+        meter.close(len(self._pipeline.buckets), self._pipeline.round)
+        if gossip.early.is_on:
+            # The waits of the next forward pass count to the next step.
+            meter.reset()
 
     def _end(self) -> None:
         """Count the step; without overlap, finish its round, too."""
-        gossip, pipeline, meter = self._gossip, self._pipeline, self._pipeline.policy.meter
+        gossip, pipeline = self._gossip, self._pipeline
         if gossip.members:
             gossip.members.end_step()
         mixes_now = pipeline.policy.pacing.mixes_in_step(pipeline.round)
@@ -164,11 +163,4 @@ class Step:
             if gossip.replica.may_gather:
                 # A closure may have gathered the parameters again.
                 gossip.replica.reshard()
-            if gossip.members:
-                gossip.with_recovery(pipeline.finish)
-            else:
-                pipeline.finish()
-        meter.close(len(pipeline.buckets), pipeline.round)
-        if gossip.early.is_on:
-            # The waits of the next forward pass count to the next step.
-            meter.reset()
+            pipeline.finish()
