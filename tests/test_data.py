@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from decent_optim_wrapper import AsItArrives, DecentOptimWrapper, Schedule
 from decent_optim_wrapper.checkpoint import Checkpoints
 from decent_optim_wrapper.data import ElasticSampler
-from decent_optim_wrapper.data.dealing import Change, Dealing
+from decent_optim_wrapper.data.dealing import Dealing
 from decent_optim_wrapper.gossip.schedule import Pacing
 
 SAMPLES = 203
@@ -54,17 +54,14 @@ def dealt(state: State, epochs: int) -> Counter[int]:
     """How often samples have been dealt by the end of an epoch, some of them for the next one."""
     dealing = Dealing(*state["dealing"])
     end = state["steps"]
+    begins = dict(chain.from_iterable(change.came for change in dealing.changes))
     left = Counter(
         sample
         for rank in dealing.members
-        for step in range(max(end, dealing.begins(rank)), dealing.passes(end)[1])
+        for step in range(max(end, begins.get(rank, 0)), dealing.pass_end(end))
         for sample in dealing.samples(step, rank)
     )
     return Counter(dict.fromkeys(range(dealing.rules.length), epochs + 1)) - left
-
-
-def changes_of(state: State) -> list[Change]:
-    return [Change(*each) for each in state["dealing"][2]]
 
 
 @pytest.mark.slow

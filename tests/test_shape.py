@@ -34,10 +34,10 @@ MOST_METHODS, MOST_REWRITTEN = 25, 12
 FOLDER_LINES = {
     **{"": 1_130, "gossip": 1_647, "wire": 1_288, "comm": 1_148, "start": 847, "elastic": 789},
     **{"launcher": 550, "planning": 309, "checkpoint": 487, "topo": 556, "extensions": 520},
-    **{"ddp": 513, "optim": 468, "data": 368, "integrations": 281, "codecs": 298, "mesh": 120},
+    **{"ddp": 513, "optim": 468, "data": 330, "integrations": 281, "codecs": 298, "mesh": 120},
 }
 # Code lines of all tests, likewise.
-TEST_LINES = 15_678
+TEST_LINES = 15_677
 # One idea in each file: fewer files of a step would mean longer ones.
 MOST_CALLS = 110
 # What the core must not know by name: these come in through its seams.

@@ -38,11 +38,9 @@ class Rules(NamedTuple):
     shuffle: bool
     drop_last: bool
 
-    def shares(self, members: Sequence[int]) -> dict[int, int]:
-        """The number of samples of each member in a step."""
-        total = self.total_batch or (self.batch_size or 1) * len(members)
-        cuts = [total * i // len(members) for i in range(len(members) + 1)]
-        return {rank: cuts[i + 1] - cuts[i] for i, rank in enumerate(members)}
+    def total(self, members: int) -> int:
+        """The number of samples of all members together in a full step."""
+        return self.total_batch or (self.batch_size or 0) * members
 
     def permutation(self, epoch: int) -> Samples:
         """All samples in the order of an epoch."""
@@ -56,13 +54,19 @@ class Change(NamedTuple):
 
     Args:
         start: the first step that is dealt again. All ranks keep their batches of earlier steps.
-        came: pairs of each new member and the first step that is dealt to it.
+        arrival: the number of steps at which new members begin.
+        came: pairs of each new member and the first step that is dealt to it. It is above `arrival`
+            for a rank that comes back in the same process: it first uses what it has fetched.
         done: pairs of each rank that is gone and the number of steps that it had finished.
+        again: upper bound of the number of samples that are used twice, because ranks had used or
+            fetched them of which the others did not know.
     """
 
     start: int
+    arrival: int
     came: Sequence[tuple[int, int]]
     done: Sequence[tuple[int, int]]
+    again: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +79,8 @@ class Deal:
         start: the first step that is dealt to all members that were there before.
         starts: the first step of each member, by rank in ascending order. A rank that comes may
             begin before `start`, or after it if it first uses what it has fetched.
-        length: number of samples.
-        borrowed: number of samples of the next epoch that this epoch has used before.
-        opens: whether a pass over the data begins here.
+        length: number of samples in the pool, before this deal takes some of the next epoch.
+        borrowed: number of samples of the next epoch that the deals before have taken.
         lost: batches in the pool, by the index of their deal and their place there. The rest of the
             deal before follows them. None for a new epoch.
     """
@@ -88,62 +91,64 @@ class Deal:
     starts: Mapping[int, int]
     length: int
     borrowed: int = 0
-    opens: bool = True
     lost: Sequence[tuple[int, slice]] | None = None
 
     @cached_property
-    def shares(self) -> dict[int, int]:
-        """The number of samples of each member in a full step."""
-        return self.rules.shares([*self.starts])
+    def _full(self) -> int:
+        """The first step for which all members have a batch; before it, single members have one."""
+        return max(self.starts.values())
 
-    @cached_property
-    def _ending(self) -> tuple[int, int, int]:
-        """The step after the last, the first that is not full, and how many samples are dealt."""
-        begin, members = max(self.starts.values()), len(self.starts)
-        rest = self.length - self._in_full_steps(begin)
-        if rest <= 0:
-            # Members start at different steps, and all must end at the same one.
-            return begin, min(self.starts.values()), max(self.length, self._batches(begin))
-        full, left = divmod(rest, sum(self.shares.values()))
-        end = begin + full
-        if left == 0 or self.rules.drop_last:
-            return end, end, self.length - left
-        if full and left < members:
-            # Too few samples for another step: they are added to the last one.
-            return end, end - 1, self.length
-        return end + 1, end, self.length + max(0, members - left)
-
-    @property
-    def end(self) -> int:
-        """The step after the last."""
-        return self._ending[0]
-
-    @property
-    def borrows(self) -> int:
-        """The number of samples of the next epoch that are used, so that no batch is empty."""
-        return max(0, self._ending[2] - self.length)
-
-    def _in_full_steps(self, step: int) -> int:
-        """The number of samples before a step, if all steps before it are full."""
-        return sum(n * max(0, step - self.starts[rank]) for rank, n in self.shares.items())
-
-    def _batches(self, step: int) -> int:
-        """The number of batches before a step."""
+    def _singles(self, step: int) -> int:
+        """The number of batches of single members before a step."""
         return sum(max(0, step - start) for start in self.starts.values())
 
-    def dealt(self, step: int, ranks: Sequence[int] = ()) -> int:
-        """The number of samples in all batches before a step, and in its batches so far."""
-        end, uneven, total = self._ending
-        if step < uneven or uneven == end:
-            return self._in_full_steps(step) + sum(self.shares[rank] for rank in ranks)
-        first, skipped = self._in_full_steps(uneven), self._batches(uneven)
-        index = self._batches(step) + len(ranks) - skipped
-        return first + (total - first) * index // (self._batches(end) - skipped)
+    @cached_property
+    def _share(self) -> int:
+        """The number of samples in each batch of a single member."""
+        members = len(self.starts)
+        # If few samples are left, they are shared by all steps until all members have a batch.
+        most = self.length // (self._singles(self._full) + members)
+        return max(1, min(most, self.rules.total(members) // members))
+
+    @cached_property
+    def size(self) -> int:
+        """The number of samples in the pool, with some of the next epoch if it has too few."""
+        # No batch may be empty.
+        least = self._singles(self._full)
+        if self.length > least and not self.rules.drop_last:
+            least += len(self.starts)
+        return max(self.length, least)
+
+    @property
+    def taken(self) -> int:
+        """The number of samples of the next epoch that have been taken so far."""
+        return self.borrowed + self.size - self.length
+
+    @cached_property
+    def end(self) -> int:
+        """The step after the last."""
+        rest = self.size - self.dealt(self._full)
+        steps, left = divmod(rest, self.rules.total(len(self.starts)))
+        # Too few samples for another step are added to the last one.
+        if left and not self.rules.drop_last and (left >= len(self.starts) or steps == 0):
+            steps += 1
+        return self._full + steps
+
+    def dealt(self, step: int) -> int:
+        """The number of samples in all batches before a step."""
+        singles = self._share * self._singles(min(step, self._full))
+        if step <= self._full:
+            return singles
+        if step == self.end and not self.rules.drop_last:
+            return self.size
+        return singles + (step - self._full) * self.rules.total(len(self.starts))
 
     def place(self, step: int, rank: int) -> slice:
         """The slice of the pool that is the batch of a rank."""
-        ranks = [each for each, start in self.starts.items() if each <= rank and start <= step]
-        return slice(self.dealt(step, ranks[:-1]), self.dealt(step, ranks))
+        ranks = [each for each, start in self.starts.items() if start <= step]
+        first, index = self.dealt(step), ranks.index(rank)
+        size = self.dealt(step + 1) - first
+        return slice(first + size * index // len(ranks), first + size * (index + 1) // len(ranks))
 
 
 class Dealing:
@@ -161,13 +166,13 @@ class Dealing:
         self.rules = Rules(*rules)
         self._first = first
         self.changes: list[Change] = []
-        starts = dict.fromkeys(first, 0)
-        length = self.rules.length
+        # The first step that was dealt again by the last change.
+        self.start = 0
+        starts, length = dict.fromkeys(first, 0), self.rules.length
         self._deals = [Deal(rules=self.rules, epoch=0, start=0, starts=starts, length=length)]
-        # For each member, the number of changes and of deals when it came, and its first step.
-        self._came = dict.fromkeys(first, (0, 0, 0))
+        # For each member, the number of changes when it came, and its first step.
+        self._came = dict.fromkeys(first, (0, 0))
         self._pool = lru_cache(3)(self._make_pool)
-        self._permutation = lru_cache(3)(self.rules.permutation)
         for change in changes:
             self.apply(Change(*change))
 
@@ -181,34 +186,27 @@ class Dealing:
         """The members of the last deal."""
         return tuple(self._deals[-1].starts)
 
-    @property
-    def start(self) -> int:
-        """The first step that was dealt again by the last change."""
-        return self.changes[-1].start if self.changes else 0
-
-    def begins(self, rank: int) -> int:
-        """The first step for which a member was dealt samples since it came.
-
-        Before that step, a rank that comes back in the same process uses what it has fetched.
-        """
-        return self._came[rank][2]
-
     def samples(self, step: int, rank: int) -> list[int]:
-        """The batch of a rank in a step; before its first step the batch of the first."""
-        index, place = self._place(max(step, self.begins(rank)), rank)
+        """The batch of a rank in a step that was dealt to it."""
+        index, place = self._place(step, rank)
         found: list[int] = self._pool(index)[place].tolist()
         return found
 
-    def passes(self, step: int) -> tuple[int, int]:
-        """The first step of the pass that contains a step, and the step after its last."""
-        index = self._index(step)
-        begun = next(deal.start for deal in reversed(self._deals[: index + 1]) if deal.opens)
-        later = (deal.start for deal in self._deals[index + 1 :] if deal.opens)
-        return begun, next(later, self._deals[-1].end)
+    def at(self, step: int) -> Deal:
+        """The last deal that has begun at a step."""
+        # After an agreement, only what was dealt until the last change is dealt out.
+        self._open(step + 1)
+        return next(deal for deal in reversed(self._deals) if deal.start <= step)
 
-    def epoch(self, step: int) -> int:
-        """The epoch of a step."""
-        return self._deals[self._index(step)].epoch
+    def pass_end(self, step: int) -> int:
+        """The step after the last of the pass over the data that contains a step."""
+        end = self.at(step).end
+        for deal in self._deals:
+            # A rank that has fetched all of a pass may have ended it: what is dealt from its end on
+            # is another pass.
+            if step < deal.start < end:
+                end = deal.end
+        return end
 
     def finished(self, rank: int, version: int, done: int) -> int:
         """The number of dealt steps that a member has certainly finished.
@@ -218,7 +216,7 @@ class Dealing:
             version: the number of changes that it knew of at its last heartbeat.
             done: the number of steps that it had finished then.
         """
-        came, _, first = self._came[rank]
+        came, first = self._came[rank]
         if version < came:
             # The count of an earlier process.
             return first
@@ -232,29 +230,20 @@ class Dealing:
         deal = self._deals[-1]
         lost = [self._place(step, rank) for rank in done for step in range(done[rank], start)]
         stay = {rank: max(start, first) for rank, first in deal.starts.items() if rank not in done}
-        rest = deal.length + deal.borrows - deal.dealt(start)
+        rest = deal.size - deal.dealt(start)
+        self.start = start
         self.changes.append(change)
-        for rank, first in came.items():
-            self._came[rank] = len(self.changes), len(self._deals), first
-        changed = replace(
-            deal,
-            start=start,
-            starts=dict(sorted({**stay, **came}.items())),
-            length=rest + sum(place.stop - place.start for _, place in lost),
-            borrowed=deal.borrowed + deal.borrows,
-            # A rank that has fetched all of a pass may have ended it: then all ranks end it there.
-            opens=start == deal.end or (start == deal.start and deal.opens),
-            lost=lost,
+        self._came |= {rank: (len(self.changes), first) for rank, first in came.items()}
+        self._deals.append(
+            replace(
+                deal,
+                start=start,
+                starts=dict(sorted({**stay, **came}.items())),
+                length=rest + sum(place.stop - place.start for _, place in lost),
+                borrowed=deal.taken,
+                lost=lost,
+            )
         )
-        self._deals.append(changed)
-
-    def at_most(self, steps: range, rank: int) -> int:
-        """Upper bound of the number of samples of a rank in some steps."""
-        last = self._deals[-1]
-        # The steps of an epoch that only that rank has begun are not known here.
-        places = [self._place(step, rank)[1] for step in steps if step < last.end]
-        known = sum(int(place.stop - place.start) for place in places)
-        return known + (len(steps) - len(places)) * (max(last.shares.values()) + 1)
 
     def _open(self, step: int) -> None:
         """Deal out further epochs until all steps before this one have batches."""
@@ -265,30 +254,24 @@ class Dealing:
                     epoch=last.epoch + 1,
                     start=last.end,
                     starts=dict.fromkeys(last.starts, last.end),
-                    length=max(0, self.rules.length - last.borrowed - last.borrows),
+                    length=max(0, self.rules.length - last.taken),
                 )
             )
 
-    def _index(self, step: int) -> int:
-        """The index of the last deal that has begun at a step."""
-        # After an agreement, only what was dealt until the last change is dealt out.
-        self._open(step + 1)
-        return next(i for i in reversed(range(len(self._deals))) if self._deals[i].start <= step)
-
     def _place(self, step: int, rank: int) -> tuple[int, slice]:
         """The index of the deal that has the batch of a rank, and its place there."""
+        self._open(step + 1)
         # A member that has come may begin before the start of its deal.
-        index = max(self._index(step), self._came[rank][1])
-        return index, self._deals[index].place(step, rank)
+        begun = [i for i, each in enumerate(self._deals) if each.starts.get(rank, step + 1) <= step]
+        return begun[-1], self._deals[begun[-1]].place(step, rank)
 
     def _make_pool(self, index: int) -> Samples:
         deal = self._deals[index]
         if deal.lost is None:
-            parts = [self._permutation(deal.epoch)[self.rules.length - deal.length :]]
+            parts = [self.rules.permutation(deal.epoch)[self.rules.length - deal.length :]]
         else:
             rest = self._pool(index - 1)[self._deals[index - 1].dealt(deal.start) :]
             parts = [*(self._pool(i)[place] for i, place in deal.lost), rest]
-        if deal.borrows:
-            following = self._permutation(deal.epoch + 1)
-            parts.append(following[deal.borrowed : deal.borrowed + deal.borrows])
+        if deal.taken > deal.borrowed:
+            parts.append(self.rules.permutation(deal.epoch + 1)[deal.borrowed : deal.taken])
         return np.concatenate(parts)

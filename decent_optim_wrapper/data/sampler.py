@@ -67,25 +67,17 @@ class ElasticSampler(Sampler[list[int]]):
         self._done = self._fetched = 0
         # By their steps, the batches with which this rank came back, and which it uses first.
         self._kept: dict[int, list[int]] = {}
-        # Upper bound of the number of samples that were used twice.
-        self._repeated = 0
-        # With `AsItArrives`, ranks may have made different numbers of steps.
-        self._in_step = optimizer.pacing.synchronous
-        # The number of steps by which a rank can be ahead: then it waits for a round.
-        every = optimizer.schedule.intervals.gossip_every
-        self._lead = every + optimizer.pacing.longest_flight - 1
         # Not the method itself: a cycle would keep the connections alive.
         count = weakref.WeakMethod(self._count_step)
         optimizer.after_step(lambda: (alive := count()) and alive())
-        self._recovery = optimizer.recovery
-        if self._recovery is not None:
-            self._recovery.attach(self)
+        if optimizer.recovery is not None:
+            optimizer.recovery.attach(self)
         self._say()
 
     @property
     def epoch(self) -> int:
         """The epoch of the next step; ``while sampler.epoch < epochs`` ends after all of them."""
-        return self._dealing.epoch(self._done)
+        return self._dealing.at(self._done).epoch
 
     @property
     def repeated(self) -> int:
@@ -93,11 +85,11 @@ class ElasticSampler(Sampler[list[int]]):
 
         It is the same on all ranks after the members have changed.
         """
-        return self._repeated
+        return sum(change.again for change in self._dealing.changes)
 
     def __len__(self) -> int:
         """The number of batches left in the present pass over the data."""
-        return self._dealing.passes(self._done)[1] - self._done
+        return self._dealing.pass_end(self._done) - self._done
 
     def __iter__(self) -> Iterator[list[int]]:
         """The batches from the next step on until the epoch ends.
@@ -107,7 +99,7 @@ class ElasticSampler(Sampler[list[int]]):
         """
         # Batches that were fetched and not used are fetched again.
         begun = self._fetched = self._done
-        while self._dealing.passes(self._fetched)[0] <= begun:
+        while self._fetched < self._dealing.pass_end(begun):
             self._fetched += 1
             yield self._batch(self._fetched - 1)
 
@@ -121,20 +113,13 @@ class ElasticSampler(Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint; batches that are fetched but not used do not count."""
-        members = self._dealing.members
+        in_step, members = self._optimizer.pacing.synchronous, self._dealing.members
         # A column for each member: 1 and its number of steps, or zeros if only that member knows
-        # it. The average over the ranks, from which another number of ranks starts, has all of
-        # them: their ratio is the number of steps.
-        steps = torch.zeros(2, len(members), dtype=torch.float64)
-        for place, rank in enumerate(members):
-            if self._in_step or rank == self._rank:
-                steps[:, place] = torch.tensor([1, self._done])
-        return {
-            "dealing": self._dealing.packed,
-            "steps": steps,
-            "kept": [*self._kept.values()],
-            "repeated": self._repeated,
-        }
+        # it, as with `AsItArrives`. The average over the ranks, from which another number of ranks
+        # starts, has all of them: their ratio is the number of steps.
+        known = [float(in_step or rank == self._rank) for rank in members]
+        steps = torch.tensor([known, [each * self._done for each in known]], dtype=torch.float64)
+        return {"dealing": self._dealing.packed, "steps": steps, "kept": [*self._kept.values()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict()`, on all ranks.
@@ -160,21 +145,18 @@ class ElasticSampler(Sampler[list[int]]):
         if missing := sorted({*needed} - steps.keys()):
             raise ValueError(
                 f"rank {self._rank}: load_state_dict expects the steps of the ranks {[*needed]}, "
-                f"got a state without those of {missing}: with AsItArrives the state of a "
-                f"rank has only its own; load the states with decent_optim_wrapper.checkpoint."
-                f"Checkpoints, which reads those of all ranks, or continue with the ranks "
-                f"{[*dealing.members]}, each with its own state"
+                f"got a state without those of {missing}: with AsItArrives the state of a rank has "
+                f"only its own; load the states with decent_optim_wrapper.checkpoint.Checkpoints, "
+                f"which reads those of all ranks, or load each on its own rank of {dealing.members}"
             )
         done = steps[self._rank] if same else max(steps.values())
         if not same:
-            version = len(dealing.changes)
+            came, version = [(rank, done) for rank in members], len(dealing.changes)
             gone = [(r, dealing.finished(r, version, count)) for r, count in steps.items()]
-            came = [(rank, done) for rank in members]
-            dealing.apply(Change(max(done, dealing.start), came, gone))
+            dealing.apply(Change(max(done, dealing.start), done, came, gone, again=0))
         self._dealing = dealing
         self._done = self._fetched = done
         self._kept = dict(enumerate(state["kept"], done)) if same else {}
-        self._repeated = state["repeated"]
         self._say()
 
     def _check_dealing(self, packed: Any, whose: str) -> None:
@@ -192,7 +174,6 @@ class ElasticSampler(Sampler[list[int]]):
             done=self._done,
             fetched=self._fetched,
             waiting=sum(map(len, self._waiting())),
-            repeated=self._repeated,
             heard=[[rank, *map(int, text.split())] for rank, text in heard.items()],
         )
 
@@ -202,23 +183,24 @@ class ElasticSampler(Sampler[list[int]]):
         Raises:
             ValueError: the sampler of another rank has other arguments.
         """
-        read = {rank: each and Told(*each) for rank, each in told.items()}
-        for rank, each in read.items():
-            if each is not None:
-                self._check_dealing(each.dealing, f"the sampler of rank {rank}")
-        agreement = agree(read, newcomers, self._lead)
-        if agreement is None:
+        known = {rank: Told(*each) for rank, each in told.items() if each is not None}
+        if not known:
             return
-        if self._rank in agreement.came:
-            self._kept = dict(enumerate(self._waiting(), agreement.arrival))
-            self._done, self._fetched = agreement.arrival, agreement.came[self._rank]
-        self._dealing = agreement.dealing
-        self._repeated = agreement.repeated
+        for rank, each in known.items():
+            self._check_dealing(each.dealing, f"the sampler of rank {rank}")
+        # The number of steps by which a rank can be ahead: then it waits for a round.
+        every = self._optimizer.schedule.intervals.gossip_every
+        lead = every + self._optimizer.pacing.longest_flight - 1
+        dealing, change = agree(known, told, newcomers, lead)
+        if change is not None and self._rank in dict(change.came):
+            self._kept = dict(enumerate(self._waiting(), change.arrival))
+            self._done, self._fetched = change.arrival, dict(change.came)[self._rank]
+        self._dealing = dealing
         self._say()
         logger.info("rank {}: samples are dealt again to {}", self._rank, self._dealing.members)
-        if agreement.again and self._rank == self._dealing.members[0]:
+        if change is not None and change.again and self._rank == self._dealing.members[0]:
             warn(
-                f"rank {self._rank}: at most {agreement.again} samples are used twice, because a "
+                f"rank {self._rank}: at most {change.again} samples are used twice, because a "
                 f"rank used them after its last heartbeat before it was lost, or comes back with "
                 f"batches that it had fetched"
             )
@@ -230,15 +212,14 @@ class ElasticSampler(Sampler[list[int]]):
 
     def _say(self) -> None:
         """Send how far this rank is with its heartbeats; see `Told.heard`."""
-        if self._recovery is not None:
-            self._recovery.say(f"{len(self._dealing.changes)} {self._done}")
+        if (recovery := self._optimizer.recovery) is not None:
+            recovery.say(f"{len(self._dealing.changes)} {self._done}")
 
 
 def _check(rules: Rules, optimizer: DecentOptimWrapper) -> None:
     ranks, sizes = optimizer.world_size, (rules.batch_size, rules.total_batch)
-    total = rules.total_batch or (rules.batch_size or 0) * ranks
-    least = total if rules.drop_last else ranks
-    if sizes.count(None) != 1 or total < ranks or rules.length < least:
+    least = rules.total(ranks) if rules.drop_last else ranks
+    if sizes.count(None) != 1 or rules.total(ranks) < ranks or rules.length < least:
         raise ValueError(
             f"rank {optimizer.rank}: expected either batch_size or total_batch, and a sample for "
             f"each of {ranks} ranks in every step, got {rules}"
