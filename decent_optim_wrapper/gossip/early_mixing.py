@@ -90,9 +90,9 @@ class EarlyMixing:
                 self._mix(flying, bucket, flying.mix)
             self.undo()
             raise
-        self.settle()
+        self.keep()
 
-    def settle(self) -> None:
+    def keep(self) -> None:
         """Keep the mixed buckets: the round is complete, or its parameters are replaced."""
         self._before.clear()
 

@@ -164,7 +164,7 @@ class Gossip:
 
     def discard(self) -> None:
         """Wait for the round in flight, if there is one, and drop it without mixing."""
-        self.early.settle()
+        self.early.keep()
         self.with_recovery(self.pipeline.discard)
 
     def _finish(self) -> None:
