@@ -7,10 +7,13 @@ cannot run here is fenced as ``python no-run: <reason>``.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shlex
+import signal
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +23,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from etcd_servers import free_ports
-from launched import Launched, ours
-from loguru import logger
-from ranks import run_processes, run_script, run_script_on_ranks
+from ranks import environment, run_processes, run_script, run_script_on_ranks
+from restartable_processes import Report, RestartableProcesses
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
 
 from decent_optim_wrapper.launcher import add_arguments
 
@@ -33,8 +36,9 @@ CLUSTERS = ROOT / "examples" / "guides" / "clusters.md"
 ELASTIC = ROOT / "examples" / "guides" / "elastic.md"
 FIRST_HOUR = ROOT / "examples" / "first_hour.md"
 TESTS = Path(__file__).parent / "README.md"
-# A reference, whose code is signatures; lists of changes and of errors; a page of whole scripts.
-NOT_RUN = {"api", "changes", "troubleshooting", "first_hour"}
+# A reference, whose code is signatures; lists of changes and of errors; pages of whole scripts, and
+# one that test_from_decent_dp.py runs.
+NOT_RUN = {"api", "changes", "troubleshooting", "first_hour", "elastic", "from_decent_dp"}
 PAGES = [ROOT / "README.md", *GUIDES, FIRST_HOUR, ROOT / "examples" / "benchmark" / "README.md"]
 RANKS = {"mesh": 8, "checkpoints": 4, "topologies": 4}
 
@@ -82,11 +86,6 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.mse_loss(model(inputs).float(), targets)
 
 
-def saved_by_decent_dp() -> dict[str, Tensor]:
-    model = nn.Sequential(nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, 1))
-    return {f"_model.{name}": tensor for name, tensor in model.state_dict().items()}
-
-
 class Outcome(NamedTuple):
     """What came of a page on one rank."""
 
@@ -95,9 +94,18 @@ class Outcome(NamedTuple):
     validated: list[list[float]]
 
 
+def run_blocks(page: Path, namespace: dict[str, Any]) -> int:
+    """Run the Python of a page, and count its blocks."""
+    run = [block for block in blocks_of(page) if block.info == "python"]
+    for number, block in enumerate(run):
+        # Where a page has several scripts, the ranks meet again on the same store.
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        # Errors name the page and its line.
+        exec(compile("\n" * block.line + block.code, str(page), "exec"), namespace)
+    return len(run)
+
+
 def run_page(rank: int, page: Path, folder: Path) -> Outcome:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # decent-dp moves the model to a GPU that it sees.
-    logger.disable("decent_dp")
     os.chdir(folder)
     validated: list[list[float]] = []
     # What the pages say is the reader's own.
@@ -108,18 +116,12 @@ def run_page(rank: int, page: Path, folder: Path) -> Outcome:
         "loss": loss,
         "validate": lambda model: validated.append(flat(model)),
         "folder": folder,
-        "saved": saved_by_decent_dp(),
     }
     torch.manual_seed(rank)
-    run = [block for block in blocks_of(page) if block.info == "python"]
-    for number, block in enumerate(run):
-        # Where a page has several scripts, the ranks meet again on the same store.
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-        # Errors name the page and its line.
-        exec(compile("\n" * block.line + block.code, str(page), "exec"), namespace)
+    blocks = run_blocks(page, namespace)
     if dist.is_initialized():
         dist.destroy_process_group()
-    return Outcome(len(run), validated)
+    return Outcome(blocks, validated)
 
 
 @pytest.mark.slow
@@ -137,52 +139,45 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         assert models[0] != start
 
 
-# What the elastic guide says is the reader's own. Rank 0 is killed in its fifth step. From their
-# tenth step on the others wait a little for it in every step, until it is back.
-READERS_PART = """
-import itertools, torch
+def run_the_elastic_script(rank: int, world_size: int, store: TCPStore, report: Report) -> None:
+    """Rank 0 kills itself in its fifth step; later the others wait a little until it is back."""
+    os.environ.update(environment(store, world_size, world_size))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    is_back, steps = store.add(f"lives of {rank}", 1) == 2, itertools.count(1)
 
-torch.manual_seed(0)
-build_model = lambda: torch.nn.Linear(4, 1)
-validate = lambda model: print("validated by rank", rank, flush=True)
-steps = itertools.count(1)
+    def load_shard(shard: int, shards: int) -> Iterator[Batch]:
+        if is_back:
+            store.set("back", "")
+        return batches(rank, 1000)
 
+    def loss_until(model: nn.Module, batch: Batch) -> Tensor:
+        step = next(steps)
+        if (rank, step, is_back) == (0, 5, False):
+            os.kill(os.getpid(), signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while step > 10 and time.monotonic() < deadline and not store.check(["back"]):
+            time.sleep(0.05)
+        return loss(model, batch)
 
-def load_shard(shard, shards):
-    if life > 0:
-        tell("back")
-    return iter(torch.randn(8, 4) for _ in range(1000))
+    def validate(model: nn.Module) -> None:
+        report("validated", flat(model))
 
-
-def loss(model, batch):
-    step = next(steps)
-    if life == 0 and rank == 0 and step == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    deadline = time.monotonic() + 3
-    while life == 0 and step > 10 and time.monotonic() < deadline and not Path("back").exists():
-        time.sleep(0.05)
-    return model(batch).square().mean()
-"""
+    torch.manual_seed(0)
+    mine = {"build_model": build_model, "load_shard": load_shard, "loss": loss_until}
+    run_blocks(ELASTIC, {**mine, "validate": validate})
 
 
 @pytest.mark.slow
-def test_the_script_of_the_elastic_guide_goes_on_without_rank_0_which_comes_back(
-    tmp_path: Path,
-) -> None:
-    page = blocks_of(ELASTIC)
-    training = [block.code for block in page if block.info == "python"]
-    (command,) = (each.code.split() for each in page if each.code.startswith("python -m"))
-    assert command[3:] == ["run", "--nproc-per-node", "4", "train.py"]
-    script = "".join([READERS_PART, *training])
-    with Launched(tmp_path, script, "--nproc-per-node", "2", launcher=ours) as launcher:
-        assert launcher.end(seconds=110) == 0, launcher.printed
-    assert (tmp_path / "back").exists()
-    assert "rank 0 ended (killed by SIGKILL)" in launcher.printed
-    assert "rank 0 is started again" in launcher.printed
-    assert re.findall(r"^.*validated.*$", launcher.printed, re.MULTILINE) == [
-        "[rank 0] validated by rank 0"
-    ]
-    assert "terminate called" not in launcher.printed
+def test_the_script_of_the_elastic_guide_goes_on_without_rank_0_which_comes_back() -> None:
+    torch.manual_seed(0)
+    start = flat(build_model())
+    with RestartableProcesses(2, run_the_elastic_script) as processes:
+        processes.workers[0].join(60)
+        processes.start(0)
+        assert processes.results() == [None, None]
+        assert processes.reports.keys() == {(0, "validated")}
+        assert processes.reports[0, "validated"] != start
+        assert processes.store.check(["back"])
 
 
 def test_the_recipes_of_the_cluster_guide_can_be_parsed() -> None:
