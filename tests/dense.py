@@ -134,33 +134,23 @@ class Oracle(ScriptRunner):
     def copies(self) -> list[Tensor]:
         return list(self.values)
 
-    def step(self, lr: float = LR) -> Tensor:
+    def step(self, lr: float = LR) -> None:
         self.steps += 1
         ranks = range(self.world.size)
         grads = {i: self.values[i] - self.stack(i, ranks, self.steps) for i in self.live}
         if self.snapshot is not None:
             self.snapshot, self.flying, self.relaunch = None, [], False
-        sent = self.launch_again()
-        self.land()
+        self.synchronize()
         for index, grad in grads.items():
             self.velocity[index] = MOMENTUM * self.velocity[index] + grad
             self.values[index] = self.values[index] - lr * self.velocity[index]
         self.flying = list(self.live)
-        sent += self.sent(self.round)
         self.round += 1
         if not self.world.options["overlap"]:
             self.land()
-        return sent
 
-    def step_at_lr_zero(self) -> Tensor:
-        return self.step(0.0)
-
-    def launch_again(self) -> Tensor:
-        """The round in flight when the state was saved; it takes in what has grown since."""
-        if not self.relaunch:
-            return torch.zeros(self.world.size, dtype=torch.float64)
-        self.flying = list(self.live)
-        return self.sent(self.round - 1)
+    def step_at_lr_zero(self) -> None:
+        self.step(0.0)
 
     def land(self) -> None:
         """x <- W x for what was launched last."""
@@ -176,31 +166,12 @@ class Oracle(ScriptRunner):
         identity = torch.eye(self.world.size, dtype=torch.float64)
         return (1 - rate) * identity + rate * matrix_of(parts, self.world.size)
 
-    def sent(self, round: int) -> Tensor:
-        """Bytes of what is in flight, by rank: once to a peer, or as by a ring's all-reduce."""
-        parts, _ = due(self.world, round)
-        sent = torch.zeros(self.world.size, dtype=torch.float64)
-        for ranks, _ in parts:
-            size = len(ranks)
-            exact = self.world.options["comm_dtype"] is None and size > 2
-            sums = exact or averages(self.world, round)
-            sent[ranks] = sum(self.on_wire(i, sums) for i in self.flying) * 2 * (size - 1) / size
-        return sent
-
-    def on_wire(self, index: int, sums: bool) -> float:
-        """Bytes of a parameter that is summed or exchanged, without the gaps that align views."""
-        dtype = self.world.spec(index).dtype
-        elements = self.values[index][0].numel()
-        real = dtype.to_real()
-        if real == torch.bfloat16:
-            return elements * (4 if sums else 2)
-        narrow = self.world.options["comm_dtype"] is not None and not sums
-        return elements * (dtype.itemsize // real.itemsize) * (2 if narrow else real.itemsize)
-
     def synchronize(self) -> None:
         if self.snapshot is not None:
             raise RuntimeError("an average is in place")
-        self.launch_again()
+        if self.relaunch:
+            # What was in flight when the state was saved; it takes in what has grown since.
+            self.flying = list(self.live)
         self.land()
 
     def grow(self) -> None:
@@ -246,18 +217,13 @@ class Oracle(ScriptRunner):
 def due(world: World, round: int) -> tuple[list[Part], float]:
     """Who mixes in a round, and how far."""
     steps, every = round + 1, world.options.get("gossip_every", 1)
-    if averages(world, round):
+    average_every = world.options.get("global_avg_every")
+    if average_every is not None and steps % average_every == 0:
         return [Part(list(range(world.size)), None)], 1.0
     if steps % every:
         return [Part([rank], None) for rank in range(world.size)], 1.0
     phase = round // every % len(world.phases)
     return world.phases[phase], world.options.get("mixing_rate", 1.0)
-
-
-def averages(world: World, round: int) -> bool:
-    """Whether an exact average is due."""
-    every = world.options.get("global_avg_every")
-    return every is not None and (round + 1) % every == 0
 
 
 def dense(world: World, round: int) -> Tensor:

@@ -80,7 +80,7 @@ class World(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The values after a call, and the number that it gave: bytes, a distance, or 0."""
+    """The values after a call, and the number that it gave: bytes of a step, a distance, or 0."""
 
     values: list[Tensor]
     number: Any
@@ -131,9 +131,10 @@ class Trainer(ScriptRunner):
             in_one_call(base)
         of_schedule = {field.name for field in fields(Schedule)} & options.keys()
         schedule = Schedule(**{name: options.pop(name) for name in of_schedule})
+        phases = [[Group(*part) for part in parts] for parts in self.world.phases]
         return DecentOptimWrapper(
             base,
-            topology=table_topology(table_of(self.world)),
+            topology=listed(self.world.size, phases),
             process_group=self.group,
             sync_at_start=False,
             schedule=schedule,
@@ -201,22 +202,6 @@ class Trainer(ScriptRunner):
 
     def look(self) -> float:
         return self.optimizer.consensus_distance()
-
-
-def table_of(world: World) -> list[list[Any]]:
-    groups = [{r: Group(*part) for part in parts for r in part.ranks} for parts in world.phases]
-    return [[phase[rank] for phase in groups] for rank in range(world.size)]
-
-
-def table_topology(table: list[list[Any]]) -> Topology:
-    class FromTable(Topology):
-        def phase_count(self) -> int:
-            return len(table[0])
-
-        def own_group(self, rank: int, phase: int) -> Any:
-            return table[rank][phase]
-
-    return FromTable(len(table))
 
 
 def listed(world_size: int, value: object) -> Topology:

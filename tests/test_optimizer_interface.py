@@ -18,7 +18,7 @@ from covering import OVERLAP, pairwise
 from dense import oracle
 from problem import backward, flatten, in_one_call, make_params, sgd, take_steps, wrap
 from ranks import run_processes, run_threads
-from scripted_ranks import table_topology
+from scripted_ranks import listed
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms.join import Join
@@ -222,7 +222,7 @@ def test_groups_may_be_added_and_taken_out() -> None:
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 def test_a_parameter_that_is_listed_twice_is_mixed_once() -> None:
-    topology = table_topology([[Group([0, 1], 0.9)]] * 2)
+    topology = listed(2, [[Group([0, 1], 0.9)]])
 
     def main(rank: int, group: dist.ProcessGroup) -> float:
         param = torch.full((3,), float(rank), requires_grad=True)
