@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Self
 
-import netlab
 import pytest
 
 SECONDS_TO_START = 30.0
@@ -36,12 +35,9 @@ class EtcdServers:
     Args:
         size: number of servers.
         tls: whether they take TLS only, with a certificate that is made for this test.
-        where: the lab on whose last hosts they run, one on each; None for the loopback device.
     """
 
-    def __init__(self, size: int, tls: bool = False, where: netlab.Lab | None = None) -> None:
-        self._first = 0 if where is None else len(where.hosts) - size
-        self._where = where
+    def __init__(self, size: int, tls: bool = False) -> None:
         self._ports = free_ports(2 * size)
         self._tls = tls
         # In memory: a busy disk delays every answer.
@@ -80,16 +76,7 @@ class EtcdServers:
         return ",".join(map(self.endpoint, range(self.size)))
 
     def endpoint(self, server: int) -> str:
-        return f"{self._address(server)}:{self._ports[server]}"
-
-    def _address(self, server: int) -> str:
-        return "127.0.0.1" if self._where is None else netlab.address(self._first + server)
-
-    def _run_inside(self, server: int) -> list[str]:
-        """The beginning of a command that runs on the host of a server."""
-        if self._where is None:
-            return []
-        return ["ip", "netns", "exec", self._where.hosts[self._first + server]]
+        return f"127.0.0.1:{self._ports[server]}"
 
     @property
     def certificate(self) -> str:
@@ -104,11 +91,10 @@ class EtcdServers:
         """Start a server, for the first time or again."""
         scheme = "https" if self._tls else "http"
         client = f"{scheme}://{self.endpoint(server)}"
-        ports = self._ports[self.size :]
-        peers = [f"http://{self._address(peer)}:{port}" for peer, port in enumerate(ports)]
+        peers = [f"http://127.0.0.1:{port}" for port in self._ports[self.size :]]
         cluster = ",".join(f"{number}={peer}" for number, peer in enumerate(peers))
         command = [
-            *(*self._run_inside(server), "etcd", "--name", str(server)),
+            *("etcd", "--name", str(server)),
             *("--data-dir", f"{self._folder.name}/{server}"),
             *("--listen-client-urls", client, "--advertise-client-urls", client),
             *("--listen-peer-urls", peers[server]),
@@ -146,7 +132,7 @@ class EtcdServers:
         if self._tls:
             options += ["--cacert", self.certificate]
         done = subprocess.run(
-            [*self._run_inside(0), "etcdctl", *options, *command],
+            ["etcdctl", *options, *command],
             env={**os.environ, "ETCDCTL_API": "3"},
             capture_output=True,
             text=True,

@@ -8,24 +8,15 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from itertools import product
 from typing import Any, TypeVar
 from unittest import mock
 
 import netlab
 import pytest
-from etcd_servers import EtcdServers, require_etcd
-from restartable_processes import (
-    Failure,
-    Report,
-    StoreProcess,
-    TrainingProcesses,
-    train_or_tell,
-)
+from restartable_processes import Failure, Report, StoreProcess, TrainingProcesses, train_or_tell
 
-from decent_optim_wrapper import EtcdStore
 from decent_optim_wrapper.comm.process_groups import connect_gloo
 
 pytestmark = [
@@ -60,22 +51,12 @@ def train_on_a_host(
 
 
 @contextmanager
-def ranks_on(
-    where: netlab.Lab, timeout: float, ranks: int = RANKS, servers: EtcdServers | None = None
-) -> Iterator[TrainingProcesses]:
-    """Ranks on hosts of their own, and a store on the next one, or in etcd."""
-    host = where.hosts[ranks]
-    with StoreProcess(netlab.address(ranks), netlab.enter, host) as server, ExitStack() as stack:
-        make_store: Callable[[int], Any] = server.connect
-        if servers is not None:
-            make_store = partial(in_etcd, stack.enter_context(servers).endpoints)
-        options: dict[str, Any] = {"make_store": make_store, "timeout": timeout}
+def ranks_on(where: netlab.Lab, timeout: float, ranks: int = RANKS) -> Iterator[TrainingProcesses]:
+    """Ranks on hosts of their own, and a store on the next one."""
+    with StoreProcess(netlab.address(ranks), netlab.enter, where.hosts[ranks]) as server:
+        options: dict[str, Any] = {"make_store": server.connect, "timeout": timeout}
         with TrainingProcesses(ranks, train_on_a_host, where, **options) as processes:
             yield processes
-
-
-def in_etcd(endpoints: str, rank: int) -> EtcdStore:
-    return EtcdStore(endpoints, "partitions")
 
 
 @contextmanager
@@ -152,31 +133,19 @@ def test_a_dead_link_costs_one_rank_and_an_attempt_to_connect() -> None:
 LEFT, RIGHT = (0, 1), (2, 3)
 
 
-@pytest.mark.parametrize("store", ["TCPStore", "etcd"])
-def test_of_two_halves_of_a_torn_network_one_goes_on(store: str) -> None:
-    """Both halves reach the `TCPStore`; the left one keeps two of the three servers of etcd."""
-    uses_etcd = store == "etcd"
-    if uses_etcd:
-        require_etcd()
+def test_of_two_halves_of_a_torn_network_that_both_reach_the_store_one_goes_on() -> None:
     ranks = len(LEFT + RIGHT)
-    stores = [*range(ranks, ranks + (3 if uses_etcd else 1))]
-    with netlab.lab(ranks + len(stores), "400mbit") as where:
-        etcd = EtcdServers(len(stores), where=where) if uses_etcd else None
-        # The servers of etcd have to choose another leader meanwhile.
-        with ranks_on(where, 6.0 if uses_etcd else 3.0, ranks, etcd) as processes:
-            processes.all_reach("round 3")
-            left, right = [*LEFT], [*RIGHT]
-            if uses_etcd:
-                left, right = left + stores[:2], right + stores[2:]
-            for one, other in product(left, right):
-                cut_between(where, one, other)
-            while len(ended := processes.ended()) < 2:
-                time.sleep(0.1)
-            assert ended == {*RIGHT} or (not uses_etcd and ended == {*LEFT})
-            failures: list[Failure] = processes.results(*ended)
-            assert [failure.kind for failure in failures] == 2 * ["PeerError"]
-            kept = LEFT if ended == {*RIGHT} else RIGHT
-            lives = processes.end(*kept)
+    with netlab.lab(ranks + 1, "400mbit") as where, ranks_on(where, 3.0, ranks) as processes:
+        processes.all_reach("round 3")
+        for one, other in product(LEFT, RIGHT):
+            cut_between(where, one, other)
+        while len(ended := processes.ended()) < 2:
+            time.sleep(0.1)
+        assert ended in ({*LEFT}, {*RIGHT})
+        failures: list[Failure] = processes.results(*ended)
+        assert [failure.kind for failure in failures] == 2 * ["PeerError"]
+        kept = LEFT if ended == {*RIGHT} else RIGHT
+        lives = processes.end(*kept)
     assert [life.members for life in lives] == 2 * [kept]
 
 
