@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -28,18 +27,12 @@ from ranks import (
     end_interpreter,
     environment,
     launcher_store,
-    print_to,
     start_process,
 )
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from decent_optim_wrapper import (
-    DecentOptimWrapper,
-    Elastic,
-    OuterOptimizer,
-    TopologyFactory,
-)
+from decent_optim_wrapper import DecentOptimWrapper, Elastic, OuterOptimizer, TopologyFactory
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.process_groups import store_of
 
@@ -171,8 +164,6 @@ def test_distributed_checkpoint_resumes_every_rank_as_load_state_dict_does(
 SECONDS_TO_END = 5 + 8
 # What a shell shows of the end by this signal.
 INTERRUPTED = 128 + signal.SIGINT
-# The end and the rank of a process that imports torch, for three seconds of CPU time.
-SCRIPT = ("interrupt", 0)
 
 
 def train_in_flight(
@@ -216,20 +207,6 @@ def end_in_flight(topology: str, end: str, *args: Any) -> NoReturn:
     end_interpreter()
 
 
-def be_interrupted_in_a_script(*args: Any) -> NoReturn:
-    """As `end_in_flight`, but an interpreter of its own meets the error that nobody catches."""
-    *others, ready = args
-    os.set_inheritable(ready.fileno(), True)
-    script = f"""
-from multiprocessing.connection import Connection
-from test_processes import train_in_flight
-train_in_flight(*{others}, Connection({ready.fileno()}))
-"""
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-    print_to(Path(os.devnull))
-    os.execv(sys.executable, [sys.executable, "-c", script])
-
-
 WORLDS = [
     *(("ring", "threads", 2), ("complete", "destroy", 3)),
     *(("ring", "interrupt", 2), ("complete", "interrupt-elastic", 3)),
@@ -247,9 +224,8 @@ def test_a_script_that_ends_with_a_round_in_flight_exits_cleanly() -> None:
         env = environment(stores[-1], size, 1)
         for rank in range(size):
             ours, theirs = PROCESSES.Pipe(duplex=False)
-            is_script = (end, rank) == SCRIPT
-            main = be_interrupted_in_a_script if is_script else end_in_flight
-            ranks[topology, end, rank] = start_process(main, topology, end, env, rank, theirs)
+            args = topology, end, env, rank, theirs
+            ranks[topology, end, rank] = start_process(end_in_flight, *args)
             theirs.close()
             ready.append(ours)
     assert all(pipe.poll(60) for pipe in ready)
@@ -263,7 +239,4 @@ def test_a_script_that_ends_with_a_round_in_flight_exits_cleanly() -> None:
         for where in group:
             ranks[where].join(max(0.0, deadline - time.monotonic()))
             codes[where] = ranks[where].exitcode
-    expected = {where: INTERRUPTED if where in interrupted else 0 for where in ranks}
-    # The interpreter ends itself by the signal.
-    expected.update({where: -signal.SIGINT for where in ranks if where[1:] == SCRIPT})
-    assert codes == expected
+    assert codes == {where: INTERRUPTED if where in interrupted else 0 for where in ranks}
