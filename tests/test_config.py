@@ -169,51 +169,51 @@ def test_ranks_start_with_the_same_schedule_and_extensions_only() -> None:
     assert min(run_threads(2, main)) > 1e-3
 
 
+def await_(found: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not found() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert found()
+
+
 @pytest.mark.parametrize("told", [False, True])
-def test_all_learn_of_a_dead_rank_and_a_later_process_replaces_an_earlier(told: bool) -> None:
-    store, started, stale_after = HashStore(), [], 1000.0 if told else 1.0
+def test_all_learn_of_dead_ranks_and_a_later_process_replaces_an_earlier(told: bool) -> None:
+    store, stale_after = HashStore(), 1000.0 if told else 1.0
     part = PrefixStore(key_prefix(0), store)
-
-    def heartbeat(rank: int, life: int = 1) -> Heartbeat:
-        started.append(Heartbeat(BoundedStore(part, timedelta(seconds=10)), rank, stale_after))
-        started[-1].start(life)
-        return started[-1]
-
-    def await_(found: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not found() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert found()
-
-    def all_learn_of(lost: int, left: list[int]) -> None:
-        ranks[lost].stop()
-        # Another process of rank 0 has ended, which is not the one that the others know.
-        tell_end(lambda: store, 0, pid=0)
-
-        def all_know() -> bool:
-            # Again: the last heartbeat may be on its way.
-            tell_end(lambda: store, lost, os.getpid() if told else 0)
-            return not any(ranks[here].alive(lost) for here in left)
-
-        await_(all_know)
-        assert all(ranks[here].alive(there) for here in left for there in left)
-
+    # Of eight ranks, and of a second process of rank 3.
+    beats = [
+        Heartbeat(BoundedStore(part, timedelta(seconds=10)), rank, stale_after)
+        for rank in (*range(8), 3)
+    ]
+    *ranks, second = beats
     try:
-        ranks = [heartbeat(rank) for rank in range(8)]
         for each in ranks:
+            each.start(1)
             each.watch(range(8), epoch=1)
-        all_learn_of(6, [0, 1, 2, 3, 4, 5, 7])
-        # Ranks 4 and 5 watched it.
-        all_learn_of(5, [0, 1, 2, 3, 4, 7])
-        ranks[0].watch([0, 1, 2, 3, 4, 7], epoch=2)
+        left = [*range(8)]
+        # Ranks 4 and 5 watched the first of them.
+        for lost in (6, 5):
+            left.remove(lost)
+            ranks[lost].stop()
+            # Another process of rank 0 has ended, which is not the one that the others know.
+            tell_end(lambda: store, 0, pid=0)
+
+            def all_know(lost: int = lost) -> bool:
+                # Again: the last heartbeat may be on its way.
+                tell_end(lambda: store, lost, os.getpid() if told else 0)
+                return not any(ranks[here].alive(lost) for here in left)
+
+            await_(all_know)
+            assert all(ranks[here].alive(there) for here in left for there in left)
+        ranks[0].watch(left, epoch=2)
         assert not ranks[0].is_over
-        second = heartbeat(3, life=2)
+        second.start(2)
         # The launcher tells of the end of a later process.
         part.set(beat_key(2), ENDED.decode())
         await_(lambda: ranks[2].is_replaced and ranks[3].is_replaced)
         assert not second.is_over
     finally:
-        for each in started:
+        for each in beats:
             each.stop()
 
 

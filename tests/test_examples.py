@@ -16,9 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from framework_ranks import run_example
-from problem import TINY_CAP_MB, adamw, backward, make_params
+from problem import TINY_CAP_MB, adamw, backward, flatten, make_params
 from ranks import run_processes, run_script, run_script_on_ranks
-from torch import Tensor
 
 from decent_optim_wrapper import DecentOptimWrapper
 
@@ -76,20 +75,15 @@ def is_png(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-def digit_runs(out: str) -> dict[str, tuple[float, float]]:
-    """By the name of the run: test accuracy in percent, and MiB sent per rank."""
-    found = re.findall(r"^(.*): test accuracy (.*)%, (.*) MiB sent$", out, re.MULTILINE)
-    return {name: (float(accuracy), float(sent)) for name, accuracy, sent in found}
-
-
 def test_four_ranks_learn_the_digits_and_print_what_they_send(
     on_ranks: Run, tmp_path: Path
 ) -> None:
     options = "--gossip-every 1 4 --ddp --epochs 3 --lr 0.1"
-    runs = digit_runs(on_ranks(f"train_digits.py {options}"))
-    assert list(runs) == ["ring, gossip_every=1", "ring, gossip_every=4", "DDP"]
-    assert all(accuracy > 85 for accuracy, _ in runs.values())
-    always, rarely, reduced = (sent for _, sent in runs.values())
+    line = re.compile(r"^(.*): test accuracy (.*)%, (.*) MiB sent$", re.MULTILINE)
+    runs = line.findall(on_ranks(f"train_digits.py {options}"))
+    assert [run[0] for run in runs] == ["ring, gossip_every=1", "ring, gossip_every=4", "DDP"]
+    assert all(float(run[1]) > 85 for run in runs)
+    always, rarely, reduced = (float(run[2]) for run in runs)
     assert 0.2 * always < rarely < 0.3 * always
     # In pairs gossip sends the parameters once.
     assert reduced == pytest.approx(1.5 * always, rel=0.02)
@@ -122,11 +116,6 @@ def test_the_digits_are_learnt_though_ranks_are_killed(tmp_path: Path) -> None:
     assert nothing == "rank 3 starts at step 0\n"
 
 
-def numbers(params: list[Tensor]) -> list[float]:
-    found: list[float] = torch.cat([param.detach().flatten() for param in params]).tolist()
-    return found
-
-
 def gossip_in_both_ways(rank: int) -> list[list[float]]:
     """Parameters before training, after it with the library, and with the minimal example."""
     dist.init_process_group("gloo")
@@ -144,11 +133,11 @@ def gossip_in_both_ways(rank: int) -> list[list[float]]:
             "bucket_cap_mb": TINY_CAP_MB,
         }
         gossip = DecentOptimWrapper(base, **options) if wrapped else minimal(base)
-        first = numbers(params)
+        first = flatten(params).tolist()
         for step in range(7):
             backward(params, rank, step)
             gossip.step()
-        found.append(numbers(params))
+        found.append(flatten(params).tolist())
     dist.destroy_process_group()
     return [first, *found]
 
@@ -202,15 +191,15 @@ PRINTED = {
     "custom_topology.py": ["star: consensus rate*"],
     "train_digits.py --epochs 1 --non-iid": ["ring, gossip_every=1: test accuracy *, 0.0 MiB sent"],
     "benchmark/overhead.py --parameters 1e6 --repeats 1 --training 1": [
-        *("| decent-dp | * | 1.00 |", "| the wrapper, int8 |*", "| the module |*"),
+        *("| decent-dp | * | 1.00 |", "| the wrapper, int8 |*", "| the module |*")
     ],
     "benchmark/overhead.py --parameters 1e6 --small 1": ["| tracking | *|", "| pack | *|"],
     "benchmark/step_time.py --sizes 1 --steps 2 --warmup 1 --rates '' --ranks 2 "
     "--methods DDP 'PostLocalSGD 8' 'the wrapper' --jitter 0.3 --slow-factor 1.5": [
-        *("| DDP |*", "| the wrapper |*", "| all-reduce / computing |*"),
+        *("| DDP |*", "| the wrapper |*", "| all-reduce / computing |*")
     ],
     "benchmark/control.py --ratios 4 --ranks 2 --part 0.002 --methods DDP 'the module, pairs'": [
-        *("| 4 | DDP | 1 | * | 1.00 | * |", "| 4 | the module, pairs | 2 | * |"),
+        *("| 4 | DDP | 1 | * | 1.00 | * |", "| 4 | the module, pairs | 2 | * |")
     ],
     "benchmark/mesh_bytes.py --measured 2 --computed 2": [
         "| HSDP, float32 | 1.000 | 1.000 |",
@@ -221,7 +210,7 @@ PRINTED = {
     ],
     "benchmark/schedules.py --world-size 2 --epochs 1 --seeds 0 --lrs 0.1 "
     "--rows DDP mixing_rate=lr/lr_max 'QGSGD, gossip_every=4'": [
-        *(f"| {row} | 0.1 |*" for row in ("DDP", "mixing_rate=lr/lr_max", "QGSGD, gossip_every=4")),
+        *(f"| {row} | 0.1 |*" for row in ("DDP", "mixing_rate=lr/lr_max", "QGSGD, gossip_every=4"))
     ],
     "benchmark/staleness.py --world-size 2 --epochs 1 --seeds 0 --lrs 1e-6 0.005 "
     "--shards shuffled --bases Adam --rows DDP 'every 8 steps, 8 late' auto": [

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,15 +36,22 @@ from decent_optim_wrapper.wire.bucket import Bucket
 pytestmark = pytest.mark.slow
 
 INT8 = {"topology": "ring", "comm_dtype": torch.int8}
-FORMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "bf16, skip": {"comm_dtype": torch.bfloat16, "on_nonfinite": "skip"},
-    "int8": {"comm_dtype": torch.int8},
-    "int4, late": {"comm_dtype": INT4, "schedule": Schedule(gossip_every=2), "overlap": Late(2)},
-    "exact": {"schedule": Schedule(global_avg_every=2), "on_nonfinite": "skip"},
-    "tracking": {"extensions": [GradientTracking()]},
-    "int8, tracking": {"comm_dtype": torch.int8, "extensions": [GradientTracking()]},
-    "int8, whole": {"comm_dtype": torch.int8, "overlap": False},
+# Each once, and codes both between pairs and as means of more: options, topology and views.
+FORMS: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "plain": ({}, "ring", True),
+    "bf16, skip": ({"comm_dtype": torch.bfloat16, "on_nonfinite": "skip"}, "complete", False),
+    "int8": ({"comm_dtype": torch.int8}, "complete", False),
+    "int4, late": (
+        {"comm_dtype": INT4, "schedule": Schedule(gossip_every=2), "overlap": Late(2)},
+        *("ring", False),
+    ),
+    "exact": ({"schedule": Schedule(global_avg_every=2), "on_nonfinite": "skip"}, "ring", False),
+    "int8, tracking": (
+        {"comm_dtype": torch.int8, "extensions": [GradientTracking()]},
+        *("ring", False),
+    ),
+    "tracking": ({"extensions": [GradientTracking()]}, "complete", True),
+    "int8, whole": ({"comm_dtype": torch.int8, "overlap": False}, "ring", True),
 }
 
 
@@ -97,20 +105,12 @@ def patch_encode(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> 
     monkeypatch.setattr(Codec, "encode", patched)
 
 
-# Each form once, and codes both between pairs and as means of more.
-CASES = [
-    *(("plain", "ring", True), ("bf16, skip", "complete", False)),
-    *(("int8", "complete", False), ("int4, late", "ring", False)),
-    *(("exact", "ring", False), ("tracking", "complete", True), ("int8, tracking", "ring", False)),
-    ("int8, whole", "ring", True),
-]
-
-
-@pytest.mark.parametrize(("form", "topology", "views"), CASES)
+@pytest.mark.parametrize("form", FORMS)
 def test_what_is_sent_in_another_way_is_mixed_and_saved_as_what_is_posted_at_once(
-    form: str, topology: str, views: bool, monkeypatch: pytest.MonkeyPatch
+    form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {**FORMS[form], "topology": topology, "param_as_bucket_view": views}
+    others, topology, views = FORMS[form]
+    options = {**others, "topology": topology, "param_as_bucket_view": views}
     draws = random.Random(0)
 
     def run(loads: bool) -> list[tuple[Tensor, list[Any]]]:
@@ -267,42 +267,30 @@ def test_what_fails_in_the_coding_of_a_rank_is_its_own_error(
     assert "ValueError: no memory for codes" in peer
 
 
-class Gate:
-    """Holds a thread from the moment in which it comes here."""
+@pytest.mark.parametrize("on_a_gpu", [True, False])
+def test_a_drop_waits_for_the_action_that_has_begun_but_for_no_gpu_and_runs_no_other(
+    on_a_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, began, opened = list[int](), threading.Event(), threading.Event()
 
-    def __init__(self) -> None:
-        self.began, self.opened = threading.Event(), threading.Event()
-
-    def synchronize(self) -> None:
-        self.began.set()
-        assert self.opened.wait(60)
-
-
-def test_a_drop_does_not_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    done, gate = list[int](), Gate()
-    monkeypatch.setattr(streams, "mark", lambda device: gate)
-    posting = PostingThread()
-    posting.add(lambda: done.append(0), torch.device("cpu"))
-    assert gate.began.wait(60)
-    posting.drop()
-    assert not posting.future.done()
-    gate.opened.set()
-    posting.future.result(60)
-    assert not done
-
-
-def test_a_drop_waits_for_the_action_that_has_begun_and_runs_no_other() -> None:
-    done, gate, posting = list[int](), Gate(), PostingThread()
+    def hold() -> None:
+        began.set()
+        assert opened.wait(60)
 
     def act() -> None:
-        gate.synchronize()
+        if not on_a_gpu:
+            hold()
         done.append(0)
 
-    posting.add(act)
+    monkeypatch.setattr(streams, "mark", lambda device: SimpleNamespace(synchronize=hold))
+    posting = PostingThread()
+    posting.add(act, torch.device("cpu") if on_a_gpu else None)
     posting.add(lambda: done.append(1))
-    assert gate.began.wait(60)
-    threading.Timer(0.05, gate.opened.set).start()
+    assert began.wait(60)
+    if not on_a_gpu:
+        threading.Timer(0.05, opened.set).start()
     posting.drop()
-    assert done == [0]
+    assert opened.is_set() != on_a_gpu
+    opened.set()
     posting.future.result(60)
-    assert done == [0]
+    assert done == ([] if on_a_gpu else [0])
