@@ -21,6 +21,7 @@ from framework_problem import DELAYED, GOSSIP, RANKS, Plain, assert_same, values
 from framework_ranks import Run, accuracy_of, ranks_with
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
@@ -250,53 +251,49 @@ def fit_with_swa(rank: int, folder: Path) -> None:
 
 
 def fit_with_swapped_weights(rank: int, folder: Path) -> None:
-    from lightning.pytorch.callbacks import Callback
+    """Validates with an average over time of each rank's weights, as many EMA callbacks do."""
+    from lightning.pytorch.callbacks import LambdaCallback
 
-    class Recorder(Callback):
-        def __init__(self) -> None:
-            self.trained: list[Tensor] = []
-            self.validated: list[Tensor] = []
+    def train(swaps: bool) -> list[list[Tensor]]:
+        """The weights of each epoch and of its validation, and the average over time then."""
+        trained, validated, averages = list[Tensor](), list[Tensor](), list[Tensor]()
+        module = make_module()
+        params = [*module.parameters()]
+        ema = [param.detach().clone() for param in params]
 
-        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        def note(*_: Any) -> None:
             module.state_dict()  # This mixes the round in flight, which a forward pass would mix.
-            self.trained.append(vector_of(module))
+            trained.append(vector_of(module))
 
-        def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
-            self.validated.append(vector_of(module))
-
-    class SwappedEma(Callback):
-        """Validates with an average over time of this rank's weights, as many EMA callbacks do."""
-
-        def __init__(self) -> None:
-            self.rows: list[Tensor] = []
-
-        def setup(self, trainer: Any, module: Any, stage: str) -> None:
-            self.ema = [param.detach().clone() for param in module.parameters()]
-
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            torch._foreach_lerp_(self.ema, [*module.parameters()], 0.5)
-
-        def swap(self, module: Any) -> None:
-            own = [param.detach().clone() for param in module.parameters()]
+        def swap(*_: Any) -> None:
+            own = [param.detach().clone() for param in params]
             with torch.no_grad():
-                torch._foreach_copy_([*module.parameters()], self.ema)
-            self.ema = own
+                torch._foreach_copy_(params, ema)
+            torch._foreach_copy_(ema, own)
 
-        def on_validation_start(self, trainer: Any, module: Any) -> None:
-            self.rows.append(parameters_to_vector(self.ema))
-            self.swap(module)
+        def begin(*_: Any) -> None:
+            averages.append(parameters_to_vector(ema))
+            swap()
 
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            self.swap(module)
+        callbacks = [LambdaCallback(on_train_epoch_start=note)]
+        if swaps:
+            callbacks += [
+                LambdaCallback(
+                    on_train_batch_end=lambda *_: torch._foreach_lerp_(ema, params, 0.5),
+                    on_validation_start=begin,
+                    on_validation_epoch_start=lambda *_: validated.append(vector_of(module)),
+                    on_validation_end=swap,
+                )
+            ]
+        fit(module, folder, max_epochs=3, gossip=GOSSIP, callbacks=callbacks)
+        return [trained, validated, averages]
 
-    swapped, plain, ema = Recorder(), Recorder(), SwappedEma()
-    fit(make_module(), folder, max_epochs=3, gossip=GOSSIP, callbacks=[ema, swapped])
-    fit(make_module(), folder, max_epochs=3, gossip=GOSSIP, callbacks=[plain])
-    assert_same(swapped.trained, plain.trained)
-    assert len({row.sum().item() for row in plain.trained}) == 3
-    means = torch.stack(ema.rows)
+    trained, validated, averages = train(swaps=True)
+    assert_same(trained, train(swaps=False)[0])
+    assert len({row.sum().item() for row in trained}) == 3
+    means = torch.stack(averages)
     dist.all_reduce(means)
-    torch.testing.assert_close(torch.stack(swapped.validated), means / RANKS)
+    torch.testing.assert_close(torch.stack(validated), means / RANKS)
 
 
 def finetune(rank: int, folder: Path, adds: bool) -> None:
@@ -376,6 +373,12 @@ def train_with_fabric(rank: int, folder: Path) -> None:
     train(fabric, model, optimizer)
     plain.train(batches(rank, 0), accumulated=2)
     plain.check(model)
+    # Join finds the wrapper behind what Fabric returns.
+    with Join([optimizer]):
+        for _ in range(1 + rank):
+            fabric.backward(task.loss_of(model, task.data()[:]))
+            optimizer.step()
+    assert optimizer.round == plain.optimizer.round + RANKS
 
 
 class Accelerated:

@@ -17,11 +17,10 @@ import torch.distributed as dist
 from covering import OVERLAP, pairwise
 from dense import oracle
 from problem import backward, flatten, in_one_call, make_params, sgd, take_steps, wrap
-from ranks import run_processes, run_threads
+from ranks import run_threads
 from scripted_ranks import listed
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
@@ -179,19 +178,6 @@ def test_a_closure_is_evaluated_once_with_gradients_and_before_the_mixing(
         assert not torch.equal(ends[0], flatten(make_params()))
 
     run_threads(2, main)
-
-
-def test_lbfgs_works_without_overlap() -> None:
-    def main(rank: int, group: dist.ProcessGroup) -> tuple[float, float, Tensor]:
-        params = make_params()
-        base = torch.optim.LBFGS(params, lr=0.1, max_iter=5)
-        wrapper = wrap(params, group, base, overlap=False)
-        losses = [float(wrapper.step(lambda: backward(params, rank, 0)) or 0.0) for _ in range(4)]
-        return losses[0], losses[-1], flatten(params)
-
-    results = run_threads(2, main)
-    assert sum(last for _, last, _ in results) < 0.8 * sum(first for first, _, _ in results)
-    torch.testing.assert_close(results[0][2], results[1][2], rtol=1e-14, atol=1e-14)
 
 
 def test_groups_may_be_added_and_taken_out() -> None:
@@ -450,35 +436,3 @@ def test_the_step_of_the_base_may_be_compiled() -> None:
         ends.append(flatten(params))
     torch.testing.assert_close(*ends)
     assert not torch.equal(ends[1], flatten(make_params()))
-
-
-class Proxy:
-    """What Lightning Fabric puts in front of an optimizer: a copy of its attributes."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.__dict__ = dict(optimizer.__dict__)
-        self.__class__ = type("Fabric", (Proxy, type(optimizer)), {})
-        self._optimizer = optimizer
-
-    def step(self, closure: Any = None) -> Any:
-        return self._optimizer.step() if closure is None else self._optimizer.step(closure)
-
-
-def join_through_a_proxy(rank: int) -> tuple[int, list[float]]:
-    dist.init_process_group("gloo")
-    params = make_params()
-    optimizer = wrap(params)
-    proxy: Any = Proxy(optimizer)
-    with Join([proxy]):
-        take_steps(proxy, params, rank, range(3 + 2 * rank))
-    optimizer.synchronize()
-    dist.destroy_process_group()
-    return optimizer.round, flatten(params).tolist()
-
-
-@pytest.mark.slow
-def test_join_reaches_the_wrapper_through_fabrics_proxy() -> None:
-    (rounds, one), (their_rounds, other) = run_processes(2, join_through_a_proxy)
-    assert rounds == their_rounds == 5
-    assert one == pytest.approx(other, rel=1e-12)
-    assert one != pytest.approx(flatten(make_params()).tolist(), rel=1e-3)
