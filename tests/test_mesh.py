@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from meshes import (
 from problem import flatten
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from decent_optim_wrapper import DecentOptimWrapper, Late, OuterOptimizer, Schedule
@@ -61,7 +61,6 @@ BASES: dict[str, Make] = {
     "accumulating": partial(AccumAdamW, lr=0.02, accum_iter=2),
     "foreach sgd": partial(sgd, foreach=True),
     "fused adamw": partial(adamw, fused=True),
-    "adamw": adamw,
 }
 AVERAGES = Schedule(global_avg_every=AVERAGE_EVERY)
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -81,10 +80,8 @@ class Case(NamedTuple):
     base: str
     schedule: str
     asked: Any
-    # Of the gradients, if they are clipped.
-    norm_type: float = 2.0
-    # Whether they are, and whether the average is evaluated after each step.
-    busy: bool = False
+    # Of the gradients, which are clipped.
+    norm_type: float
 
     @property
     def overlap(self) -> Any:
@@ -92,9 +89,9 @@ class Case(NamedTuple):
         return self.asked if self.schedule != "late" else True
 
 
-# Each way to spread a replica once; the tensor parallel one alone is in `WAYS`.
-ONCE = LAYOUTS.keys() - {"tp inside"}
-ROTATING = (cycle(each) for each in (BASES, SCHEDULES, OVERLAPS, NORMS, [True]))
+# Each way to spread a replica once; FSDP and tensor parallelism by themselves are in `WAYS`.
+ONCE = LAYOUTS.keys() - {"tp inside", "fsdp inside"}
+ROTATING = (cycle(each) for each in (BASES, SCHEDULES, OVERLAPS, NORMS))
 CASES = [Case(*row) for row in zip(sorted(ONCE), *ROTATING, strict=False)]
 
 
@@ -103,10 +100,14 @@ class Trained(NamedTuple):
 
     replica: int
     params: dict[str, Any]
-    # Of the gradients in each step, if they are clipped.
+    # Of the gradients in each step.
     norms: list[float]
     # To the mean of the replicas, with the last round in flight and without it.
     distances: tuple[float, float]
+
+
+def train_all() -> list[Trained]:
+    return [*map(train, CASES)]
 
 
 def train(case: Case) -> Trained:
@@ -118,10 +119,9 @@ def train(case: Case) -> Trained:
     norms = []
     for step in range(STEPS):
         spread.backward(step)
-        if case.busy:
-            norms.append(optimizer.clip_grad_norm_(CLIP, case.norm_type).item())
+        norms.append(optimizer.clip_grad_norm_(CLIP, case.norm_type).item())
         optimizer.step()
-        if case.busy and step % 2:
+        if step % 2:
             # FSDP gathers parameters in this forward pass, and would go on with them.
             with optimizer.averaged(), torch.no_grad():
                 spread.forward(step)
@@ -131,12 +131,11 @@ def train(case: Case) -> Trained:
     return Trained(spread.replica, spread.full(), norms, distances)
 
 
-@cache
 def oracle(case: Case) -> Oracle:
     made = Oracle(
         LAYOUTS[case.layout].replicas,
         BASES[case.base],
-        clip=(CLIP, case.norm_type) if case.busy else None,
+        clip=(CLIP, case.norm_type),
         average_every=AVERAGE_EVERY if case.schedule in ("averages", "outer") else None,
         make_outer=nesterov if case.schedule == "outer" else None,
         late=2 if case.schedule == "late" else 1,
@@ -144,25 +143,16 @@ def oracle(case: Case) -> Oracle:
     return made.train(case.overlap is True)
 
 
-def all_of(work: Callable[[Any], Any], cases: Sequence[Any]) -> list[Any]:
-    return [work(case) for case in cases]
-
-
-def on_all(work: Callable[[Any], Any], cases: Sequence[Any]) -> list[list[Any]]:
-    """What each of 8 ranks returns for each case."""
-    return run_on_mesh(8, all_of, work, cases)
-
-
 def test_a_replica_follows_the_unsharded_oracle_however_it_is_spread() -> None:
     """Its gradients are clipped by the norm of the whole replica; evaluating changes nothing."""
     start = dict(make_model().named_parameters())
-    for results in on_all(train, CASES):
-        for case, found in zip(CASES, results, strict=True):
-            expected = oracle(case)
+    oracles = [*map(oracle, CASES)]
+    for results in run_on_mesh(8, train_all):
+        for case, found, expected in zip(CASES, results, oracles, strict=True):
             assert difference(found.params, expected.parameters(found.replica)) < EXACT, case
             assert difference(found.params, start) > 1e-4
             assert found.norms == pytest.approx(expected.norms[found.replica], rel=1e-10), case
-            assert not case.busy or min(found.norms) > CLIP
+            assert min(found.norms) > CLIP
             with_round, distance = found.distances
             assert distance == pytest.approx(expected.distance(), rel=1e-10), case
             # A round that has been in flight since the last step brings the replicas closer.
@@ -183,16 +173,18 @@ def ended(spread: Spread, optimizer: DecentOptimWrapper) -> Ended:
     return spread.replica, spread.full()
 
 
-def advance(spread: Spread, optimizer: DecentOptimWrapper, steps: int = STEPS) -> None:
-    for step in range(steps):
-        spread.backward(step)
-        optimizer.step()
-
-
 def end_early(spread: Spread) -> DecentOptimWrapper:
     optimizer = spread.wrap(sgd)
+
+    def closure(step: int) -> float:
+        spread.backward(step)
+        with torch.no_grad():
+            # It gathers what is updated.
+            return spread.forward(step).sum().item()
+
     with Join([optimizer]):
-        advance(spread, optimizer, STEPS - 2 * (spread.replica == 1))
+        for step in range(STEPS - 2 * (spread.replica == 1)):
+            optimizer.step(partial(closure, step))
     return optimizer
 
 
@@ -235,32 +227,6 @@ def mix_before_the_forward_pass(spread: Spread) -> DecentOptimWrapper:
     return optimizer
 
 
-def step_with_closure(spread: Spread) -> DecentOptimWrapper:
-    optimizer = spread.wrap(sgd)
-
-    def closure(step: int) -> float:
-        spread.backward(step)
-        with torch.no_grad():
-            return spread.forward(step).sum().item()
-
-    for step in range(STEPS):
-        if step % 2:
-            spread.backward(step)
-            optimizer.step()
-        else:
-            optimizer.step(partial(closure, step))
-    return optimizer
-
-
-def step_on_a_process_group(spread: Spread) -> DecentOptimWrapper:
-    base = sgd(list(spread.model.parameters()))
-    options: Any = {"topology": "ring", "bucket_cap_mb": CAP_MB}
-    group = spread.mesh.get_group("gossip")
-    optimizer = DecentOptimWrapper(base, process_group=group, **options)
-    advance(spread, optimizer)
-    return optimizer
-
-
 def module(
     model: nn.Module, mesh: Any, optim_fn: Any = None, **options: Any
 ) -> DecentralizedDataParallel:
@@ -270,11 +236,10 @@ def module(
     return DecentralizedDataParallel(model, by_sgd, mesh=mesh, gossip_dim="gossip", **options)
 
 
-def step_in_backward(spread: Spread, when: bool, gathered: bool) -> DecentOptimWrapper:
-    """Also with parameters that stay gathered after a backward pass."""
-    model = module(spread.model, spread.mesh, update_in_backward=when)
+def step_in_backward(spread: Spread) -> DecentOptimWrapper:
+    model = module(spread.model, spread.mesh)
     for part in spread.model.modules():
-        if gathered and isinstance(part, FSDPModule):
+        if isinstance(part, FSDPModule):
             part.set_reshard_after_backward(False)
     for step in range(STEPS):
         spread.backward(step, through=model)
@@ -300,62 +265,46 @@ def scale_in_backward(spread: Spread, overlap: Any) -> DecentOptimWrapper:
 
 
 class Way(NamedTuple):
-    """How replicas train on some layouts, and with which arguments the oracle does."""
+    """How replicas train, on which layout, and with which arguments the oracle does."""
 
     work: Callable[[Spread], DecentOptimWrapper]
-    layouts: Sequence[str]
+    layout: str
     oracle: Mapping[str, Any] = {}
     overlap: bool = True
 
 
 WAYS = {
     "its data ends early, and it takes part in the rounds of the others": Way(
-        end_early,
-        ["fsdp inside"],
-        {"steps": [STEPS, STEPS - 2, STEPS, STEPS]},
+        end_early, BLOCKS_ONLY, {"steps": [STEPS, STEPS - 2, STEPS, STEPS]}
     ),
     "a scaler skips its update, and not its round": Way(
-        scale, ["pipeline gpipe"], {"skips": {(0, 2)}}
+        scale, "pipeline gpipe", {"skips": {(0, 2)}}
     ),
     "it mixes before the forward pass what it has sent by a step": Way(
-        mix_before_the_forward_pass,
-        [BLOCKS_ONLY, "pipeline gpipe"],
-        overlap=False,
+        mix_before_the_forward_pass, BLOCKS_ONLY, overlap=False
     ),
-    "a closure gathers what is updated": Way(step_with_closure, [BLOCKS_ONLY]),
-    "the process group of its stages is enough": Way(step_on_a_process_group, ["pipeline gpipe"]),
     "it steps in the backward pass of a scaled loss": Way(
-        partial(scale_in_backward, overlap=True), ["tp inside"]
+        partial(scale_in_backward, overlap=True), "tp inside"
     ),
     "it mixes before the forward pass what it has sent in the backward pass": Way(
-        partial(scale_in_backward, overlap="forward"), ["fsdp inside"], overlap=False
+        partial(scale_in_backward, overlap="forward"), "fsdp inside", overlap=False
     ),
-    "it steps in the backward pass": Way(
-        partial(step_in_backward, when=True, gathered=False), [BLOCKS_ONLY]
-    ),
-    "it steps at the end of the backward pass, and stays gathered": Way(
-        partial(step_in_backward, when=False, gathered=True), ["fsdp inside"]
-    ),
+    "it steps in the backward pass, and stays gathered": Way(step_in_backward, "fsdp inside"),
 }
 
 
-def go(work: Callable[[Spread], DecentOptimWrapper], layout: str) -> Ended:
-    spread = Spread(WAYS_TO_SPREAD[layout])
-    return ended(spread, work(spread))
+def go(way: Way) -> Ended:
+    spread = Spread(WAYS_TO_SPREAD[way.layout])
+    return ended(spread, way.work(spread))
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_replica_follows_the_oracle_where(way: Way) -> None:
     start = dict(make_model().named_parameters())
-    expected = {
-        count: Oracle(count, sgd, **way.oracle).train(way.overlap)
-        for count in {WAYS_TO_SPREAD[layout].replicas for layout in way.layouts}
-    }
-    for results in on_all(partial(go, way.work), way.layouts):
-        for layout, (replica, found) in zip(way.layouts, results, strict=True):
-            replicas = expected[WAYS_TO_SPREAD[layout].replicas]
-            assert difference(found, replicas.parameters(replica)) < EXACT, layout
-            assert difference(found, start) > 1e-3
+    expected = Oracle(4, sgd, **way.oracle).train(way.overlap)
+    for replica, found in run_on_mesh(8, go, way):
+        assert difference(found, expected.parameters(replica)) < EXACT
+        assert difference(found, start) > 1e-3
 
 
 def clip_by_bucket() -> tuple[int, dict[str, Any], list[list[str]]]:
@@ -380,16 +329,13 @@ def test_buckets_of_uneven_shards_are_the_same_on_all_ranks_and_clipped_together
         assert difference(found, expected.parameters(replica)) < EXACT
 
 
-# How far rounding leads away: a half of four rounds of values below 2, or what codes leave out.
-ROUNDED = {torch.bfloat16: STEPS * 4 * 2**-7, torch.int8: 0.02, INT4: 0.2}
-
-
-def send_narrow(case: tuple[str, torch.dtype]) -> tuple[int, dict[str, Any], dict[str, Any]]:
+def send_narrow(layout: str, dtype: torch.dtype) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """The replica, and its part with the last round in flight and mixed."""
-    layout, dtype = case
     spread = Spread(LAYOUTS[layout])
     optimizer = spread.wrap(sgd, comm_dtype=dtype)
-    advance(spread, optimizer)
+    for step in range(STEPS):
+        spread.backward(step)
+        optimizer.step()
     before = spread.full()
     assert optimizer.stats().bytes_sent > 0
     return (*ended(spread, optimizer), before)
@@ -404,25 +350,29 @@ def mean_of(parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     return {name: torch.stack(values).mean(0) for name, values in held.items()}
 
 
-def test_narrow_values_keep_the_mean_of_replicas_and_what_the_ranks_of_one_share() -> None:
+@pytest.mark.parametrize(
+    ("layout", "dtype", "rounded"),
+    [
+        # What codes leave out.
+        ("fsdp and tp", INT4, 0.2),
+        # A half of four rounds of values below 2.
+        ("pipeline gpipe", torch.bfloat16, STEPS * 4 * 2**-7),
+    ],
+)
+def test_narrow_values_keep_the_mean_of_replicas_and_what_the_ranks_of_one_share(
+    layout: str, dtype: torch.dtype, rounded: float
+) -> None:
     """A scale for many elements must not cover some that are shared and some that are not."""
-    cases = [
-        ("tp inside", torch.int8),
-        ("fsdp and tp", INT4),
-        ("fsdp with empty shards", torch.int8),
-        ("pipeline gpipe", torch.bfloat16),
-    ]
-    for case, ranks in zip(cases, zip(*on_all(send_narrow, cases), strict=True), strict=True):
-        layout, dtype = case
-        exact = oracle(Case(layout, "sgd", "plain", True))
-        for replica, after, before in ranks:
-            shared = mean_of([other for at, other, _ in ranks if at == replica])
-            assert difference(after, shared) == 0, case
-            error = difference(after, exact.parameters(replica))
-            assert 1e-6 < error < ROUNDED[dtype], case
-            assert difference(after, mean_of([before])) > 1e-4, case
-        mean, after = mean_of([before for *_, before in ranks]), mean_of([a for _, a, _ in ranks])
-        assert max((after[name] - mean[name]).abs().max() for name in mean) < EXACT, case
+    ranks = run_on_mesh(8, send_narrow, layout, dtype)
+    exact = Oracle(LAYOUTS[layout].replicas, sgd).train()
+    for replica, after, before in ranks:
+        shared = mean_of([other for at, other, _ in ranks if at == replica])
+        assert difference(after, shared) == 0
+        error = difference(after, exact.parameters(replica))
+        assert 1e-6 < error < rounded
+        assert difference(after, mean_of([before])) > 1e-4
+    mean, end = mean_of([before for *_, before in ranks]), mean_of([after for _, after, _ in ranks])
+    assert max((end[name] - mean[name]).abs().max() for name in mean) < EXACT
 
 
 def idle_in_a_stage() -> float:
@@ -442,27 +392,3 @@ def idle_in_a_stage() -> float:
 
 def test_an_idle_stage_takes_part_in_the_clipping_of_its_replica() -> None:
     assert run_on_mesh(8, idle_in_a_stage) == pytest.approx([CLIP] * 4 + [0.0] * 4, rel=1e-4)
-
-
-def idle_after_an_evaluation() -> tuple[Any, Any, Any]:
-    mesh = LAYOUTS["fsdp inside"].mesh()
-    # The root has all parameters, and keeps them gathered after a forward pass without gradients.
-    inner = make_model()
-    fully_shard(inner, mesh=mesh["fsdp"])
-    model = module(inner, mesh)
-    x, y = batch(mesh.get_local_rank("gossip"), 0)
-    loss_of(model(x), y).backward()  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        before = model(x)
-        # It mixes the round in flight.
-        model.idle_step()
-        after = model(x)
-        model.optimizer.replica.reshard()
-        again = model(x)
-    return before.numpy(), after.numpy(), again.numpy()
-
-
-def test_an_idle_step_after_an_evaluation_is_seen_by_the_next_one() -> None:
-    for before, after, again in run_on_mesh(8, idle_after_an_evaluation):
-        assert (after == again).all()
-        assert (before != after).any()
