@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.usefixtures("ranks_on_a_mesh"),
 ]
 
-STOP, STEPS, RATE = 3, 6, 0.6
+STOP, STEPS, RATE = 3, 5, 0.6
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # Two replicas, over one, two or four ranks each.
 LAYOUTS = {
@@ -74,8 +74,7 @@ class Move(NamedTuple):
 
 MOVES = [
     Move("plain", "pp2", Recipe("adamw", "no outer", late=2)),
-    Move("fsdp4", "plain", Recipe("sgd", "adam")),
-    Move("fsdp4", "shard2 x tp2", Recipe("sgd", "nesterov", late=2)),
+    Move("fsdp4", "shard2 x tp2", Recipe("sgd", "adam", late=2)),
 ]
 
 
@@ -177,32 +176,6 @@ def test_what_one_layout_saves_goes_on_in_another(move: Move, tmp_path: Path) ->
         assert difference(params, expected.parameters(1 - replica)) > 1e-6
 
 
-CODED = Recipe("sgd", "no outer", comm_dtype=torch.int8)
-TARGETS = ("fsdp4", "shard2 x tp2")
-
-
-def code_and_resume(folder: Path) -> tuple[int, list[dict[str, Any]]]:
-    """What becomes of a run that does not stop, and of it in the targets."""
-    stopped = Run(LAYOUTS["fsdp4"], CODED)
-    stopped.advance(STOP)
-    stopped.save(folder)
-    ends = [stopped.end()]
-    for target in TARGETS:
-        resumed = Run(LAYOUTS[target], CODED, seed=1, rate=1.0)
-        resumed.load(folder)
-        ends.append(resumed.end())
-        assert ends[-1][0] == ends[0][0]
-    return ends[0][0], [params for _, params in ends]
-
-
-def test_references_go_on_in_the_same_layout_bit_for_bit_and_in_another_one(tmp_path: Path) -> None:
-    expected = oracle(CODED)
-    for replica, (whole, same_layout, other_layout) in run_on_mesh(8, code_and_resume, tmp_path):
-        assert same(whole, same_layout)
-        for params in (whole, other_layout):
-            assert 1e-6 < difference(params, expected.parameters(replica)) < 5e-4
-
-
 # Of four ranks, each in a set of files of its own; the gossip is inside and outside.
 SMALL = {
     "pipeline": Layout({"pp": 2, "gossip": 2}),
@@ -210,7 +183,34 @@ SMALL = {
     # DTensors beside plain tensors.
     "tp": Layout({"gossip": 2, "tp": 2}),
 }
-OTHER = {"pipeline": "fsdp", "fsdp": "tp", "tp": "pipeline"}
+OTHER = {"fsdp": "tp", "tp": "pipeline"}
+
+
+CODED = Recipe("sgd", "no outer", comm_dtype=torch.int8)
+
+
+def code_and_resume(folder: Path) -> tuple[int, list[dict[str, Any]]]:
+    """What becomes of a run that does not stop, and of it in the same layout and in another."""
+    stopped = Run(SMALL["fsdp"], CODED)
+    stopped.advance(STOP)
+    stopped.save(folder)
+    replica, whole = stopped.end()
+    ends = [whole]
+    for target in ("fsdp", "tp"):
+        resumed = Run(SMALL[target], CODED, seed=1, rate=1.0)
+        resumed.load(folder)
+        place, end = resumed.end()
+        assert place == replica
+        ends.append(end)
+    return replica, ends
+
+
+def test_references_go_on_in_the_same_layout_bit_for_bit_and_in_another_one(tmp_path: Path) -> None:
+    expected = oracle(CODED)
+    for replica, (whole, same_layout, other_layout) in run_on_mesh(4, code_and_resume, tmp_path):
+        assert same(whole, same_layout)
+        for params in (whole, other_layout):
+            assert 1e-6 < difference(params, expected.parameters(replica)) < 5e-4
 
 
 def files(folder: Path) -> list[str]:
@@ -275,7 +275,7 @@ def save_and_load(folder: Path, source: str) -> tuple[dict[str, Any], dict[str, 
     return whole, resumed, str(caught.value)
 
 
-@pytest.mark.parametrize("source", SMALL)
+@pytest.mark.parametrize("source", ["fsdp", "tp"])
 def test_a_shard_goes_on_bit_for_bit_in_its_own_layout_only(source: str, tmp_path: Path) -> None:
     start: dict[str, Tensor] = dict(make_model().named_parameters())
     for whole, resumed, error in run_on_mesh(4, save_and_load, tmp_path, source):
