@@ -17,7 +17,7 @@ from covering import named, pairwise
 from problem import backward, flatten, make_params, take_steps
 from ranks import run_threads
 
-from decent_optim_wrapper import AsItArrives, CallOrderError, PeerError, Schedule
+from decent_optim_wrapper import AsItArrives, CallOrderError, PeerError, Schedule, StateAverage
 from decent_optim_wrapper.comm.waiting import PendingMessage
 from decent_optim_wrapper.gossip.header import RoundHeader
 from decent_optim_wrapper.wire.messages import Messages
@@ -29,6 +29,7 @@ OTHER_CALLS: dict[str, Callable[[Any], object]] = {
     "consensus_distance()": lambda optimizer: optimizer.consensus_distance(),
     "add_param_group()": lambda optimizer: optimizer.rebuild_buckets(),
     "all_gather() or report()": lambda optimizer: optimizer.report(),
+    "drop_extension()": lambda optimizer: optimizer.drop_extension(StateAverage),
 }
 
 
@@ -48,7 +49,8 @@ def test_a_rank_in_another_method_is_found_within_the_round(
     def main(rank: int, group: dist.ProcessGroup) -> str:
         params = make_params()
         schedule = Schedule(gossip_every=every)
-        optimizer = wrap(params, group, topology=topology, schedule=schedule)
+        options: Any = {"topology": topology, "extensions": [StateAverage()]}
+        optimizer = wrap(params, group, schedule=schedule, **options)
 
         def train() -> None:
             take_steps(optimizer, params, rank, range(3))

@@ -38,7 +38,6 @@ from decent_optim_wrapper import (
     Late,
     NonFiniteError,
     OuterOptimizer,
-    PeerError,
     Schedule,
     StateAverage,
     StateGossip,
@@ -232,27 +231,6 @@ def test_ranks_of_which_only_some_have_loaded_raise(
         assert "on all ranks, or on none" in text
 
 
-def test_ranks_that_give_tracking_up_at_different_steps_hear_of_it() -> None:
-    def give_up(optimizer: DecentOptimWrapper) -> None:
-        optimizer.drop_extension(GradientTracking)
-
-    def go_on(optimizer: DecentOptimWrapper) -> None:
-        optimizer.step()
-        optimizer.synchronize()
-
-    def main(rank: int, group: dist.ProcessGroup) -> str:
-        params = make_params()
-        optimizer = tracked(params, group, topology="complete", timeout=20)
-        take_steps(optimizer, params, rank, range(3))
-        backward(params, rank, 3)
-        with pytest.raises((CallOrderError, PeerError)) as caught:
-            (go_on if rank else give_up)(optimizer)
-        assert [type(each) for each in optimizer.extensions] == [GradientTracking]
-        return str(caught.value)
-
-    assert any("drop_extension()" in text for text in run_threads(4, main))
-
-
 def test_tracking_that_is_given_up_frees_its_memory_and_trains_on() -> None:
     def main(rank: int, group: dist.ProcessGroup) -> None:
         params = make_params()
@@ -363,7 +341,6 @@ VIEWED: dict[str, Any] = {"param_as_bucket_view": True}
         (Offloads, {"overlap": False}, False),
         # It keeps a copy that it never reads.
         (ASGD, {}, False),
-        (SGD, VIEWED, False),
     ],
 )
 def test_a_base_that_overwrites_what_was_mixed_is_warned_of_and_no_other(
@@ -374,7 +351,7 @@ def test_a_base_that_overwrites_what_was_mixed_is_warned_of_and_no_other(
         params = make_params(dtype=dtype)
         base = kind(params, lr=0.005)
         wrapper = wrap(params, group, base, topology="ring", **options)
-        take_steps(wrapper, params, rank, range(60))
+        take_steps(wrapper, params, rank, range(34))
         assert not any(isinstance(each, OwnCopyCheck) for each in wrapper.extensions)
         return wrapper.consensus_distance()
 
@@ -517,13 +494,9 @@ STATE: Any = StateGossip
 GOSSIP = StateGossip(*MOMENTS)
 LATE: dict[str, Any] = {"overlap": Late(2), "schedule": Schedule(gossip_every=2)}
 REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-    (lambda: [OUTER(0.5)], {}, TypeError, "'float' object is not callable"),
     (lambda: [OUTER(an_optimizer_of_others)], {}, ValueError, "expects .* the tensors"),
     (lambda: [OUTER(partial(SGD, lr=-1.0))], {}, ValueError, "Invalid learning rate"),
     (lambda: [STATE("no")], {}, RuntimeError, r"\['momentum_buffer'\], got 'no'"),
-    (lambda: [STATE()], {}, TypeError, "missing 1 required"),
-    (lambda: [STATE(1)], {}, RuntimeError, r"\['momentum_buffer'\], got 1"),
-    (lambda: [GradientTracking], {}, TypeError, "extensions expects a sequence of instances"),
     (lambda: GradientTracking(), {}, TypeError, "extensions expects a sequence of instances"),
     (lambda: [Nameless()], {}, ValueError, r"set Nameless\.name"),
     (lambda: [GOSSIP, GOSSIP], {}, ValueError, r"several of \['StateGossip'\]"),
