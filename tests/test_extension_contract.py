@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import modules
@@ -38,72 +40,29 @@ from decent_optim_wrapper import (
     StateGossip,
 )
 from decent_optim_wrapper.elastic import heartbeat, rendezvous
-from decent_optim_wrapper.gossip.extension import ExtensionContext
 from decent_optim_wrapper.gossip.schedule import WithinStep
-from decent_optim_wrapper.wire.bucket import Bucket
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:GradientTracking")]
 
 
-class Pull(Extension):
-    """One that a user writes: a mean of gradients that is gossiped, and added to the gradients."""
+GUIDE = Path(__file__).parent.parent / "examples" / "guides" / "extending.md"
 
-    name = "pull"
-    corrects_gradients = True
 
-    def attach(self, context: ExtensionContext) -> None:
-        self.optimizer, self.layout = context.optimizer, context.layout
-        self.means: dict[Tensor, Tensor] = {}
-        self.buckets: dict[Bucket, Bucket] = {}
-        self.in_flight = False
-
-    def plan(self, buckets: Sequence[Bucket]) -> None:
-        layout = self.layout._replace(uses_reference=False)
-        for bucket in buckets:
-            if bucket not in self.buckets:
-                held = [self.mean_of(param) for param in bucket.members]
-                self.buckets[bucket] = Bucket(held, layout, rate=0.5)
-
-    def mean_of(self, param: Tensor) -> Tensor:
-        return self.means.setdefault(param, torch.zeros_like(param, requires_grad=False))
-
-    def received(self, in_flight: bool) -> None:
-        self.in_flight = in_flight
-
-    @contextmanager
-    def updating(self, params: Sequence[Tensor]) -> Iterator[None]:
-        for param in params:
-            if param.grad is not None:
-                mean = self.mean_of(param)
-                if not self.in_flight:
-                    mean.lerp_(param.grad, 0.5)
-                param.grad.add_(mean, alpha=0.3)
-        yield
-
-    def launch(self, bucket: Bucket) -> list[Bucket]:
-        return [self.buckets[bucket]]
-
-    def restart(self) -> None:
-        for mean in self.means.values():
-            mean.zero_()
-
-    @property
-    def params(self) -> list[Tensor]:
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"params": [{"mean": self.mean_of(param).clone()} for param in self.params]}
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        self.restart()
-        for param, row in zip(self.params, state["params"], strict=True) if state else ():
-            self.mean_of(param).copy_(row["mean"])
+@cache
+def shared_norm() -> Callable[[], Extension]:
+    """The class of the guide, which sends a bucket of its own."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    # The last one trains with all that the others define.
+    exec("".join(blocks[:-1]), names)
+    kind: Callable[[], Extension] = names["SharedNorm"]
+    return kind
 
 
 OUTER = OuterOptimizer(nesterov(0.5))
-# Arguments of the wrapper and fields of its schedule; `Pull` in place of an instance.
+# Arguments of the wrapper and fields of its schedule; a function in place of an instance.
 EXTENSIONS: dict[str, dict[str, Any]] = {
-    "tracking and own": {"extensions": [Pull, GradientTracking()]},
+    "tracking and own": {"extensions": [shared_norm, GradientTracking()]},
     "outer": {"extensions": [OUTER]},
     "outer and state on averages": {"extensions": [StateAverage(), OUTER], "global_avg_every": 4},
     "state gossip": {"extensions": [StateGossip("momentum_buffer")]},
@@ -185,7 +144,9 @@ class Rank(Trainer):
 
 def made(options: dict[str, Any]) -> dict[str, Any]:
     """The options of one wrapper."""
-    extensions = [Pull() if each is Pull else each for each in options.get("extensions", ())]
+    extensions = [
+        shared_norm()() if each is shared_norm else each for each in options.get("extensions", ())
+    ]
     return {**options, "extensions": extensions}
 
 
@@ -421,7 +382,7 @@ def test_a_step_inside_the_backward_pass_does_the_same_as_one_behind_it(
 
 
 # Those that save something.
-SAVED = {**TRACKING_OF_ADAM, "outer": EXTENSIONS["outer"], "own": {"extensions": [Pull]}}
+SAVED: dict[str, dict[str, Any]] = {**TRACKING_OF_ADAM, "outer": EXTENSIONS["outer"]}
 EACH_SAVED = pytest.mark.parametrize("extension", SAVED.values(), ids=SAVED)
 
 
@@ -486,11 +447,11 @@ SPOILT: dict[str, Callable[[list[dict[str, Any]]], list[Any]]] = {
 
 
 @pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
-@pytest.mark.parametrize("name", ["tracking of adam", "outer"])
+@EACH_SAVED
 def test_a_state_of_something_else_is_refused_and_changes_nothing(
-    name: str, spoil: Callable[[list[dict[str, Any]]], list[Any]]
+    extension: dict[str, Any], spoil: Callable[[list[dict[str, Any]]], list[Any]]
 ) -> None:
-    params, optimizer = extended(SAVED[name])
+    params, optimizer = extended(extension)
     take_steps(optimizer, params, 0, range(3))
     state = copy.deepcopy(optimizer.state_dict())
     ((key, held),) = state["gossip"]["extensions"].items()
