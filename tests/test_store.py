@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import re
 import signal
@@ -11,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -40,8 +39,7 @@ from decent_optim_wrapper import PeerError
 from decent_optim_wrapper.comm.background import in_background
 from decent_optim_wrapper.comm.process_groups import new_communicator
 from decent_optim_wrapper.comm.store import BoundedStore
-from decent_optim_wrapper.comm.transport import Transport
-from decent_optim_wrapper.comm.waiting import WireError, within
+from decent_optim_wrapper.comm.waiting import within
 from decent_optim_wrapper.elastic.epoch import FIRST_NOTE, Note
 from decent_optim_wrapper.elastic.heartbeat import Heartbeat
 from decent_optim_wrapper.elastic.rendezvous import Rendezvous, key_prefix
@@ -79,25 +77,6 @@ def test_an_error_keeps_nothing_alive_that_the_action_used(waits: bool) -> None:
         assert watched() is None
     finally:
         gc.enable()
-
-
-def test_time_in_which_a_process_stands_still_does_not_count_as_waiting() -> None:
-    looks: list[int] = []
-    answered = threading.Event()
-
-    def answer_late() -> bool:
-        looks.append(len(looks))
-        if len(looks) == 3:
-            answered.set()
-        return False
-
-    # Each look seems to come long after the one before it, as if the process had been stopped.
-    clock = mock.Mock(monotonic=itertools.count(0, 100).__next__)
-    with mock.patch("decent_optim_wrapper.comm.waiting.time", clock):
-        assert within(30, answered.wait, answer_late)
-        with pytest.raises(TimeoutError):
-            within(0.5, threading.Event().wait)
-    assert len(looks) >= 3
 
 
 @contextmanager
@@ -239,12 +218,10 @@ def test_a_connection_may_take_longer_than_the_timeout_at_the_start() -> None:
 SILENT = 0.6
 
 
-def rendezvous_of(
-    store: Any, rank: int, size: int, timeout: float, kind: type[Rendezvous] = Rendezvous
-) -> Any:
+def rendezvous_of(store: Any, rank: int, size: int, timeout: float) -> Rendezvous:
     """As in a process of its own."""
-    kind.built = 0
-    return kind(store, rank, size, timedelta(seconds=timeout), stale_after=SILENT)
+    Rendezvous.built = 0
+    return Rendezvous(store, rank, size, timedelta(seconds=timeout), stale_after=SILENT)
 
 
 def rendezvous(store: Any, size: int, timeout: float) -> list[Rendezvous]:
@@ -289,20 +266,6 @@ def test_half_of_the_last_members_go_on_and_fewer_wait_for_restarted_ranks() -> 
     assert enter(ranks[0], HAS_STATE) == (0,)
 
 
-def test_once_a_mistake_is_mended_all_start_on_the_same_store() -> None:
-    store = HashStore()
-    Rendezvous.built = 0
-    # As in a process of its own.
-    with mock.patch.object(Rendezvous, "built", 0):
-        Rendezvous.tell_failure(store, 1, TypeError("a wrong argument"))
-    early = rendezvous(store, 1, timeout=30.0)
-    with pytest.raises(ValueError, match=r"rank 1 could not start.*: a wrong argument"):
-        early[0].gather(FIRST_NOTE)
-    # Its heartbeat ends with it.
-    early.clear()
-    assert gather(rendezvous(store, 2, timeout=30.0), FIRST_NOTE) == [(0, 1)] * 2
-
-
 def test_fewer_than_half_of_the_last_members_raise_whatever_the_store_says() -> None:
     ranks = rendezvous(HashStore(), 3, timeout=2.0)
     assert gather(ranks, FIRST_NOTE) == [(0, 1, 2)] * 3
@@ -320,58 +283,6 @@ def test_nobody_goes_on_over_a_store_that_has_lost_the_last_members() -> None:
     store.delete_key(f"{key_prefix(0)}/1/members")
     for text in gather(ranks, HAS_STATE):
         assert "the store no longer knows that [0, 1] were the last members" in str(text)
-
-
-class TornRendezvous(Rendezvous):
-    """A rank that can be cut off from the other half, and held up before it writes its members."""
-
-    half: tuple[int, ...] = ()
-
-    def tear(self, half: tuple[int, ...], wait: Callable[[], object]) -> None:
-        """Let the rank see its half alone, and `wait` when it has decided who goes on."""
-        self.half, self._wait = half, wait
-        self._heartbeat.alive = half.__contains__  # type: ignore[assignment, method-assign]
-
-    def _present(self, epoch: int) -> tuple[int, ...]:
-        found = super()._present(epoch)
-        return tuple(rank for rank in found if not self.half or rank in self.half)
-
-    def _survivors(self, epoch: int, late: bool) -> tuple[int, ...]:
-        found = super()._survivors(epoch, late)
-        if found:
-            self._wait()
-            # Nobody answers those that ask to join: they need not wait for long, but for as long
-            # as for ranks that train, also where a busy machine delays heartbeats.
-            self._timeout = timedelta(seconds=0.25)
-            self._heartbeat.hears_members = lambda *_, **__: True  # type: ignore[method-assign]
-        return found
-
-
-@pytest.mark.parametrize("quick", [(0, 1), (2, 3)], ids=["lower half", "upper half"])
-def test_of_two_halves_that_both_decide_to_go_on_only_one_does(quick: tuple[int, ...]) -> None:
-    """Each sees itself alone, is half, and decides before it can see the list of the other."""
-    everyone = (0, 1, 2, 3)
-    slow = tuple(rank for rank in everyone if rank not in quick)
-    all_decided, written = threading.Barrier(len(everyone)), threading.Event()
-
-    def hold_up() -> None:
-        all_decided.wait(40)
-        written.wait(40)
-
-    store = HashStore()
-    ranks = [rendezvous_of(store, rank, 4, 40.0, TornRendezvous) for rank in everyone]
-    with ThreadPoolExecutor(len(everyone)) as pool:
-        assert gather(ranks, FIRST_NOTE) == [everyone] * 4
-        for rank in quick:
-            ranks[rank].tear(quick, partial(all_decided.wait, 40))
-        for rank in slow:
-            ranks[rank].tear(slow, hold_up)
-        ends = [pool.submit(enter, rank, HAS_STATE) for rank in ranks]
-        assert [ends[rank].result(40) for rank in quick] == [quick] * 2
-        written.set()
-        for rank in slow:
-            text = f"waited 0:00:01 for the other ranks, of which {[*quick]}"
-            assert text in str(ends[rank].result(40)), f"{slow} train beside {quick}"
 
 
 @pytest.mark.parametrize("came", [False, True])
@@ -392,17 +303,6 @@ def test_a_rank_that_comes_back_when_the_others_have_ended_waits_for_one_timeout
     missing = r"\[0, 1\] did not come or have ended since"
     text = rf"rank 2: waited 0:00:02 for .* of which {missing}; .* have finished"
     assert re.match(text, str(enter(came_back, FIRST_NOTE)))
-
-
-def test_an_error_of_another_thread_does_not_come_to_hold_the_frames_that_wait() -> None:
-    awaited: Future[None] = Future()
-    error = RuntimeError("closed by peer")
-    awaited.set_exception(error)
-    with pytest.raises(WireError, match="closed by peer") as caught:
-        Transport.over(None).finish(awaited)
-    assert caught.value.__cause__ is error
-    # Otherwise connections stay open until the garbage is collected.
-    assert error.__traceback__ is None
 
 
 def test_the_last_heartbeat_of_a_process_that_has_ended_may_come_late() -> None:
