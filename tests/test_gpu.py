@@ -289,20 +289,6 @@ def test_a_scaled_step_reads_at_most_once_whether_there_was_an_overflow(fused: b
         assert len(reads) == (0 if fused else 1)
 
 
-@pytest.mark.parametrize("kind", ["nccl", NCCL, "gloo"])
-def test_an_average_reads_once_for_all_parameters(kind: str) -> None:
-    with wrapped(kind) as setup:
-        setup.step()
-        for call, reads in (("global_avg", 1), ("revert_global_avg", 1), ("consensus_distance", 1)):
-            setup.mode.noted.clear()
-            setup.mode.step += 1
-            getattr(setup.optimizer, call)()
-            found = waits(setup.mode.noted)
-            # Over gloo, the values themselves go to the CPU and back, bucket by bucket.
-            crossing = 2 * BUCKETS if kind == "gloo" else 0
-            assert len(found) <= reads + crossing, found
-
-
 @pytest.mark.parametrize(
     ("world", "form"),
     [
@@ -323,19 +309,6 @@ def test_over_gloo_only_threads_wait_for_the_gpu(world: str, form: str) -> None:
                 break
         assert found
         assert all(each.kind == "wait" and "streams.py:_run" in each.where for each in found)
-
-
-def test_all_ranks_make_the_first_call_also_on_a_gpu_that_comes_later() -> None:
-    with wrapped(NCCL, size=4, devices=("cpu", "cpu"), sync_at_start=False) as setup:
-        setup.optimizer.step()
-        assert not setup.calls()
-        for _ in range(2):
-            setup.optimizer.add_param_group({"params": make_trained("cuda", "cuda")})
-        setup.optimizer.step()
-        first, *others = setup.calls()
-        assert first == "allreduce"
-        assert "allreduce" not in others
-        assert "exchange" in others
 
 
 @pytest.mark.parametrize(
@@ -482,26 +455,6 @@ def test_communicators_are_aborted_all_together_and_in_bounded_time() -> None:
     abort([Backend(never.wait), Backend(lambda: ended.append(2))], seconds=0.2)
     assert not never.is_set()
     never.set()
-
-
-def test_a_receive_that_fails_behind_its_send_ends_the_connections() -> None:
-    with wrapped(NCCL) as setup:
-        setup.step(2)
-
-        def recv(data: list[Any], peer: int, tag: int) -> Any:
-            if data[0].is_cuda:
-                raise RuntimeError("tensors must be contiguous")
-            return FakeGroup.recv(setup.own, data, peer, tag)
-
-        with (
-            mock.patch.object(setup.own, "recv", recv),
-            pytest.raises(RuntimeError, match="tensors must be contiguous"),
-        ):
-            setup.step()
-        # The batch is closed before: a communicator is not aborted inside of one.
-        assert setup.calls()[-3:] == ["send", "exchange", "abort"]
-        with pytest.raises(RuntimeError, match="this rank failed with RuntimeError: tensors must"):
-            setup.step()
 
 
 @pytest.mark.parametrize(("auto", "waits"), [(True, 0), (False, 0), (False, 3)])
