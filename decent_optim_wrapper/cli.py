@@ -13,18 +13,24 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from decent_optim_wrapper.checkpoint.export import export_average
 from decent_optim_wrapper.errors import NonFiniteError
 from decent_optim_wrapper.launcher import add_arguments, launch, read_arguments
-from decent_optim_wrapper.planning import tables
+from decent_optim_wrapper.planning import link_probe, tables
+from decent_optim_wrapper.planning.plan import Job, plan
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line."""
+def count(text: str) -> float:
+    """A number such as 124e6, 124M or 1.3B."""
+    factor = {"k": 1e3, "m": 1e6, "b": 1e9}.get(text[-1:].lower())
+    return float(text[:-1]) * factor if factor else float(text)
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+
+def bandwidth(text: str) -> float:
+    """Bytes per second of a rate such as 400mbit or 1gbit."""
+    number, unit = text[:-4], text[-4:].lower()
+    return float(number) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}.get(unit, math.nan) / 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,40 +55,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace) -> str:
-    from decent_optim_wrapper.planning.plan import Job, plan
+def _topologies(args: argparse.Namespace) -> str:
+    return tables.topologies(args.world_size, args.local_world_size, args.topology)
 
+
+def _plan(args: argparse.Namespace) -> str:
     return plan(Job(args.parameters, args.ranks, args.bandwidth, args.step))
 
 
-def _count(text: str) -> float:
-    """A number such as 124e6, 124M or 1.3B."""
-    factor = {"k": 1e3, "m": 1e6, "b": 1e9}.get(text[-1:].lower())
-    return float(text[:-1]) * factor if factor else float(text)
-
-
-def _bandwidth(text: str) -> float:
-    """Bytes per second of a rate such as 400mbit or 1gbit."""
-    number, unit = text[:-4], text[-4:].lower()
-    return float(number) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}.get(unit, math.nan) / 8
-
-
 def _comm(args: argparse.Namespace) -> str | None:
-    from decent_optim_wrapper.planning import link_probe
-
     return link_probe.run(args.mib, args.repeats)
 
 
 def _average(args: argparse.Namespace) -> str:
-    from decent_optim_wrapper.checkpoint.export import export_average
-
     step, size = export_average(args.folder, args.out, args.part)
     return f"{args.out}: the average over {size} ranks of step {step}"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="decent_optim_wrapper", description=__doc__.split("\n")[0])
-    commands = parser.add_subparsers(required=True, parser_class=_Parser)
+    description = __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser(prog="decent_optim_wrapper", description=description)
+    commands = parser.add_subparsers(required=True)
 
     def add(name: str, command: Callable[..., object], about: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=about, description=about)
@@ -92,19 +85,16 @@ def _parser() -> argparse.ArgumentParser:
     about = "start the ranks of this node, and start again those that die"
     add_arguments(add("run", lambda args: launch(read_arguments(args)), about))
 
-    def topologies(args: argparse.Namespace) -> str:
-        return tables.topologies(args.world_size, args.local_world_size, args.topology)
-
-    table = add("topologies", topologies, "the topologies that fit, and why others do not")
+    table = add("topologies", _topologies, "the topologies that fit, and why others do not")
     table.add_argument("--world-size", type=int, default=8, help="8 by default")
     table.add_argument("--local-world-size", type=int, default=1)
     table.add_argument("--topology", nargs="+", metavar="NAME", help="only these")
 
-    plan = add("plan", _plan, "settings for a run, and the seconds of a step by method")
-    plan.add_argument("--parameters", type=_count, required=True, help="such as 124M")
-    plan.add_argument("--ranks", type=int, required=True)
-    plan.add_argument("--bandwidth", type=_bandwidth, required=True, help="such as 400mbit")
-    plan.add_argument("--step", type=float, required=True, help="seconds of computing of a step")
+    job = add("plan", _plan, "settings for a run, and the seconds of a step by method")
+    job.add_argument("--parameters", type=count, required=True, help="such as 124M")
+    job.add_argument("--ranks", type=int, required=True)
+    job.add_argument("--bandwidth", type=bandwidth, required=True, help="such as 400mbit")
+    job.add_argument("--step", type=float, required=True, help="seconds of computing of a step")
 
     comm = add("comm", _comm, "test the links between all pairs of ranks; start it with torchrun")
     comm.add_argument("--mib", type=float, default=8, help="size of the large message")

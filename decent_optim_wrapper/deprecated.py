@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from decent_optim_wrapper.checks import Check
+from decent_optim_wrapper.checks import Check, one_of
 from decent_optim_wrapper.extensions.gradient_tracking import GradientTracking
 from decent_optim_wrapper.extensions.outer_optimizer import OuterOptimizer
 from decent_optim_wrapper.extensions.state_average import StateAverage
@@ -52,9 +52,10 @@ def number_or_auto(check: Check) -> Check:
 
 
 def _state(value: Any) -> Extension | None:
-    if value == "keep":
-        return None
-    return StateAverage() if value == "average" else StateGossip(*value)
+    if not isinstance(value, str):
+        return StateGossip(*value)
+    known = one_of("keep", "average")("average_state", value)
+    return StateAverage() if known == "average" else None
 
 
 # What an old spelling with some value stands for; None for what is the default.
@@ -71,7 +72,8 @@ _MEANINGS: Mapping[str, Callable[[Any], Extension | Pacing | None]] = {
 def respelled(options: Mapping[str, Any]) -> dict[str, Any]:
     """Replace old spellings in the options of a wrapper, with a warning.
 
-    Those that were contradictory before are not checked: they have never trained.
+    Raises:
+        ValueError: a spelling has no meaning, or `overlap` says otherwise when a round is mixed.
     """
     new = dict(options)
     old: dict[str, Any] = {}
@@ -91,14 +93,18 @@ def respelled(options: Mapping[str, Any]) -> dict[str, Any]:
     extensions = [each for each in found if isinstance(each, Extension)]
     pacings = [each for each in found if isinstance(each, Pacing)]
     passed = [f"overlap={pacing!r}" for pacing in pacings[:1]]
+    spelled = ", ".join(f"{name}={value!r}" for name, value in old.items())
+    if pacings:
+        # True was the default of the overlap.
+        if (given := new.get("overlap")) not in (None, True, pacings[0]):
+            raise ValueError(f"overlap={given!r} contradicts {spelled}; pass {passed[0]} alone")
+        new["overlap"] = pacings[0]
     if extensions:
         passed.append(f"extensions=[{', '.join(f'{type(e).__name__}(...)' for e in extensions)}]")
     warn(
-        f"{', '.join(f'{k}={v!r}' for k, v in old.items())} will be removed in the next release; "
-        f"pass {' and '.join(passed) or 'nothing'} to the wrapper instead",
+        f"{spelled} will be removed in the next release; pass {' and '.join(passed) or 'nothing'} "
+        f"to the wrapper instead",
         DeprecationWarning,
     )
-    if pacings:
-        new["overlap"] = pacings[0]
     new["extensions"] = [*extensions, *new.get("extensions", ())]
     return new

@@ -93,6 +93,19 @@ def test_an_old_spelling_warns_and_has_the_same_trajectory(
     assert Tensor.equal(ours[0], plain[0]) == (not new)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "match"),
+    [
+        (Schedule(average_state="exp_avg"), "average_state expects one of .* got 'exp_avg'"),
+        (Schedule(staleness=2), r"contradicts staleness=2; pass overlap=Late\(steps=2\)"),
+        (Schedule(gossip_every=AUTO), "overlap=False contradicts gossip_every='auto'"),
+    ],
+)
+def test_an_old_spelling_may_not_contradict_the_overlap(schedule: Schedule, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        wrap(make_params(), overlap=False, schedule=schedule)
+
+
 def test_tracking_is_given_up_by_its_old_property() -> None:
     optimizer = wrap(make_params(), extensions=[GradientTracking()])
     assert optimizer.gradient_tracking
