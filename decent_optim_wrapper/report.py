@@ -7,6 +7,7 @@ larger group a rank does not know which link it has waited for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -23,6 +24,9 @@ from decent_optim_wrapper.planning.tables import table
 # Thresholds of a report: how much longer than the others a slow rank computes, and the share of a
 # step for which both ends wait for a slow link.
 _SLOWER, _WAITS = 1.2, 0.1
+_SEND_LESS = (
+    "send fewer bits with comm_dtype=torch.int8, or mix less often with Schedule(gossip_every=4)"
+)
 # What each rank sends, in this order.
 _COSTS = ("step_seconds", "computing_seconds", "wait_seconds", "coding_seconds", "bytes_sent")
 
@@ -102,11 +106,9 @@ def build_report(gossip: Gossip, shards: int) -> Report:
     Raises:
         PeerError: a rank did not answer.
     """
-    transport = gossip.pipeline.session.transport
-    own = _measure(gossip.pipeline)
     # The shards of a replica have waited for each other, so the first one is enough.
-    rows = gossip.all_gather(own)[::shards]
-    return diagnose(rows, transport.members)
+    rows = gossip.all_gather(_measure(gossip.pipeline))[::shards]
+    return diagnose(rows, gossip.pipeline.session.transport.members)
 
 
 def diagnose(rows: Tensor, members: Sequence[int]) -> Report:
@@ -118,75 +120,64 @@ def diagnose(rows: Tensor, members: Sequence[int]) -> Report:
             no such round.
         members: the ranks, as numbered at the start.
     """
-    costs, waits = rows[:, :5].tolist(), rows[:, 5:]
-    longest = [max(zip(own, members, strict=True)) for own in waits.tolist()]
-    found = [other if wait > 0 else None for wait, other in longest]
-    ranks = tuple(
-        RankReport(rank=rank, waits_for=other, **dict(zip(_COSTS, cost, strict=True)))
-        for rank, other, cost in zip(members, found, costs, strict=True)
-    )
+    ranks, advice = [], []
+    for rank, row in zip(members, rows.tolist(), strict=True):
+        costs = dict(zip(_COSTS, row[:5], strict=True))
+        wait, other = max(zip(row[5:], members, strict=True))
+        ranks.append(RankReport(rank=rank, waits_for=other if wait > 0 else None, **costs))
     step = median(each.step_seconds for each in ranks)
-    slow_rank, factor = _slowest(ranks)
-    slow_link = _slowest_link(waits, members, step)
-    advice = []
+    slow_rank, factor = _slow_rank(ranks)
     if slow_rank is not None:
         advice.append(
             f"rank {slow_rank} is slow: it computes {factor:.1f} times as long as the others. Look "
             f"at that machine, give it smaller batches, mix in pairs (if not yet), since only its "
             f"partners wait, or pass overlap=AsItArrives(), so that no rank waits"
         )
+    slow_link = _slow_link(rows[:, 5:], members, step)
     if slow_link is not None:
-        one, other = slow_link.ranks
         advice.append(
-            f"the link between ranks {one} and {other} is slow: both wait "
-            f"{1000 * slow_link.wait_seconds:.1f} ms for it in a round. Send fewer bits with "
-            f"comm_dtype=torch.int8, mix less often with Schedule(gossip_every=4), or number the "
-            f"ranks so that these two meet less often"
+            f"the link between ranks {slow_link.ranks[0]} and {slow_link.ranks[1]} is slow: both "
+            f"wait {1000 * slow_link.wait_seconds:.1f} ms for it in a round. Number the ranks so "
+            f"that these two meet less often, {_SEND_LESS}"
         )
-    if not advice:
-        share = median(each.wait_seconds for each in ranks) / max(1e-9, step)
-        text = "no rank and no link is slow"
-        if share > _WAITS:
-            text = (
-                f"no rank is slow, but all wait {share:.0%} of a step. Send fewer bits with "
-                f"comm_dtype, or mix less often with Schedule(gossip_every=4)"
-            )
-        advice.append(text)
-    return Report(ranks=ranks, slow_rank=slow_rank, slow_link=slow_link, advice=tuple(advice))
+    share = median(each.wait_seconds for each in ranks) / max(1e-9, step)
+    if share > _WAITS and not advice:
+        advice.append(f"no rank is slow, but all wait {share:.0%} of a step: {_SEND_LESS}")
+    advice = advice or ["no rank and no link is slow"]
+    return Report(
+        ranks=tuple(ranks), slow_rank=slow_rank, slow_link=slow_link, advice=tuple(advice)
+    )
 
 
-def _slowest(ranks: Sequence[RankReport]) -> tuple[int | None, float]:
-    if len(ranks) < 2:
-        return None, 1.0
+def _slow_rank(ranks: Sequence[RankReport]) -> tuple[int | None, float]:
+    """The rank that computes much longer than the others, and how many times as long."""
     slowest = max(ranks, key=lambda each: each.computing_seconds)
-    others = median(each.computing_seconds for each in ranks if each is not slowest)
-    factor = slowest.computing_seconds / max(others, 1e-9)
-    return (slowest.rank, factor) if factor > _SLOWER else (None, factor)
+    others = [each.computing_seconds for each in ranks if each is not slowest]
+    factor = slowest.computing_seconds / max(median(others or [math.inf]), 1e-9)
+    return slowest.rank if factor > _SLOWER else None, factor
 
 
-def _slowest_link(waits: Tensor, members: Sequence[int], step: float) -> Link | None:
+def _slow_link(waits: Tensor, members: Sequence[int], step: float) -> Link | None:
+    """The link for which both ends wait a large part of a step."""
     both = torch.minimum(waits, waits.T).triu(1)
     wait, (one, other) = both.max().item(), divmod(int(both.argmax()), len(members))
-    if wait <= _WAITS * step:
-        return None
-    return Link(ranks=(members[one], members[other]), wait_seconds=wait)
+    link = Link(ranks=(members[one], members[other]), wait_seconds=wait)
+    return link if wait > _WAITS * step else None
 
 
 def _measure(pipeline: Pipeline) -> Tensor:
     """This rank's row for `diagnose`."""
-    transport = pipeline.session.transport
-    history = pipeline.policy.meter.history
-    steps = [(step[0] - before[0], *step[1:]) for before, step in pairwise(history)]
-    costs = [
-        (s, s - each.wait_seconds - each.mix_seconds, each.wait_seconds, each.mix_seconds)
-        for s, each, _ in steps
-    ]
-    row = [0.0] * 5
+    own, row = pipeline.session.transport.rank, [0.0] * len(_COSTS)
+    history = pairwise(pipeline.policy.meter.history)
+    steps = [(end - begin, cost, {*group}) for (begin, *_), (end, cost, group) in history]
     if steps:
-        sent = fmean(each.bytes_sent for _, each, _ in steps)
-        row = [*map(median, zip(*costs, strict=True)), sent]
-    for place in range(transport.world_size):
-        pair = {place, transport.rank} if place != transport.rank else None
-        found = [each.wait_seconds for _, each, ranks in steps if {*ranks} == pair]
-        row.append(median(found or [0.0]))
+        costs = [
+            (seconds - cost.wait_seconds - cost.mix_seconds, cost.wait_seconds, cost.mix_seconds)
+            for seconds, cost, _ in steps
+        ]
+        row = [median(seconds for seconds, *_ in steps), *map(median, zip(*costs, strict=True))]
+        row.append(fmean(cost.bytes_sent for _, cost, _ in steps))
+    for place in range(pipeline.session.transport.world_size):
+        pair = {place, own} if place != own else None
+        row.append(median([cost.wait_seconds for _, cost, group in steps if group == pair] or [0]))
     return torch.tensor(row, dtype=torch.float64, device="cpu")

@@ -98,8 +98,7 @@ def test_both_ends_wait_for_a_slow_link_and_one_for_a_slow_rank() -> None:
     assert report.slow_link.ranks == (0, 4)
     assert report.slow_link.wait_seconds == pytest.approx(0.03)
     assert [each.waits_for for each in report.ranks] == [4, 0, 7, None]
-    assert "link between ranks 0 and 4" in str(report)
-    assert "these two meet less often" in str(report)
+    assert "link between ranks 0 and 4 is slow" in str(report)
     assert "overlap=AsItArrives()" in report.advice[0]
     report = report_of([0.08, 0.082], {(0, 1): 0.001, (1, 0): 0.001}, 0, 1)
     assert (report.slow_rank, report.slow_link) == (None, None)
@@ -110,7 +109,6 @@ def test_a_report_is_also_plain_values() -> None:
     report = report_of([0.02, 0.08], {(0, 1): 0.03, (1, 0): 0.03}, 0, 7)
     values = report.as_dict()
     assert (values["slow_rank"], values["slow_link"]["ranks"]) == (7, (0, 7))
-    assert values["ranks"][0]["waits_for"] == 7
     assert json.loads(json.dumps(values))["ranks"][1]["computing_seconds"] == 0.08
     page = (GUIDES / "frameworks.md").read_text(encoding="utf-8")
     names = gossip_stats(wrap(make_params())).keys()
