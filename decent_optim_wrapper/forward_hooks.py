@@ -143,13 +143,14 @@ class ForwardHooks:
             # Only now: another thread must wait, too.
             self._known.add(id(param))
 
-    def before_listing(self, param: nn.Parameter) -> None:
-        """Announce a parameter that an iteration in the forward pass has come to.
+    def before_listing(self, params: Iterable[nn.Parameter]) -> None:
+        """Announce the parameters of a module that an iteration in the forward pass has come to.
 
-        Between a step and the forward pass, nobody may compute with it, as in `zero_grad()`.
+        Between a step and the forward pass, nobody may compute with them, as in `zero_grad()`.
         """
         if self._called:
-            self.before_reading(param)
+            for param in params:
+                self.before_reading(param)
 
     def before_saving(self, *arguments: Any) -> None:
         """Make sure that a state dict holds whole rounds only."""
@@ -212,13 +213,6 @@ class _Hook:
     def __call__(self, *arguments: Any) -> None:
         if hooks := self._hooks and self._hooks():
             getattr(hooks, self._method)(*arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        # torch.jit.script asks for `__name__`, and would compile the hooks.
-        raise AttributeError(
-            f"a hook of DecentOptimWrapper has no {name}; give torch.jit.script a model that was "
-            f"not wrapped: build it again, and load the state_dict() of this one"
-        )
 
     def __reduce__(self) -> Any:
         # Copies and files.

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, ItemsView, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Mapping
 
 import torch
 from torch import nn
-
-# Called with a parameter.
-_See = Callable[[nn.Parameter], None]
 
 
 class WatchedParameters(dict[str, nn.Parameter | None]):
@@ -33,9 +30,12 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
                 watch.read(param)
         return param
 
-    def items(self) -> _Items:  # type: ignore[override]
-        """The parameters by name, each of which is announced when an iteration comes to it."""
-        return _Items(self)
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
+        """The parameters by name, which are announced: an iteration has come to this module."""
+        if not torch.compiler.is_compiling():
+            for watch in self.watches:
+                watch.listed(param for param in self.values() if param is not None)
+        return super().items()
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
         for watch in self.watches:
@@ -44,29 +44,22 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
         return dict, (dict(self),)
 
 
-class _Items(ItemsView[str, "nn.Parameter | None"]):
-    _mapping: WatchedParameters
-
-    def __iter__(self) -> Iterator[tuple[str, nn.Parameter | None]]:
-        for name, param in dict.items(self._mapping):
-            if param is not None and not torch.compiler.is_compiling():
-                for watch in self._mapping.watches:
-                    watch.listed(param)
-            yield name, param
-
-
 class Watch:
     """Watches a module until it is removed, as torch's handles of hooks do.
 
     Args:
         module: the module.
         read: called with a parameter that is about to be read by its name.
-        listed: called with a parameter that an iteration has come to.
+        listed: called with all its parameters when an iteration comes to the module.
         copied: called before the parameters are copied or written to a file.
     """
 
     def __init__(
-        self, module: nn.Module, read: _See, listed: _See, copied: Callable[[], None]
+        self,
+        module: nn.Module,
+        read: Callable[[nn.Parameter], None],
+        listed: Callable[[Iterable[nn.Parameter]], None],
+        copied: Callable[[], None],
     ) -> None:
         self.read, self.listed, self.copied = read, listed, copied
         self._module = weakref.ref(module)
@@ -81,6 +74,6 @@ class Watch:
         found = None if module is None else vars(module)["_parameters"]
         # Someone else may have put another dict there.
         if module is not None and isinstance(found, WatchedParameters):
-            found.watches[:] = [each for each in found.watches if each is not self]
+            found.watches.remove(self)
             if not found.watches:
                 vars(module)["_parameters"] = dict(found)
